@@ -1,0 +1,14 @@
+"""Training memory for JAX and Flax: activations and norms that keep less for the backward."""
+
+from lowmembp_jax.activations import (
+    REGELU2_TABLE,
+    RESILU2_TABLE,
+    regelu2,
+    resilu2,
+    step_activation,
+)
+from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
+from lowmembp_jax.codes import StepTable
+from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
+from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
+from lowmembp_jax.packing import pack_2bit, unpack_2bit

@@ -1,0 +1,159 @@
+"""Activations whose backward keeps 2 bits an element.
+
+The forward is exact. The backward multiplies the cotangent with a step function of x, the
+derivative of a sum of three ReLUs fitted to the activation (LowMemoryBP, arXiv:2406.16282,
+Approx-BP): its four levels are kept as 2-bit codes in place of x.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from lowmembp_jax.checkpointing import CODES, NAN_MARKS
+from lowmembp_jax.codes import StepTable, encode, find_nans, mark_nans, slopes
+from lowmembp_jax.implementations import check_implementation
+
+
+def _published(a1: float, a2: float, c1: float, c2: float, c3: float) -> StepTable:
+    return StepTable(thresholds=(c1, c2, c3), levels=(0.0, a1, a1 + a2, 1.0))
+
+
+#: The published constants (arXiv:2406.16282, section 4.2). Slope at 0: a1 + a2 = 1.0487.
+REGELU2_TABLE = _published(
+    -0.04922261145617846,
+    1.0979632065417297,
+    -3.1858810036855245,
+    -0.001178821281161997,
+    3.190832613414926,
+)
+#: The published constants (arXiv:2406.16282, section 4.2). Slope at 0: a1 + a2 = 1.0403.
+RESILU2_TABLE = _published(
+    -0.04060357190528599,
+    1.080925428529668,
+    -6.3050461001646445,
+    -0.0008684942046214787,
+    6.325815242089708,
+)
+
+
+@dataclass(frozen=True)
+class _Step:
+    function: Callable[[Array], Array]
+    table: StepTable
+
+    def compute(self, x: Array) -> tuple[Array, Array]:
+        """x and the activation of it in float32 (float64 for float64)."""
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        # x sigmoid(x) and the like are -inf * 0 = NaN at -inf; their limit is 0.
+        return x, self.function(jnp.maximum(x, jnp.finfo(x.dtype).min))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _step_activation(step: _Step, x: Array) -> Array:
+    return step.compute(x)[1].astype(x.dtype)
+
+
+def _forward(step: _Step, x: Array):
+    wide, y = step.compute(x)
+    # Without the barrier XLA recomputes codes and y in the backward from an x that is still
+    # there, and then keeps x (ViT-B block, full tuning, unrolled: 16 units in place of 10.5).
+    codes, marks, y = lax.optimization_barrier(
+        (encode(wide, step.table), mark_nans(wide), y.astype(x.dtype))
+    )
+    return y, (checkpoint_name(codes, CODES), checkpoint_name(marks, NAN_MARKS))
+
+
+def _backward(step: _Step, residuals, g: Array):
+    codes, marks = residuals
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    slope = slopes(codes, find_nans(marks, codes), step.table, wide)
+    return ((g.astype(wide) * slope).astype(g.dtype),)
+
+
+_step_activation.defvjp(_forward, _backward)
+
+
+@partial(jax.jit, static_argnames=("function", "table", "implementation"), inline=True)
+def step_activation(
+    x: Float[Array, "*shape"],
+    function: Callable[[Array], Array],
+    table: StepTable,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*shape"]:
+    """`function(x)`, differentiated as the step function `table`.
+
+    Args:
+      x: `[*shape]`, any floating dtype; integers are promoted as in `jax.nn`.
+      function: the elementwise activation. It gets float32 (float64 for float64 x) and the
+        result is rounded to x's dtype. At -inf it is called with the lowest finite number.
+        Hashable, and the same object in every call, or each call compiles again.
+      table: thresholds and levels of the derivative.
+      implementation: None or "xla".
+
+    Returns:
+      `[*shape]` in x's dtype. Kept for the backward: the codes, `jnp.uint2[*shape]`, and
+      `uint16` marks of the NaNs in x, one for 32 to 128 elements. The gradient is NaN where x
+      or the cotangent is, and `levels[0]` and `levels[-1]` times the cotangent at -inf and
+      +inf. (Where several of one group's elements are NaN, those of its elements that lie
+      below the first threshold have a NaN gradient too.)
+
+    Raises:
+      TypeError: x is complex.
+      ValueError: no such implementation.
+    """
+    check_implementation(implementation)
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"x must be a real array, got {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return _step_activation(_Step(function, table), x)
+
+
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+_gelu_erf = partial(jax.nn.gelu, approximate=False)
+
+
+def regelu2(
+    x: Float[Array, "*shape"], approximate: bool = True, *, implementation: str | None = None
+) -> Float[Array, "*shape"]:
+    """GELU with a 2-bit backward: ReGELU2 of LowMemoryBP (arXiv:2406.16282, section 4.2).
+
+    Forward: `jax.nn.gelu` in float32, rounded to x's dtype. Backward: the cotangent times the
+    slope of `REGELU2_TABLE`, 1.0487 at x = 0.
+
+    Args:
+      x: `[*shape]`, any floating dtype.
+      approximate: the tanh form (True, the default of `jax.nn.gelu`) or the erf form.
+      implementation: None or "xla".
+
+    Returns:
+      `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
+    """
+    function = _gelu_tanh if approximate else _gelu_erf
+    return step_activation(x, function, REGELU2_TABLE, implementation=implementation)
+
+
+def resilu2(
+    x: Float[Array, "*shape"], *, implementation: str | None = None
+) -> Float[Array, "*shape"]:
+    """SiLU (swish) with a 2-bit backward: ReSiLU2 of LowMemoryBP (arXiv:2406.16282, section 4.2).
+
+    Forward: `jax.nn.silu` in float32, rounded to x's dtype. Backward: the cotangent times the
+    slope of `RESILU2_TABLE`, 1.0403 at x = 0.
+
+    Args:
+      x: `[*shape]`, any floating dtype.
+      implementation: None or "xla".
+
+    Returns:
+      `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
+    """
+    return step_activation(x, jax.nn.silu, RESILU2_TABLE, implementation=implementation)

@@ -1,0 +1,144 @@
+"""Flax linen modules over the operators: the fields and parameters of those they replace."""
+
+from collections.abc import Iterable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.linen import dtypes
+from jaxtyping import Array, Float
+
+from lowmembp_jax.activations import regelu2, resilu2
+from lowmembp_jax.implementations import check_implementation
+from lowmembp_jax.normalization import NormSpec, check_residual, normalize
+
+
+class ReGELU2(nn.Module):
+    """`lm.regelu2` as a module: GELU that keeps 2 bits an element for the backward.
+
+    Attributes:
+      approximate: the tanh form (True) or the erf form.
+      implementation: None or "xla".
+    """
+
+    approximate: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self):
+        check_implementation(self.implementation)
+        super().__post_init__()
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        return regelu2(x, self.approximate, implementation=self.implementation)
+
+
+class ReSiLU2(nn.Module):
+    """`lm.resilu2` as a module: SiLU that keeps 2 bits an element for the backward.
+
+    Attributes:
+      implementation: None or "xla".
+    """
+
+    implementation: str | None = None
+
+    def __post_init__(self):
+        check_implementation(self.implementation)
+        super().__post_init__()
+
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        return resilu2(x, implementation=self.implementation)
+
+
+def _axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
+    axes = axes if isinstance(axes, Iterable) else (axes,)
+    return tuple(sorted({axis + rank if axis < 0 else axis for axis in axes}))
+
+
+def _check_norm(norm: nn.Module) -> None:
+    check_implementation(norm.implementation)
+    check_residual(norm.residual)
+    unsupported = {
+        "axis_name": (norm.axis_name, None),
+        "axis_index_groups": (norm.axis_index_groups, None),
+        "force_float32_reductions": (norm.force_float32_reductions, True),
+    }
+    for field, (given, accepted) in unsupported.items():
+        if given != accepted:
+            raise ValueError(
+                f"{type(norm).__name__}: {field}={given!r} is not supported, only {accepted!r}: "
+                f"statistics are per device (jit combines them itself) and always float32"
+            )
+
+
+def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -> Array:
+    """Creates the parameters as Flax's own norms do and applies `normalize`."""
+    if mask is not None:
+        raise ValueError(
+            f"{type(norm).__name__}: mask is not supported: got an array, accepted is None"
+        )
+    x = jnp.asarray(x)
+    features = _axes(x.ndim, norm.feature_axes)
+    own_shape = tuple(x.shape[axis] for axis in features)
+    shape = tuple(size if axis in features else 1 for axis, size in enumerate(x.shape))
+    scale = bias = None
+    if norm.use_scale:
+        scale = norm.param("scale", norm.scale_init, own_shape, norm.param_dtype).reshape(shape)
+    if use_bias:
+        bias = norm.param("bias", norm.bias_init, own_shape, norm.param_dtype).reshape(shape)
+    dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=norm.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(dtype)
+    spec = NormSpec(
+        axes=_axes(x.ndim, norm.reduction_axes),
+        center=center,
+        epsilon=norm.epsilon,
+        x_dtype=x.dtype,
+        dtype=jnp.dtype(dtype),
+        fast_variance=norm.use_fast_variance,
+        residual=norm.residual,
+    )
+    return normalize(spec, x, scale, bias)
+
+
+class MSLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
+
+    Fields, parameters and initial values are those of `nn.LayerNorm`; a checkpoint loads
+    unchanged. Set `dtype` to the dtype of the next Dense, or nothing is shared with it.
+
+    Attributes:
+      residual: "normalized" or "output", what is kept where there is a scale or a bias.
+      implementation: None or "xla".
+
+    Raises:
+      ValueError: at construction for `axis_name`, `axis_index_groups` and
+        `force_float32_reductions=False`; at the call for a `mask`.
+    """
+
+    residual: str = "normalized"
+    implementation: str | None = None
+
+    def __post_init__(self):
+        _check_norm(self)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*shape"], *, mask=None) -> Float[Array, "*shape"]:
+        return _apply_norm(self, x, mask, center=True, use_bias=self.use_bias)
+
+
+class MSRMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm`, differentiated from its output: see `lm.ms_rms_norm`.
+
+    Fields, parameters, initial values and errors as for `MSLayerNorm`.
+    """
+
+    residual: str = "normalized"
+    implementation: str | None = None
+
+    def __post_init__(self):
+        _check_norm(self)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*shape"], *, mask=None) -> Float[Array, "*shape"]:
+        return _apply_norm(self, x, mask, center=False, use_bias=False)

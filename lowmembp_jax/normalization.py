@@ -1,0 +1,239 @@
+"""Normalization whose backward is written in its output.
+
+MS-LayerNorm and MS-RMSNorm (LowMemoryBP, arXiv:2406.16282, MS-BP). With y = (x - mean) r and
+r = 1 / std, the backward
+
+    dx = r (g - mean(g) - y mean(g y))            (RMSNorm: without mean(g))
+
+needs y and r but not x. The next Dense keeps y anyway, so that the norm keeps r alone.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.implementations import check_implementation
+
+Residual = Literal["normalized", "output"]
+RESIDUALS: tuple[str, ...] = ("normalized", "output")
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What is static of a norm: `axes` are the reduced ones; dtypes of input and output."""
+
+    axes: tuple[int, ...]
+    center: bool
+    epsilon: float
+    x_dtype: jnp.dtype
+    dtype: jnp.dtype
+    fast_variance: bool = False
+    residual: str = "normalized"
+
+
+def _wide(dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _standardize(spec: NormSpec, x: Array) -> tuple[Array, Array]:
+    """x - mean and 1 / std, float32 (float64 for float64)."""
+    x = x.astype(_wide(x.dtype))
+    mean = partial(jnp.mean, axis=spec.axes, keepdims=True)
+    if not spec.center:
+        variance = mean(lax.square(x))
+    else:
+        mu = mean(x)
+        if spec.fast_variance:
+            variance = jnp.maximum(mean(lax.square(x)) - lax.square(mu), 0)
+        else:
+            variance = mean(lax.square(x - mu))
+        x = x - mu
+    return x, lax.rsqrt(variance + jnp.asarray(spec.epsilon, variance.dtype))
+
+
+def _affine(spec: NormSpec, x: Array, rstd: Array, scale, bias) -> Array:
+    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    y = x * (rstd if scale is None else rstd * scale.astype(rstd.dtype))
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(spec.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
+    """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes."""
+    return _affine(spec, *_standardize(spec, x), scale, bias)
+
+
+def _keeps_output(spec: NormSpec, scale, bias) -> bool:
+    return spec.residual == "output" or (scale is None and bias is None)
+
+
+def _forward(spec: NormSpec, x: Array, scale, bias):
+    centered, rstd = _standardize(spec, x)
+    out = _affine(spec, centered, rstd, scale, bias)
+    # The barriers keep XLA from computing y again in the backward from x, and so keeping x.
+    # The residual is the very array that is returned: a cast in between would be a copy.
+    if _keeps_output(spec, scale, bias):
+        out, rstd = lax.optimization_barrier((out, rstd))
+        out = kept = checkpoint_name(out, NORM_OUTPUT)
+    else:
+        normalized = (centered * rstd).astype(spec.dtype)
+        normalized, out, rstd = lax.optimization_barrier((normalized, out, rstd))
+        kept = checkpoint_name(normalized, NORM_OUTPUT)
+    return out, (kept, checkpoint_name(rstd, NORM_RSTD), scale, bias)
+
+
+def _backward(spec: NormSpec, residuals, g: Array):
+    kept, rstd, scale, bias = residuals
+    g, y = g.astype(rstd.dtype), kept.astype(rstd.dtype)
+    if _keeps_output(spec, scale, bias):
+        y = y if bias is None else y - bias.astype(y.dtype)
+        y = y if scale is None else y / scale.astype(y.dtype)
+    d_scale = None if scale is None else _sum_like(g * y, scale)
+    d_bias = None if bias is None else _sum_like(g, bias)
+    g = g if scale is None else g * scale.astype(g.dtype)
+    mean = partial(jnp.mean, axis=spec.axes, keepdims=True)
+    inner = g - y * mean(g * y)
+    if spec.center:
+        inner = inner - mean(g)
+    return (rstd * inner).astype(spec.x_dtype), d_scale, d_bias
+
+
+def _sum_like(x: Array, parameter: Array) -> Array:
+    axes = tuple(axis for axis, size in enumerate(parameter.shape) if size == 1)
+    return jnp.sum(x, axis=axes, keepdims=True).astype(parameter.dtype)
+
+
+normalize.defvjp(_forward, _backward)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("center", "epsilon", "dtype", "implementation", "residual"),
+    inline=True,
+)
+def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, residual):
+    check_implementation(implementation)
+    check_residual(residual)
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"x must be a real array, got {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(_wide(x.dtype))
+    if x.ndim == 0:
+        raise ValueError("x must have at least one axis, got a scalar")
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating, got {dtype}")
+    rows = (1,) * (x.ndim - 1)
+    parameters = []
+    for name, parameter in (("scale", scale), ("bias", bias)):
+        if parameter is not None:
+            parameter = jnp.asarray(parameter)
+            if parameter.shape != x.shape[-1:]:
+                raise ValueError(
+                    f"{name} must have shape {x.shape[-1:]}, the last axis of x, "
+                    f"got {parameter.shape}"
+                )
+            parameter = parameter.reshape(rows + parameter.shape)
+        parameters.append(parameter)
+    spec = NormSpec((x.ndim - 1,), center, epsilon, x.dtype, dtype, residual=residual)
+    return normalize(spec, x, *parameters)
+
+
+def check_residual(residual: str) -> None:
+    """Raises ValueError unless `residual` is one of `RESIDUALS`."""
+    if residual not in RESIDUALS:
+        raise ValueError(
+            f"residual={residual!r} is not known: accepted are {', '.join(map(repr, RESIDUALS))}"
+        )
+
+
+def ms_layer_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    bias: Float[Array, " features"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    residual: Residual = "normalized",
+) -> Float[Array, "*rows features"]:
+    """LayerNorm over the last axis, differentiated from its output (MS-LayerNorm).
+
+    Source: LowMemoryBP (arXiv:2406.16282), section 5. Statistics, sums and parameter gradients
+    are computed in float32 (float64 for float64 x).
+
+    What the backward keeps, besides `rstd` (float32, one a row):
+
+    - neither scale nor bias: the output, in `dtype`. The next Dense keeps the same array, so it
+      costs nothing, provided that `dtype` is the dtype in which that Dense computes. Merge an
+      affine that exists into that Dense with `lm.merge_norm_affine` to get here.
+    - scale or bias, `residual="normalized"`: the normalized x before the affine, in `dtype`.
+      All gradients are exact, whatever the values of scale and bias, for one more array than
+      without an affine.
+    - scale or bias, `residual="output"`: the output, from which y = (output - bias) / scale is
+      recovered: no more than without an affine. Exact in exact arithmetic; in `dtype`, y has the
+      rounding error of the output times 1 / scale, which is large where abs(scale) is far below
+      abs(bias), and a scale of 0 gives NaN gradients.
+
+    Args:
+      x: `[*rows, features]`, any floating dtype.
+      scale: `[features]` or None.
+      bias: `[features]` or None.
+      epsilon: added to the variance.
+      dtype: of the output, None for x's own. The next Dense's, or nothing is shared with it.
+      implementation: None or "xla".
+      residual: what is kept where there is an affine, see above.
+
+    Returns:
+      `[*rows, features]` in `dtype`.
+
+    Raises:
+      TypeError: complex x, or a `dtype` that is not floating.
+      ValueError: x is a scalar; scale or bias is not `[features]`; unknown implementation or
+        residual.
+    """
+    return _last_axis_norm(
+        x,
+        scale,
+        bias,
+        center=True,
+        epsilon=epsilon,
+        dtype=dtype,
+        implementation=implementation,
+        residual=residual,
+    )
+
+
+def ms_rms_norm(
+    x: Float[Array, "*rows features"],
+    scale: Float[Array, " features"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+    residual: Residual = "normalized",
+) -> Float[Array, "*rows features"]:
+    """RMSNorm over the last axis, differentiated from its output (MS-RMSNorm).
+
+    As `ms_layer_norm`, arguments, errors and what is kept included, without the mean and
+    without a bias. `residual="output"` recovers y = output / scale, which loses nothing but at a
+    scale of 0, where gradients are NaN.
+    """
+    return _last_axis_norm(
+        x,
+        scale,
+        None,
+        center=False,
+        epsilon=epsilon,
+        dtype=dtype,
+        implementation=implementation,
+        residual=residual,
+    )

@@ -1,0 +1,62 @@
+"""Four 2-bit codes to a byte: the layout that the GPU kernels write."""
+
+import math
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Integer, UInt8
+
+_SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)
+
+
+def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:
+    """Packs codes 0 to 3 four to a byte, least significant bits first.
+
+    Element i of the flattened array is in byte i >> 2, bits 2 (i & 3) and up; the last byte's
+    unused bits are 0. Only the two low bits of each code are used.
+
+    Args:
+      codes: `[*shape]`, any integer dtype, `jnp.uint2` included; any shape and size.
+
+    Returns:
+      uint8 `[ceil(size / 4)]`.
+
+    Raises:
+      TypeError: codes are not integers.
+    """
+    codes = jnp.asarray(codes)
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise TypeError(f"pack_2bit: codes must be integers, got {codes.dtype}")
+    flat = codes.reshape(codes.size).astype(jnp.uint8) & jnp.uint8(3)
+    quads = jnp.pad(flat, (0, -flat.size % 4)).reshape((flat.size + 3) // 4, 4)
+    return jnp.sum(quads << _SHIFTS, axis=-1, dtype=jnp.uint8)
+
+
+def unpack_2bit(packed: UInt8[Array, " bytes"], size: int | Sequence[int]) -> UInt8[Array, "*size"]:
+    """Inverse of `pack_2bit`.
+
+    Args:
+      packed: uint8 `[ceil(n / 4)]`.
+      size: the number n of codes, or the shape to give them.
+
+    Returns:
+      uint8 codes, `[n]` or of the shape asked for.
+
+    Raises:
+      TypeError: packed is not uint8.
+      ValueError: packed does not hold `size` codes.
+    """
+    packed = jnp.asarray(packed)
+    if packed.dtype != jnp.uint8:
+        raise TypeError(f"unpack_2bit: packed must be uint8, got {packed.dtype}")
+    shape = (size,) if isinstance(size, SupportsIndex) else tuple(size)
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or packed.shape != ((count + 3) // 4,):
+        raise ValueError(
+            f"unpack_2bit: size={size} needs packed of shape ({(count + 3) // 4},), "
+            f"got {packed.shape}"
+        )
+    codes = (packed[:, None] >> _SHIFTS) & jnp.uint8(3)
+    return codes.reshape(4 * packed.size)[:count].reshape(shape)
