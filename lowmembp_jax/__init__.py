@@ -1,5 +1,6 @@
 """Training memory for JAX and Flax: activations and norms that keep less for the backward."""
 
+from lowmembp_jax import memory
 from lowmembp_jax.activations import (
     REGELU2_TABLE,
     RESILU2_TABLE,
@@ -12,3 +13,23 @@ from lowmembp_jax.codes import StepTable
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.packing import pack_2bit, unpack_2bit
+
+__all__ = [
+    "REGELU2_TABLE",
+    "RESIDUAL_NAMES",
+    "RESILU2_TABLE",
+    "MSLayerNorm",
+    "MSRMSNorm",
+    "ReGELU2",
+    "ReSiLU2",
+    "StepTable",
+    "checkpoint_policy",
+    "memory",
+    "ms_layer_norm",
+    "ms_rms_norm",
+    "pack_2bit",
+    "regelu2",
+    "resilu2",
+    "step_activation",
+    "unpack_2bit",
+]

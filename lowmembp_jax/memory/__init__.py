@@ -1,0 +1,6 @@
+"""What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
+
+from lowmembp_jax.memory.compilation import compile_for as compile_for
+from lowmembp_jax.memory.devices import DEVICES as DEVICES
+from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
+from lowmembp_jax.memory.devices import topology as topology

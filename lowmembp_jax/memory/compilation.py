@@ -1,0 +1,44 @@
+"""Compiling a function for a GPU that is not there."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from lowmembp_jax.memory.devices import topology
+
+
+def compile_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | os.PathLike[str] = "h200",
+    donate_argnums: int | tuple[int, ...] = (),
+) -> jax.stages.Compiled:
+    """Compiles `jax.jit(fn)` for one GPU of a kind, with no GPU present.
+
+    Args:
+      fn: the function, for instance a whole training step.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      donate_argnums: as for `jax.jit`.
+
+    Returns:
+      The compiled program. `memory_analysis()` has the sizes of XLA's buffer assignment for that
+      GPU in bytes, `temp_size_in_bytes` the peak of what is neither argument nor output;
+      `as_text()` is the scheduled HLO.
+
+    Raises:
+      ValueError: no such device.
+      ImportError: a wheel with XLA's GPU compiler is missing.
+    """
+    sharding = SingleDeviceSharding(topology(device).devices[0])
+
+    def abstract(x):
+        return jax.ShapeDtypeStruct(
+            jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding
+        )
+
+    jitted = jax.jit(fn, donate_argnums=donate_argnums)
+    return jitted.lower(*jax.tree.map(abstract, args)).compile()
