@@ -10,6 +10,11 @@ from jax.experimental import topologies
 
 _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
 
+# With the compiler's wheels and no driver, JAX asks for CUDA libraries that only running needs,
+# and JAX 0.12.0 crashes not finding them. It asks once, when the first array is made.
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
 #: Names that `device=` takes; a path to a target description of your own is taken too.
 DEVICES: tuple[str, ...] = tuple(
     sorted(
@@ -66,6 +71,7 @@ def topology(
     Raises:
       ValueError: no such device.
       ImportError: a wheel with XLA's GPU compiler is missing.
+      RuntimeError: JAX looked for CUDA before this module was imported, and gave it up.
     """
     config = _target_config(device)
     if missing := missing_wheels():
@@ -73,8 +79,12 @@ def topology(
             f"compiling for a GPU needs {', '.join(missing)}: "
             f"pip install 'lowmembp_jax[planner]' (Linux)"
         )
-    # The plugin would ask for CUDA libraries that only running needs.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology=f"1x1x{count}"
-    )
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x1x{count}"
+        )
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "JAX started without its GPU compiler: import lowmembp_jax before the first array is "
+            "made, or start Python with JAX_PLATFORMS=cpu"
+        ) from error
