@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from lowmembp_jax.arrays import compute_dtype, real_array
 from lowmembp_jax.checkpointing import CODES, NAN_MARKS
 from lowmembp_jax.codes import StepTable, encode, find_nans, mark_nans, slopes
 from lowmembp_jax.implementations import check_implementation
@@ -49,7 +50,7 @@ class _Step:
 
     def compute(self, x: Array) -> tuple[Array, Array]:
         """x and the activation of it in float32 (float64 for float64)."""
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(compute_dtype(x.dtype))
         # x sigmoid(x) and the like are -inf * 0 = NaN at -inf; their limit is 0.
         return x, self.function(jnp.maximum(x, jnp.finfo(x.dtype).min))
 
@@ -71,7 +72,7 @@ def _forward(step: _Step, x: Array):
 
 def _backward(step: _Step, residuals, g: Array):
     codes, marks = residuals
-    wide = jnp.promote_types(g.dtype, jnp.float32)
+    wide = compute_dtype(g.dtype)
     slope = slopes(codes, find_nans(marks, codes), step.table, wide)
     return ((g.astype(wide) * slope).astype(g.dtype),)
 
@@ -109,12 +110,7 @@ def step_activation(
       ValueError: no such implementation.
     """
     check_implementation(implementation)
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"x must be a real array, got {x.dtype}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return _step_activation(_Step(function, table), x)
+    return _step_activation(_Step(function, table), real_array(x))
 
 
 _gelu_tanh = partial(jax.nn.gelu, approximate=True)

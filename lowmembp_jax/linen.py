@@ -8,6 +8,7 @@ from flax.linen import dtypes
 from jaxtyping import Array, Float
 
 from lowmembp_jax.activations import regelu2, resilu2
+from lowmembp_jax.arrays import real_array
 from lowmembp_jax.implementations import check_implementation
 from lowmembp_jax.normalization import NormSpec, check_residual, normalize
 
@@ -75,7 +76,7 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
         raise ValueError(
             f"{type(norm).__name__}: mask is not supported: got an array, accepted is None"
         )
-    x = jnp.asarray(x)
+    x = real_array(x)
     features = _axes(x.ndim, norm.feature_axes)
     own_shape = tuple(x.shape[axis] for axis in features)
     shape = tuple(size if axis in features else 1 for axis, size in enumerate(x.shape))
@@ -85,8 +86,6 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
     if use_bias:
         bias = norm.param("bias", norm.bias_init, own_shape, norm.param_dtype).reshape(shape)
     dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=norm.dtype)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(dtype)
     spec = NormSpec(
         axes=_axes(x.ndim, norm.reduction_axes),
         center=center,

@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from lowmembp_jax.arrays import compute_dtype, real_array
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.implementations import check_implementation
 
@@ -38,13 +39,9 @@ class NormSpec:
     residual: str = "normalized"
 
 
-def _wide(dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _standardize(spec: NormSpec, x: Array) -> tuple[Array, Array]:
     """x - mean and 1 / std, float32 (float64 for float64)."""
-    x = x.astype(_wide(x.dtype))
+    x = x.astype(compute_dtype(x.dtype))
     mean = partial(jnp.mean, axis=spec.axes, keepdims=True)
     if not spec.center:
         variance = mean(lax.square(x))
@@ -121,11 +118,7 @@ normalize.defvjp(_forward, _backward)
 def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, residual):
     check_implementation(implementation)
     check_residual(residual)
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"x must be a real array, got {x.dtype}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(_wide(x.dtype))
+    x = real_array(x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, got a scalar")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)

@@ -1,0 +1,25 @@
+"""Strict JAX for every test: no implicit promotion, warnings are errors, 8 CPU devices."""
+
+import os
+
+# Before JAX starts. The GPU compiler's wheels are found without a GPU, see memory/devices.py.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import pytest
+
+import lowmembp_jax as lm
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    if missing := lm.memory.missing_wheels():
+        skip = pytest.mark.skip(reason=f"no GPU compiler: {', '.join(missing)} not installed")
+        for item in items:
+            if item.get_closest_marker("gpu_compiler"):
+                item.add_marker(skip)
