@@ -15,6 +15,7 @@ def compile_for(
     *args: Any,
     device: str | os.PathLike[str] = "h200",
     donate_argnums: int | tuple[int, ...] = (),
+    compiler_options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compiles `jax.jit(fn)` for one GPU of a kind, with no GPU present.
 
@@ -23,6 +24,7 @@ def compile_for(
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       donate_argnums: as for `jax.jit`.
+      compiler_options: of XLA, as for `jax.stages.Lowered.compile`.
 
     Returns:
       The compiled program. `memory_analysis()` has the sizes of XLA's buffer assignment for that
@@ -41,4 +43,4 @@ def compile_for(
         )
 
     jitted = jax.jit(fn, donate_argnums=donate_argnums)
-    return jitted.lower(*jax.tree.map(abstract, args)).compile()
+    return jitted.lower(*jax.tree.map(abstract, args)).compile(compiler_options)

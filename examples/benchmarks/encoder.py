@@ -1,0 +1,148 @@
+"""A ViT-B-like encoder whose training step is compiled to see what a block keeps.
+
+bf16 throughout, pre-LayerNorm without affine (merged into the next Dense), cuDNN flash attention,
+tanh-GELU, biases everywhere. The projection after the attention contracts over
+(head, head_dim), so that the attention's output is kept once, by whichever asks for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import lowmembp_jax as lm
+
+Train = Literal["full", "lora-qv", "lora-all"]
+DTYPE = jnp.bfloat16
+BATCH, TOKENS, HIDDEN, HEADS, HEAD_DIM, FFN, RANK = 64, 256, 768, 12, 64, 3072, 8
+#: Bytes of one bf16 activation of the residual stream's shape.
+UNIT = BATCH * TOKENS * HIDDEN * 2
+
+#: einsum of each Dense, shapes of its kernel and bias, and how a LoRA pair splits the einsum.
+DENSES = {
+    "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
+    "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
+    "v": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
+    "o": ("bshk,hkd->bsd", (HEADS, HEAD_DIM, HIDDEN), "bshk,hkr->bsr", "bsr,rd->bsd"),
+    "fc1": ("bsd,df->bsf", (HIDDEN, FFN), "bsd,dr->bsr", "bsr,rf->bsf"),
+    "fc2": ("bsf,fd->bsd", (FFN, HIDDEN), "bsf,fr->bsr", "bsr,rd->bsd"),
+}
+LORA_TARGETS = {"full": (), "lora-qv": ("q", "v"), "lora-all": tuple(DENSES)}
+
+
+def _unwrapped(block: Callable) -> Callable:
+    return block
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to save memory: norm, activation, and a wrapper around the block."""
+
+    norm: Callable
+    activation: Callable
+    wrap: Callable = _unwrapped
+
+
+def _flax_norm(x):
+    # Flax mixes dtypes, and tests run with strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return nn.LayerNorm(use_scale=False, use_bias=False, dtype=DTYPE).apply({}, x)
+
+
+def _remat(policy) -> Callable:
+    return partial(jax.checkpoint, policy=policy)
+
+
+_ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.regelu2)
+
+#: What a user can choose from. The first is Flax as it comes.
+METHODS: dict[str, Method] = {
+    "default": Method(_flax_norm, nn.gelu),
+    "checkpointed norm and activation": Method(jax.checkpoint(_flax_norm), jax.checkpoint(nn.gelu)),
+    "dots policy": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.dots_saveable)),
+    "full remat": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.nothing_saveable)),
+    "lowmembp_jax": _ours,
+    "lowmembp_jax, its remat policy": Method(
+        _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
+    ),
+}
+
+
+def dense(x, name: str, weights: dict):
+    """One Dense, with its LoRA pair where there is one."""
+    einsum, _, down, up = DENSES[name]
+    y = jnp.einsum(einsum, x, weights[name]["kernel"])
+    y = y + weights[name]["bias"].reshape(y.shape[2:])[None, None]
+    if "a" in weights[name]:
+        y = y + jnp.einsum(up, jnp.einsum(down, x, weights[name]["a"]), weights[name]["b"])
+    return y
+
+
+def block(method: Method, x, trained: dict, frozen: dict):
+    """One encoder block, `[batch, tokens, hidden]` to the same."""
+    weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
+    y = method.norm(x)
+    q, k, v = (dense(y, name, weights) for name in "qkv")
+    attention = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+    x = x + dense(attention, "o", weights)
+    y = method.norm(x)
+    return x + dense(method.activation(dense(y, "fc1", weights)), "fc2", weights)
+
+
+def parameters(train: Train) -> tuple[dict, dict]:
+    """Abstract trained and frozen parameters of one block."""
+    base, lora = {}, {}
+    for name, (_, shape, down, up) in DENSES.items():
+        inputs, outputs = len(down.split("->")[0].split(",")[1]) - 1, len(up.split("->")[1]) - 2
+        base[name] = {"kernel": shape, "bias": shape[len(shape) - outputs :]}
+        if name in LORA_TARGETS[train]:
+            lora[name] = {"a": (*shape[:inputs], RANK), "b": (RANK, *shape[inputs:])}
+
+    def abstract(tree):
+        is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, DTYPE), tree, is_leaf=is_shape)
+
+    base, lora = abstract(base), abstract(lora)
+    return (base, {}) if train == "full" else (lora, base)
+
+
+def training_step(method: str, train: Train, scan: bool, layers: int):
+    """Loss and gradients of the encoder, and the abstract arguments to compile it with."""
+    run = METHODS[method].wrap(partial(block, METHODS[method]))
+    layer = parameters(train)
+
+    def loss(trained, frozen, x):
+        if scan:
+            x, _ = lax.scan(lambda x, p: (run(x, *p), None), x, (trained, frozen))
+        else:
+            for p in zip(trained, frozen, strict=True):
+                x = run(x, *p)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    if scan:
+        stack = partial(jax.tree.map, lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype))
+        trained, frozen = stack(layer[0]), stack(layer[1])
+    else:
+        trained, frozen = [layer[0]] * layers, [layer[1]] * layers
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, HIDDEN), DTYPE)
+    return jax.value_and_grad(loss), (trained, frozen, x)
+
+
+def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_args) -> int:
+    """Peak of everything but arguments and outputs, in bytes, from XLA's buffer assignment."""
+    step, abstract = training_step(method, train, scan, layers)
+    compiled = lm.memory.compile_for(step, *abstract, **compile_args)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def block_units(
+    method: str, train: Train, scan: bool, layers: tuple[int, int] = (2, 4), **compile_args
+) -> float:
+    """What one more block adds to the peak, in units of tokens x hidden x 2 bytes."""
+    fewer, more = (peak_bytes(method, train, scan, n, **compile_args) for n in layers)
+    return (more - fewer) / (layers[1] - layers[0]) / UNIT
