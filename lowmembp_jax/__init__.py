@@ -11,6 +11,7 @@ from lowmembp_jax.activations import (
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
+from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.packing import pack_2bit, unpack_2bit
 
@@ -20,11 +21,13 @@ __all__ = [
     "RESILU2_TABLE",
     "MSLayerNorm",
     "MSRMSNorm",
+    "MergeRule",
     "ReGELU2",
     "ReSiLU2",
     "StepTable",
     "checkpoint_policy",
     "memory",
+    "merge_norm_affine",
     "ms_layer_norm",
     "ms_rms_norm",
     "pack_2bit",
