@@ -61,9 +61,28 @@ def _affine(spec: NormSpec, x: Array, rstd: Array, scale, bias) -> Array:
     return (y if bias is None else y + bias.astype(y.dtype)).astype(spec.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _varying(x: Array) -> frozenset[str]:
+    """Axes of the mesh along which x differs, inside shard_map."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
 def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
     """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes."""
+    args = (x, scale, bias)
+    # Inside shard_map: parameters that are the same on every device get their gradients summed
+    # over the devices by the transpose of this cast.
+    varying = frozenset().union(*(_varying(a) for a in args if a is not None))
+    cast = (
+        a
+        if a is None or not (missing := varying - _varying(a))
+        else lax.pcast(a, tuple(missing), to="varying")
+        for a in args
+    )
+    return _normalize(spec, *cast)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
     return _affine(spec, *_standardize(spec, x), scale, bias)
 
 
@@ -107,7 +126,7 @@ def _sum_like(x: Array, parameter: Array) -> Array:
     return jnp.sum(x, axis=axes, keepdims=True).astype(parameter.dtype)
 
 
-normalize.defvjp(_forward, _backward)
+_normalize.defvjp(_forward, _backward)
 
 
 @partial(

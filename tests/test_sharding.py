@@ -1,0 +1,107 @@
+"""On 8 devices: the values of one device, and no collective that default Flax has not."""
+
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+
+SHAPE = (8, 16, 1024)
+SPECS = {"batch": P("x"), "sequence": P(None, "x"), "hidden": P(None, None, "x")}
+
+
+def flax_norm(module, x, *parameters):
+    tree = dict(zip(("scale", "bias"), parameters, strict=False))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        if not parameters:
+            module = module.clone(use_scale=False)
+        if len(parameters) < 2 and hasattr(module, "use_bias"):
+            module = module.clone(use_bias=False)
+        return module.apply({"params": tree}, x)
+
+
+#: Ours, what Flax has, and how many parameters of [hidden] go in.
+OPS = {
+    "regelu2": (lm.regelu2, nn.gelu, 0),
+    "resilu2": (lm.resilu2, nn.silu, 0),
+    "layer_norm": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 0),
+    "layer_norm_affine": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 2),
+    "rms_norm_affine": (lm.ms_rms_norm, partial(flax_norm, nn.RMSNorm()), 1),
+}
+CASES = [
+    (name, split)
+    for name in OPS
+    for split in (SPECS if name in ("regelu2", "resilu2") else ("batch", "sequence"))
+]
+each_case = pytest.mark.parametrize(("name", "split"), CASES)
+
+
+def arguments(count):
+    keys = jax.random.split(jax.random.key(0), 1 + count)
+    return [
+        jax.random.normal(keys[0], SHAPE),
+        *(1 + jax.random.normal(key, SHAPE[-1:]) / 4 for key in keys[1:]),
+    ]
+
+
+def gradients(op, *args):
+    return jax.grad(lambda *a: jnp.sum(jnp.square(op(*a))), argnums=tuple(range(len(args))))(*args)
+
+
+def collectives(compiled) -> dict[str, int]:
+    """Bytes by kind of collective, from the compiled program."""
+    sizes = {"f32": 4, "bf16": 2, "u8": 1, "pred": 1, "u16": 2, "s32": 4, "u2": 1}
+    found: dict[str, int] = {}
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    for shapes, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
+            count = int(np.prod([int(d) for d in dims.split(",") if d]))
+            found[kind] = found.get(kind, 0) + sizes[dtype] * count
+    return found
+
+
+@each_case
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_meshes(name, split, axis_type):
+    ours, theirs, count = OPS[name]
+    args = arguments(count)
+    want = jax.jit(partial(gradients, ours))(*args)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(args[0], NamedSharding(mesh, SPECS[split]))]
+        sharded += [jax.device_put(a, NamedSharding(mesh, P())) for a in args[1:]]
+        compiled = jax.jit(partial(gradients, ours)).lower(*sharded).compile()
+        got = compiled(*sharded)
+        baseline = jax.jit(partial(gradients, theirs)).lower(*sharded).compile()
+    assert collectives(compiled) == collectives(baseline)
+    assert got[0].sharding.is_equivalent_to(sharded[0].sharding, 3)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+
+
+@each_case
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(name, split, check_vma):
+    ours, _, count = OPS[name]
+    args = arguments(count)
+    want = jax.jit(partial(gradients, ours))(*args)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        ours,
+        mesh=mesh,
+        in_specs=(SPECS[split], *(P(),) * count),
+        out_specs=SPECS[split],
+        check_vma=check_vma,
+    )
+    compiled = jax.jit(partial(gradients, mapped)).lower(*args).compile()
+    # Parameter gradients are summed over the devices once, in one collective.
+    assert collectives(compiled) == ({"all-reduce": 4 * 1024 * count} if count else {})
+    for a, b in zip(compiled(*args), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
