@@ -1,0 +1,367 @@
+"""LayerNorm and RMSNorm over rows: one pass forward, one pass backward from (y, rstd).
+
+A program holds whole rows in registers. Without parameter gradients there is a program for every
+few rows. With them there are a few programs a multiprocessor, each adds the gradients of its rows
+up in registers and writes one row of partial sums; no atomics, so that results are the same in
+every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels import row_norm
+from pallas_kernels.launch import DEFAULT_CORES, check_float, launch, power_of_two
+
+FORWARD_NAME = "lowmembp_norm_forward"
+BACKWARD_NAME = "lowmembp_norm_backward"
+#: Columns that fit a program's registers, and rows that 32 bits count; more are an error.
+MOST_COLUMNS = 65536
+MOST_ROWS = 2**30
+
+_TILE = 2048
+_PER_THREAD = 16
+_MOST_WARPS = 16
+# Programs a multiprocessor, in warps: at 16 elements of two inputs and two sums a thread, as many
+# as the registers hold.
+_RESIDENT_WARPS = 16
+# Above, sums leave no room in the registers for a row's two inputs between its means and its
+# gradient: they are read again, from the cache.
+_COLUMNS_READ_ONCE = 8192
+
+
+class NormForward(NamedTuple):
+    """Results of `norm_forward`; None where not asked for."""
+
+    out: Array  # [rows, width], dtype
+    rstd: Array  # [rows], float32
+    normalized: Array | None  # [rows, width], dtype
+    summed: Array | None  # [rows, width], dtype of x
+
+
+class _Tiling(NamedTuple):
+    """Rows and columns: of the array, of a tile, and tiles of rows a program."""
+
+    rows: int
+    width: int
+    tile_rows: int
+    columns: int
+    steps: int
+    read_twice: bool = False
+
+    @property
+    def programs(self) -> int:
+        return pl.cdiv(self.rows, self.tile_rows * self.steps)
+
+    @property
+    def warps(self) -> int:
+        most = 2 * _MOST_WARPS if self.read_twice else _MOST_WARPS
+        return min(max(self.tile_rows * self.columns // (32 * _PER_THREAD), 1), most)
+
+    def matrix(self) -> pl.BlockSpec:
+        return pl.BlockSpec((self.tile_rows * self.steps, self.columns), lambda i: (i, 0))
+
+    def vector(self) -> pl.BlockSpec:
+        """One number a row."""
+        return pl.BlockSpec((self.tile_rows * self.steps,), lambda i: (i,))
+
+    def parameter(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1, self.columns), lambda i: (0, 0))
+
+    def partial(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1, self.columns), lambda i: (i, 0))
+
+    def column_mask(self) -> Array | None:
+        """Within a kernel: `[1, columns]`, which columns exist."""
+        if self.columns == self.width:
+            return None
+        return lax.broadcasted_iota(jnp.int32, (1, self.columns), 1) < self.width
+
+    def row_mask(self, program: Array, step: Array | int) -> Array | None:
+        """Within a kernel: `[tile_rows, 1]`, which rows exist."""
+        if self.rows % (self.tile_rows * self.steps) == 0:
+            return None
+        start = (program * self.steps + step) * self.tile_rows
+        return start + lax.broadcasted_iota(jnp.int32, (self.tile_rows, 1), 0) < self.rows
+
+
+def _tiling(rows: int, width: int, cores: int | None, *, sums: bool) -> _Tiling:
+    if width > MOST_COLUMNS or rows > MOST_ROWS:
+        raise ValueError(
+            f"[{rows}, {width}] is too large: these kernels take up to {MOST_ROWS} rows "
+            f"of up to {MOST_COLUMNS}"
+        )
+    columns = power_of_two(width)
+    tile_rows = max(min(_TILE // columns, power_of_two(rows)), 1)
+    tiling = _Tiling(rows, width, tile_rows, columns, 1)
+    if not sums:
+        return tiling
+    programs = (cores or DEFAULT_CORES) * max(_RESIDENT_WARPS // tiling.warps, 1)
+    return tiling._replace(
+        steps=pl.cdiv(tiling.programs, programs), read_twice=columns > _COLUMNS_READ_ONCE
+    )
+
+
+def _both(rows: Array | None, columns: Array | None, shape) -> Array | None:
+    masks = [jnp.broadcast_to(mask, shape) for mask in (rows, columns) if mask is not None]
+    return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
+
+
+def _load(ref, mask, other: float = 0.0, policy: str | None = None) -> Array:
+    other = None if mask is None else other
+    values = plgpu.load(ref, mask=mask, other=other, eviction_policy=policy)
+    return values.astype(jnp.float32)
+
+
+def _store(ref, values: Array, mask) -> None:
+    plgpu.store(ref, values.astype(ref.dtype), mask=mask)
+
+
+def _parameters(scale_ref, bias_ref, mask, policy=None) -> tuple[Array | None, Array | None]:
+    """Scale and bias, `[1, columns]`, padded with 1 and 0."""
+    scale = None if scale_ref is None else _load(scale_ref, mask, 1.0, policy)
+    return scale, None if bias_ref is None else _load(bias_ref, mask, policy=policy)
+
+
+def _forward_kernel(x_ref, *refs, tiling, residual, scale, bias, center, epsilon, keep_normalized):
+    refs = list(refs)
+    columns, rows = tiling.column_mask(), tiling.row_mask(pl.program_id(0), 0)
+    mask = _both(rows, columns, (tiling.tile_rows, tiling.columns))
+    x = _load(x_ref, mask)
+    if residual:
+        x = (x + _load(refs.pop(0), mask)).astype(x_ref.dtype)
+    scale_ref, bias_ref = (refs.pop(0) if given else None for given in (scale, bias))
+    scale, bias = _parameters(scale_ref, bias_ref, columns)
+    out_ref, rstd_ref, *refs = refs
+    if residual:
+        _store(refs.pop(), x, mask)
+        x = x.astype(jnp.float32)
+    x, rstd = row_norm.standardize(x, columns, tiling.width, center=center, epsilon=epsilon)
+    _store(out_ref, row_norm.affine(x, rstd, scale, bias), mask)
+    if keep_normalized:
+        _store(refs.pop(), x * rstd, mask)
+    rows = None if rows is None else rows.reshape(tiling.tile_rows)
+    _store(rstd_ref, rstd.reshape(tiling.tile_rows), rows)
+
+
+def _backward_kernel(
+    kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, center, recover, residual
+):
+    refs = list(refs)
+    columns = tiling.column_mask()
+    shape = (tiling.tile_rows, tiling.columns)
+    residual_ref = refs.pop(0) if residual else None
+    scale_ref, bias_ref = (refs.pop(0) if given else None for given in (scale, bias))
+    dx_ref, *sum_refs = refs
+    program = pl.program_id(0)  # here, as there is none in a loop that is interpreted
+    if not tiling.read_twice:
+        parameters = _parameters(scale_ref, bias_ref, columns)
+
+    def step(index, sums):
+        rows = tiling.row_mask(program, index)
+        mask = _both(rows, columns, shape)
+        tile = pl.ds(index * tiling.tile_rows, tiling.tile_rows)
+
+        def inputs(policy=None):
+            scale, bias = (
+                _parameters(scale_ref, bias_ref, columns, policy)
+                if tiling.read_twice
+                else parameters
+            )
+            y = _load(kept_ref.at[tile, :], mask, policy=policy)
+            if recover:
+                y = row_norm.recover(y, scale, bias)
+                y = y if mask is None else jnp.where(mask, y, 0.0)
+            g = _load(g_ref.at[tile, :], mask, policy=policy)
+            return y, g, g if scale is None else g * scale
+
+        y, g, inner = inputs("evict_last" if tiling.read_twice else None)
+        means = row_norm.gradient_means(y, inner, tiling.width, center=center)
+        if tiling.read_twice:
+            y, g, inner = inputs("evict_first")
+        rstd = _load(rstd_ref.at[tile], None if rows is None else rows.reshape(tiling.tile_rows))
+        gradients = ([g * y] if scale else []) + ([g] if bias else [])
+        sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
+        dx = row_norm.input_gradient(y, rstd[:, None], inner, means)
+        if residual:
+            dx = dx + _load(residual_ref.at[tile, :], mask)
+        _store(dx_ref.at[tile, :], dx, mask)
+        return sums
+
+    sums = [jnp.zeros(shape, jnp.float32) for _ in sum_refs]
+    sums = step(0, sums) if tiling.steps == 1 else lax.fori_loop(0, tiling.steps, step, sums)
+    for ref, total in zip(sum_refs, sums, strict=True):
+        _store(ref, jnp.sum(total, axis=0, keepdims=True), columns)
+
+
+def _check(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
+    if len(rows_width) != 2:
+        raise ValueError(f"the first argument must be [rows, width], got {rows_width}")
+    parameter = rows_width[-1:]
+    expected = {"scale": parameter, "bias": parameter, "rstd": rows_width[:1]}
+    for name, array in arrays.items():
+        if array is not None:
+            check_float(name, array.dtype)
+            if array.shape != (shape := expected.get(name, rows_width)):
+                raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+
+
+def norm_forward(
+    x: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    residual: Float[Array, "rows width"] | None,
+    *,
+    center: bool,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    keep_normalized: bool,
+    cores: int | None = None,
+    interpret: bool = False,
+) -> NormForward:
+    """The norm of every row of x, or of x + residual, in one pass.
+
+    Args:
+      x: `[rows, width]`, float32, bfloat16 or float16, as are the other arrays.
+      scale, bias: `[width]` or None.
+      residual: `[rows, width]` or None. Added to x in float32; the sum is rounded to x's dtype,
+        and the norm is that of the rounded sum.
+      center: LayerNorm (True) or RMSNorm.
+      epsilon: added to the variance.
+      dtype: of the output.
+      keep_normalized: return the normalized x before the affine, if there is one.
+      cores: multiprocessors of the device that is compiled for; None for 132.
+      interpret: run on the CPU, without Triton.
+
+    Returns:
+      A `NormForward`.
+
+    Raises:
+      TypeError: another dtype. ValueError: shapes that do not fit or exceed `MOST_COLUMNS`.
+    """
+    dtype = check_float("dtype", dtype)
+    _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    keep_normalized = keep_normalized and not (scale is None and bias is None)
+    rows, width = x.shape
+    if x.size == 0:
+        empty, rstd = jnp.zeros(x.shape, dtype), jnp.full((rows,), jnp.nan, jnp.float32)
+        kept = empty if keep_normalized else None
+        return NormForward(empty, rstd, kept, None if residual is None else x)
+    tiling = _tiling(rows, width, cores, sums=False)
+    matrices = [x] if residual is None else [x, residual]
+    parameters = [p.reshape(1, width) for p in (scale, bias) if p is not None]
+    extra = [dtype] * keep_normalized + [x.dtype] * (residual is not None)
+    out, rstd, *rest = launch(
+        _forward_kernel,
+        name=FORWARD_NAME,
+        programs=tiling.programs,
+        in_specs=[tiling.matrix() for _ in matrices] + [tiling.parameter() for _ in parameters],
+        out_specs=[tiling.matrix(), tiling.vector()] + [tiling.matrix() for _ in extra],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            *(jax.ShapeDtypeStruct(x.shape, kind) for kind in extra),
+        ],
+        warps=tiling.warps,
+        interpret=interpret,
+        tiling=tiling,
+        residual=residual is not None,
+        scale=scale is not None,
+        bias=bias is not None,
+        center=center,
+        epsilon=float(epsilon),
+        keep_normalized=keep_normalized,
+    )(*matrices, *parameters)
+    summed = None if residual is None else rest.pop()
+    return NormForward(out, rstd, rest.pop() if keep_normalized else None, summed)
+
+
+def norm_backward(
+    kept: Float[Array, "rows width"],
+    rstd: Float32[Array, " rows"],
+    g: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    *,
+    center: bool,
+    x_dtype: jax.typing.DTypeLike,
+    recover: bool,
+    residual_cotangent: Float[Array, "rows width"] | None = None,
+    cores: int | None = None,
+    interpret: bool = False,
+) -> tuple[
+    Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
+]:
+    """Gradients of `norm_forward` from what it kept, in one pass.
+
+    Args:
+      kept: `[rows, width]`: `normalized`, or `out` where there was no affine or `recover` is set.
+      rstd: float32 `[rows]`.
+      g: `[rows, width]`, cotangent of `out`.
+      scale, bias: as in the forward.
+      center: LayerNorm (True) or RMSNorm.
+      x_dtype: dtype of dx.
+      recover: kept is the output; y = (kept - bias) / scale is computed from it.
+      residual_cotangent: `[rows, width]` or None, added to dx in float32: the cotangent of
+        `summed`, so that dx is that of x and of the residual alike.
+      cores: multiprocessors of the device that is compiled for; None for 132. The order in which
+        parameter gradients are summed depends on it, and on nothing else.
+      interpret: run on the CPU, without Triton.
+
+    Returns:
+      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes,
+      None for those that are None.
+
+    Raises:
+      TypeError: another dtype. ValueError: shapes that do not fit or exceed `MOST_COLUMNS`.
+    """
+    x_dtype = check_float("x_dtype", x_dtype)
+    _check(
+        kept.shape,
+        kept=kept,
+        rstd=rstd,
+        g=g,
+        scale=scale,
+        bias=bias,
+        residual_cotangent=residual_cotangent,
+    )
+    rows, width = kept.shape
+    given = [p for p in (scale, bias) if p is not None]
+    if kept.size == 0:
+        dx, sums = jnp.zeros(kept.shape, x_dtype), [jnp.zeros_like(p) for p in given]
+    else:
+        tiling = _tiling(rows, width, cores, sums=bool(given))
+        matrices = [g] if residual_cotangent is None else [g, residual_cotangent]
+        dx, *partials = launch(
+            _backward_kernel,
+            name=BACKWARD_NAME,
+            programs=tiling.programs,
+            in_specs=[
+                tiling.matrix(),
+                tiling.vector(),
+                *(tiling.matrix() for _ in matrices),
+                *(tiling.parameter() for _ in given),
+            ],
+            out_specs=[tiling.matrix()] + [tiling.partial() for _ in given],
+            out_shape=[jax.ShapeDtypeStruct(kept.shape, x_dtype)]
+            + [jax.ShapeDtypeStruct((tiling.programs, width), jnp.float32) for _ in given],
+            warps=tiling.warps,
+            interpret=interpret,
+            tiling=tiling,
+            scale=scale is not None,
+            bias=bias is not None,
+            center=center,
+            recover=recover,
+            residual=residual_cotangent is not None,
+        )(kept, rstd, *matrices, *(p.reshape(1, width) for p in given))
+        sums = [
+            jnp.sum(partial, axis=0).astype(p.dtype)
+            for partial, p in zip(partials, given, strict=True)
+        ]
+    sums = iter(sums)
+    return dx, next(sums) if scale is not None else None, next(sums) if bias is not None else None

@@ -1,0 +1,73 @@
+"""The mathematics of a norm over rows, in float32, the backward written in the norm's output.
+
+With y = (x - mean) r and r = 1 / std, dx = r (g - mean(g) - y mean(g y)); an RMSNorm has no mean.
+Blocks are [rows, columns], the columns padded to a power of two; what is padded is 0 in every
+input and masked where it would not stay so. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32
+
+
+def _mean(x: Array, width: int) -> Array:
+    return jnp.sum(x, axis=1, keepdims=True) / width
+
+
+def standardize(
+    x: Float32[Array, "rows columns"],
+    mask: Bool[Array, "#rows columns"] | None,
+    width: int,
+    *,
+    center: bool,
+    epsilon: float,
+) -> tuple[Float32[Array, "rows columns"], Float32[Array, "rows 1"]]:
+    """x - mean and 1 / std."""
+    if center:
+        x = x - _mean(x, width)
+        x = x if mask is None else jnp.where(mask, x, 0.0)
+    return x, lax.rsqrt(_mean(x * x, width) + epsilon)
+
+
+def affine(
+    x: Float32[Array, "rows columns"],
+    rstd: Float32[Array, "rows 1"],
+    scale: Float32[Array, "1 columns"] | None,
+    bias: Float32[Array, "1 columns"] | None,
+) -> Float32[Array, "rows columns"]:
+    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    y = x * (rstd if scale is None else rstd * scale)
+    return y if bias is None else y + bias
+
+
+def recover(
+    out: Float32[Array, "rows columns"],
+    scale: Float32[Array, "1 columns"] | None,
+    bias: Float32[Array, "1 columns"] | None,
+) -> Float32[Array, "rows columns"]:
+    """y from the output of `affine`."""
+    y = out if bias is None else out - bias
+    return y if scale is None else y / scale
+
+
+def gradient_means(
+    y: Float32[Array, "rows columns"],
+    g: Float32[Array, "rows columns"],
+    width: int,
+    *,
+    center: bool,
+) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None]:
+    """mean(g y) and, of a LayerNorm, mean(g): all that a row's backward needs of the whole row."""
+    return _mean(g * y, width), _mean(g, width) if center else None
+
+
+def input_gradient(
+    y: Float32[Array, "rows columns"],
+    rstd: Float32[Array, "rows 1"],
+    g: Float32[Array, "rows columns"],
+    means: tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None],
+) -> Float32[Array, "rows columns"]:
+    """Cotangent of x from that of y, `g`."""
+    along_y, along_one = means
+    inner = g - y * along_y
+    return rstd * (inner if along_one is None else inner - along_one)

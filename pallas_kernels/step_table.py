@@ -1,0 +1,146 @@
+"""The mathematics of a step activation: the function, its codes, and slopes from codes.
+
+Everything here is elementwise on float32 or int32 values and runs both inside a Pallas kernel and
+outside. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+# A group's mark is the sum of this + i over its NaNs, i counting from 0 within the group.
+NAN_MARK = 256
+_SEVERAL = 2 * NAN_MARK
+
+# Cephes' erff and erfcf, highest power first, by which XLA expands `lax.erfc` too: in x^2 for
+# abs(x) < 1, in 1 / x^2 below and above 2.
+_ERF = (
+    7.853861353153693e-5,
+    -8.010193625184903e-4,
+    5.188327685732524e-3,
+    -2.685381193529856e-2,
+    1.128358514861418e-1,
+    -3.761262582423300e-1,
+    1.128379165726710,
+)
+_ERFC_BELOW_2 = (
+    2.326819970068386e-2,
+    -1.387039388740657e-1,
+    3.687424674597105e-1,
+    -5.824733027278666e-1,
+    6.210004621745983e-1,
+    -4.944515323274145e-1,
+    3.404879937665872e-1,
+    -2.741127028184656e-1,
+    5.638259427386472e-1,
+)
+_ERFC_ABOVE_2 = (
+    -1.047766399936249e1,
+    1.297719955372516e1,
+    -7.495518717768503,
+    2.921019019210786,
+    -1.015265279202700,
+    4.218463358204948e-1,
+    -2.820767439740514e-1,
+    5.641895067754075e-1,
+)
+_MAX_LOG = 88.72283905206835
+
+
+def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
+    result = jnp.full(x.shape, coefficients[0], x.dtype)
+    for coefficient in coefficients[1:]:
+        result = result * x + coefficient
+    return result
+
+
+def erfc(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`lax.erfc` in float32, which Pallas-Triton does not have, out of operations it has."""
+    square, absolute = x * x, jnp.abs(x)
+    near = 1.0 - x * _polynomial(square, _ERF)
+    inverse = 1.0 / square
+    tail = jnp.exp(-square) * (1.0 / absolute)
+    tail = tail * jnp.where(
+        absolute < 2.0, _polynomial(inverse, _ERFC_BELOW_2), _polynomial(inverse, _ERFC_ABOVE_2)
+    )
+    tail = jnp.where(-square < -_MAX_LOG, 0.0, tail)
+    return jnp.where(absolute < 1.0, near, jnp.where(x < 0.0, 2.0 - tail, tail))
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _gelu_erf(x: Array) -> Array:
+    # As `jax.nn.gelu(x, approximate=False)`: written out only for its erfc.
+    return 0.5 * x * erfc(-x * np.sqrt(0.5).astype(np.float32))
+
+
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu_tanh": _gelu_tanh,
+    "gelu_erf": _gelu_erf,
+    "silu": jax.nn.silu,
+}
+
+
+def activate(function: str, x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The activation; at -inf, where x times 0 would be NaN, that of the lowest finite number."""
+    lowest = float(jnp.finfo(jnp.float32).min)
+    # Not a maximum: Pallas-Triton's takes the number where the other is NaN.
+    return FUNCTIONS[function](jnp.where(x < lowest, lowest, x))
+
+
+def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Array, "*shape"]:
+    """How many thresholds are strictly below x; 0 for NaN."""
+    codes = jnp.zeros(x.shape, jnp.int32)
+    for threshold in thresholds:
+        codes = codes + (x > threshold).astype(jnp.int32)
+    return codes
+
+
+def slopes(
+    codes: Int32[Array, "*shape"], levels: Sequence[float], zero_level: Array | None = None
+) -> Float32[Array, "*shape"]:
+    """The level of every code; for code 0 from `zero_level` where it is given."""
+    slope = jnp.full(codes.shape, levels[-1], jnp.float32)
+    for code, level in reversed(list(enumerate(levels[:-1]))):
+        level = zero_level if code == 0 and zero_level is not None else jnp.float32(level)
+        slope = jnp.where(codes == code, level, slope)
+    return slope
+
+
+def pack(codes: Int32[Array, " n"], per_word: int) -> Int32[Array, " n//per_word"]:
+    """`per_word` 2-bit codes to a word, the first in the lowest bits."""
+    words = codes.reshape(codes.size // per_word, per_word)
+    shifts = 2 * lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    return jnp.sum(words << shifts, axis=1, dtype=jnp.int32)
+
+
+def unpack(words: Int32[Array, " n"], per_word: int) -> Int32[Array, " n*per_word"]:
+    """Inverse of `pack`."""
+    shape = (words.size, per_word)
+    shifts = 2 * lax.broadcasted_iota(jnp.int32, shape, 1)
+    codes = (jnp.broadcast_to(words[:, None], shape) >> shifts) & 3
+    return codes.reshape(words.size * per_word)
+
+
+def mark_nans(nans: Bool[Array, " n"], group: int) -> Int32[Array, " n//group"]:
+    """Where the NaNs are: the sum of 256 + i over the NaNs of a group, i within the group."""
+    grouped = nans.astype(jnp.int32).reshape(nans.size // group, group)
+    positions = lax.broadcasted_iota(jnp.int32, grouped.shape, 1)
+    return jnp.sum(grouped * (positions + NAN_MARK), axis=1, dtype=jnp.int32)
+
+
+def zero_level(
+    marks: Int32[Array, " groups"], group: int, level: float
+) -> Float32[Array, " groups*group"]:
+    """The slope that code 0 stands for: the level, or NaN at and in doubt of a NaN."""
+    shape = (marks.size, group)
+    marks = jnp.broadcast_to(marks[:, None], shape)
+    positions = lax.broadcasted_iota(jnp.int32, shape, 1)
+    marked = (marks >= _SEVERAL) | (marks == positions + NAN_MARK)
+    return jnp.where(marked, jnp.float32(jnp.nan), jnp.float32(level)).reshape(marks.size)
