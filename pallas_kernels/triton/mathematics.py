@@ -1,0 +1,159 @@
+"""What the kernels compute, free of layout: activations, codes, slopes, norms of rows.
+
+All in float32. Blocks of a norm are [rows, columns], with columns padded to a power of two: 0 in
+every input, and masked where they would not stay so. An absent scale, bias or mask is None.
+Source: LowMemoryBP (arXiv:2406.16282), sections 4 and 5.
+"""
+
+import triton
+import triton.language as tl
+
+# A group's mark is the sum of this + i over its NaNs, i counting from 0 within the group.
+NAN_MARK = tl.constexpr(256)
+
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# tanh-GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)); here times -log2(e).
+_TANH_LINEAR = tl.constexpr(-2.302208198144325)
+_TANH_CUBIC = tl.constexpr(-0.1029432395800235)
+
+
+@triton.jit
+def _half_erfc(t):
+    """erfc(t) / 2 for t >= 0, to 2e-8 before rounding: exp(-t^2) s P(s), s = 1 / (1 + 0.3 t).
+
+    One polynomial for all t, fitted (relative error, minimax) on [0, 10]; at 10 it is 1e-45.
+    Triton's `erf` would lose all digits of 1 + erf(t) at t < -4.
+    """
+    root = tl.rsqrt(1.0 + 0.3 * t)
+    s = root * root
+    p = -0.064761337938930905
+    p = p * s + 0.24278111657698685
+    p = p * s - 0.25613818108734845
+    p = p * s + 0.2738592020220025
+    p = p * s - 0.04732493107193085
+    p = p * s + 0.10746290437832627
+    p = p * s + 0.07416960053742333
+    p = p * s + 0.08535761388594798
+    p = p * s + 0.08459400241463984
+    return p * s * tl.exp2(-_LOG2_E * (t * t))
+
+
+@triton.jit
+def activate(x, FUNCTION: tl.constexpr):
+    """The activation; at -inf that of the lowest finite number, as x times 0 would be NaN.
+
+    A kernel at the speed of memory has 25 instructions an element. Hence `exp2`, which is one
+    where `exp` is five, and 1 / d as rsqrt(d)^2 where a division is five: 3 units in the last
+    place are lost at most.
+    """
+    # Not a maximum: that would turn NaN into a number.
+    x = tl.where(x < _LOWEST, _LOWEST, x)
+    if FUNCTION == "gelu_erf":
+        tail = _half_erfc(tl.abs(x) * _SQRT_HALF)
+        y = x * tl.where(x < 0.0, tail, 1.0 - tail)
+    else:
+        if FUNCTION == "gelu_tanh":
+            exponent = x * (_TANH_CUBIC * (x * x) + _TANH_LINEAR)
+        else:
+            tl.static_assert(FUNCTION == "silu")
+            exponent = -_LOG2_E * x
+        root = tl.rsqrt(1.0 + tl.exp2(exponent))
+        y = (x * root) * root
+    return y
+
+
+@triton.jit
+def pack(x, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of x[BLOCK], how many thresholds are strictly below, 0 for NaN, as int32[BLOCK / 4].
+
+    Four to a byte, the first in the lowest bits.
+    """
+    x = tl.reshape(x, (BLOCK // 4, 4))
+    shifts = (2 * tl.arange(0, 4))[None, :]
+    codes = tl.where(x > C2, tl.where(x > C3, 3 << shifts, 2 << shifts), 0)
+    codes = tl.where(x > C1, tl.where(x > C2, codes, 1 << shifts), 0)
+    return tl.sum(codes, axis=1)
+
+
+@triton.jit
+def slopes(
+    packed, zero_level, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The level of every code, float32[BLOCK / 4, 4]; of code 0 it is `zero_level`.
+
+    The bits are tested where they are: the codes themselves would cost a shift and a mask each.
+    """
+    shifts = (2 * tl.arange(0, 4))[None, :]
+    low = (packed[:, None] & (1 << shifts)) != 0
+    high = (packed[:, None] & (2 << shifts)) != 0
+    return tl.where(high, tl.where(low, L3, L2), tl.where(low, L1, zero_level))
+
+
+@triton.jit
+def mark_nans(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr):
+    """Where the NaNs of x are: a sum over 256 + i for each group, int32 [BLOCK / GROUP].
+
+    First over the VECTOR elements that a thread holds, by constants, then over threads: the NaNs
+    counted, in the upper bits, are moved by the thread's place.
+    """
+    x = tl.reshape(x, (BLOCK // VECTOR, VECTOR))
+    marks = tl.sum(tl.where(x != x, NAN_MARK + tl.arange(0, VECTOR)[None, :], 0), axis=1)
+    marks = tl.reshape(marks, (BLOCK // GROUP, GROUP // VECTOR))
+    first = VECTOR * tl.arange(0, GROUP // VECTOR)[None, :]
+    return tl.sum(marks + (marks // NAN_MARK) * first, axis=1)
+
+
+@triton.jit
+def find_nans(marks, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Which elements a group's mark names, or puts in doubt if it had several: int1 [BLOCK]."""
+    positions = NAN_MARK + tl.arange(0, GROUP)[None, :]
+    marked = (marks[:, None] >= 2 * NAN_MARK) | (marks[:, None] == positions)
+    return tl.reshape(marked, (BLOCK,))
+
+
+@triton.jit
+def row_mean(x, WIDTH: tl.constexpr):
+    """Mean of each row, [rows, 1]; what is padded must be 0."""
+    return tl.sum(x, axis=1)[:, None] / WIDTH
+
+
+@triton.jit
+def standardize(x, mask, WIDTH: tl.constexpr, CENTER: tl.constexpr, EPSILON: tl.constexpr):
+    """x - mean, 0 where masked, and 1 / std, [rows, 1]."""
+    if CENTER:
+        x = x - row_mean(x, WIDTH)
+        if mask is not None:
+            x = tl.where(mask, x, 0.0)
+    return x, tl.rsqrt(row_mean(x * x, WIDTH) + EPSILON)
+
+
+@triton.jit
+def affine(x, rstd, scale, bias):
+    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    if scale is not None:
+        rstd = rstd * scale
+    y = x * rstd
+    if bias is not None:
+        y = y + bias
+    return y
+
+
+@triton.jit
+def recover_normalized(y, inverse, bias):
+    """What `affine` was given, from its output; `inverse` is 1 / scale."""
+    if bias is not None:
+        y = y - bias
+    if inverse is not None:
+        y = y * inverse
+    return y
+
+
+@triton.jit
+def input_gradient(y, rstd, g, WIDTH: tl.constexpr, CENTER: tl.constexpr):
+    """Cotangent of x from that of y: r (g - mean(g) - y mean(g y)); RMSNorm has no mean(g)."""
+    inner = g - y * row_mean(g * y, WIDTH)
+    if CENTER:
+        inner = inner - row_mean(g, WIDTH)
+    return rstd * inner

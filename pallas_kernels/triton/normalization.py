@@ -1,0 +1,183 @@
+"""LayerNorm and RMSNorm over rows: one pass forward, one pass backward from (y, rstd).
+
+Parameter gradients are partial sums, one row a program, summed here: there are no atomics, so that
+results are the same in every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.triton import wide_rows
+from pallas_kernels.triton.launch import batchable, call, check_float
+from pallas_kernels.triton.row_launches import backward_launch, forward_launch, sums_launch
+
+class NormForward(NamedTuple):
+    """Results of `norm_forward`; None where not asked for."""
+
+    out: Array  # [rows, width], dtype
+    rstd: Array  # [rows], float32
+    normalized: Array | None  # [rows, width], dtype
+    summed: Array | None  # [rows, width], dtype of x
+
+
+def _check(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
+    if len(rows_width) != 2:
+        raise ValueError(f"the first argument must be [rows, width], got {rows_width}")
+    expected = {"scale": rows_width[1:], "bias": rows_width[1:], "rstd": rows_width[:1]}
+    for name, array in arrays.items():
+        if array is not None:
+            check_float(name, array.dtype)
+            if array.shape != (shape := expected.get(name, rows_width)):
+                raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+
+
+def norm_forward(
+    x: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    residual: Float[Array, "rows width"] | None,
+    *,
+    center: bool,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    keep_normalized: bool,
+    cores: int | None = None,
+) -> NormForward:
+    """The norm of every row of x, or of x + residual, in one pass.
+
+    Args:
+      x: `[rows, width]`, float32, bfloat16 or float16, as are the other arrays.
+      scale, bias: `[width]` or None.
+      residual: `[rows, width]` or None. Added to x in float32; the sum is rounded to x's dtype,
+        and the norm is that of the rounded sum.
+      center: LayerNorm (True) or RMSNorm.
+      epsilon: added to the variance.
+      dtype: of the output.
+      keep_normalized: return the normalized x before the affine, if there is one.
+      cores: multiprocessors of the device that is compiled for; None for 132.
+
+    Returns:
+      A `NormForward`.
+
+    Raises:
+      TypeError: another dtype. ValueError: shapes that do not fit.
+      RuntimeError: Triton or jax-triton is missing.
+    """
+    del cores  # a program for every row on any device
+    dtype = check_float("dtype", dtype)
+    _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    keep_normalized = keep_normalized and not (scale is None and bias is None)
+    rows, width = x.shape
+    if x.size == 0:
+        empty, rstd = jnp.zeros(x.shape, dtype), jnp.full((rows,), jnp.nan, jnp.float32)
+        kept = empty if keep_normalized else None
+        return NormForward(empty, rstd, kept, None if residual is None else x)
+    static = dict(center=center, epsilon=epsilon, keep_normalized=keep_normalized)
+
+    def run(x, residual, scale, bias):
+        launch = forward_launch(
+            rows, width, x.dtype, dtype,
+            scale=scale is not None, bias=bias is not None, residual=residual is not None,
+            **static,
+        )  # fmt: skip
+        inputs = (x if array is None else array for array in (x, residual, scale, bias))
+        out, normalized, rstd, summed = call(launch, *inputs)
+        return NormForward(
+            out,
+            rstd,
+            normalized if keep_normalized else None,
+            None if residual is None else summed,
+        )
+
+    def fold(count, batched, x, residual, scale, bias):
+        if not batched[0] or any(batched[2:]) or batched[1] != (residual is not None):
+            return None
+        x, residual = jax.tree.map(lambda a: a.reshape(count * rows, width), (x, residual))
+        results = norm_forward(x, scale, bias, residual, dtype=dtype, **static)
+        return jax.tree.map(lambda a: a.reshape(count, rows, *a.shape[1:]), results)
+
+    return batchable(run, fold)(x, residual, scale, bias)
+
+
+def norm_backward(
+    kept: Float[Array, "rows width"],
+    rstd: Float32[Array, " rows"],
+    g: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    *,
+    center: bool,
+    x_dtype: jax.typing.DTypeLike,
+    recover: bool,
+    residual_cotangent: Float[Array, "rows width"] | None = None,
+    cores: int | None = None,
+) -> tuple[
+    Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
+]:
+    """Gradients of `norm_forward` from what it kept, in one pass.
+
+    Args:
+      kept: `[rows, width]`: `normalized`, or `out` where there was no affine or `recover` is set.
+      rstd: float32 `[rows]`.
+      g: `[rows, width]`, cotangent of `out`.
+      scale, bias: as in the forward.
+      center: LayerNorm (True) or RMSNorm.
+      x_dtype: dtype of dx.
+      recover: kept is the output; y = (kept - bias) / scale is computed from it.
+      residual_cotangent: `[rows, width]` or None, added to dx in float32: the cotangent of
+        `summed`, so that dx is that of x and of the residual alike.
+      cores: multiprocessors of the device that is compiled for; None for 132. The order in which
+        parameter gradients are summed depends on it, and on nothing else.
+
+    Returns:
+      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes,
+      None for those that are None.
+
+    Raises:
+      TypeError: another dtype. ValueError: shapes that do not fit.
+      RuntimeError: Triton or jax-triton is missing.
+    """
+    x_dtype = check_float("x_dtype", x_dtype)
+    cotangent = residual_cotangent
+    _check(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias, cotangent=cotangent)
+    rows, width = kept.shape
+    if kept.size == 0:
+        zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
+        return jnp.zeros(kept.shape, x_dtype), *zeros
+    affine = dict(scale=scale is not None, bias=bias is not None, recover=recover)
+
+    def run_segments(segments, kept, rstd, g, scale, bias, cotangent):
+        launch = backward_launch(
+            segments, rows, width, x_dtype,
+            center=center, cotangent=cotangent is not None, cores=cores, **affine,
+        )  # fmt: skip
+        inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias, cotangent)]
+        dx, *partials = call(launch, *inputs)
+        if launch.kernel is wide_rows.backward_kernel and (affine["scale"] or affine["bias"]):
+            launch = sums_launch(segments, rows, width, cores=cores, **affine)
+            partials = call(launch, inputs[0], *inputs[2:5])
+        return dx, *(
+            None if p is None else jnp.sum(partial, axis=1).astype(p.dtype)
+            for partial, p in zip(partials, (scale, bias), strict=True)
+        )
+
+    def run(*arrays):
+        dx, *sums = run_segments(1, *arrays)
+        return dx, *(None if a is None else a.reshape(width) for a in sums)
+
+    def fold(count, batched, *arrays):
+        given = [array is not None for array in arrays]
+        matrices, parameters = [0, 1, 2, 5], [3, 4]
+        if any(batched[i] for i in parameters) or any(batched[i] != given[i] for i in matrices):
+            return None
+        arrays = [
+            a.reshape(count * rows, *a.shape[2:]) if each else a
+            for a, each in zip(arrays, batched, strict=True)
+        ]
+        dx, *sums = run_segments(count, *arrays)
+        return dx.reshape(count, rows, width), *sums
+
+    return batchable(run, fold)(kept, rstd, g, scale, bias, cotangent)

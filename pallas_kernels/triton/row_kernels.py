@@ -1,0 +1,128 @@
+"""The kernels of `normalization`: a program holds whole rows in registers.
+
+Inputs that a launch lacks are other arrays, unread; outputs that it lacks are not written.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.mathematics import (
+    affine,
+    input_gradient,
+    recover_normalized,
+    standardize,
+)
+from pallas_kernels.triton.tiles import load, load_parameter, mask_tile
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, residual_ptr, scale_ptr, bias_ptr,
+    out_ptr, normalized_ptr, rstd_ptr, summed_ptr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, EPSILON: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, KEEP_NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.arange(0, BLOCK)
+    all_rows: tl.constexpr = ROWS % TILE_ROWS == 0
+    mask = mask_tile(rows, columns, ROWS, WIDTH, all_rows, BLOCK == WIDTH)
+    offsets = rows[:, None] * WIDTH + columns[None, :]
+    x = load(x_ptr + offsets, mask).to(tl.float32)
+    if HAS_RESIDUAL:
+        x = x + load(residual_ptr + offsets, mask).to(tl.float32)
+        summed = x.to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + offsets, summed, mask=mask)
+        x = summed.to(tl.float32)
+    columns_mask = None if BLOCK == WIDTH else columns < WIDTH
+    scale = load_parameter(scale_ptr, columns, columns_mask, 1.0, HAS_SCALE)
+    bias = load_parameter(bias_ptr, columns, columns_mask, 0.0, HAS_BIAS)
+    x, rstd = standardize(x, mask, WIDTH, CENTER, EPSILON)
+    out = affine(x, rstd, scale, bias)
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if KEEP_NORMALIZED:
+        normalized = (x * rstd).to(normalized_ptr.dtype.element_ty)
+        tl.store(normalized_ptr + offsets, normalized, mask=mask)
+    rows_mask = None if all_rows else rows < ROWS
+    tl.store(rstd_ptr + rows, tl.reshape(rstd, (TILE_ROWS,)), mask=rows_mask)
+
+
+@triton.jit
+def backward_kernel(
+    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr, cotangent_ptr,
+    dx_ptr, dscale_ptr, dbias_ptr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTER: tl.constexpr, HAS_COTANGENT: tl.constexpr,
+):  # fmt: skip
+    """Without scale and bias."""
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.arange(0, BLOCK)
+    all_rows: tl.constexpr = ROWS % TILE_ROWS == 0
+    mask = mask_tile(rows, columns, ROWS, WIDTH, all_rows, BLOCK == WIDTH)
+    offsets = rows[:, None] * WIDTH + columns[None, :]
+    y = load(kept_ptr + offsets, mask).to(tl.float32)
+    g = load(g_ptr + offsets, mask).to(tl.float32)
+    rstd = load(rstd_ptr + rows, None if all_rows else rows < ROWS)[:, None]
+    if HAS_COTANGENT:
+        cotangent = load(cotangent_ptr + offsets, mask)
+    dx = input_gradient(y, rstd, g, WIDTH, CENTER)
+    if HAS_COTANGENT:
+        dx = dx + cotangent.to(tl.float32)
+    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def affine_backward_kernel(
+    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr, cotangent_ptr,
+    dx_ptr, dscale_ptr, dbias_ptr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr, CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_COTANGENT: tl.constexpr, RECOVER: tl.constexpr,
+):  # fmt: skip
+    """With scale or bias, whose gradients a program sums over its tiles and writes as one row.
+
+    Axis 0 of the grid: PROGRAMS, which take the tiles of a segment in turns; axis 1: segments of
+    ROWS rows, whose sums are separate.
+    """
+    program, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    stride: tl.constexpr = PROGRAMS * TILE_ROWS
+    all_rows: tl.constexpr = ROWS % stride == 0
+    columns_mask = None if BLOCK == WIDTH else columns < WIDTH
+    scale = load_parameter(scale_ptr, columns, columns_mask, 1.0, HAS_SCALE)
+    bias = load_parameter(bias_ptr, columns, columns_mask, 0.0, HAS_BIAS and RECOVER)
+    inverse = 1.0 / scale if HAS_SCALE and RECOVER else None
+    dscale = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
+    dbias = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
+
+    # Two stages: the next tile is copied to shared memory while this one's means are computed.
+    for step in tl.range(0, (ROWS + stride - 1) // stride, num_stages=2):
+        tile = program.to(tl.int64) + step * PROGRAMS
+        rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        rows_mask = None if all_rows else rows < ROWS
+        mask = mask_tile(rows, columns, ROWS, WIDTH, all_rows, BLOCK == WIDTH)
+        offsets = (segment * ROWS + rows)[:, None] * WIDTH + columns[None, :]
+        y = load(kept_ptr + offsets, mask).to(tl.float32)
+        g = load(g_ptr + offsets, mask).to(tl.float32)
+        rstd = load(rstd_ptr + segment * ROWS + rows, rows_mask)[:, None]
+        if HAS_COTANGENT:
+            cotangent = load(cotangent_ptr + offsets, mask)
+        if RECOVER:
+            y = recover_normalized(y, inverse, bias)
+            if mask is not None:
+                y = tl.where(mask, y, 0.0)
+        if HAS_BIAS:
+            dbias += g
+        if HAS_SCALE:
+            dscale += g * y
+            g = g * scale
+        dx = input_gradient(y, rstd, g, WIDTH, CENTER)
+        if HAS_COTANGENT:
+            dx = dx + cotangent.to(tl.float32)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+    partial = (segment * PROGRAMS + program) * WIDTH + columns
+    if HAS_SCALE:
+        tl.store(dscale_ptr + partial, tl.sum(dscale, axis=0), mask=columns_mask)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + partial, tl.sum(dbias, axis=0), mask=columns_mask)

@@ -1,0 +1,137 @@
+"""Which kernel a norm takes, and its blocks, warps and grid, from the row length.
+
+Without parameter gradients there is a program for every row or few rows. With them there are as
+many programs as multiprocessors hold, each adds the gradients of its rows up in registers and
+writes one row of partial sums. Rows too long for registers: see `wide_rows`.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from pallas_kernels.triton import row_kernels, wide_rows
+from pallas_kernels.triton.launch import ABSENT, DEFAULT_CORES, Launch, power_of_two
+
+FORWARD_NAME = "lowmembp_norm_forward"
+BACKWARD_NAME = "lowmembp_norm_backward"
+SUMS_NAME = "lowmembp_norm_parameter_gradients"
+
+# Columns of a row in a program, 32 a thread of 16 warps.
+_MOST_COLUMNS = 16384
+
+
+def _shape(rows: int, width: int, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, width), dtype)
+
+
+def _tile(rows: int, columns: int) -> tuple[dict[str, int], tuple[int, ...], int]:
+    """Block constants, grid, warps: a row a program, or 1024 elements, 32 of them a thread.
+
+    A row of up to 1024 is within a warp, without barriers; a multiprocessor has 32 such programs.
+    """
+    tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
+    grid = (triton.cdiv(rows, tile_rows),)
+    return dict(TILE_ROWS=tile_rows, BLOCK=columns), grid, max(tile_rows * columns // 1024, 1)
+
+
+def forward_launch(
+    rows: int, width: int, x_dtype, dtype, *, scale: bool, bias: bool, residual: bool,
+    center: bool, epsilon: float, keep_normalized: bool,
+) -> Launch:  # fmt: skip
+    """Inputs x, residual, scale, bias; outputs out, normalized, rstd, summed (or `ABSENT`)."""
+    columns = power_of_two(width)
+    if columns > _MOST_COLUMNS:
+        kernel = wide_rows.forward_kernel
+        block, grid, warps = dict(BLOCK=wide_rows.CHUNK), (rows,), wide_rows.CHUNK_WARPS
+    else:
+        kernel = row_kernels.forward_kernel
+        block, grid, warps = _tile(rows, columns)
+        block |= dict(ROWS=rows)
+    constants = dict(
+        WIDTH=width, **block, CENTER=center, EPSILON=float(epsilon), HAS_SCALE=scale,
+        HAS_BIAS=bias, HAS_RESIDUAL=residual, KEEP_NORMALIZED=keep_normalized,
+    )  # fmt: skip
+    outputs = (
+        _shape(rows, width, dtype),
+        _shape(rows, width, dtype) if keep_normalized else ABSENT,
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        _shape(rows, width, x_dtype) if residual else ABSENT,
+    )
+    return Launch(kernel, grid, warps, outputs, constants, FORWARD_NAME)
+
+
+def backward_launch(
+    segments: int, rows: int, width: int, x_dtype, *, scale: bool, bias: bool, center: bool,
+    cotangent: bool, recover: bool, cores: int | None = None,
+) -> Launch:  # fmt: skip
+    """Inputs kept, rstd, g, scale, bias, cotangent; outputs dx, partial sums (or `ABSENT`).
+
+    kept, g and dx are `[segments * rows, width]`, the sums float32 `[segments, programs, width]`.
+    Where rows are too long for sums in registers, there are none: see `sums_launch`.
+    """
+    columns = power_of_two(width)
+    outputs = (_shape(segments * rows, width, x_dtype), ABSENT, ABSENT)
+    constants = dict(WIDTH=width, CENTER=center, HAS_COTANGENT=cotangent)
+    affine = dict(HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
+    if columns > _most_columns(scale, bias, cotangent, recover):
+        kernel, grid, warps = wide_rows.backward_kernel, (segments * rows,), wide_rows.CHUNK_WARPS
+        constants |= affine | dict(BLOCK=wide_rows.CHUNK)
+    elif not (scale or bias):
+        kernel = row_kernels.backward_kernel
+        block, grid, warps = _tile(segments * rows, columns)
+        constants |= block | dict(ROWS=segments * rows)
+    else:
+        kernel = row_kernels.affine_backward_kernel
+        tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
+        warps = max(tile_rows * columns // (32 * _per_thread(recover)), 1)
+        programs = _share(rows, tile_rows, segments, (cores or DEFAULT_CORES) * (16 // warps))
+        grid = (programs, segments)
+        block = dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
+        constants |= affine | block
+        outputs = (outputs[0], *_partials(segments, programs, width, scale, bias))
+    return Launch(kernel, grid, warps, outputs, constants, BACKWARD_NAME)
+
+
+def sums_launch(
+    segments: int, rows: int, width: int, *, scale: bool, bias: bool, recover: bool,
+    cores: int | None = None,
+) -> Launch:  # fmt: skip
+    """Inputs kept, g, scale, bias; outputs partial sums (or `ABSENT`), as of `backward_launch`."""
+    blocks = triton.cdiv(width, wide_rows.SUM_COLUMNS)
+    most = 2 * (cores or DEFAULT_CORES) // blocks
+    programs = _share(rows, wide_rows.SUM_ROWS, segments, most)
+    constants = dict(
+        ROWS=rows, WIDTH=width, TILE_ROWS=wide_rows.SUM_ROWS, BLOCK=wide_rows.SUM_COLUMNS,
+        PROGRAMS=programs, HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover,
+    )  # fmt: skip
+    return Launch(
+        wide_rows.sums_kernel,
+        (blocks, programs, segments),
+        wide_rows.SUM_WARPS,
+        _partials(segments, programs, width, scale, bias),
+        constants,
+        SUMS_NAME,
+    )
+
+
+def _per_thread(recover: bool) -> int:
+    """Elements a thread, such that with sums and parameters 16 warps fit a multiprocessor."""
+    return 8 if recover else 16
+
+
+def _most_columns(scale: bool, bias: bool, cotangent: bool, recover: bool) -> int:
+    """The longest rows of which a program's registers hold all that they must."""
+    if not (scale or bias):
+        return _MOST_COLUMNS
+    return 4096 if recover or (bias and cotangent) else 8192
+
+
+def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
+    """Programs that share a segment's tiles, all in as many steps, `most` in all segments."""
+    tiles = triton.cdiv(rows, tile_rows)
+    return triton.cdiv(tiles, triton.cdiv(tiles, max(most // segments, 1)))
+
+
+def _partials(segments, programs, width, scale, bias) -> tuple[jax.ShapeDtypeStruct, ...]:
+    partial = jax.ShapeDtypeStruct((segments, programs, width), jnp.float32)
+    return partial if scale else ABSENT, partial if bias else ABSENT

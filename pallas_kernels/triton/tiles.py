@@ -1,0 +1,45 @@
+"""What is read of an array, and under which mask; None is no mask."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mask_tile(rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
+              ALL_COLUMNS: tl.constexpr):  # fmt: skip
+    """What of rows x columns exists, of a shape that broadcasts; None where it is known to be all.
+
+    Written so that Triton sees that the mask is constant over as many columns as divide WIDTH:
+    elements of one access of 16 bytes must share their mask.
+    """
+    if ALL_ROWS and ALL_COLUMNS:
+        mask = None
+    elif ALL_ROWS:
+        mask = (columns < WIDTH)[None, :]
+    elif ALL_COLUMNS:
+        mask = (rows < ROWS)[:, None]
+    else:
+        mask = (rows < ROWS)[:, None] & (columns < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
+def load(pointers, mask):
+    """The values, 0 where masked."""
+    if mask is None:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=mask, other=0.0)
+    return values
+
+
+@triton.jit
+def load_parameter(pointer, columns, mask, PAD: tl.constexpr, GIVEN: tl.constexpr):
+    """A scale or bias, float32[columns], PAD where masked; None if not GIVEN."""
+    if not GIVEN:
+        values = None
+    elif mask is None:
+        values = tl.load(pointer + columns).to(tl.float32)
+    else:
+        values = tl.load(pointer + columns, mask=mask, other=PAD).to(tl.float32)
+    return values
