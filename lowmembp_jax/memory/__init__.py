@@ -4,3 +4,4 @@ from lowmembp_jax.memory.compilation import compile_for as compile_for
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
+from lowmembp_jax.memory.residuals import saved_bytes as saved_bytes

@@ -1,0 +1,1 @@
+"""Labelled text: the user's own files, and one data set that every Python brings along."""

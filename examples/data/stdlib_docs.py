@@ -1,0 +1,89 @@
+"""A text classification task that every Python brings along: which package is this about?
+
+The texts are the docstrings of the standard library, the classes its best documented packages.
+Sources are parsed and never imported. The names of all the classes are cut out of all texts.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections import defaultdict
+from pathlib import Path
+
+from data.labelled_text import LabelledText
+
+# Not part of the library: tests, third-party packages, and programs that are written in it.
+_SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+_MIN_WORDS = 6
+_MAX_WORDS = 80
+_DEV_PERCENT = 20
+
+
+def _package(path: Path) -> str:
+    """`asyncio` for asyncio/tasks.py, `decimal` for the Python half of it, _pydecimal.py."""
+    return re.sub(r"^_(py)?", "", path.parts[0].removesuffix(".py"))
+
+
+def _docstrings(path: Path) -> list[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []  # a file of another Python, or one that the distribution left out
+    documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def _shorten(text: str, names: re.Pattern[str]) -> str | None:
+    """A docstring up to its first doctest, on one line; None where too little is left."""
+    prose, _, _ = text.partition(">>>")
+    words = names.sub("", prose).split()
+    return " ".join(words[:_MAX_WORDS]) if len(words) >= _MIN_WORDS else None
+
+
+def load_stdlib_docs(classes: int) -> tuple[LabelledText, LabelledText]:
+    """Train and dev split of the docstrings of the `classes` best documented packages.
+
+    Every class has the same number of texts, as many as the smallest of them has. Texts are
+    distinct. Split and order depend on the texts alone, so that one version of Python always
+    gives one data set.
+
+    Args:
+      classes: how many packages, at least 2.
+
+    Raises:
+      ValueError: the standard library here has fewer packages with sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = defaultdict(list)
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not _SKIP & set(relative.parts):
+            found[_package(relative)] += _docstrings(path)
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
+    if len(largest) < classes:
+        raise ValueError(
+            f"classes={classes}: the standard library under {root} has {len(largest)} packages"
+        )
+    names = re.compile(rf"\w*(?:{'|'.join(largest)})\w*", re.IGNORECASE)
+
+    owners = defaultdict(set)
+    for name in largest:
+        for text in found[name]:
+            if short := _shorten(text, names):
+                owners[short].add(name)
+    by_hash = defaultdict(list)
+    for text, packages in owners.items():
+        if len(packages) == 1:
+            digest = hashlib.sha256(text.encode()).digest()
+            by_hash[packages.pop()].append((digest, text))
+    size = min(len(texts) for texts in by_hash.values())
+    splits = LabelledText([], []), LabelledText([], [])
+    for name in largest:
+        texts = [text for _, text in sorted(by_hash[name])[:size]]
+        held_out = size * _DEV_PERCENT // 100
+        for split, part in zip(splits, (texts[held_out:], texts[:held_out]), strict=True):
+            split.texts.extend(part)
+            split.labels.extend([name] * len(part))
+    return splits

@@ -1,0 +1,1 @@
+"""Models in plain Flax linen, one readable file each."""

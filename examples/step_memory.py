@@ -1,0 +1,117 @@
+"""The memory of a training step, for ours and for the strongest alternatives; nothing is run."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from data.labelled_text import Tokens
+from models.bert import Bert, BertClassifier, BertConfig, best_attention
+from tqdm import tqdm
+from training import loss_function, make_step
+
+import lowmembp_jax as lm
+
+#: What each method changes of `Bert`. All but lowmembp_jax compute what plain Flax does.
+METHODS: dict[str, dict[str, Any]] = {
+    "plain Flax": {"ops": "flax"},
+    "lowmembp_jax": {"ops": "lowmembp"},
+    "plain, norms and GELUs checkpointed": {"remat": "norm+activation"},
+    "plain, dots policy per layer": {"remat": "dots"},
+    "plain, full remat per layer": {"remat": "full"},
+}
+
+
+class StepSize(NamedTuple):
+    """Texts a step, tokens a text, and the dtype of the computation."""
+
+    batch_size: int
+    tokens: int
+    dtype: str
+
+
+class StepMemory(NamedTuple):
+    """Bytes of one training step, None where they cannot be measured here."""
+
+    kept_bytes: int | None  # from forward to backward, beyond parameters and batch
+    peak_bytes: int | None  # all the compiled step takes, parameters and optimizer included
+
+
+def missing_wheels() -> list[str]:
+    """The packages that compiling for a GPU, with flash attention, lacks here."""
+    missing = lm.memory.missing_wheels()
+    if not missing and importlib.util.find_spec("nvidia.cudnn") is None:
+        missing.append("nvidia-cudnn-cu12")
+    return missing
+
+
+def step_memory(
+    model: BertClassifier,
+    optimizer: optax.GradientTransformation,
+    size: StepSize,
+    device: str | None,
+) -> StepMemory:
+    """Memory of the training step that `make_step` makes; `device=None` leaves out the peak."""
+
+    def ids(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    batch = Tokens(ids(size.batch_size, size.tokens), ids(size.batch_size), ids(size.batch_size))
+    params = jax.eval_shape(model.init, jax.random.key(0), batch.input_ids, batch.lengths)["params"]
+    kept = lm.memory.saved_bytes(loss_function(model), params, batch)
+    if device is None:
+        return StepMemory(kept, None)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    compiled = lm.memory.compile_for(
+        make_step(model, optimizer),
+        params,
+        opt_state,
+        batch,
+        device=device,
+        donate_argnums=(0, 1),
+    )
+    sizes = compiled.memory_analysis()
+    # Donated arguments are outputs too: one memory.
+    peak = (
+        sizes.argument_size_in_bytes
+        + sizes.output_size_in_bytes
+        - sizes.alias_size_in_bytes
+        + sizes.temp_size_in_bytes
+    )
+    return StepMemory(kept, peak)
+
+
+def measure_methods(
+    config: BertConfig,
+    classes: int,
+    optimizer: optax.GradientTransformation,
+    sizes: Mapping[str, StepSize],
+    device: str | None,
+) -> dict[str, dict[str, StepMemory]]:
+    """Memory by method and by the names of `sizes`, with a progress bar.
+
+    Attention is the one a GPU would run. cuDNN's, in 16 bit, cannot even be traced without the
+    GPU packages: nothing is measured then.
+    """
+    head_size = config.hidden_size // config.num_attention_heads
+    cudnn_missing = bool(missing_wheels())
+
+    def measure(job):
+        method, size = job
+        attention = best_attention("gpu", size.dtype, head_size)
+        if attention == "cudnn" and cudnn_missing:
+            return StepMemory(None, None)
+        bert = Bert(config, **METHODS[method], attention=attention, dtype=jnp.dtype(size.dtype))
+        return step_memory(BertClassifier(bert, classes), optimizer, size, device)
+
+    jobs = [(method, size) for method in METHODS for size in sizes.values()]
+    pool = ThreadPoolExecutor(os.cpu_count())  # XLA compiles a program on one core
+    try:
+        done = iter(list(tqdm(pool.map(measure, jobs), "memory of a step", len(jobs))))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {method: {name: next(done) for name in sizes} for method in METHODS}
