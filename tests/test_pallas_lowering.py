@@ -1,5 +1,6 @@
 """Pallas kernels compiled by XLA for every target with no GPU: they lower, and add no copies."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,8 +26,12 @@ def compile_for(device, fn, *shapes_dtypes):
     topology = lm.memory.topology(device)
     sharding = SingleDeviceSharding(topology.devices[0])
     args = [jax.ShapeDtypeStruct(*each, sharding=sharding) for each in shapes_dtypes]
-    mesh = Mesh(np.array(topology.devices), ("devices",))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    mesh = Mesh(np.array(topology.devices), ("devices",)).abstract_mesh
+    # JAX 0.11 knows GPUs by a list of names, which lacks the A6000: the A10 is sm_86 as well.
+    if mesh.abstract_device.device_kind == "NVIDIA RTX A6000":
+        known = dataclasses.replace(mesh.abstract_device, device_kind="NVIDIA A10")
+        mesh = mesh.update(abstract_device=known)
+    with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(fn).lower(*args).compile()
 
 
