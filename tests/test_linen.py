@@ -1,0 +1,236 @@
+"""The linen modules against those of Flax that they replace, field by field."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.ad_checkpoint import saved_residuals
+
+import lowmembp_jax as lm
+
+PAIRS = [(lm.MSLayerNorm, nn.LayerNorm), (lm.MSRMSNorm, nn.RMSNorm)]
+RANDOM = {"scale_init": nn.initializers.normal(1.0)}
+norms = pytest.mark.parametrize(("ours", "flax"), PAIRS)
+
+
+def fields(flax, **given):
+    """`given`, and a random scale and bias, without the fields that an RMSNorm lacks."""
+    given = RANDOM | {"bias_init": nn.initializers.normal(2.0)} | given
+    return {name: value for name, value in given.items() if hasattr(flax, name)}
+
+
+def data(shape, dtype=jnp.float32):
+    return (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(dtype)
+
+
+def init_and_apply(module, x):
+    return jax.jit(module.init_with_output)(jax.random.key(1), x)
+
+
+def assert_same_parameters(ours, flax):
+    assert jax.tree.structure(ours) == jax.tree.structure(flax)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(flax), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_within_one_ulp(a, b):
+    """Relative to b, for both are jitted; on XLA:CPU all bits are the same."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    eps = float(jnp.finfo(a.dtype).eps)
+    a, b = (np.asarray(v, np.float64) for v in (a, b))
+    np.testing.assert_allclose(a, b, rtol=eps, atol=0)
+
+
+@pytest.fixture
+def mixed_dtypes():
+    """Flax's own norms mix float32 with 16 and with 64 bits."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@norms
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"epsilon": 0.1},
+        {"use_bias": False},
+        {"use_scale": False},
+        {"use_scale": False, "use_bias": False},
+        {"use_fast_variance": False},
+        {"param_dtype": jnp.bfloat16},
+        {"dtype": jnp.float16},
+        {"bias_init": nn.initializers.constant(3.0), "scale_init": nn.initializers.constant(-2.0)},
+        {"reduction_axes": (1, 2)},
+        {"reduction_axes": 1, "feature_axes": -1},
+        {"reduction_axes": (-3, -1), "feature_axes": (0, 2)},
+        {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
+        {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
+    ],
+    ids=str,
+)
+def test_every_field_means_what_it_means_in_flax(mixed_dtypes, ours, flax, given):
+    given = fields(flax, **given)
+    x = data((4, 6, 16))
+    y, params = init_and_apply(ours(**given), x)
+    expected, flax_params = init_and_apply(flax(**given), x)
+    assert_same_parameters(params, flax_params)
+    assert_within_one_ulp(y, expected)
+
+    weights = jax.random.normal(jax.random.key(2), x.shape)
+
+    def grads(module):
+        def loss(params, x):
+            return jnp.sum(module.apply(params, x).astype(jnp.float32) * weights)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+
+    # Ours keeps y in the output's dtype; bfloat16 parameters get bfloat16 gradients.
+    low = {jnp.bfloat16, jnp.float16} & {given.get("dtype"), given.get("param_dtype")}
+    tolerance = 1e-2 if low else 2e-5
+
+    def close(a, b):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        scale = float(jnp.max(jnp.abs(b.astype(jnp.float32))))
+        np.testing.assert_allclose(
+            *(np.asarray(v, np.float32) for v in (a, b)), rtol=0, atol=tolerance * scale
+        )
+
+    jax.tree.map(close, grads(ours(**given)), grads(flax(**given)))
+
+
+@norms
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype", "affine"),
+    [
+        (jnp.float32, jnp.bfloat16, True),
+        (jnp.bfloat16, None, True),  # float32, of the parameters
+        (jnp.bfloat16, None, False),  # bfloat16, of x
+        (jnp.bfloat16, jnp.bfloat16, True),
+        (jnp.bfloat16, jnp.float32, False),
+        (jnp.float16, jnp.float16, True),
+        (jnp.float16, None, False),
+        (jnp.int32, None, True),
+    ],
+)
+def test_output_and_its_dtype_are_flax_own(mixed_dtypes, ours, flax, dtype, x_dtype, affine):
+    given = fields(flax, dtype=dtype, use_scale=affine, use_bias=affine)
+    x = data((5, 32), x_dtype)
+    y, params = init_and_apply(ours(**given), x)
+    expected, flax_params = init_and_apply(flax(**given), x)
+    assert_same_parameters(params, flax_params)
+    assert_within_one_ulp(y, expected)
+
+
+@norms
+@pytest.mark.parametrize("residual", ["normalized", "output"])
+def test_gradients_in_float64(mixed_dtypes, ours, flax, residual):
+    with jax.enable_x64(True):
+        given = fields(flax, param_dtype=jnp.float64)
+        x = jax.random.normal(jax.random.key(0), (7, 32), jnp.float64)
+        weights = jax.random.normal(jax.random.key(2), x.shape, jnp.float64)
+        params = flax(**given).init(jax.random.key(1), x)
+
+        def grads(module):
+            return jax.grad(lambda p, x: jnp.sum(module.apply(p, x) * weights), (0, 1))(params, x)
+
+        got, expected = grads(ours(residual=residual, **given)), grads(flax(**given))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-9), got, expected)
+
+
+@norms
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"axis_name": "batch"}, "axis_name='batch'"),
+        ({"axis_index_groups": [[0], [1]]}, "axis_index_groups="),
+        ({"force_float32_reductions": False}, "force_float32_reductions=False"),
+        ({"implementation": "cuda"}, "implementation='cuda'"),
+        ({"residual": "input"}, "residual='input'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_construction(ours, flax, given, named):
+    with pytest.raises(ValueError, match=named):
+        ours(**given)
+
+
+@pytest.mark.parametrize("module", [lm.ReGELU2, lm.ReSiLU2])
+def test_an_unknown_implementation_is_refused_at_construction(module):
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        module(implementation="cuda")
+
+
+@norms
+def test_a_mask_and_complex_input_are_refused_at_the_call(ours, flax):
+    x = data((2, 8))
+    with pytest.raises(ValueError, match=f"{ours.__name__}: mask"):
+        ours().init(jax.random.key(0), x, mask=x > 0)
+    with pytest.raises(TypeError, match="complex64"):
+        ours().init(jax.random.key(0), x.astype(jnp.complex64))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (lm.ReGELU2(), nn.gelu),
+        (lm.ReGELU2(approximate=False), lambda x: nn.gelu(x, approximate=False)),
+        (lm.ReSiLU2(), nn.silu),
+    ],
+)
+def test_activation_modules(ours, plain):
+    x = jnp.linspace(-9.0, 9.0, 64)
+    assert ours.init(jax.random.key(0), x) == {}
+    # Jitted: op by op, XLA rounds the tanh form otherwise far below zero.
+    assert_within_one_ulp(jax.jit(lambda x: ours.apply({}, x))(x), jax.jit(plain)(x))
+    kept = saved_residuals(lambda x: jnp.sum(ours.apply({}, x)), x)
+    assert {str(aval.dtype) for aval, _ in kept} == {"uint2", "uint16"}
+
+
+class Layer(nn.Module):
+    norm: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(8, name="dense")(self.norm(name="norm")(x)), None
+
+
+def _scanned(layer):
+    return nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+
+
+def _mapped(layer):
+    return nn.vmap(
+        layer, in_axes=(0, None), variable_axes={"params": 0}, split_rngs={"params": True}
+    )
+
+
+@norms
+@pytest.mark.parametrize(
+    "lift",
+    [
+        _scanned,
+        nn.remat,
+        _mapped,
+        lambda layer: _scanned(nn.remat(layer)),
+        lambda layer: _scanned(nn.remat(layer, policy=lm.checkpoint_policy())),
+    ],
+    ids=["scan", "remat", "vmap", "scan_remat", "scan_remat_policy"],
+)
+def test_lifted(lift, ours, flax):
+    x = data((4, 8))
+    params = lift(Layer)(norm=flax).init(jax.random.key(1), x, None)
+    assert_same_parameters(lift(Layer)(norm=ours).init(jax.random.key(1), x, None), params)
+
+    def value_and_grads(norm):
+        def loss(params, x):
+            return jnp.sum(jnp.sin(lift(Layer)(norm=norm).apply(params, x, None)[0]))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4),
+        value_and_grads(ours),
+        value_and_grads(flax),
+    )

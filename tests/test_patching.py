@@ -1,0 +1,308 @@
+"""lm.patch: what it swaps, what it leaves and says so, and what the backward then keeps."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.linen import gelu as captured_gelu
+from jax._src.ad_checkpoint import saved_residuals
+from jax.flatten_util import ravel_pytree
+
+import lowmembp_jax as lm
+
+REGISTRY = {"gelu": partial(nn.gelu, approximate=False), "silu": nn.swish}
+X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
+
+
+def dtypes_kept(fn, *args) -> list[str]:
+    return [str(aval.dtype) for aval, _ in saved_residuals(fn, *args)]
+
+
+def is_swapped(activation, x=X) -> bool:
+    return "uint2" in dtypes_kept(lambda x: activation(x).sum(), x)
+
+
+def bits_kept(fn, *args) -> int:
+    """All residuals but arguments."""
+    width = {"uint2": 2, "bool": 8}
+    return sum(
+        math.prod(aval.shape) * (width.get(str(aval.dtype)) or 8 * aval.dtype.itemsize)
+        for aval, source in saved_residuals(fn, *args)
+        if "argument" not in source and "literal" not in source
+    )
+
+
+class Block(nn.Module):
+    """A block as third parties write it: the activation is a default, captured long ago."""
+
+    activation: Callable = captured_gelu
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm(name="norm")(x)
+        h = self.activation(nn.Dense(16, dtype=self.dtype, name="up")(h))
+        return x + nn.Dense(8, dtype=self.dtype, name="down")(h)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="first")(x)
+        x = Block(nn.silu, name="second")(x)
+        x = Block(nn.silu, name="third")(x)
+        return nn.RMSNorm(name="last")(x)
+
+
+MODEL = Model()
+WEIGHTS = jax.random.normal(jax.random.key(1), X.shape)
+PARAMS = MODEL.init(jax.random.key(0), X)
+
+
+def loss(params, x):
+    return jnp.sum(jnp.sin(MODEL.apply(params, x)) * WEIGHTS)
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        jax.nn.gelu,
+        nn.gelu,
+        nnx.gelu,
+        captured_gelu,
+        lambda x: nn.gelu(x, False),
+        lambda x: nn.gelu(x, approximate=False),
+        lambda x, hidden=nn.gelu: hidden(x, approximate=True),
+        REGISTRY["gelu"],
+        REGISTRY["silu"],
+        jax.nn.silu,
+        nn.swish,
+        nnx.silu,
+    ],
+)
+def test_activations_are_swapped_wherever_they_were_captured(activation, dtype):
+    # Both are jitted: op by op, XLA fuses the tanh form differently. 16-bit results are the
+    # float32 ones, rounded once, where jax.nn rounds after every step.
+    x = X.astype(dtype)
+    plain = jax.jit(activation)(x.astype(jnp.float32)).astype(dtype)
+    with lm.patch():
+        assert is_swapped(activation, x)
+        patched = jax.jit(activation)(x)
+    assert patched.dtype == dtype
+    ulp = float(jnp.finfo(dtype).eps)
+    assert_close(patched.astype(jnp.float32), plain.astype(jnp.float32), rtol=ulp, atol=0)
+    assert not is_swapped(activation, x)
+
+
+def test_modules_built_outside_and_nnx_modules_are_reached():
+    mlp = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.gelu)
+    graph, state = nnx.split(mlp)
+    with lm.patch():
+        assert "uint2" in dtypes_kept(lambda s: jnp.sum(nnx.merge(graph, s)(X)), state)
+        assert dtypes_kept(loss, PARAMS, X).count("uint2") == 3
+
+
+def test_parameters_are_the_plain_models():
+    with lm.patch():
+        patched = MODEL.init(jax.random.key(0), X)
+    assert jax.tree.structure(patched) == jax.tree.structure(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, patched, PARAMS)
+
+
+def test_outputs_and_gradients_of_a_model():
+    step = jax.jit(jax.value_and_grad(loss))
+    plain, plain_grads = step(PARAMS, X)
+    with lm.patch():
+        patched, grads = step(PARAMS, X)
+    assert_close(patched, plain)
+    # Norms alone are exact; the slopes of the activations are steps, SiLU's smooth rise from 0
+    # to 1 within 6 of 0 included: their direction is right, single entries may be far off.
+    with lm.patch(activations=False):
+        assert_close(step(PARAMS, X)[1], plain_grads, 1e-4, 1e-4)
+    flat, plain_flat = (ravel_pytree(g)[0] for g in (grads, plain_grads))
+    error = float(jnp.linalg.norm(flat - plain_flat) / jnp.linalg.norm(plain_flat))
+    assert 1e-3 < error < 0.5
+
+
+def test_less_is_kept():
+    plain = bits_kept(loss, PARAMS, X)
+    with lm.patch():
+        assert bits_kept(loss, PARAMS, X) < 0.75 * plain
+
+
+def test_activations_only_and_norms_only():
+    names = [str(source) for _, source in saved_residuals(loss, PARAMS, X)]
+    assert not any("lowmembp" in name for name in names)
+    with lm.patch(norms=False) as report:
+        kept = saved_residuals(loss, PARAMS, X)
+        assert not any("lowmembp_norm" in source for _, source in kept)
+    assert set(report.swapped) == {"gelu", "silu"}
+    with lm.patch(activations=False) as report:
+        assert "uint2" not in dtypes_kept(loss, PARAMS, X)
+    assert set(report.swapped) == {"layer_norm", "rms_norm"}
+    assert report.skipped == {}
+
+
+def test_norm_dtype_lets_a_bfloat16_dense_share_the_norms_output():
+    model = Block(dtype=jnp.bfloat16)
+    x = X.astype(jnp.bfloat16)
+
+    def fn(params, x):
+        return jnp.sum(model.apply(params, x).astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32
+        params = model.init(jax.random.key(0), x)
+        with lm.patch():
+            as_it_is = bits_kept(fn, params, x)
+        with lm.patch(norm_dtype="bfloat16"):
+            normalized = bits_kept(fn, params, x)
+        with lm.patch(norm_dtype=jnp.bfloat16, norm_residual="output"):
+            output = bits_kept(fn, params, x)
+            y = nn.LayerNorm().apply({"params": params["params"]["norm"]}, x)
+    assert y.dtype == jnp.bfloat16
+    # In bfloat16 the normalized x takes half; from the output it takes nothing of its own.
+    assert as_it_is - normalized == 16 * x.size
+    assert normalized - output >= 16 * x.size
+
+
+def test_decorator_reaches_every_call_and_keeps_the_function():
+    @lm.patch()
+    def patched(params, x):
+        """Doc."""
+        return loss(params, x)
+
+    assert (patched.__name__, patched.__doc__) == ("patched", "Doc.")
+    for _ in range(2):
+        assert dtypes_kept(patched, PARAMS, X).count("uint2") == 3
+        assert dtypes_kept(jax.jit(patched), PARAMS, X).count("uint2") == 3
+        assert "uint2" not in dtypes_kept(loss, PARAMS, X)
+
+
+def test_decorated_method_of_a_module():
+    class Patched(nn.Module):
+        @nn.compact
+        @lm.patch()
+        def __call__(self, x):
+            return nn.gelu(nn.Dense(8, name="dense")(x))
+
+    params = Patched().init(jax.random.key(0), X)
+    assert "uint2" in dtypes_kept(lambda p: jnp.sum(Patched().apply(p, X)), params)
+
+
+class Skipped(nn.Module):
+    """Every norm and activation that must be left as it is."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(name="masked")(x, mask=jnp.arange(8) < 7)
+        x = nn.LayerNorm(axis_name="devices", name="distributed")(x)
+        x = nn.RMSNorm(force_float32_reductions=False, name="narrow")(x)
+        x = Overridden(name="overridden")(x)
+        x = ForeignRMSNorm(name="foreign")(x)
+        nn.gelu(2.0)
+        nn.silu(x.astype(jnp.complex64))
+        return nn.LayerNorm(use_bias=False, name="swapped")(x)
+
+
+class Overridden(nn.LayerNorm):
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
+class ForeignRMSNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+
+
+def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
+    run = jax.jit(
+        jax.vmap(
+            lambda x: Skipped().init_with_output(jax.random.key(0), x)[0], 0, 0, axis_name="devices"
+        )
+    )
+    expected = run(X)
+    with lm.patch() as report:
+        assert_close(run(X), expected)
+    assert report.swapped == {"layer_norm": ["swapped"]}
+    assert report.skipped == {
+        "layer_norm": {
+            "masked": "called with a mask",
+            "distributed": "axis_name='devices'",
+            "overridden": f"{__name__}.Overridden overrides __call__",
+        },
+        "rms_norm": {
+            "narrow": "force_float32_reductions=False",
+            "foreign": f"{__name__}.ForeignRMSNorm is no norm of flax.linen",
+        },
+        "gelu": {"": "weakly typed input, as Python numbers are"},
+        "silu": {"": "complex input, complex64"},
+    }
+
+
+def test_report_names_every_place_also_with_equal_shapes_and_a_second_time():
+    # jax.nn.silu is jitted, and its second trace of one shape would come from a cache.
+    for _ in range(2):
+        with lm.patch() as report:
+            jax.eval_shape(MODEL.apply, PARAMS, X)
+        assert report.swapped == {
+            "layer_norm": ["first/norm", "second/norm", "third/norm"],
+            "gelu": ["first"],
+            "silu": ["second", "third"],
+            "rms_norm": ["last"],
+        }
+    assert str(report) == (
+        "swapped:\n"
+        "  layer_norm in 3 places: first/norm, second/norm, third/norm\n"
+        "  gelu in 1 places: first\n"
+        "  silu in 2 places: second, third\n"
+        "  rms_norm in 1 places: last"
+    )
+    with lm.patch() as report:
+        pass
+    assert str(report) == "swapped: nothing"
+
+
+def test_a_model_that_already_uses_the_operators_is_left_alone():
+    model = nn.Sequential([lm.MSLayerNorm(), lm.ReGELU2(), nn.Dense(8), lm.resilu2, lm.MSRMSNorm()])
+    params = model.init(jax.random.key(0), X)
+
+    def fn(params):
+        return jnp.sum(jnp.sin(model.apply(params, X)))
+
+    step = jax.jit(jax.value_and_grad(fn))
+    expected = step(params)
+    kept = dtypes_kept(fn, params)
+    with lm.patch(norm_dtype=jnp.bfloat16):
+        patched = step(params)
+        assert dtypes_kept(fn, params) == kept
+    assert_close(patched, expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        ({"activations": "gelu"}, TypeError, ["activations='gelu'", "True and False"]),
+        ({"norms": None}, TypeError, ["norms=None", "True and False"]),
+        ({"activations": False, "norms": False}, ValueError, ["activations=False", "norms=False"]),
+        ({"norm_dtype": "bf16"}, TypeError, ["norm_dtype='bf16'", "None and floating"]),
+        ({"norm_dtype": jnp.int8}, TypeError, ["norm_dtype=", "int8", "None and floating"]),
+        ({"norm_residual": "input"}, ValueError, ["norm_residual='input'", "'normalized'"]),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, named):
+    with pytest.raises(error) as raised:
+        lm.patch(**arguments)
+    for part in named:
+        assert part in str(raised.value)
