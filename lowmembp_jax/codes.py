@@ -76,6 +76,13 @@ def _group_size(width: int) -> int:
     return next((size for size in (128, 64, 32) if width % (8 * size) == 0), 128)
 
 
+def whole_group(shape: tuple[int, ...]) -> int | None:
+    """The elements a mark for an array of this shape, None where its groups are not all whole."""
+    if not shape or shape[-1] < 32 or shape[-1] % _group_size(shape[-1]):
+        return None
+    return _group_size(shape[-1])
+
+
 def _grouped(x: Array) -> Array:
     """Splits the last axis into groups, `[..., groups, size]`, padded with zeros (False).
 

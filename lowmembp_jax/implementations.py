@@ -1,20 +1,124 @@
-"""Which implementation of an operator runs."""
+"""Which implementation of an operator runs: jnp operations that XLA compiles, or a GPU kernel."""
 
-from typing import Literal
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
-Implementation = Literal["xla"]
-IMPLEMENTATIONS: tuple[str, ...] = ("xla",)
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+import pallas_kernels.triton
+
+#: "xla": jnp operations, everywhere. "pallas" and "triton": one kernel a direction, on CUDA GPUs.
+#: "pallas_interpret": the Pallas kernels in JAX's interpreter, everywhere and slow, for tests.
+IMPLEMENTATIONS: tuple[str, ...] = ("xla", "pallas", "triton", "pallas_interpret")
+
+#: Environment variable with the implementation to use where no code names one.
+VARIABLE = "LOWMEMBP_IMPLEMENTATION"
+
+_context = jax.make_user_context(default_value=None)
 
 
-def check_implementation(implementation: str | None) -> None:
-    """Raises unless `implementation` is None (the default) or one this version has.
+def check_implementation(implementation: str | None, name: str = "implementation") -> None:
+    """Raises unless `implementation` is None or one that can run here.
 
     Raises:
-      ValueError: the implementation asked for does not exist here. It is never replaced by
-        another one silently.
+      ValueError: no such implementation.
+      RuntimeError: it cannot run in this environment, with the reason. Another one never takes
+        its place silently.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    if implementation is None:
+        return
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation={implementation!r} is not available: "
+            f"{name}={implementation!r} is not known: "
             f"accepted are None and {', '.join(map(repr, IMPLEMENTATIONS))}"
         )
+    if implementation == "triton" and (reason := pallas_kernels.triton.unavailable_reason()):
+        raise RuntimeError(f"{name}='triton' cannot run here: {reason}")
+
+
+@contextmanager
+def set_implementation(implementation: str | None) -> Iterator[None]:
+    """Context in which operators use `implementation` where their argument is None.
+
+    Acts when a function is traced; `jax.jit` traces again where the context differs.
+
+    Args:
+      implementation: one of `lm.IMPLEMENTATIONS`, or None for the default.
+
+    Raises:
+      ValueError, RuntimeError: see `check_implementation`.
+    """
+    check_implementation(implementation)
+    with _context(implementation):
+        yield
+
+
+def choose_implementation(implementation: str | None) -> str:
+    """The implementation for an operator's argument: itself, or the context's, or the
+    environment's (read when a function is traced), or the default.
+
+    The default is "xla" on every platform: no kernel has been measured on a GPU yet.
+
+    Raises:
+      ValueError, RuntimeError: see `check_implementation`.
+    """
+    from_environment = os.environ.get(VARIABLE) or None
+    for name, choice in (
+        ("implementation", implementation),
+        ("lm.set_implementation", _context.value),
+        (VARIABLE, from_environment),
+    ):
+        if choice is not None:
+            check_implementation(choice, name)
+            return choice
+    return "xla"
+
+
+def only_on_gpu(kernel: Callable, name: str) -> Callable:
+    """`kernel`, lowered for CUDA; lowered for another platform, an error that names it."""
+
+    def run(*args):
+        refuse = partial(_refuse, name=name, shapes=jax.eval_shape(kernel, *args))
+        return lax.platform_dependent(*args, cuda=kernel, default=refuse)
+
+    return run
+
+
+def _refuse(*args, name, shapes):
+    leaves, treedef = jax.tree.flatten(shapes)
+    out = _refuse_p.bind(
+        *jax.tree.leaves(args), name=name, avals=tuple((s.shape, s.dtype) for s in leaves)
+    )
+    return jax.tree.unflatten(treedef, out)
+
+
+def _refuse_lowering(ctx, *_, name, avals):
+    platforms = ctx.platforms or ctx.module_context.platforms
+    raise ValueError(
+        f"implementation={name!r} runs on CUDA GPUs, and this is compiled for "
+        f"{', '.join(platforms)}: choose 'xla', or 'pallas_interpret' to test"
+    )
+
+
+_refuse_p = Primitive("lowmembp_kernel_needs_a_gpu")
+_refuse_p.multiple_results = True
+_refuse_p.def_abstract_eval(
+    lambda *_, name, avals: [jax.core.ShapedArray(shape, dtype) for shape, dtype in avals]
+)
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
+def _refuse_batched(args, axes, *, name, avals):
+    size = next(a.shape[d] for a, d in zip(args, axes, strict=True) if d is not None)
+    out = _refuse_p.bind(
+        *jax.tree.leaves(args), name=name, avals=tuple(((size, *s), d) for s, d in avals)
+    )
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[_refuse_p] = _refuse_batched

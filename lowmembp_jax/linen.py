@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
-from lowmembp_jax.implementations import check_implementation
+from lowmembp_jax.implementations import check_implementation, choose_implementation
 from lowmembp_jax.normalization import NormSpec, check_residual, normalize
 
 
@@ -94,6 +94,7 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
         dtype=jnp.dtype(dtype),
         fast_variance=norm.use_fast_variance,
         residual=norm.residual,
+        implementation=choose_implementation(norm.implementation),
     )
     return normalize(spec, x, scale, bias)
 

@@ -18,9 +18,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from lowmembp_jax import kernels
 from lowmembp_jax.arrays import compute_dtype, real_array
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
-from lowmembp_jax.implementations import check_implementation
+from lowmembp_jax.implementations import choose_implementation
 
 Residual = Literal["normalized", "output"]
 RESIDUALS: tuple[str, ...] = ("normalized", "output")
@@ -37,6 +38,7 @@ class NormSpec:
     dtype: jnp.dtype
     fast_variance: bool = False
     residual: str = "normalized"
+    implementation: str = "xla"
 
 
 def _standardize(spec: NormSpec, x: Array) -> tuple[Array, Array]:
@@ -69,6 +71,14 @@ def _varying(x: Array) -> frozenset[str]:
 def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
     """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes."""
     args = (x, scale, bias)
+    if spec.implementation != "xla":
+        last = (x.ndim - 1,)
+        split = any(a is not None and a.size != x.shape[-1] for a in (scale, bias))
+        if spec.axes != last or split:
+            raise ValueError(
+                f"implementation={spec.implementation!r} normalizes over the last axis with "
+                f"parameters of that axis, got reduction axes {spec.axes} of {x.ndim}: choose 'xla'"
+            )
     # Inside shard_map: parameters that are the same on every device get their gradients summed
     # over the devices by the transpose of this cast.
     varying = frozenset().union(*(_varying(a) for a in args if a is not None))
@@ -83,6 +93,8 @@ def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
+    if spec.implementation != "xla":
+        return _forward_kernel(spec, x, scale, bias)[0]
     return _affine(spec, *_standardize(spec, x), scale, bias)
 
 
@@ -91,6 +103,8 @@ def _keeps_output(spec: NormSpec, scale, bias) -> bool:
 
 
 def _forward(spec: NormSpec, x: Array, scale, bias):
+    if spec.implementation != "xla":
+        return _forward_kernel(spec, x, scale, bias)
     centered, rstd = _standardize(spec, x)
     out = _affine(spec, centered, rstd, scale, bias)
     # The barriers keep XLA from computing y again in the backward from x, and so keeping x.
@@ -106,6 +120,8 @@ def _forward(spec: NormSpec, x: Array, scale, bias):
 
 
 def _backward(spec: NormSpec, residuals, g: Array):
+    if spec.implementation != "xla":
+        return _backward_kernel(spec, residuals, g)
     kept, rstd, scale, bias = residuals
     g, y = g.astype(rstd.dtype), kept.astype(rstd.dtype)
     if _keeps_output(spec, scale, bias):
@@ -126,6 +142,49 @@ def _sum_like(x: Array, parameter: Array) -> Array:
     return jnp.sum(x, axis=axes, keepdims=True).astype(parameter.dtype)
 
 
+def _row(parameter: Array | None) -> Array | None:
+    return None if parameter is None else parameter.reshape(parameter.size)
+
+
+def _forward_kernel(spec: NormSpec, x: Array, scale, bias):
+    keeps_output = _keeps_output(spec, scale, bias)
+    out, normalized, rstd = kernels.norm_forward(
+        x,
+        _row(scale),
+        _row(bias),
+        spec.implementation,
+        center=spec.center,
+        epsilon=spec.epsilon,
+        dtype=spec.dtype,
+        keep_normalized=not keeps_output,
+    )
+    if keeps_output:
+        out = kept = checkpoint_name(out, NORM_OUTPUT)
+    else:
+        kept = checkpoint_name(normalized, NORM_OUTPUT)
+    return out, (kept, checkpoint_name(rstd, NORM_RSTD), scale, bias)
+
+
+def _backward_kernel(spec: NormSpec, residuals, g: Array):
+    kept, rstd, scale, bias = residuals
+    dx, *sums = kernels.norm_backward(
+        kept,
+        rstd,
+        g,
+        _row(scale),
+        _row(bias),
+        spec.implementation,
+        center=spec.center,
+        x_dtype=spec.x_dtype,
+        recover=_keeps_output(spec, scale, bias),
+    )
+    shaped = (
+        None if parameter is None else gradient.reshape(parameter.shape)
+        for gradient, parameter in zip(sums, (scale, bias), strict=True)
+    )
+    return dx, *shaped
+
+
 _normalize.defvjp(_forward, _backward)
 
 
@@ -135,7 +194,6 @@ _normalize.defvjp(_forward, _backward)
     inline=True,
 )
 def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, residual):
-    check_implementation(implementation)
     check_residual(residual)
     x = real_array(x)
     if x.ndim == 0:
@@ -155,7 +213,15 @@ def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, r
                 )
             parameter = parameter.reshape(rows + parameter.shape)
         parameters.append(parameter)
-    spec = NormSpec((x.ndim - 1,), center, epsilon, x.dtype, dtype, residual=residual)
+    spec = NormSpec(
+        (x.ndim - 1,),
+        center,
+        epsilon,
+        x.dtype,
+        dtype,
+        residual=residual,
+        implementation=choose_implementation(implementation),
+    )
     return normalize(spec, x, *parameters)
 
 

@@ -1,6 +1,7 @@
 """On 8 devices: the values of one device, and no collective that default Flax has not."""
 
 import re
+import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
@@ -40,6 +41,7 @@ CASES = [
     for name in OPS
     for split in (SPECS if name in ("regelu2", "resilu2") else ("batch", "sequence"))
 ]
+each_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 each_case = pytest.mark.parametrize(("name", "split"), CASES)
 
 
@@ -68,9 +70,11 @@ def collectives(compiled) -> dict[str, int]:
 
 
 @each_case
+@each_implementation
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_meshes(name, split, axis_type):
+def test_meshes(name, split, axis_type, implementation):
     ours, theirs, count = OPS[name]
+    ours = partial(ours, implementation=implementation)
     args = arguments(count)
     want = jax.jit(partial(gradients, ours))(*args)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
@@ -86,10 +90,15 @@ def test_meshes(name, split, axis_type):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
 
+# JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
 @each_case
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(name, split, check_vma):
+@pytest.mark.parametrize(
+    ("check_vma", "implementation"),
+    [(True, "xla"), (False, "xla"), (False, "pallas_interpret")],
+)
+def test_inside_shard_map(name, split, check_vma, implementation):
     ours, _, count = OPS[name]
+    ours = partial(ours, implementation=implementation)
     args = arguments(count)
     want = jax.jit(partial(gradients, ours))(*args)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -105,3 +114,29 @@ def test_inside_shard_map(name, split, check_vma):
     assert collectives(compiled) == ({"all-reduce": 4 * 1024 * count} if count else {})
     for a, b in zip(compiled(*args), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.gpu_compiler
+@each_case
+@pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
+def test_kernels_compiled_for_eight_h200s(name, split, mapped):
+    """With no GPU: the kernels run on each device's part, and nothing else is exchanged."""
+    ours, theirs, count = OPS[name]
+    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, SPECS[split]))
+    row = jax.ShapeDtypeStruct(SHAPE[-1:], jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def compiled(op):
+        if mapped:
+            specs = (SPECS[split], *(P(),) * count)
+            op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split])
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Pallas", DeprecationWarning)
+        program = compiled(partial(ours, implementation="pallas"))
+    family = "norm" if "norm" in name else "activation"
+    for direction in ("forward", "backward"):
+        assert f"lowmembp_{family}_{direction}" in program.as_text()
+    assert collectives(program) == collectives(compiled(theirs))

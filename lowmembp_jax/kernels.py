@@ -1,0 +1,170 @@
+"""The GPU kernels as forward and backward of the operators: residuals, shapes and shardings."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowmembp_jax.codes import StepTable, whole_group
+from lowmembp_jax.implementations import only_on_gpu
+from lowmembp_jax.partitioning import Partitioned
+
+
+def _kernels(implementation: str) -> ModuleType:
+    # Imported where they are used: Pallas and Triton are slow to import, Triton is optional.
+    if implementation == "triton":
+        import pallas_kernels.triton.activation
+        import pallas_kernels.triton.normalization
+
+        return pallas_kernels.triton
+    import pallas_kernels.activation
+    import pallas_kernels.normalization
+
+    return pallas_kernels
+
+
+def _prepare(kernel: Callable, implementation: str, **static) -> Callable:
+    """The kernel as a function of arrays, for the device that is compiled for."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kernel = partial(kernel, cores=getattr(device, "num_cores", None), **static)
+    if implementation == "pallas_interpret":
+        return partial(kernel, interpret=True)
+    if implementation == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return kernel
+    return only_on_gpu(kernel, implementation)
+
+
+def _axes(rank: int) -> str:
+    """Names for `Partitioned`: of leading axes a letter each, of the last one `m`."""
+    return "abcdefgh"[: rank - 1] + "m"
+
+
+def activation_forward(
+    x: Array, function: str, table: StepTable, implementation: str
+) -> tuple[Array, Array, Array | None]:
+    """y, codes, and marks of NaNs where x divides into whole groups, as `codes` has them."""
+    group = whole_group(x.shape)
+    kernel = _prepare(
+        _kernels(implementation).activation.activation_forward,
+        implementation,
+        function=function,
+        thresholds=table.thresholds,
+        group=group,
+    )
+
+    def local(x):
+        y, packed, marks = kernel(x)
+        codes = lax.bitcast_convert_type(packed, jnp.uint2).reshape(4 * packed.size)[: x.size]
+        results = y, codes.reshape(x.shape)
+        return (
+            results
+            if group is None
+            else (*results, marks.reshape(*x.shape[:-1], x.shape[-1] // group))
+        )
+
+    if group is None:
+        axes = _axes(x.ndim)
+        return *Partitioned(local, (axes,), (axes, axes))(x), None
+    marks_axes = _axes(x.ndim)
+    axes = marks_axes[:-1] + marks_axes[-1].upper()
+    return Partitioned(local, (axes,), (axes, axes, marks_axes), group=group)(x)
+
+
+def activation_backward(
+    codes: Array, marks: Array | None, g: Array, table: StepTable, implementation: str
+) -> Array:
+    """g times the level of every code; the inverse order of `activation_forward`'s results."""
+    group = None if marks is None else g.shape[-1] // marks.shape[-1]
+    kernel = _prepare(
+        _kernels(implementation).activation.activation_backward,
+        implementation,
+        levels=table.levels,
+        group=group,
+    )
+
+    def packed(codes):
+        # As a bitcast: `custom_partitioning` takes no constants, such as those of `pack_2bit`.
+        flat = codes.reshape(codes.size)
+        flat = lax.pad(flat, jnp.uint2(0), [(0, -flat.size % 4, 0)]) if flat.size % 4 else flat
+        return lax.bitcast_convert_type(flat.reshape(flat.size // 4, 4), jnp.uint8)
+
+    if marks is None:
+        axes = _axes(g.ndim)
+        return Partitioned(
+            lambda codes, g: (kernel(packed(codes), None, g),), (axes, axes), (axes,)
+        )(codes, g)[0]
+    marks_axes = _axes(g.ndim)
+    axes = marks_axes[:-1] + marks_axes[-1].upper()
+    return Partitioned(
+        lambda codes, marks, g: (kernel(packed(codes), marks.reshape(marks.size), g),),
+        (axes, marks_axes, axes),
+        (axes,),
+        group=group,
+    )(codes, marks, g)[0]
+
+
+def norm_forward(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    implementation: str,
+    **static,
+) -> tuple[Array, Array | None, Array]:
+    """Output, the normalized x where it is kept, and rstd `[..., 1]`; scale and bias `[width]`."""
+    kernel = _prepare(_kernels(implementation).normalization.norm_forward, implementation, **static)
+    given = [p is not None for p in (scale, bias)]
+    keeps = static["keep_normalized"] and any(given)
+
+    def local(x, *parameters):
+        rest = iter(parameters)
+        scale, bias = (next(rest) if there else None for there in given)
+        out = kernel(x.reshape(-1, x.shape[-1]), scale, bias, None)
+        rstd = out.rstd.reshape(x.shape[:-1])
+        normalized = (out.normalized.reshape(x.shape),) if keeps else ()
+        return (out.out.reshape(x.shape), *normalized, rstd)
+
+    axes = _axes(x.ndim)
+    run = Partitioned(
+        local,
+        (axes, *("m" for there in given if there)),
+        (axes, *(axes for _ in range(keeps)), axes[:-1]),
+        whole="m",
+    )
+    out, *normalized, rstd = run(x, *(p for p in (scale, bias) if p is not None))
+    return out, normalized[0] if keeps else None, rstd[..., None]
+
+
+def norm_backward(
+    kept: Array,
+    rstd: Array,
+    g: Array,
+    scale: Array | None,
+    bias: Array | None,
+    implementation: str,
+    **static,
+) -> tuple[Array, Array | None, Array | None]:
+    """Gradients of x, scale and bias; rstd is `[..., 1]`, scale and bias are `[width]`."""
+    kernel = _prepare(
+        _kernels(implementation).normalization.norm_backward, implementation, **static
+    )
+    given = [p is not None for p in (scale, bias)]
+
+    def local(kept, rstd, g, *parameters):
+        rest = iter(parameters)
+        scale, bias = (next(rest) if there else None for there in given)
+        rows = (-1, kept.shape[-1])
+        dx, *sums = kernel(kept.reshape(rows), rstd.reshape(-1), g.reshape(rows), scale, bias)
+        return (dx.reshape(kept.shape), *(s for s in sums if s is not None))
+
+    axes = _axes(kept.ndim)
+    parameters = tuple("m" for there in given if there)
+    run = Partitioned(local, (axes, axes[:-1], axes, *parameters), (axes, *parameters), whole="m")
+    dx, *sums = run(kept, rstd[..., 0], g, *(p for p in (scale, bias) if p is not None))
+    rest = iter(sums)
+    d_scale, d_bias = (next(rest) if there else None for there in given)
+    return dx, d_scale, d_bias

@@ -1,0 +1,141 @@
+"""Kernels under shardings: each device runs the kernel on its own part, nothing is gathered.
+
+XLA cannot see into a kernel and would gather a sharded input in front of it. The axes of a
+kernel's arrays are therefore named, one letter an axis as in an einsum, and the kernel runs on the
+parts that the names allow: under meshes with automatic axes through `custom_partitioning` (with a
+Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+from jax import lax
+from jax._src.config import _check_vma
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+Specs = tuple[P, ...]
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A function of arrays, with names of their axes.
+
+    Attributes:
+      local: the function, on whole arrays or on one device's parts.
+      inputs: the names of each argument's axes, a letter an axis. Axes of one name are split
+        alike. A capital is an axis of that many groups, of `group` elements each.
+      outputs: the same of each result. An axis of the arguments that does not occur in a result
+        was summed over by `local`, and is summed over the devices where it is split.
+      whole: names of axes that must not be split.
+      group: elements a group.
+    """
+
+    local: Callable[..., Sequence[Array]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    whole: str = ""
+    group: int = 1
+
+    def __call__(self, *args: Array) -> tuple[Array, ...]:
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = set(mesh.axis_types) if mesh.axis_names else set()
+        if kinds == {AxisType.Manual}:
+            return self._manual(*args)
+        run = custom_vmap(self._explicit if AxisType.Explicit in kinds else self._auto())
+        run.def_vmap(self._batched)
+        return tuple(run(*args))
+
+    def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
+        del axis_size
+        new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
+        mapped = replace(
+            self,
+            local=jax.vmap(self.local, in_axes=[0 if b else None for b in batched]),
+            inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
+            outputs=tuple(new + axes for axes in self.outputs),
+        )
+        return mapped(*args), (True,) * len(self.outputs)
+
+    def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, tuple[tuple[str, ...], ...]]:
+        """Specs of arguments and results, and mesh axes to sum each result over."""
+        split: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for axes, spec in zip(self.inputs, given, strict=True):
+            for name, entry in zip(axes.lower(), spec, strict=False):
+                mesh_axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                if name not in self.whole and name not in split and not used & set(mesh_axes):
+                    split[name] = mesh_axes
+                    used |= set(mesh_axes)
+
+        def spec_of(axes: str) -> P:
+            return P(*(split.get(name) or None for name in axes.lower()))
+
+        def summed(axes: str) -> tuple[str, ...]:
+            return tuple(a for name in split if name not in axes.lower() for a in split[name])
+
+        inputs = tuple(map(spec_of, self.inputs))
+        return inputs, tuple(map(spec_of, self.outputs)), tuple(map(summed, self.outputs))
+
+    def _summing(self, names: tuple[tuple[str, ...], ...]) -> Callable:
+        def local(*args):
+            results = self.local(*args)
+            return tuple(lax.psum(r, n) if n else r for r, n in zip(results, names, strict=True))
+
+        return local
+
+    def _manual(self, *args: Array) -> tuple[Array, ...]:
+        varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
+        if not varying:
+            return tuple(self.local(*args))
+        # Kernels know nothing of the axes along which their arrays differ, and would be refused
+        # under check_vma=True: their results differ along those of all arguments.
+        with _check_vma(False):
+            results = self.local(*args)
+        return tuple(lax.pcast(r, tuple(varying), to="varying") for r in results)
+
+    def _explicit(self, *args: Array) -> tuple[Array, ...]:
+        given = [jax.typeof(a).sharding.spec for a in args]
+        inputs, outputs, names = self._specs(given)
+        args = tuple(
+            a if tuple(spec) == tuple(own) else jax.sharding.reshard(a, spec)
+            for a, spec, own in zip(args, inputs, given, strict=True)
+        )
+        run = jax.shard_map(
+            self._summing(names), in_specs=inputs, out_specs=outputs, check_vma=False
+        )
+        return run(*args)
+
+    def _rule(self) -> str:
+        """The axes as a Shardy rule: `abH, ab -> h` is `a b (h k), a b -> h`."""
+
+        def axes(names: str) -> str:
+            return " ".join(f"({n.lower()} k)" if n.isupper() else n for n in names)
+
+        return " -> ".join(", ".join(map(axes, side)) for side in (self.inputs, self.outputs))
+
+    def _auto(self) -> Callable:
+        def partition(mesh, arg_shapes, result_shapes):
+            del result_shapes
+            inputs, outputs, names = self._specs([a.sharding.spec for a in arg_shapes])
+            sharding = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)  # noqa: E731
+            return mesh, self._summing(names), sharding(outputs), sharding(inputs)
+
+        def infer(mesh, arg_shapes, result_shapes):
+            del result_shapes
+            outputs = self._specs([a.sharding.spec for a in arg_shapes])[1]
+            return tuple(NamedSharding(mesh, spec) for spec in outputs)
+
+        run = custom_partitioning(lambda *args: tuple(self.local(*args)))
+        run.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=self._rule(),
+            need_replication_factors=tuple(self.whole),
+            **({"k": self.group} if self.group > 1 else {}),
+        )
+        return run
