@@ -110,10 +110,7 @@ def batchable(run: Callable[..., Any], fold: Callable[..., Any]) -> Callable[...
             def one(elements):
                 rest = iter(elements)
                 return run(
-                    *(
-                        next(rest) if each else a
-                        for a, each in zip(arrays, batched, strict=True)
-                    )
+                    *(next(rest) if each else a for a, each in zip(arrays, batched, strict=True))
                 )
 
             out = lax.map(one, looped)

@@ -14,6 +14,7 @@ from pallas_kernels.triton import wide_rows
 from pallas_kernels.triton.launch import batchable, call, check_float
 from pallas_kernels.triton.row_launches import backward_launch, forward_launch, sums_launch
 
+
 class NormForward(NamedTuple):
     """Results of `norm_forward`; None where not asked for."""
 

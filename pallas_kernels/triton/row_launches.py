@@ -18,6 +18,8 @@ SUMS_NAME = "lowmembp_norm_parameter_gradients"
 
 # Columns of a row in a program, 32 a thread of 16 warps.
 _MOST_COLUMNS = 16384
+# Warps on a multiprocessor that sum parameter gradients, in one program or several.
+_RESIDENT_WARPS = 16
 
 
 def _shape(rows: int, width: int, dtype) -> jax.ShapeDtypeStruct:
@@ -73,7 +75,7 @@ def backward_launch(
     outputs = (_shape(segments * rows, width, x_dtype), ABSENT, ABSENT)
     constants = dict(WIDTH=width, CENTER=center, HAS_COTANGENT=cotangent)
     affine = dict(HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
-    if columns > _most_columns(scale, bias, cotangent, recover):
+    if columns > _most_columns(width, scale, bias, cotangent, recover):
         kernel, grid, warps = wide_rows.backward_kernel, (segments * rows,), wide_rows.CHUNK_WARPS
         constants |= affine | dict(BLOCK=wide_rows.CHUNK)
     elif not (scale or bias):
@@ -83,8 +85,10 @@ def backward_launch(
     else:
         kernel = row_kernels.affine_backward_kernel
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
-        warps = max(tile_rows * columns // (32 * _per_thread(recover)), 1)
-        programs = _share(rows, tile_rows, segments, (cores or DEFAULT_CORES) * (16 // warps))
+        per_thread = _per_thread(width, bias, cotangent, recover)
+        warps = max(tile_rows * columns // (32 * per_thread), 1)
+        most = (cores or DEFAULT_CORES) * (_RESIDENT_WARPS // warps)
+        programs = _share(rows, tile_rows, segments, most)
         grid = (programs, segments)
         block = dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
         constants |= affine | block
@@ -114,16 +118,19 @@ def sums_launch(
     )
 
 
-def _per_thread(recover: bool) -> int:
-    """Elements a thread, such that with sums and parameters 16 warps fit a multiprocessor."""
-    return 8 if recover else 16
+def _per_thread(width: int, bias: bool, cotangent: bool, recover: bool) -> int:
+    """Elements a thread, of two inputs, two sums and scale, of which 16 warps have registers.
+
+    Half of them where there is bias and 1 / scale too, or a third input, or an address for each.
+    """
+    return 8 if recover or (bias and cotangent) or width % 8 else 16
 
 
-def _most_columns(scale: bool, bias: bool, cotangent: bool, recover: bool) -> int:
+def _most_columns(width: int, scale: bool, bias: bool, cotangent: bool, recover: bool) -> int:
     """The longest rows of which a program's registers hold all that they must."""
     if not (scale or bias):
         return _MOST_COLUMNS
-    return 4096 if recover or (bias and cotangent) else 8192
+    return 32 * _RESIDENT_WARPS * _per_thread(width, bias, cotangent, recover)
 
 
 def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:

@@ -26,11 +26,7 @@ def mask_tile(rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALL_ROWS: 
 @triton.jit
 def load(pointers, mask):
     """The values, 0 where masked."""
-    if mask is None:
-        values = tl.load(pointers)
-    else:
-        values = tl.load(pointers, mask=mask, other=0.0)
-    return values
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit

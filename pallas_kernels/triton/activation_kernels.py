@@ -1,0 +1,154 @@
+"""The kernels of `activation`, on flat arrays, and their blocks, warps and grids."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton.launch import ABSENT, DEFAULT_CORES, Launch
+from pallas_kernels.triton.mathematics import activate, find_nans, mark_nans, pack, slopes
+
+FORWARD_NAME = "lowmembp_activation_forward"
+BACKWARD_NAME = "lowmembp_activation_backward"
+
+
+@triton.jit
+def _forward_block(
+    x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    # Below every threshold: the unused bits of the last byte are 0.
+    mask, other = (offsets < left, float("-inf")) if MASKED else (None, None)
+    x = tl.load(x_ptr + start + offsets, mask=mask, other=other).to(tl.float32)
+    y = activate(x, FUNCTION)
+    tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+    quads = tl.arange(0, BLOCK // 4)
+    packed = pack(x, C1, C2, C3, BLOCK)
+    mask = quads * 4 < left if MASKED else None
+    tl.store(packed_ptr + start // 4 + quads, packed.to(tl.uint8), mask=mask)
+    if GROUP is not None:
+        groups = tl.arange(0, BLOCK // GROUP)
+        vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+        marks = mark_nans(x, BLOCK, GROUP, vector)
+        mask = groups * GROUP < left if MASKED else None
+        tl.store(marks_ptr + start // GROUP + groups, marks.to(tl.uint16), mask=mask)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, y_ptr, packed_ptr, marks_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = SIZE - start
+    # Only the last block is masked: a mask would narrow the accesses of all.
+    if SIZE % BLOCK != 0:  # noqa: SIM102  (a constant, known when compiled)
+        if left < BLOCK:
+            _forward_block(x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, True, BLOCK,
+                           FUNCTION, C1, C2, C3, GROUP)  # fmt: skip
+            return
+    _forward_block(x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, False, BLOCK,
+                   FUNCTION, C1, C2, C3, GROUP)  # fmt: skip
+
+
+@triton.jit
+def _backward_block(
+    packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    offsets, quads = tl.arange(0, BLOCK), tl.arange(0, BLOCK // 4)
+    mask = offsets < left if MASKED else None
+    g = tl.load(g_ptr + start + offsets, mask=mask).to(tl.float32)
+    quads_mask = quads * 4 < left if MASKED else None
+    packed = tl.load(packed_ptr + start // 4 + quads, mask=quads_mask).to(tl.int32)
+    zero_level = L0
+    if GROUP is not None:
+        groups = tl.arange(0, BLOCK // GROUP)
+        groups_mask = groups * GROUP < left if MASKED else None
+        marks = tl.load(marks_ptr + start // GROUP + groups, mask=groups_mask).to(tl.int32)
+        zero_level = tl.where(find_nans(marks, BLOCK, GROUP), float("nan"), L0)
+        zero_level = tl.reshape(zero_level, (BLOCK // 4, 4))
+    slope = slopes(packed, zero_level, L1, L2, L3, BLOCK)
+    dx = g * tl.reshape(slope, (BLOCK,))
+    tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    packed_ptr, marks_ptr, g_ptr, dx_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    left = SIZE - start
+    if SIZE % BLOCK != 0:  # noqa: SIM102
+        if left < BLOCK:
+            _backward_block(packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, True, BLOCK,
+                            L0, L1, L2, L3, GROUP)  # fmt: skip
+            return
+    _backward_block(packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, False, BLOCK,
+                    L0, L1, L2, L3, GROUP)  # fmt: skip
+
+
+def _block(size: int, cores: int | None) -> tuple[int, int]:
+    """Elements a program and its warps: 16 a thread, fewer where multiprocessors would idle."""
+    block = 2048
+    while block > 512 and size < 4 * (cores or DEFAULT_CORES) * block:
+        block //= 2
+    return block, block // 512
+
+
+def _floor(threshold: float, dtype) -> float:
+    """The largest number of `dtype` up to float32(threshold): no x of that dtype is in between.
+
+    A comparison with it can then be done in x's dtype, two elements an instruction.
+    """
+    exact = np.float32(threshold)
+    floor = exact.astype(dtype)
+    if floor > exact:
+        floor = np.nextafter(floor, np.array(-np.inf, dtype), dtype=dtype)
+    return float(floor)
+
+
+def forward_launch(
+    size: int, dtype, function: str, thresholds: Sequence[float], group: int | None,
+    cores: int | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `forward_kernel`: input x[size]; outputs y, packed, marks (or `ABSENT`)."""
+    block, warps = _block(size, cores)
+    # A threshold of infinity is never below anything.
+    c1, c2, c3 = (*(_floor(c, dtype) for c in thresholds), math.inf, math.inf)[:3]
+    return Launch(
+        forward_kernel,
+        (triton.cdiv(size, block),),
+        warps,
+        (
+            jax.ShapeDtypeStruct((size,), dtype),
+            jax.ShapeDtypeStruct((triton.cdiv(size, 4),), jnp.uint8),
+            ABSENT if group is None else jax.ShapeDtypeStruct((size // group,), jnp.uint16),
+        ),
+        dict(SIZE=size, BLOCK=block, FUNCTION=function, C1=c1, C2=c2, C3=c3, GROUP=group),
+        FORWARD_NAME,
+    )
+
+
+def backward_launch(
+    size: int, dtype, levels: Sequence[float], group: int | None, cores: int | None = None
+) -> Launch:
+    """The launch of `backward_kernel`: inputs packed, marks (or any array), g[size]; output dx."""
+    block, warps = _block(size, cores)
+    l0, l1, l2, l3 = (*map(float, levels), *[float(levels[-1])] * 3)[:4]
+    return Launch(
+        backward_kernel,
+        (triton.cdiv(size, block),),
+        warps,
+        (jax.ShapeDtypeStruct((size,), dtype),),
+        dict(SIZE=size, BLOCK=block, L0=l0, L1=l1, L2=l2, L3=l3, GROUP=group),
+        BACKWARD_NAME,
+    )

@@ -1,0 +1,159 @@
+"""The Triton kernels compiled for GPUs, with none present: registers, spills, width of accesses."""
+
+import importlib.util
+import re
+import subprocess
+
+import jax.numpy as jnp
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
+
+from pallas_kernels.triton import activation, activation_kernels, row_launches
+
+TARGETS = (80, 90, 100)
+THRESHOLDS, LEVELS = (-3.2, 0.0, 3.2), (0.0, -0.05, 1.05, 1.0)
+ROWS = 8192
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "uint8": "*u8", "uint16": "*u16"}
+
+
+def _activation(size, dtype, function):
+    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS, 128)
+    return launch, [dtype]
+
+
+def _activation_backward(size, dtype):
+    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS, 128)
+    return launch, ["uint8", "uint16", dtype]
+
+
+def _norm(width, dtype, affine):
+    launch = row_launches.forward_launch(
+        ROWS, width, jnp.dtype(dtype), jnp.dtype(dtype), scale=affine, bias=affine,
+        residual=affine, center=True, epsilon=1e-6, keep_normalized=affine,
+    )  # fmt: skip
+    return launch, [dtype, dtype, "float32", "float32"]
+
+
+def _norm_backward(width, dtype, bias, cotangent, recover=False, scale=True, rows=ROWS):
+    launch = row_launches.backward_launch(
+        1, rows, width, jnp.dtype(dtype), scale=scale, bias=bias, center=bias or not scale,
+        cotangent=cotangent, recover=recover,
+    )  # fmt: skip
+    return launch, [dtype, "float32", dtype, "float32", "float32", dtype]
+
+
+def _sums(width, dtype, recover):
+    launch = row_launches.sums_launch(1, ROWS, width, scale=True, bias=True, recover=recover)
+    return launch, [dtype, dtype, "float32", "float32"]
+
+
+WIDTHS = (768, 1023, 4096, 16384)
+CASES = {}
+for _dtype in ("bfloat16", "float32"):
+    CASES |= {
+        f"{function}-{_dtype}": _activation(2**24, _dtype, function)
+        for function in activation.FUNCTIONS
+    }
+    CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
+    CASES[f"activation-backward-{_dtype}"] = _activation_backward(2**24, _dtype)
+    for _width in WIDTHS:
+        _id = f"{_width}-{_dtype}"
+        CASES[f"norm-{_id}"] = _norm(_width, _dtype, False)
+        CASES[f"norm-affine-residual-{_id}"] = _norm(_width, _dtype, True)
+        CASES[f"norm-backward-{_id}"] = _norm_backward(_width, _dtype, False, False, scale=False)
+        CASES[f"norm-backward-affine-{_id}"] = _norm_backward(_width, _dtype, True, False)
+    CASES[f"norm-backward-residual-4096-{_dtype}"] = _norm_backward(
+        4096, _dtype, False, True, scale=False
+    )
+    CASES[f"norm-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, True, False)
+    CASES[f"norm-backward-affine-residual-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True)
+    CASES[f"norm-backward-recover-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True, True)
+    CASES[f"rms-backward-affine-residual-8192-{_dtype}"] = _norm_backward(8192, _dtype, False, True)
+    CASES[f"norm-20480-{_dtype}"] = _norm(20480, _dtype, True)
+    CASES[f"norm-backward-recover-20480-{_dtype}"] = _norm_backward(20480, _dtype, True, True, True)
+    CASES[f"sums-20480-{_dtype}"] = _sums(20480, _dtype, True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def _compile(launch, inputs, target):
+    types = [POINTERS[name] for name in inputs]
+    types += [POINTERS[output.dtype.name] for output in launch.outputs]
+    names = launch.kernel.arg_names
+    assert names[len(types) :] == [name for name in names if name in launch.constants]
+    assert set(names[len(types) :]) == set(launch.constants)
+    source = ASTSource(
+        launch.kernel,
+        signature=dict(zip(names, types, strict=False))
+        | dict.fromkeys(launch.constants, "constexpr"),
+        constexprs=launch.constants,
+        # As jax-triton: XLA's buffers are aligned.
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
+    )
+    options = {"num_warps": launch.num_warps}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+
+
+def _resources(compiled, tmp_path):
+    """Registers a thread, and bytes of stack and of local memory."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}
+
+
+def _access_bytes(ptx):
+    """Bytes of every global load, store and asynchronous copy in the program."""
+    plain = re.findall(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global[^\[]*\[[^]]*\], *\[[^]]*\], *(\w+)", ptx)
+    return [int(n or 1) * int(bits) // 8 for n, bits in plain] + [int(n, 0) for n in copies]
+
+
+@pytest.mark.parametrize("target", TARGETS, ids="sm_{}".format)
+@pytest.mark.parametrize("case", CASES)
+def test_no_spills_and_wide_accesses(case, target, tmp_path):
+    launch, inputs = CASES[case]
+    compiled = _compile(launch, inputs, target)
+    used = _resources(compiled, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
+    # All programs that `row_launches` counts on are resident at once.
+    if "PROGRAMS" in launch.constants and launch.kernel is not row_launches.wide_rows.sums_kernel:
+        assert used["REG"] <= 128
+    # Codes, marks and rstd are what is narrow: an eighth of the bytes at most.
+    if "1023" not in case:
+        accesses = _access_bytes(compiled.asm["ptx"])
+        narrow = sum(size for size in accesses if size < 16)
+        assert accesses and narrow <= sum(accesses) / 8, accesses
+
+
+LARGE = {
+    "activation": _activation(2**33 + 128, "bfloat16", "silu"),
+    "activation-backward": _activation_backward(2**33 + 128, "bfloat16"),
+    "norm-backward": _norm_backward(512, "bfloat16", False, False, scale=False, rows=2**25),
+    "norm-backward-affine": _norm_backward(512, "bfloat16", True, False, rows=2**25),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_offsets_have_64_bits(case):
+    launch, inputs = LARGE[case]
+    ttir = _compile(launch, inputs, 90).asm["ttir"]
+    program = re.search(r"(%\w+) = tt.get_program_id x", ttir)[1]
+    assert re.search(rf"arith.extsi {program} : i32 to i64", ttir)
+    assert not re.search(rf"arith.\w+i {program},", ttir)
