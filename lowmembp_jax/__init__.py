@@ -14,6 +14,7 @@ from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.packing import pack_2bit, unpack_2bit
+from lowmembp_jax.patching import PatchReport, patch
 
 __all__ = [
     "REGELU2_TABLE",
@@ -21,6 +22,7 @@ __all__ = [
     "RESILU2_TABLE",
     "MSLayerNorm",
     "MSRMSNorm",
+    "PatchReport",
     "MergeRule",
     "ReGELU2",
     "ReSiLU2",
@@ -31,6 +33,7 @@ __all__ = [
     "ms_layer_norm",
     "ms_rms_norm",
     "pack_2bit",
+    "patch",
     "regelu2",
     "resilu2",
     "step_activation",
