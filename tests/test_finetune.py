@@ -136,7 +136,8 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, tsv):
         "--batch-size",
         2,
     )
-    process = start(*arguments, "--checkpoint", tiny_checkpoint(tmp_path / "bert"))
+    checkpoint = tiny_checkpoint(tmp_path / "bert")
+    process = start(*arguments, "--checkpoint", checkpoint, "--steps", 100_000)
     try:
         seen = ""
         while "loss=" not in seen:  # the progress bar of the training

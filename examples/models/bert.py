@@ -66,12 +66,7 @@ def _norm(module: "BertLayer | Bert", name: str, before_dense: bool = True) -> n
     # the gradient of the scales is as near to the float32 one as Flax's is: within 5e-7 in
     # float32, 1.1% in bfloat16 (Flax 1.2%). The last norm has a scale of 5e-33, feeds no Dense
     # and must keep one array anyway: residual="normalized" is exact there and costs the same.
-    kwargs = {
-        "epsilon": module.config.layer_norm_eps,
-        "dtype": module.dtype,
-        "name": name,
-        "use_fast_variance": False,
-    }
+    kwargs = {"epsilon": module.config.layer_norm_eps, "dtype": module.dtype, "name": name}
     if module.ops == "lowmembp":
         residual = "output" if before_dense else "normalized"
         return lm.MSLayerNorm(residual=residual, **kwargs)
