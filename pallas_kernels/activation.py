@@ -226,7 +226,8 @@ def activation_backward(
     if (group is None) != (marks is None) or (
         marks is not None and (marks.dtype != jnp.uint16 or marks.shape != (g.size // group,))
     ):
-        raise ValueError(f"marks must be uint16 of one a group, group={group}, got {marks}")
+        got = None if marks is None else (marks.dtype, marks.shape)
+        raise ValueError(f"marks must be uint16, one for each group={group}, got {got}")
     if not 2 <= len(levels) <= 4:
         raise ValueError(f"levels must be 2 to 4 numbers, got {levels}")
     if g.size == 0:

@@ -16,23 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import row_norm
-from pallas_kernels.launch import DEFAULT_CORES, check_float, launch, power_of_two
+from pallas_kernels.launch import check_float, launch
+from pallas_kernels.row_tiling import both, row_tiling
 
 FORWARD_NAME = "lowmembp_norm_forward"
 BACKWARD_NAME = "lowmembp_norm_backward"
-#: Columns that fit a program's registers, and rows that 32 bits count; more are an error.
-MOST_COLUMNS = 65536
-MOST_ROWS = 2**30
-
-_TILE = 2048
-_PER_THREAD = 16
-_MOST_WARPS = 16
-# Programs a multiprocessor, in warps: at 16 elements of two inputs and two sums a thread, as many
-# as the registers hold.
-_RESIDENT_WARPS = 16
-# Above, sums leave no room in the registers for a row's two inputs between its means and its
-# gradient: they are read again, from the cache.
-_COLUMNS_READ_ONCE = 8192
 
 
 class NormForward(NamedTuple):
@@ -42,74 +30,6 @@ class NormForward(NamedTuple):
     rstd: Array  # [rows], float32
     normalized: Array | None  # [rows, width], dtype
     summed: Array | None  # [rows, width], dtype of x
-
-
-class _Tiling(NamedTuple):
-    """Rows and columns: of the array, of a tile, and tiles of rows a program."""
-
-    rows: int
-    width: int
-    tile_rows: int
-    columns: int
-    steps: int
-    read_twice: bool = False
-
-    @property
-    def programs(self) -> int:
-        return pl.cdiv(self.rows, self.tile_rows * self.steps)
-
-    @property
-    def warps(self) -> int:
-        most = 2 * _MOST_WARPS if self.read_twice else _MOST_WARPS
-        return min(max(self.tile_rows * self.columns // (32 * _PER_THREAD), 1), most)
-
-    def matrix(self) -> pl.BlockSpec:
-        return pl.BlockSpec((self.tile_rows * self.steps, self.columns), lambda i: (i, 0))
-
-    def vector(self) -> pl.BlockSpec:
-        """One number a row."""
-        return pl.BlockSpec((self.tile_rows * self.steps,), lambda i: (i,))
-
-    def parameter(self) -> pl.BlockSpec:
-        return pl.BlockSpec((1, self.columns), lambda i: (0, 0))
-
-    def partial(self) -> pl.BlockSpec:
-        return pl.BlockSpec((1, self.columns), lambda i: (i, 0))
-
-    def column_mask(self) -> Array | None:
-        """Within a kernel: `[1, columns]`, which columns exist."""
-        if self.columns == self.width:
-            return None
-        return lax.broadcasted_iota(jnp.int32, (1, self.columns), 1) < self.width
-
-    def row_mask(self, program: Array, step: Array | int) -> Array | None:
-        """Within a kernel: `[tile_rows, 1]`, which rows exist."""
-        if self.rows % (self.tile_rows * self.steps) == 0:
-            return None
-        start = (program * self.steps + step) * self.tile_rows
-        return start + lax.broadcasted_iota(jnp.int32, (self.tile_rows, 1), 0) < self.rows
-
-
-def _tiling(rows: int, width: int, cores: int | None, *, sums: bool) -> _Tiling:
-    if width > MOST_COLUMNS or rows > MOST_ROWS:
-        raise ValueError(
-            f"[{rows}, {width}] is too large: these kernels take up to {MOST_ROWS} rows "
-            f"of up to {MOST_COLUMNS}"
-        )
-    columns = power_of_two(width)
-    tile_rows = max(min(_TILE // columns, power_of_two(rows)), 1)
-    tiling = _Tiling(rows, width, tile_rows, columns, 1)
-    if not sums:
-        return tiling
-    programs = (cores or DEFAULT_CORES) * max(_RESIDENT_WARPS // tiling.warps, 1)
-    return tiling._replace(
-        steps=pl.cdiv(tiling.programs, programs), read_twice=columns > _COLUMNS_READ_ONCE
-    )
-
-
-def _both(rows: Array | None, columns: Array | None, shape) -> Array | None:
-    masks = [jnp.broadcast_to(mask, shape) for mask in (rows, columns) if mask is not None]
-    return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
 
 
 def _load(ref, mask, other: float = 0.0, policy: str | None = None) -> Array:
@@ -131,7 +51,7 @@ def _parameters(scale_ref, bias_ref, mask, policy=None) -> tuple[Array | None, A
 def _forward_kernel(x_ref, *refs, tiling, residual, scale, bias, center, epsilon, keep_normalized):
     refs = list(refs)
     columns, rows = tiling.column_mask(), tiling.row_mask(pl.program_id(0), 0)
-    mask = _both(rows, columns, (tiling.tile_rows, tiling.columns))
+    mask = both(rows, columns, (tiling.tile_rows, tiling.columns))
     x = _load(x_ref, mask)
     if residual:
         x = (x + _load(refs.pop(0), mask)).astype(x_ref.dtype)
@@ -164,7 +84,7 @@ def _backward_kernel(
 
     def step(index, sums):
         rows = tiling.row_mask(program, index)
-        mask = _both(rows, columns, shape)
+        mask = both(rows, columns, shape)
         tile = pl.ds(index * tiling.tile_rows, tiling.tile_rows)
 
         def inputs(policy=None):
@@ -242,7 +162,7 @@ def norm_forward(
       A `NormForward`.
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit or exceed `MOST_COLUMNS`.
+      TypeError: another dtype. ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     dtype = check_float("dtype", dtype)
     _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
@@ -252,7 +172,7 @@ def norm_forward(
         empty, rstd = jnp.zeros(x.shape, dtype), jnp.full((rows,), jnp.nan, jnp.float32)
         kept = empty if keep_normalized else None
         return NormForward(empty, rstd, kept, None if residual is None else x)
-    tiling = _tiling(rows, width, cores, sums=False)
+    tiling = row_tiling(rows, width, cores, sums=False)
     matrices = [x] if residual is None else [x, residual]
     parameters = [p.reshape(1, width) for p in (scale, bias) if p is not None]
     extra = [dtype] * keep_normalized + [x.dtype] * (residual is not None)
@@ -318,7 +238,7 @@ def norm_backward(
       None for those that are None.
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit or exceed `MOST_COLUMNS`.
+      TypeError: another dtype. ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     x_dtype = check_float("x_dtype", x_dtype)
     _check(
@@ -335,7 +255,7 @@ def norm_backward(
     if kept.size == 0:
         dx, sums = jnp.zeros(kept.shape, x_dtype), [jnp.zeros_like(p) for p in given]
     else:
-        tiling = _tiling(rows, width, cores, sums=bool(given))
+        tiling = row_tiling(rows, width, cores, sums=bool(given))
         matrices = [g] if residual_cotangent is None else [g, residual_cotangent]
         dx, *partials = launch(
             _backward_kernel,
