@@ -162,7 +162,8 @@ def norm_forward(
       A `NormForward`.
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
+      TypeError: another dtype.
+      ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     dtype = check_float("dtype", dtype)
     _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
@@ -238,7 +239,8 @@ def norm_backward(
       None for those that are None.
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
+      TypeError: another dtype.
+      ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     x_dtype = check_float("x_dtype", x_dtype)
     _check(
