@@ -4,8 +4,11 @@ import importlib.util
 import re
 import subprocess
 
+import jax
 import jax.numpy as jnp
 import pytest
+
+import lowmembp_jax as lm
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -17,7 +20,8 @@ from triton.compiler import ASTSource
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
-from pallas_kernels.triton import activation, activation_kernels, row_launches
+from pallas_kernels.triton import activation, activation_kernels, normalization, row_launches
+from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
 TARGETS = (80, 90, 100)
 THRESHOLDS, LEVELS = (-3.2, 0.0, 3.2), (0.0, -0.05, 1.05, 1.0)
@@ -104,7 +108,7 @@ def _compile(launch, inputs, target):
         # As jax-triton: XLA's buffers are aligned.
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(types))},
     )
-    options = {"num_warps": launch.num_warps}
+    options = {"num_warps": launch.num_warps, **BACKEND_OPTIONS}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
@@ -157,3 +161,39 @@ def test_offsets_have_64_bits(case):
     program = re.search(r"(%\w+) = tt.get_program_id x", ttir)[1]
     assert re.search(rf"arith.extsi {program} : i32 to i64", ttir)
     assert not re.search(rf"arith.\w+i {program},", ttir)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # jax-triton's temporary directory
+def test_calls_compile_for_an_h200(monkeypatch):
+    """Through jax-triton and XLA, in a scan and under vmap, with the kernels' names in the HLO."""
+    library = pytest.importorskip("jax_triton.triton_lib").triton_kernel_call_lib
+    # All that jax-triton 0.3 asks of a GPU.
+    monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
+
+    def loss(x, scale, bias):
+        out, rstd, kept, _ = normalization.norm_forward(
+            x, scale, bias, x, center=True, epsilon=1e-6, dtype=x.dtype, keep_normalized=True
+        )
+        y, packed, marks = activation.activation_forward(out, "silu", THRESHOLDS, 128)
+        g = activation.activation_backward(packed, marks, y, LEVELS, 128)
+        return normalization.norm_backward(
+            kept, rstd, g, scale, bias, center=True, x_dtype=x.dtype, recover=False
+        )
+
+    def batch(x, scale, bias):
+        step = jax.vmap(loss, in_axes=(0, None, None), out_axes=(0, 0, 0))
+        return jax.lax.scan(lambda x, _: (step(x, scale, bias)[0], None), x, None, length=2)[0]
+
+    scale = jnp.ones(1024)
+    x = jax.ShapeDtypeStruct((2, 64, 1024), jnp.bfloat16)
+    text = lm.memory.compile_for(batch, x, scale, scale, device="h200").as_text()
+    names = (
+        activation_kernels.FORWARD_NAME,
+        activation_kernels.BACKWARD_NAME,
+        row_launches.FORWARD_NAME,
+        row_launches.BACKWARD_NAME,
+    )
+    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
+    for name in names:
+        assert sum(name in line for line in calls) == 1

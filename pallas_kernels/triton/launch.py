@@ -17,6 +17,10 @@ from pallas_kernels.triton import unavailable_reason
 #: Multiprocessors assumed where the caller does not say: H100, H200.
 DEFAULT_CORES = 132
 
+#: Multiply-adds, which are what keeps the kernels at the speed of memory; off by default from
+#: Triton 3.10 on.
+BACKEND_OPTIONS = {"enable_fp_fusion": True}
+
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -71,9 +75,11 @@ def call(launch: Launch, *inputs: Array) -> list[Array]:
         return list(jax.pure_callback(run, launch.outputs, *inputs, vmap_method="sequential"))
     import jax_triton
 
-    # Renamed in jax-triton 0.4, which warns about the old name.
-    parameters = inspect.signature(jax_triton.triton_call).parameters
-    outputs = "out_type" if "out_type" in parameters else "out_shape"
+    # jax-triton 0.4 has other names than 0.3, and warns about an old one.
+    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
+        options = {"out_type": launch.outputs, "backend_options": dict(BACKEND_OPTIONS)}
+    else:
+        options = {"out_shape": launch.outputs, **BACKEND_OPTIONS}
     with jax.named_scope(launch.name):  # jax-triton's own name is not in the HLO
         results = jax_triton.triton_call(
             *inputs,
@@ -81,7 +87,7 @@ def call(launch: Launch, *inputs: Array) -> list[Array]:
             grid=launch.grid,
             num_warps=launch.num_warps,
             name=launch.name,
-            **{outputs: launch.outputs},
+            **options,
             **launch.constants,
         )
     return list(results)
@@ -109,7 +115,7 @@ def batchable(run: Callable[..., Any], fold: Callable[..., Any]) -> Callable[...
 
             def one(elements):
                 rest = iter(elements)
-                return run(
+                return function(
                     *(next(rest) if each else a for a, each in zip(arrays, batched, strict=True))
                 )
 

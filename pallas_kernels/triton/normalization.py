@@ -148,9 +148,21 @@ def norm_backward(
     if kept.size == 0:
         zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
         return jnp.zeros(kept.shape, x_dtype), *zeros
-    affine = dict(scale=scale is not None, bias=bias is not None, recover=recover)
+    static = dict(center=center, x_dtype=x_dtype, recover=recover, cores=cores)
+    dx, *sums = _backward(1, kept, rstd, g, scale, bias, cotangent, **static)
+    return dx, *(None if a is None else a.reshape(width) for a in sums)
 
-    def run_segments(segments, kept, rstd, g, scale, bias, cotangent):
+
+def _backward(segments, *arrays, center, x_dtype, recover, cores):
+    """`norm_backward` with parameter gradients `[segments, width]`, of as many rows each.
+
+    Under `jax.vmap` an element of the batch becomes a segment.
+    """
+    height, width = arrays[0].shape
+
+    def run(kept, rstd, g, scale, bias, cotangent):
+        rows = height // segments
+        affine = dict(scale=scale is not None, bias=bias is not None, recover=recover)
         launch = backward_launch(
             segments, rows, width, x_dtype,
             center=center, cotangent=cotangent is not None, cores=cores, **affine,
@@ -165,20 +177,17 @@ def norm_backward(
             for partial, p in zip(partials, (scale, bias), strict=True)
         )
 
-    def run(*arrays):
-        dx, *sums = run_segments(1, *arrays)
-        return dx, *(None if a is None else a.reshape(width) for a in sums)
-
     def fold(count, batched, *arrays):
-        given = [array is not None for array in arrays]
-        matrices, parameters = [0, 1, 2, 5], [3, 4]
-        if any(batched[i] for i in parameters) or any(batched[i] != given[i] for i in matrices):
+        kept, rstd, g, scale, bias, cotangent = batched
+        if not (kept and rstd and g and cotangent == (arrays[5] is not None)) or scale or bias:
             return None
         arrays = [
-            a.reshape(count * rows, *a.shape[2:]) if each else a
+            a.reshape(count * height, *a.shape[2:]) if each else a
             for a, each in zip(arrays, batched, strict=True)
         ]
-        dx, *sums = run_segments(count, *arrays)
-        return dx.reshape(count, rows, width), *sums
+        results = _backward(
+            count * segments, *arrays, center=center, x_dtype=x_dtype, recover=recover, cores=cores
+        )
+        return jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, width), results)
 
-    return batchable(run, fold)(kept, rstd, g, scale, bias, cotangent)
+    return batchable(run, fold)(*arrays)

@@ -11,7 +11,7 @@ import triton.language as tl
 from pallas_kernels.triton.mathematics import affine, recover_normalized
 from pallas_kernels.triton.tiles import load, load_parameter
 
-CHUNK = 8192
+CHUNK = 4096
 CHUNK_WARPS = 16
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 4, 1024, 8
 
