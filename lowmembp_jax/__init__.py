@@ -10,6 +10,7 @@ from lowmembp_jax.activations import (
 )
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable
+from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
@@ -17,13 +18,14 @@ from lowmembp_jax.packing import pack_2bit, unpack_2bit
 from lowmembp_jax.patching import PatchReport, patch
 
 __all__ = [
+    "IMPLEMENTATIONS",
     "REGELU2_TABLE",
     "RESIDUAL_NAMES",
     "RESILU2_TABLE",
     "MSLayerNorm",
     "MSRMSNorm",
-    "PatchReport",
     "MergeRule",
+    "PatchReport",
     "ReGELU2",
     "ReSiLU2",
     "StepTable",
@@ -36,6 +38,7 @@ __all__ = [
     "patch",
     "regelu2",
     "resilu2",
+    "set_implementation",
     "step_activation",
     "unpack_2bit",
 ]

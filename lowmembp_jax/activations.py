@@ -5,9 +5,12 @@ derivative of a sum of three ReLUs fitted to the activation (LowMemoryBP, arXiv:
 Approx-BP): its four levels are kept as 2-bit codes in place of x.
 """
 
+import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +62,8 @@ class _Step:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step_activation(step: _Step, x: Array) -> Array:
+    if step.implementation != "xla":
+        return _forward(step, x)[0]
     return step.compute(x)[1].astype(x.dtype)
 
 
@@ -94,7 +99,9 @@ def _backward(step: _Step, residuals, g: Array):
 _step_activation.defvjp(_forward, _backward)
 
 
-@partial(jax.jit, static_argnames=("function", "table", "implementation"), inline=True)
+_jitted = jax.jit(_step_activation, static_argnums=0, inline=True)
+
+
 def step_activation(
     x: Float[Array, "*shape"],
     function: Callable[[Array], Array],
@@ -110,7 +117,8 @@ def step_activation(
         result is rounded to x's dtype. At -inf it is called with the lowest finite number.
         Hashable, and the same object in every call, or each call compiles again.
       table: thresholds and levels of the derivative.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`; the kernels are for the functions of
+        `lm.regelu2` and `lm.resilu2`.
 
     Returns:
       `[*shape]` in x's dtype. Kept for the backward: the codes, `jnp.uint2[*shape]`, and
@@ -120,8 +128,8 @@ def step_activation(
       below the first threshold have a NaN gradient too.)
 
     Raises:
-      TypeError: x is complex.
-      ValueError: no such implementation.
+      TypeError: x is complex; a kernel is asked for and x is float64.
+      ValueError, RuntimeError: no such implementation, or it cannot run here, and why.
     """
     x, implementation = real_array(x), choose_implementation(implementation)
     if implementation != "xla" and function not in _KERNEL_FUNCTIONS:
@@ -129,12 +137,21 @@ def step_activation(
             f"implementation={implementation!r} has no kernel for function={function!r}, only for "
             f"those of lm.regelu2 and lm.resilu2: choose 'xla'"
         )
-    return _step_activation(_Step(function, table, implementation), x)
+    return _jitted(_Step(function, table, implementation), x)
 
 
-_gelu_tanh = partial(jax.nn.gelu, approximate=True)
-_gelu_erf = partial(jax.nn.gelu, approximate=False)
-_KERNEL_FUNCTIONS = {_gelu_tanh: "gelu_tanh", _gelu_erf: "gelu_erf", jax.nn.silu: "silu"}
+def own_copy(function: Any) -> Callable[..., Array]:
+    """A copy of a function of `jax.nn`, whose body `lm.patch` does not exchange."""
+    function = inspect.unwrap(function)
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+
+
+_gelu_tanh = partial(own_copy(jax.nn.gelu), approximate=True)
+_gelu_erf = partial(own_copy(jax.nn.gelu), approximate=False)
+_silu = own_copy(jax.nn.silu)
+_KERNEL_FUNCTIONS = {_gelu_tanh: "gelu_tanh", _gelu_erf: "gelu_erf", _silu: "silu"}
 
 
 def regelu2(
@@ -148,7 +165,7 @@ def regelu2(
     Args:
       x: `[*shape]`, any floating dtype.
       approximate: the tanh form (True, the default of `jax.nn.gelu`) or the erf form.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
@@ -167,9 +184,9 @@ def resilu2(
 
     Args:
       x: `[*shape]`, any floating dtype.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
     """
-    return step_activation(x, jax.nn.silu, RESILU2_TABLE, implementation=implementation)
+    return step_activation(x, _silu, RESILU2_TABLE, implementation=implementation)

@@ -18,7 +18,7 @@ class ReGELU2(nn.Module):
 
     Attributes:
       approximate: the tanh form (True) or the erf form.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
     """
 
     approximate: bool = True
@@ -36,7 +36,7 @@ class ReSiLU2(nn.Module):
     """`lm.resilu2` as a module: SiLU that keeps 2 bits an element for the backward.
 
     Attributes:
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
     """
 
     implementation: str | None = None
@@ -107,7 +107,7 @@ class MSLayerNorm(nn.LayerNorm):
 
     Attributes:
       residual: "normalized" or "output", what is kept where there is a scale or a bias.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Raises:
       ValueError: at construction for `axis_name`, `axis_index_groups` and

@@ -88,7 +88,7 @@ def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None)
         else lax.pcast(a, tuple(missing), to="varying")
         for a in args
     )
-    return _normalize(spec, *cast)
+    return _jitted(spec, *cast)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,13 +186,9 @@ def _backward_kernel(spec: NormSpec, residuals, g: Array):
 
 
 _normalize.defvjp(_forward, _backward)
+_jitted = jax.jit(_normalize, static_argnums=0, inline=True)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("center", "epsilon", "dtype", "implementation", "residual"),
-    inline=True,
-)
 def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, residual):
     check_residual(residual)
     x = real_array(x)
@@ -216,7 +212,7 @@ def _last_axis_norm(x, scale, bias, *, center, epsilon, dtype, implementation, r
     spec = NormSpec(
         (x.ndim - 1,),
         center,
-        epsilon,
+        float(epsilon),
         x.dtype,
         dtype,
         residual=residual,
@@ -267,16 +263,18 @@ def ms_layer_norm(
       bias: `[features]` or None.
       epsilon: added to the variance.
       dtype: of the output, None for x's own. The next Dense's, or nothing is shared with it.
-      implementation: None or "xla".
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
       residual: what is kept where there is an affine, see above.
 
     Returns:
       `[*rows, features]` in `dtype`.
 
     Raises:
-      TypeError: complex x, or a `dtype` that is not floating.
+      TypeError: complex x, or a `dtype` that is not floating; a kernel is asked for and one of
+        them is float64.
       ValueError: x is a scalar; scale or bias is not `[features]`; unknown implementation or
         residual.
+      RuntimeError: the implementation cannot run here, and why.
     """
     return _last_axis_norm(
         x,

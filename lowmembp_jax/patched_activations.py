@@ -9,15 +9,13 @@ of a module's field, a closure. So the function objects stay what they are, and 
 import contextlib
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE, step_activation
+from lowmembp_jax.activations import own_copy, regelu2, resilu2
 
 #: Is told of every call: operator, and why the original runs, None where it is swapped.
 Seen = Callable[[str, str | None], None]
@@ -34,16 +32,7 @@ _gelu: Any = inspect.unwrap(jax.nn.gelu)
 _silu: Any = inspect.unwrap(jax.nn.silu)
 
 
-def _copy(function: Any) -> Callable[..., jax.Array]:
-    """The same body in a function of its own, which keeps it."""
-    return types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-
-
-_plain_gelu, _plain_silu = _copy(_gelu), _copy(_silu)
-_gelu_tanh = partial(_plain_gelu, approximate=True)
-_gelu_erf = partial(_plain_gelu, approximate=False)
+_plain_gelu, _plain_silu = own_copy(_gelu), own_copy(_silu)
 
 
 def _swaps(op: str, x) -> bool:
@@ -63,13 +52,13 @@ def _swaps(op: str, x) -> bool:
 def _run_gelu(x, approximate):
     if not _swaps("gelu", x):
         return _plain_gelu(x, approximate)
-    return step_activation(x, _gelu_tanh if approximate else _gelu_erf, REGELU2_TABLE)
+    return regelu2(x, approximate)
 
 
 def _run_silu(x):
     if not _swaps("silu", x):
         return _plain_silu(x)
-    return step_activation(x, _plain_silu, RESILU2_TABLE)
+    return resilu2(x)
 
 
 # These two lend their bodies, which see the globals of jax.nn and not those of this file.

@@ -134,7 +134,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped):
             return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Pallas", DeprecationWarning)
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
         program = compiled(partial(ours, implementation="pallas"))
     family = "norm" if "norm" in name else "activation"
     for direction in ("forward", "backward"):
