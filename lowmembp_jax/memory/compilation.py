@@ -1,13 +1,25 @@
 """Compiling a function for a GPU that is not there."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from lowmembp_jax.memory.devices import topology
+
+
+def _abstract_mesh(devices) -> AbstractMesh:
+    """Tells Pallas which GPU it lowers for."""
+    mesh = Mesh(np.array(devices), ("devices",)).abstract_mesh
+    # JAX 0.11 knows GPUs by a list of names, which lacks the A6000: the A10 is sm_86 as well.
+    if mesh.abstract_device.device_kind == "NVIDIA RTX A6000":
+        known = dataclasses.replace(mesh.abstract_device, device_kind="NVIDIA A10")
+        mesh = mesh.update(abstract_device=known)
+    return mesh
 
 
 def compile_for(
@@ -35,7 +47,8 @@ def compile_for(
       ValueError: no such device.
       ImportError: a wheel with XLA's GPU compiler is missing.
     """
-    sharding = SingleDeviceSharding(topology(device).devices[0])
+    devices = topology(device).devices
+    sharding = SingleDeviceSharding(devices[0])
 
     def abstract(x):
         return jax.ShapeDtypeStruct(
@@ -43,4 +56,5 @@ def compile_for(
         )
 
     jitted = jax.jit(fn, donate_argnums=donate_argnums)
-    return jitted.lower(*jax.tree.map(abstract, args)).compile(compiler_options)
+    with jax.sharding.use_abstract_mesh(_abstract_mesh(devices)):
+        return jitted.lower(*jax.tree.map(abstract, args)).compile(compiler_options)
