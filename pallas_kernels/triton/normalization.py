@@ -144,7 +144,7 @@ def norm_backward(
     x_dtype = check_float("x_dtype", x_dtype)
     cotangent = residual_cotangent
     _check(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias, cotangent=cotangent)
-    rows, width = kept.shape
+    width = kept.shape[1]
     if kept.size == 0:
         zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
         return jnp.zeros(kept.shape, x_dtype), *zeros
