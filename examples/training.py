@@ -84,7 +84,9 @@ def finetune(
     opt_state = optimizer.init(params)
     losses = []
     start = time.perf_counter()
-    bar = tqdm(shuffled_batches(train, batch_size, steps, seed), name, steps, unit="step")
+    bar = tqdm(
+        shuffled_batches(train, batch_size, steps, seed), name, steps, unit="step", mininterval=1
+    )
     for batch in bar:
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))

