@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -108,7 +109,7 @@ def _refuse_lowering(ctx, *_, name, avals):
 _refuse_p = Primitive("lowmembp_kernel_needs_a_gpu")
 _refuse_p.multiple_results = True
 _refuse_p.def_abstract_eval(
-    lambda *_, name, avals: [jax.core.ShapedArray(shape, dtype) for shape, dtype in avals]
+    lambda *_, name, avals: [ShapedArray(shape, dtype) for shape, dtype in avals]
 )
 mlir.register_lowering(_refuse_p, _refuse_lowering)
 

@@ -44,6 +44,12 @@ def _axes(rank: int) -> str:
     return "abcdefgh"[: rank - 1] + "m"
 
 
+def _grouped_axes(rank: int, group: int | None) -> tuple[str, str]:
+    """Names of x's axes and of the marks': the last is one of groups where there are marks."""
+    axes = _axes(rank)
+    return (axes if group is None else axes[:-1] + "M"), axes
+
+
 def activation_forward(
     x: Array, function: str, table: StepTable, implementation: str
 ) -> tuple[Array, Array, Array | None]:
@@ -67,12 +73,10 @@ def activation_forward(
             else (*results, marks.reshape(*x.shape[:-1], x.shape[-1] // group))
         )
 
-    if group is None:
-        axes = _axes(x.ndim)
-        return *Partitioned(local, (axes,), (axes, axes))(x), None
-    marks_axes = _axes(x.ndim)
-    axes = marks_axes[:-1] + marks_axes[-1].upper()
-    return Partitioned(local, (axes,), (axes, axes, marks_axes), group=group)(x)
+    axes, marks_axes = _grouped_axes(x.ndim, group)
+    outputs = (axes, axes) if group is None else (axes, axes, marks_axes)
+    y, codes, *marks = Partitioned(local, (axes,), outputs, group=group or 1)(x)
+    return y, codes, marks[0] if marks else None
 
 
 def activation_backward(
@@ -93,19 +97,14 @@ def activation_backward(
         flat = lax.pad(flat, jnp.uint2(0), [(0, -flat.size % 4, 0)]) if flat.size % 4 else flat
         return lax.bitcast_convert_type(flat.reshape(flat.size // 4, 4), jnp.uint8)
 
-    if marks is None:
-        axes = _axes(g.ndim)
-        return Partitioned(
-            lambda codes, g: (kernel(packed(codes), None, g),), (axes, axes), (axes,)
-        )(codes, g)[0]
-    marks_axes = _axes(g.ndim)
-    axes = marks_axes[:-1] + marks_axes[-1].upper()
-    return Partitioned(
-        lambda codes, marks, g: (kernel(packed(codes), marks.reshape(marks.size), g),),
-        (axes, marks_axes, axes),
-        (axes,),
-        group=group,
-    )(codes, marks, g)[0]
+    def local(codes, g, marks=None):
+        return (kernel(packed(codes), None if marks is None else marks.reshape(marks.size), g),)
+
+    axes, marks_axes = _grouped_axes(g.ndim, group)
+    args, inputs = ((codes, g), (axes, axes))
+    if marks is not None:
+        args, inputs = (*args, marks), (*inputs, marks_axes)
+    return Partitioned(local, inputs, (axes,), group=group or 1)(*args)[0]
 
 
 def norm_forward(

@@ -179,7 +179,7 @@ def _backward_kernel(spec: NormSpec, residuals, g: Array):
         recover=_keeps_output(spec, scale, bias),
     )
     shaped = (
-        None if parameter is None else gradient.reshape(parameter.shape)
+        None if gradient is None else gradient.reshape(parameter.shape)
         for gradient, parameter in zip(sums, (scale, bias), strict=True)
     )
     return dx, *shaped

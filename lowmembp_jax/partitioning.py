@@ -8,6 +8,7 @@ Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax import lax
@@ -130,12 +131,13 @@ class Partitioned:
             outputs = self._specs([a.sharding.spec for a in arg_shapes])[1]
             return tuple(NamedSharding(mesh, spec) for spec in outputs)
 
+        sizes: dict[str, Any] = {"k": self.group} if self.group > 1 else {}
         run = custom_partitioning(lambda *args: tuple(self.local(*args)))
         run.def_partition(
             partition,
             infer_sharding_from_operands=infer,
             sharding_rule=self._rule(),
             need_replication_factors=tuple(self.whole),
-            **({"k": self.group} if self.group > 1 else {}),
+            **sizes,
         )
         return run

@@ -43,8 +43,9 @@ def saved_bytes(fn: Callable[..., Any], *args: Any) -> int:
     def abstract(x):
         return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x))
 
+    residuals: list[tuple[Any, str]] = saved_residuals(fn, *jax.tree.map(abstract, args))
     return sum(
         math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8)
-        for aval, source in saved_residuals(fn, *jax.tree.map(abstract, args))
+        for aval, source in residuals
         if not source.startswith(_NOT_ITS_OWN)
     )
