@@ -65,7 +65,7 @@ def _check_norm(norm: nn.Module) -> None:
     for field, (given, accepted) in unsupported.items():
         if given != accepted:
             raise ValueError(
-                f"{type(norm).__name__}: {field}={given!r} is not supported, only {accepted!r}: "
+                f"{type(norm).__qualname__}: {field}={given!r} is not supported, only {accepted!r}: "
                 f"statistics are per device (jit combines them itself) and always float32"
             )
 
@@ -74,7 +74,7 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
     """Creates the parameters as Flax's own norms do and applies `normalize`."""
     if mask is not None:
         raise ValueError(
-            f"{type(norm).__name__}: mask is not supported: got an array, accepted is None"
+            f"{type(norm).__qualname__}: mask is not supported: got an array, accepted is None"
         )
     x = real_array(x)
     features = _axes(x.ndim, norm.feature_axes)
@@ -102,8 +102,8 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
 class MSLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
-    Fields, parameters and initial values are those of `nn.LayerNorm`; a checkpoint loads
-    unchanged. Set `dtype` to the dtype of the next Dense, or nothing is shared with it.
+    Fields, parameters, initial values and automatic names (`LayerNorm_0`) are those of
+    `nn.LayerNorm`; a checkpoint loads unchanged. Set `dtype` to the dtype of the next Dense, or nothing is shared with it.
 
     Attributes:
       residual: "normalized" or "output", what is kept where there is a scale or a bias.
@@ -129,7 +129,7 @@ class MSLayerNorm(nn.LayerNorm):
 class MSRMSNorm(nn.RMSNorm):
     """`nn.RMSNorm`, differentiated from its output: see `lm.ms_rms_norm`.
 
-    Fields, parameters, initial values and errors as for `MSLayerNorm`.
+    Fields, parameters, initial values, automatic names and errors as for `MSLayerNorm`.
     """
 
     residual: str = "normalized"
@@ -142,3 +142,8 @@ class MSRMSNorm(nn.RMSNorm):
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"], *, mask=None) -> Float[Array, "*shape"]:
         return _apply_norm(self, x, mask, center=False, use_bias=False)
+
+
+# Flax names a module without a name after its class: as LayerNorm_0, an existing checkpoint loads.
+MSLayerNorm.__name__ = "LayerNorm"
+MSRMSNorm.__name__ = "RMSNorm"

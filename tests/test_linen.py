@@ -234,3 +234,24 @@ def test_lifted(lift, ours, flax):
         value_and_grads(ours),
         value_and_grads(flax),
     )
+
+
+@pytest.mark.parametrize(
+    ("ours", "flax"), [(lm.MSLayerNorm, nn.LayerNorm), (lm.MSRMSNorm, nn.RMSNorm)]
+)
+def test_a_checkpoint_loads_where_the_norms_have_automatic_names(ours, flax):
+    class Model(nn.Module):
+        norm: type[nn.Module]
+
+        @nn.compact
+        def __call__(self, x):
+            return self.norm()(nn.Dense(8)(self.norm()(x)))
+
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    variables = Model(flax).init(jax.random.key(1), x)
+    assert jax.tree.structure(variables) == jax.tree.structure(
+        Model(ours).init(jax.random.key(1), x)
+    )
+    np.testing.assert_allclose(
+        Model(ours).apply(variables, x), Model(flax).apply(variables, x), atol=1e-6
+    )
