@@ -15,9 +15,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, UInt8, UInt16
 
 from pallas_kernels import step_table
-from pallas_kernels.launch import DEFAULT_CORES, check_float, launch
+from pallas_kernels.interface import DEFAULT_CORES, check_activation, check_float, check_group
+from pallas_kernels.launch import launch
 
-GROUPS = (32, 64, 128)
 FORWARD_NAME = "lowmembp_activation_forward"
 BACKWARD_NAME = "lowmembp_activation_backward"
 
@@ -85,11 +85,6 @@ def _warps(tiling: _Tiling, dtype) -> int:
     return tiling.block * jnp.dtype(dtype).itemsize // (32 * _BYTES_PER_THREAD)
 
 
-def _check(group: int | None, size: int) -> None:
-    if group is not None and (group not in GROUPS or size % group):
-        raise ValueError(f"group={group} must be one of {GROUPS} and divide the size, {size}")
-
-
 def _load(ref, mask) -> Array:
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
 
@@ -153,11 +148,8 @@ def activation_forward(
       TypeError: another dtype. ValueError: another function or group, more than 3 thresholds.
     """
     check_float("x", x.dtype)
-    _check(group, x.size)
-    if function not in step_table.FUNCTIONS:
-        raise ValueError(f"function={function!r} is not one of {tuple(step_table.FUNCTIONS)}")
-    if not 1 <= len(thresholds) <= 3:
-        raise ValueError(f"thresholds must be 1 to 3 numbers, got {thresholds}")
+    check_group(group, x.size)
+    check_activation(function, thresholds)
     if x.size == 0:
         marks = None if group is None else jnp.zeros((0,), jnp.uint16)
         return x, jnp.zeros((0,), jnp.uint8), marks
@@ -217,7 +209,7 @@ def activation_backward(
       TypeError: another dtype. ValueError: shapes or group that do not belong together.
     """
     check_float("g", g.dtype)
-    _check(group, g.size)
+    check_group(group, g.size)
     if packed.dtype != jnp.uint8 or packed.shape != (pl.cdiv(g.size, 4),):
         raise ValueError(
             f"packed must be uint8 ({pl.cdiv(g.size, 4)},) for {g.size} elements, "

@@ -13,28 +13,9 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
-
-#: Multiprocessors assumed where the caller does not say: H100, H200.
-DEFAULT_CORES = 132
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def check_float(name: str, dtype) -> jnp.dtype:
-    """The dtype; raises TypeError unless the kernels compute with it."""
-    dtype = jnp.dtype(dtype)
-    if dtype not in FLOATS:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-    return dtype
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`, and at least 1."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def launch(

@@ -6,8 +6,6 @@ up in registers and writes one row of partial sums; no atomics, so that results 
 every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,20 +14,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import row_norm
-from pallas_kernels.launch import check_float, launch
+from pallas_kernels.interface import NormForward, check_float, check_rows
+from pallas_kernels.launch import launch
 from pallas_kernels.row_tiling import both, row_tiling
 
 FORWARD_NAME = "lowmembp_norm_forward"
 BACKWARD_NAME = "lowmembp_norm_backward"
-
-
-class NormForward(NamedTuple):
-    """Results of `norm_forward`; None where not asked for."""
-
-    out: Array  # [rows, width], dtype
-    rstd: Array  # [rows], float32
-    normalized: Array | None  # [rows, width], dtype
-    summed: Array | None  # [rows, width], dtype of x
 
 
 def _load(ref, mask, other: float = 0.0, policy: str | None = None) -> Array:
@@ -119,18 +109,6 @@ def _backward_kernel(
         _store(ref, jnp.sum(total, axis=0, keepdims=True), columns)
 
 
-def _check(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
-    if len(rows_width) != 2:
-        raise ValueError(f"the first argument must be [rows, width], got {rows_width}")
-    parameter = rows_width[-1:]
-    expected = {"scale": parameter, "bias": parameter, "rstd": rows_width[:1]}
-    for name, array in arrays.items():
-        if array is not None:
-            check_float(name, array.dtype)
-            if array.shape != (shape := expected.get(name, rows_width)):
-                raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
-
-
 def norm_forward(
     x: Float[Array, "rows width"],
     scale: Float[Array, " width"] | None,
@@ -166,7 +144,7 @@ def norm_forward(
       ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     dtype = check_float("dtype", dtype)
-    _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    check_rows(x.shape, x=x, scale=scale, bias=bias, residual=residual)
     keep_normalized = keep_normalized and not (scale is None and bias is None)
     rows, width = x.shape
     if x.size == 0:
@@ -243,7 +221,7 @@ def norm_backward(
       ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     x_dtype = check_float("x_dtype", x_dtype)
-    _check(
+    check_rows(
         kept.shape,
         kept=kept,
         rstd=rstd,

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.launch import DEFAULT_CORES, power_of_two
+from pallas_kernels.interface import DEFAULT_CORES, power_of_two
 
 #: Columns that a program holds (above 16384 it spills registers), and rows that 32 bits count;
 #: more are an error.

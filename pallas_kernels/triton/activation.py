@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array, Float, UInt8, UInt16
 
+from pallas_kernels.interface import check_activation, check_float, check_group
 from pallas_kernels.triton.activation_kernels import backward_launch, forward_launch
-from pallas_kernels.triton.launch import batchable, call, check_float
-
-GROUPS = (32, 64, 128)
-FUNCTIONS = ("gelu_tanh", "gelu_erf", "silu")
-
-
-def _check_group(group: int | None, size: int) -> None:
-    if group is not None and (group not in GROUPS or size % group):
-        raise ValueError(f"group={group} must be one of {GROUPS} and divide the size, {size}")
+from pallas_kernels.triton.launch import batchable, call
 
 
 def activation_forward(
@@ -51,11 +44,8 @@ def activation_forward(
       RuntimeError: Triton or jax-triton is missing.
     """
     check_float("x", x.dtype)
-    _check_group(group, x.size)
-    if function not in FUNCTIONS:
-        raise ValueError(f"function={function!r} is not one of {FUNCTIONS}")
-    if not 1 <= len(thresholds) <= 3:
-        raise ValueError(f"thresholds must be 1 to 3 numbers, got {thresholds}")
+    check_group(group, x.size)
+    check_activation(function, thresholds)
     shape, size = x.shape, x.size
     if size == 0:
         marks = None if group is None else jnp.zeros((0,), jnp.uint16)
@@ -103,7 +93,7 @@ def activation_backward(
       RuntimeError: Triton or jax-triton is missing.
     """
     check_float("g", g.dtype)
-    _check_group(group, g.size)
+    check_group(group, g.size)
     shape, size = g.shape, g.size
     if packed.dtype != jnp.uint8 or packed.shape != (triton.cdiv(size, 4),):
         raise ValueError(

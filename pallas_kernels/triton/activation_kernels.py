@@ -9,7 +9,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.launch import ABSENT, DEFAULT_CORES, Launch
+from pallas_kernels.interface import DEFAULT_CORES
+from pallas_kernels.triton.launch import ABSENT, Launch
 from pallas_kernels.triton.mathematics import activate, find_nans, mark_nans, pack, slopes
 
 FORWARD_NAME = "lowmembp_activation_forward"

@@ -14,14 +14,9 @@ from jaxtyping import Array
 
 from pallas_kernels.triton import unavailable_reason
 
-#: Multiprocessors assumed where the caller does not say: H100, H200.
-DEFAULT_CORES = 132
-
 #: Multiply-adds, which are what keeps the kernels at the speed of memory; off by default from
 #: Triton 3.10 on.
 BACKEND_OPTIONS = {"enable_fp_fusion": True}
-
-_FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -43,19 +38,6 @@ class Launch:
 
 #: For an output that a launch leaves unwritten; an absent input is another input, unread.
 ABSENT = jax.ShapeDtypeStruct((1,), jnp.uint16)
-
-
-def check_float(name: str, dtype) -> jnp.dtype:
-    """The dtype; raises TypeError unless the kernels compute with it."""
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _FLOATS:
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-    return dtype
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`, and at least 1."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def call(launch: Launch, *inputs: Array) -> list[Array]:

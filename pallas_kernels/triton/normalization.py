@@ -4,35 +4,14 @@ Parameter gradients are partial sums, one row a program, summed here: there are 
 results are the same in every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.interface import NormForward, check_float, check_rows
 from pallas_kernels.triton import wide_rows
-from pallas_kernels.triton.launch import batchable, call, check_float
+from pallas_kernels.triton.launch import batchable, call
 from pallas_kernels.triton.row_launches import backward_launch, forward_launch, sums_launch
-
-
-class NormForward(NamedTuple):
-    """Results of `norm_forward`; None where not asked for."""
-
-    out: Array  # [rows, width], dtype
-    rstd: Array  # [rows], float32
-    normalized: Array | None  # [rows, width], dtype
-    summed: Array | None  # [rows, width], dtype of x
-
-
-def _check(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
-    if len(rows_width) != 2:
-        raise ValueError(f"the first argument must be [rows, width], got {rows_width}")
-    expected = {"scale": rows_width[1:], "bias": rows_width[1:], "rstd": rows_width[:1]}
-    for name, array in arrays.items():
-        if array is not None:
-            check_float(name, array.dtype)
-            if array.shape != (shape := expected.get(name, rows_width)):
-                raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
 
 
 def norm_forward(
@@ -69,7 +48,7 @@ def norm_forward(
     """
     del cores  # a program for every row on any device
     dtype = check_float("dtype", dtype)
-    _check(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    check_rows(x.shape, x=x, scale=scale, bias=bias, residual=residual)
     keep_normalized = keep_normalized and not (scale is None and bias is None)
     rows, width = x.shape
     if x.size == 0:
@@ -143,7 +122,7 @@ def norm_backward(
     """
     x_dtype = check_float("x_dtype", x_dtype)
     cotangent = residual_cotangent
-    _check(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias, cotangent=cotangent)
+    check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias, cotangent=cotangent)
     width = kept.shape[1]
     if kept.size == 0:
         zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from pallas_kernels.interface import DEFAULT_CORES, power_of_two
 from pallas_kernels.triton import row_kernels, wide_rows
-from pallas_kernels.triton.launch import ABSENT, DEFAULT_CORES, Launch, power_of_two
+from pallas_kernels.triton.launch import ABSENT, Launch
 
 FORWARD_NAME = "lowmembp_norm_forward"
 BACKWARD_NAME = "lowmembp_norm_backward"
