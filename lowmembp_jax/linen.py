@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
 from lowmembp_jax.implementations import check_implementation, choose_implementation
-from lowmembp_jax.normalization import NormSpec, check_residual, normalize
+from lowmembp_jax.normalize import NormSpec, check_residual, normalize
 
 
 class ReGELU2(nn.Module):
@@ -103,7 +103,8 @@ class MSLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
     Fields, parameters, initial values and automatic names (`LayerNorm_0`) are those of
-    `nn.LayerNorm`; a checkpoint loads unchanged. Set `dtype` to the dtype of the next Dense, or nothing is shared with it.
+    `nn.LayerNorm`; a checkpoint loads unchanged. Set `dtype` to the dtype of the next Dense, or
+    nothing is shared with it.
 
     Attributes:
       residual: "normalized" or "output", what is kept where there is a scale or a bias.

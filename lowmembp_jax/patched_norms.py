@@ -10,7 +10,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, _apply_norm
-from lowmembp_jax.normalization import Residual, ms_rms_norm
+from lowmembp_jax.normalization import ms_rms_norm
+from lowmembp_jax.normalize import Residual
 
 # RMSNorms of `transformers`, classes of its own with a `weight` and an `epsilon`, and what each
 # adds to the weight.
