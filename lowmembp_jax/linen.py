@@ -65,8 +65,8 @@ def _check_norm(norm: nn.Module) -> None:
     for field, (given, accepted) in unsupported.items():
         if given != accepted:
             raise ValueError(
-                f"{type(norm).__qualname__}: {field}={given!r} is not supported, only {accepted!r}: "
-                f"statistics are per device (jit combines them itself) and always float32"
+                f"{type(norm).__qualname__}: {field}={given!r} is not supported, only "
+                f"{accepted!r}: statistics are per device (jit combines them itself) and always float32"
             )
 
 
