@@ -66,7 +66,7 @@ def _check_norm(norm: nn.Module) -> None:
         if given != accepted:
             raise ValueError(
                 f"{type(norm).__qualname__}: {field}={given!r} is not supported, only "
-                f"{accepted!r}: statistics are per device (jit combines them itself) and always float32"
+                f"{accepted!r}: statistics are always float32, and jit combines those of devices"
             )
 
 
