@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
+from pallas_kernels.interface import FUNCTIONS
 from pallas_kernels.triton import activation, activation_kernels, normalization, row_launches
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
@@ -65,7 +66,7 @@ CASES = {}
 for _dtype in ("bfloat16", "float32"):
     CASES |= {
         f"{function}-{_dtype}": _activation(2**24, _dtype, function)
-        for function in activation.FUNCTIONS
+        for function in FUNCTIONS
     }
     CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
     CASES[f"activation-backward-{_dtype}"] = _activation_backward(2**24, _dtype)
