@@ -50,6 +50,7 @@ def test_smoke_run(tmp_path):
     assert results["versions"]["jax"] == jax.__version__ and "--smoke" in results["command"]
     available = [i for i in implementations if not results["implementations"][i]]
     assert available == ["xla", "pallas_interpret"]
+    assert results["baselines_missing"] in ({}, {"tokamax": "not installed"})
     # jax-triton is missing, or is there and has no GPU.
     assert "triton" in results["implementations"]["triton"]
 
