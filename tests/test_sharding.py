@@ -69,6 +69,11 @@ def collectives(compiled) -> dict[str, int]:
     return found
 
 
+def assert_adds_none(ours, baseline):
+    ours, baseline = collectives(ours), collectives(baseline)
+    assert all(size <= baseline.get(kind, 0) for kind, size in ours.items()), (ours, baseline)
+
+
 @each_case
 @each_implementation
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -84,7 +89,7 @@ def test_meshes(name, split, axis_type, implementation):
         compiled = jax.jit(partial(gradients, ours)).lower(*sharded).compile()
         got = compiled(*sharded)
         baseline = jax.jit(partial(gradients, theirs)).lower(*sharded).compile()
-    assert collectives(compiled) == collectives(baseline)
+    assert_adds_none(compiled, baseline)
     assert got[0].sharding.is_equivalent_to(sharded[0].sharding, 3)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
@@ -148,4 +153,4 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
         assert all(f"lowmembp_{family}_{way}" in text for way in ("forward", "backward"))
     else:  # the kernels' names are in the calls' compressed bodies
         assert text.count('custom_call_target="triton_kernel_call') >= 2
-    assert collectives(program) == collectives(compiled(theirs))
+    assert_adds_none(program, compiled(theirs))

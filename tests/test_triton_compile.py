@@ -65,8 +65,7 @@ WIDTHS = (768, 1023, 4096, 16384)
 CASES = {}
 for _dtype in ("bfloat16", "float32"):
     CASES |= {
-        f"{function}-{_dtype}": _activation(2**24, _dtype, function)
-        for function in FUNCTIONS
+        f"{function}-{_dtype}": _activation(2**24, _dtype, function) for function in FUNCTIONS
     }
     CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
     CASES[f"activation-backward-{_dtype}"] = _activation_backward(2**24, _dtype)
