@@ -25,22 +25,9 @@ def activation_forward(
 ) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"], UInt16[Array, " groups"] | None]:
     """`function(x)`, with the 2-bit codes of x and marks of its NaNs, in one pass.
 
-    Args:
-      x: `[*shape]`, n elements, float32, bfloat16 or float16.
-      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32, to a few units in the last
-        place; the value at -inf is that at the lowest finite number, -0.
-      thresholds: at most 3, ascending. An element's code is how many are strictly below
-        float32(x); 0 for NaN.
-      group: 32, 64 or 128, dividing n: elements a mark. None: no marks.
-      cores: multiprocessors of the device that is compiled for; None for 132.
-
-    Returns:
-      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]`, element i in byte i >> 2, bits
-      2 (i & 3) and up, unused bits 0; the marks, uint16 `[n / group]`, the sum of 256 + i over the
-      NaNs of each group, i within the group, or None.
+    As `pallas_kernels.activation.activation_forward`, arguments, results and errors. Besides:
 
     Raises:
-      TypeError: another dtype. ValueError: another function or group, more than 3 thresholds.
       RuntimeError: Triton or jax-triton is missing.
     """
     check_float("x", x.dtype)
@@ -77,19 +64,9 @@ def activation_backward(
 ) -> Float[Array, "*shape"]:
     """`g` times the level of every code, NaN where the input of the forward was NaN.
 
-    Args:
-      packed, marks: as `activation_forward` returned them.
-      g: `[*shape]`, n elements, float32, bfloat16 or float16; multiplied in float32.
-      levels: the slope for each code, at most 4.
-      group: elements a mark, None if marks is None.
-      cores: as for `activation_forward`.
-
-    Returns:
-      `[*shape]` in g's dtype. NaN at code 0 where the group's mark is 256 + i, i the place within
-      the group, or at least 512 (several NaNs).
+    As `pallas_kernels.activation.activation_backward`, arguments, results and errors. Besides:
 
     Raises:
-      TypeError: another dtype. ValueError: shapes or group that do not belong together.
       RuntimeError: Triton or jax-triton is missing.
     """
     check_float("g", g.dtype)

@@ -28,22 +28,9 @@ def norm_forward(
 ) -> NormForward:
     """The norm of every row of x, or of x + residual, in one pass.
 
-    Args:
-      x: `[rows, width]`, float32, bfloat16 or float16, as are the other arrays.
-      scale, bias: `[width]` or None.
-      residual: `[rows, width]` or None. Added to x in float32; the sum is rounded to x's dtype,
-        and the norm is that of the rounded sum.
-      center: LayerNorm (True) or RMSNorm.
-      epsilon: added to the variance.
-      dtype: of the output.
-      keep_normalized: return the normalized x before the affine, if there is one.
-      cores: multiprocessors of the device that is compiled for; None for 132.
-
-    Returns:
-      A `NormForward`.
+    As `pallas_kernels.normalization.norm_forward`, arguments, results and errors. Besides:
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit.
       RuntimeError: Triton or jax-triton is missing.
     """
     del cores  # a program for every row on any device
@@ -99,25 +86,9 @@ def norm_backward(
 ]:
     """Gradients of `norm_forward` from what it kept, in one pass.
 
-    Args:
-      kept: `[rows, width]`: `normalized`, or `out` where there was no affine or `recover` is set.
-      rstd: float32 `[rows]`.
-      g: `[rows, width]`, cotangent of `out`.
-      scale, bias: as in the forward.
-      center: LayerNorm (True) or RMSNorm.
-      x_dtype: dtype of dx.
-      recover: kept is the output; y = (kept - bias) / scale is computed from it.
-      residual_cotangent: `[rows, width]` or None, added to dx in float32: the cotangent of
-        `summed`, so that dx is that of x and of the residual alike.
-      cores: multiprocessors of the device that is compiled for; None for 132. The order in which
-        parameter gradients are summed depends on it, and on nothing else.
-
-    Returns:
-      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes,
-      None for those that are None.
+    As `pallas_kernels.normalization.norm_backward`, arguments, results and errors. Besides:
 
     Raises:
-      TypeError: another dtype. ValueError: shapes that do not fit.
       RuntimeError: Triton or jax-triton is missing.
     """
     x_dtype = check_float("x_dtype", x_dtype)
