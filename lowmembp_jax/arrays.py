@@ -15,7 +15,10 @@ def real_array(x: ArrayLike) -> Float[Array, "*shape"]:
     Raises:
       TypeError: x is complex, or no array.
     """
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"x must be an array of real numbers, got {type(x).__name__}") from error
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"x must be a real array, got {x.dtype}")
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))

@@ -239,6 +239,7 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
+        (lambda: lm.regelu2("x"), TypeError, "x must be an array of real numbers, got str"),
         (lambda: lm.regelu2(jnp.ones(2, jnp.complex64)), TypeError, "x must be a real.*complex64"),
         (
             lambda: lm.regelu2(jnp.ones(2), implementation="cuda"),
