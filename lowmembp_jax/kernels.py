@@ -1,5 +1,6 @@
 """The GPU kernels as forward and backward of the operators: residuals, shapes and shardings."""
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -107,6 +108,10 @@ def activation_backward(
     return Partitioned(local, inputs, (axes,), group=group or 1)(*args)[0]
 
 
+def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1]
+
+
 def norm_forward(
     x: Array,
     scale: Array | None,
@@ -122,7 +127,7 @@ def norm_forward(
     def local(x, *parameters):
         rest = iter(parameters)
         scale, bias = (next(rest) if there else None for there in given)
-        out = kernel(x.reshape(-1, x.shape[-1]), scale, bias, None)
+        out = kernel(x.reshape(_rows(x.shape)), scale, bias, None)
         rstd = out.rstd.reshape(x.shape[:-1])
         normalized = (out.normalized.reshape(x.shape),) if keeps else ()
         return (out.out.reshape(x.shape), *normalized, rstd)
@@ -156,8 +161,8 @@ def norm_backward(
     def local(kept, rstd, g, *parameters):
         rest = iter(parameters)
         scale, bias = (next(rest) if there else None for there in given)
-        rows = (-1, kept.shape[-1])
-        dx, *sums = kernel(kept.reshape(rows), rstd.reshape(-1), g.reshape(rows), scale, bias)
+        rows = _rows(kept.shape)
+        dx, *sums = kernel(kept.reshape(rows), rstd.reshape(rows[0]), g.reshape(rows), scale, bias)
         return (dx.reshape(kept.shape), *(s for s in sums if s is not None))
 
     axes = _axes(kept.ndim)

@@ -67,7 +67,7 @@ class Operators:
         _, dx = self.compare(lm.regelu2, x)
         np.testing.assert_array_equal(np.isnan(dx), np.isnan(x))
 
-    @pytest.mark.parametrize("shape", [(5,), (0, 128), (4, 1024), (7, 1023), (2, 3, 768)])
+    @pytest.mark.parametrize("shape", [(5,), (0, 128), (3, 0), (4, 1024), (7, 1023), (2, 3, 768)])
     @pytest.mark.parametrize("residual", ["normalized", "output"])
     @pytest.mark.parametrize("name", NORMS)
     def test_norms(self, name, shape, residual):
