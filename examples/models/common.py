@@ -1,0 +1,103 @@
+"""What the models share: one name decides which ops they run and what they recompute."""
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import lowmembp_jax as lm
+
+#: How a model saves memory. All but the two of lowmembp_jax compute what plain Flax does.
+Method = Literal["default", "norm+activation", "dots", "full-remat", "lowmembp", "lowmembp+remat"]
+Attention = Literal["xla", "cudnn", "chunked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model computes, apart from its sizes.
+
+    Attributes:
+      method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
+        "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
+        keeping nothing; "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
+        `jax.checkpoint` with `lm.checkpoint_policy()`.
+      dtype: of the computation.
+      param_dtype: of the parameters.
+      attention: implementation, see `models.attention`.
+      merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
+        put it into the Denses.
+    """
+
+    method: Method = "default"
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    attention: Attention = "xla"
+    merged: bool = False
+
+    @property
+    def lowmembp(self) -> bool:
+        return self.method.startswith("lowmembp")
+
+
+def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
+    """A LayerNorm module; `kwargs` are more fields of `lm.MSLayerNorm`, such as `residual`."""
+    return _norm(compute, nn.LayerNorm, lm.MSLayerNorm, kwargs)(
+        epsilon=epsilon,
+        dtype=compute.dtype,
+        param_dtype=compute.param_dtype,
+        use_scale=affine,
+        use_bias=affine,
+        name=name,
+    )
+
+
+def rms_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
+    """An RMSNorm module; `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`."""
+    return _norm(compute, nn.RMSNorm, lm.MSRMSNorm, kwargs)(
+        epsilon=epsilon,
+        dtype=compute.dtype,
+        param_dtype=compute.param_dtype,
+        use_scale=affine,
+        name=name,
+    )
+
+
+def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
+    # The output dtype is the one in which the next Dense computes: they keep one array then.
+    if compute.lowmembp:
+        return lambda **fields: ms_norm(**fields, **ms_kwargs)
+    return nn.remat(flax_norm) if compute.method == "norm+activation" else flax_norm
+
+
+def gelu(
+    compute: Compute, x: Float[Array, "*shape"], *, approximate: bool
+) -> Float[Array, "*shape"]:
+    if compute.lowmembp:
+        return lm.regelu2(x, approximate)
+    return _activation(compute, lambda x: nn.gelu(x, approximate), x)
+
+
+def silu(compute: Compute, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    return lm.resilu2(x) if compute.lowmembp else _activation(compute, nn.silu, x)
+
+
+def _activation(compute: Compute, function, x):
+    return jax.checkpoint(function)(x) if compute.method == "norm+activation" else function(x)
+
+
+def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.Module]:
+    """The class of a layer, in `jax.checkpoint` where the method says so.
+
+    `kwargs` are those of `nn.remat`, such as `prevent_cse=False` inside `nn.scan`.
+    """
+    policies = {
+        "dots": jax.checkpoint_policies.dots_saveable,
+        "full-remat": jax.checkpoint_policies.nothing_saveable,
+        "lowmembp+remat": lm.checkpoint_policy(),
+    }
+    if compute.method not in policies:
+        return layer
+    return nn.remat(layer, policy=policies[compute.method], **kwargs)
