@@ -1,0 +1,142 @@
+"""Makes the tiny Hugging Face checkpoints beside it, with what PyTorch computes from them.
+
+    pip install torch transformers==4.55.4
+    python tests/data/hf_tiny/make.py [NAME ...]
+
+Made with torch 2.15.0; no network, a few seconds on a CPU. For each of `CASES` a directory with
+
+    config.json         as `save_pretrained` writes it
+    model.safetensors   float32, under Hugging Face's tensor names
+    io.npz              in.<argument of forward>, logits, loss, grad.<tensor name>
+
+Dropout is off (`eval()`), attention is the eager one, everything is float32. Values are drawn, not
+trained, so that no mistake hides: norm scales around 1 and norm biases around 0 with a spread of
+0.3, other biases with 0.1, matrices with 0.75 / sqrt(inputs). Texts of BERT and RoBERTa have
+padding on the right and BERT's two token types; two cases are here for what the five plain ones
+leave out:
+
+    llama_gqa     2 key-value heads for 4 query heads, head tied to the embedding
+    swin_padded   maps of 9 x 9 and 5 x 5 patches: padded to the windows of 4, and before merging
+
+The same machine and versions give the same bytes; others the same values within rounding.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import BertConfig, LlamaConfig, RobertaConfig, SwinConfig, ViTConfig
+
+_TEXT = {
+    "vocab_size": 120,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+_IMAGE = {"image_size": 32, "num_labels": 5}
+_LLAMA = {**_TEXT, "max_position_embeddings": 64}
+_SWIN = {"patch_size": 2, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+
+#: Directory name -> architecture, config, seed.
+CASES = {
+    "bert": (
+        "BertForSequenceClassification",
+        BertConfig(**_TEXT, max_position_embeddings=40, num_labels=3),
+        1,
+    ),
+    "roberta": (
+        "RobertaForSequenceClassification",
+        RobertaConfig(**_TEXT, max_position_embeddings=42, type_vocab_size=1, num_labels=3),
+        2,
+    ),
+    "llama": ("LlamaForCausalLM", LlamaConfig(**_LLAMA), 3),
+    "llama_gqa": (
+        "LlamaForCausalLM",
+        LlamaConfig(**_LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
+        4,
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        ViTConfig(
+            **_IMAGE,
+            patch_size=8,
+            **{name: size for name, size in _TEXT.items() if name != "vocab_size"},
+        ),
+        5,
+    ),
+    "swin": ("SwinForImageClassification", SwinConfig(**_IMAGE, **_SWIN, embed_dim=24), 6),
+    "swin_padded": (
+        "SwinForImageClassification",
+        SwinConfig(**{**_IMAGE, "image_size": 18}, **_SWIN, embed_dim=16),
+        7,
+    ),
+}
+
+
+def fill(model: torch.nn.Module, generator: np.random.Generator) -> None:
+    """Draws every parameter, in the order of their names."""
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            value = generator.standard_normal(parameter.shape)
+            if "norm" in name.lower() and parameter.ndim == 1:
+                value = 0.3 * value + (1.0 if name.endswith("weight") else 0.0)
+            elif parameter.ndim == 1:
+                value = 0.1 * value
+            else:
+                value = 0.75 * value / np.sqrt(parameter[0].numel())
+            parameter.copy_(torch.from_numpy(value.astype(np.float32)))
+
+
+def make_inputs(config, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Arguments of `forward`: three examples."""
+    if isinstance(config, (ViTConfig, SwinConfig)):
+        size = config.image_size
+        pixels = generator.standard_normal((3, config.num_channels, size, size))
+        return {
+            "pixel_values": pixels.astype(np.float32),
+            "labels": generator.integers(config.num_labels, size=3),
+        }
+    if isinstance(config, LlamaConfig):
+        ids = generator.integers(config.vocab_size, size=(3, 19))
+        # The model shifts the labels itself.
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
+    mask = (np.arange(17) < np.array([[17], [11], [5]])).astype(np.int64)
+    # Ids from 5 on: below are the special ones, that of padding among them.
+    ids = generator.integers(5, config.vocab_size, size=mask.shape)
+    inputs = {
+        "input_ids": np.where(mask == 1, ids, config.pad_token_id),
+        "attention_mask": mask,
+        "labels": generator.integers(config.num_labels, size=3),
+    }
+    if config.type_vocab_size > 1:
+        types = (np.arange(17) >= 8).astype(np.int64)
+        inputs["token_type_ids"] = np.broadcast_to(types, mask.shape)
+    return inputs
+
+
+def make(directory: Path, architecture: str, config, seed: int) -> None:
+    """Writes the three files of one case."""
+    generator = np.random.default_rng(seed)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, architecture)(config).eval()
+    fill(model, generator)
+    model.save_pretrained(directory)  # before `forward`, which writes into the config
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    inputs = make_inputs(config, generator)
+    output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
+    output.loss.backward()
+    np.savez_compressed(
+        directory / "io.npz",
+        logits=output.logits.detach().numpy(),
+        loss=output.loss.detach().numpy(),
+        **{f"in.{name}": value for name, value in inputs.items()},
+        **{f"grad.{name}": p.grad.numpy() for name, p in model.named_parameters()},
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        make(Path(__file__).parent / name, *CASES[name])
