@@ -1,0 +1,239 @@
+"""Hugging Face directories (config.json + model.safetensors) to parameter trees, and back.
+
+A model says how its parameters are called there: `name_of(path)` is the tensor's name for a path
+of the parameter tree. Where `nn.scan` stacked the layers, the name holds "{layer}"; the leading
+axis of the parameter then runs over tensors whose names hold 0, 1, 2, ... in its place.
+
+    tensors = read_tensors(directory)
+    params = to_params(tensors, abstract_params, llama.hugging_face_name)
+    write_tensors(directory, from_params(params, llama.hugging_face_name), config)
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+NameOf = Callable[[tuple[str, ...]], str]
+Config = TypeVar("Config")
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_config(path: str | os.PathLike, config: type[Config], **supported: Any) -> Config:
+    """A dataclass from a config.json with keys of the same names.
+
+    Args:
+      path: the JSON file.
+      config: the dataclass. Fields that it has a default for may be absent; lists become tuples;
+        `num_labels` is counted from `id2label` where only that is given (2 without either).
+      **supported: the only value of a key that the model computes; one of several where it is a
+        tuple. An absent key is as it should be.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not a JSON object, a key is missing, or a value is not supported.
+    """
+    path = Path(path)
+    try:
+        given = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(given).__name__}")
+    given.setdefault("num_labels", len(given.get("id2label") or range(2)))
+    fields = dataclasses.fields(config)  # pyright: ignore[reportArgumentType]
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"{path}: keys are missing: {', '.join(missing)}")
+    for key, accepted in supported.items():
+        accepted = accepted if isinstance(accepted, tuple) else (accepted,)
+        if key in given and given[key] not in accepted:
+            raise ValueError(
+                f"{path}: {key}={given[key]!r} is not supported, "
+                f"only {' or '.join(map(repr, accepted))}"
+            )
+    values = {field.name: given[field.name] for field in fields if field.name in given}
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return config(**values)
+
+
+def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
+    """All tensors of a directory, under their names, in the dtypes they have (bfloat16 too).
+
+    Args:
+      directory: has model.safetensors, or model.safetensors.index.json and its shards.
+
+    Raises:
+      FileNotFoundError: neither is there, or a shard is not.
+      ValueError: a file is not in the format, or a shard lacks a tensor that the index has in it.
+    """
+    directory = Path(directory)
+    if (directory / _FILE).exists():
+        return _read_file(directory / _FILE)
+    index = directory / _INDEX
+    if not index.exists():
+        raise FileNotFoundError(f"{directory} has neither {_FILE} nor {_INDEX}")
+    try:
+        shard_of = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: expected JSON with an object weight_map: {error!r}") from error
+    tensors = {}
+    for shard in sorted(set(shard_of.values())):
+        read = _read_file(directory / shard)
+        if missing := sorted(n for n, of in shard_of.items() if of == shard and n not in read):
+            raise ValueError(f"{directory / shard}: lacks what {_INDEX} has in it: {missing}")
+        tensors |= read
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a safetensors file: {error}") from error
+
+
+def write_tensors(
+    directory: str | os.PathLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Writes config.json and model.safetensors, each whole or not at all; the directory is made."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    # transformers refuses a file that does not say whose layout it has.
+    save_file(arrays, directory / f"{_FILE}.part", metadata={"format": "pt"})
+    (directory / "config.json.part").write_text(json.dumps(dict(config), indent=2) + "\n")
+    for name in (_FILE, "config.json"):
+        os.replace(directory / f"{name}.part", directory / name)
+
+
+def to_params(
+    tensors: Mapping[str, np.ndarray],
+    abstract_params: Mapping[str, Any],
+    name_of: NameOf,
+    unused: Sequence[str] = (),
+    *,
+    dtype: Any = np.float32,
+    initial: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A parameter tree of NumPy arrays from tensors in PyTorch's layout.
+
+    Dense kernels are [out, in] there and conv kernels [out, in, height, width]; DenseGeneral's
+    axes are split off ((heads, head size) are one axis there).
+
+    Args:
+      tensors: name to array, from `read_tensors`.
+      abstract_params: the model's parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`s.
+      name_of: see the module's docstring. Two parameters may have one name (tied weights).
+      unused: patterns (`fnmatch`) of the names that the model has no use for, such as
+        "pooler.*".
+      dtype: of the parameters; None for what each tensor has.
+      initial: name to subtree of `abstract_params`, taken as it is, such as a new `classifier`
+        with another number of classes; what the checkpoint has in its place is passed over.
+
+    Raises:
+      ValueError: names every tensor that is missing, unknown or of a wrong shape.
+    """
+    initial = initial or {}
+    if unknown := sorted(initial.keys() - abstract_params.keys()):
+        raise ValueError(f"initial: {unknown} are not in the model: {sorted(abstract_params)}")
+    used, problems = set(), []
+
+    def load(path, leaf):
+        keys = _keys(path)
+        stack = name_of(keys)
+        names = _names(stack, leaf.shape)
+        stacked = "{layer}" in stack
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        used.update(names)
+        if keys[0] in initial:
+            return None
+        expected = jax.eval_shape(
+            partial(_to_torch, keys), jax.ShapeDtypeStruct(shape, leaf.dtype)
+        ).shape
+        layers = []
+        for name in names:
+            if name not in tensors:
+                problems.append(f"missing {name}")
+            elif tensors[name].shape != expected:
+                problems.append(f"{name} has shape {tensors[name].shape}, expected {expected}")
+            else:
+                tensor = _from_torch(keys, tensors[name], shape)
+                layers.append(tensor if dtype is None else tensor.astype(dtype))
+        if len(layers) == len(names):
+            return np.stack(layers) if stacked else layers[0]
+
+    params = jax.tree_util.tree_map_with_path(load, abstract_params)
+    unknown = sorted(
+        name
+        for name in tensors.keys() - used
+        if not any(fnmatchcase(name, pattern) for pattern in unused)
+    )
+    problems += [f"unknown {name}" for name in unknown]
+    if problems:
+        raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems))
+    return {**params, **initial}
+
+
+def from_params(params: Mapping[str, Any], name_of: NameOf) -> dict[str, np.ndarray]:
+    """Tensors in PyTorch's layout, in the dtypes of the parameters: the inverse of `to_params`.
+
+    Args:
+      params: nested dicts of arrays.
+      name_of: as for `to_params`.
+
+    Raises:
+      ValueError: two parameters of one name (tied in the checkpoint) have different values.
+    """
+    tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        keys, leaf = _keys(path), np.asarray(leaf)
+        stack = name_of(keys)
+        layers = leaf if "{layer}" in stack else leaf[None]
+        for name, layer in zip(_names(stack, leaf.shape), layers, strict=True):
+            tensor = _to_torch(keys, layer)
+            if name in tensors and not np.array_equal(tensors[name], tensor):
+                raise ValueError(f"{'/'.join(keys)}: another parameter is {name} already")
+            tensors[name] = tensor
+    return tensors
+
+
+def _keys(path) -> tuple[str, ...]:
+    return tuple(entry.key for entry in path)
+
+
+def _names(name: str, shape: tuple[int, ...]) -> list[str]:
+    if "{layer}" not in name:
+        return [name]
+    return [name.replace("{layer}", str(index)) for index in range(shape[0])]
+
+
+def _to_torch(keys: tuple[str, ...], leaf: Any) -> Any:
+    if keys[-1] == "bias":
+        return leaf.reshape(-1)
+    if keys[-1] != "kernel":
+        return leaf
+    if leaf.ndim == 4:
+        return leaf.transpose(3, 2, 0, 1)
+    # Only the Dense after attention has several axes of inputs: heads and head size.
+    inputs = leaf.shape[:-1] if keys[-2] == "attention_output" else leaf.shape[:1]
+    return leaf.reshape(math.prod(inputs), -1).T
+
+
+def _from_torch(keys: tuple[str, ...], tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if keys[-1] == "kernel":
+        tensor = tensor.transpose(2, 3, 1, 0) if tensor.ndim == 4 else tensor.T
+    return tensor.reshape(shape)
