@@ -15,9 +15,8 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 NameOf = Callable[[tuple[str, ...]], str]
+Layout = Literal["torch", "flax"]
 Config = TypeVar("Config")
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -128,11 +128,10 @@ def to_params(
     *,
     dtype: Any = np.float32,
     initial: Mapping[str, Any] | None = None,
+    layout: Layout = "torch",
+    prefix: str = "",
 ) -> dict[str, Any]:
-    """A parameter tree of NumPy arrays from tensors in PyTorch's layout.
-
-    Dense kernels are [out, in] there and conv kernels [out, in, height, width]; DenseGeneral's
-    axes are split off ((heads, head size) are one axis there).
+    """A parameter tree of NumPy arrays from named tensors.
 
     Args:
       tensors: name to array, from `read_tensors`.
@@ -143,6 +142,10 @@ def to_params(
       dtype: of the parameters; None for what each tensor has.
       initial: name to subtree of `abstract_params`, taken as it is, such as a new `classifier`
         with another number of classes; what the checkpoint has in its place is passed over.
+      layout: "torch": Dense kernels are [out, in], conv kernels [out, in, height, width], and
+        (heads, head size) are one axis; "flax": as in the model.
+      prefix: put before the names where none begins with it, as in the checkpoint of an encoder
+        without a head.
 
     Raises:
       ValueError: names every tensor that is missing, unknown or of a wrong shape.
@@ -150,6 +153,8 @@ def to_params(
     initial = initial or {}
     if unknown := sorted(initial.keys() - abstract_params.keys()):
         raise ValueError(f"initial: {unknown} are not in the model: {sorted(abstract_params)}")
+    if not any(name.startswith(prefix) for name in tensors):
+        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     used, problems = set(), []
 
     def load(path, leaf):
@@ -161,9 +166,7 @@ def to_params(
         used.update(names)
         if keys[0] in initial:
             return None
-        expected = jax.eval_shape(
-            partial(_to_torch, keys), jax.ShapeDtypeStruct(shape, leaf.dtype)
-        ).shape
+        expected = _to_layout(layout, keys, np.broadcast_to(np.float32(0), shape)).shape
         layers = []
         for name in names:
             if name not in tensors:
@@ -171,7 +174,7 @@ def to_params(
             elif tensors[name].shape != expected:
                 problems.append(f"{name} has shape {tensors[name].shape}, expected {expected}")
             else:
-                tensor = _from_torch(keys, tensors[name], shape)
+                tensor = _from_layout(layout, keys, tensors[name], shape)
                 layers.append(tensor if dtype is None else tensor.astype(dtype))
         if len(layers) == len(names):
             return np.stack(layers) if stacked else layers[0]
@@ -188,12 +191,14 @@ def to_params(
     return {**params, **initial}
 
 
-def from_params(params: Mapping[str, Any], name_of: NameOf) -> dict[str, np.ndarray]:
-    """Tensors in PyTorch's layout, in the dtypes of the parameters: the inverse of `to_params`.
+def from_params(
+    params: Mapping[str, Any], name_of: NameOf, *, layout: Layout = "torch"
+) -> dict[str, np.ndarray]:
+    """Named tensors, in the dtypes of the parameters: the inverse of `to_params`.
 
     Args:
       params: nested dicts of arrays.
-      name_of: as for `to_params`.
+      name_of, layout: as for `to_params`.
 
     Raises:
       ValueError: two parameters of one name (tied in the checkpoint) have different values.
@@ -204,7 +209,7 @@ def from_params(params: Mapping[str, Any], name_of: NameOf) -> dict[str, np.ndar
         stack = name_of(keys)
         layers = leaf if "{layer}" in stack else leaf[None]
         for name, layer in zip(_names(stack, leaf.shape), layers, strict=True):
-            tensor = _to_torch(keys, layer)
+            tensor = _to_layout(layout, keys, layer)
             if name in tensors and not np.array_equal(tensors[name], tensor):
                 raise ValueError(f"{'/'.join(keys)}: another parameter is {name} already")
             tensors[name] = tensor
@@ -221,10 +226,10 @@ def _names(name: str, shape: tuple[int, ...]) -> list[str]:
     return [name.replace("{layer}", str(index)) for index in range(shape[0])]
 
 
-def _to_torch(keys: tuple[str, ...], leaf: Any) -> Any:
-    if keys[-1] == "bias":
+def _to_layout(layout: Layout, keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:
+    if layout == "torch" and keys[-1] == "bias":
         return leaf.reshape(-1)
-    if keys[-1] != "kernel":
+    if layout == "flax" or keys[-1] != "kernel":
         return leaf
     if leaf.ndim == 4:
         return leaf.transpose(3, 2, 0, 1)
@@ -233,7 +238,9 @@ def _to_torch(keys: tuple[str, ...], leaf: Any) -> Any:
     return leaf.reshape(math.prod(inputs), -1).T
 
 
-def _from_torch(keys: tuple[str, ...], tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if keys[-1] == "kernel":
+def _from_layout(
+    layout: Layout, keys: tuple[str, ...], tensor: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    if layout == "torch" and keys[-1] == "kernel":
         tensor = tensor.transpose(2, 3, 1, 0) if tensor.ndim == 4 else tensor.T
     return tensor.reshape(shape)
