@@ -1,0 +1,192 @@
+"""ViT in Flax linen: `ViT(config, Compute(...))` gives the logits of an image classifier.
+
+Dosovitskiy et al. 2020 (arXiv:2010.11929), as Hugging Face's `ViTForImageClassification` computes
+it: pre-LayerNorm, a class token, learned positions, the last norm's class token classified. No
+dropout. Checkpoints of Google's are read by `models.vit_npz`.
+"""
+
+import dataclasses
+import os
+from functools import partial
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+from checkpoints import read_config
+from jaxtyping import Array, Float
+
+import lowmembp_jax as lm
+from models.attention import attention
+from models.common import Compute, gelu, layer_norm, remat_layer
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """Sizes, under the names of Hugging Face's config.json."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    num_labels: int = 1000
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"  # or "gelu_pytorch_tanh"
+    qkv_bias: bool = True
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> "ViTConfig":
+        """Reads a config.json; errors as for `checkpoints.read_config`."""
+        hidden_act = ("gelu", "gelu_pytorch_tanh")
+        return read_config(path, cls, model_type="vit", hidden_act=hidden_act)
+
+    def to_json(self) -> dict[str, Any]:
+        """What transformers needs in a config.json beside the tensors."""
+        architectures = ["ViTForImageClassification"]
+        return {"model_type": "vit", "architectures": architectures, **dataclasses.asdict(self)}
+
+
+CONFIGS = {
+    "vit-ti16": ViTConfig(192, 12, 3, 768),
+    "vit-b16": ViTConfig(768, 12, 12, 3072),
+    "vit-l16": ViTConfig(1024, 24, 16, 4096),
+}
+
+#: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
+NORM_RULES = [
+    lm.MergeRule(
+        "layer_{i}/norm1",
+        ["layer_{i}/query", "layer_{i}/key", "layer_{i}/value"],
+        add_bias=True,  # with qkv_bias=False
+    ),
+    lm.MergeRule("layer_{i}/norm2", "layer_{i}/intermediate"),
+    lm.MergeRule("norm", "classifier"),
+]
+
+
+class ViTLayer(nn.Module):
+    """Self-attention and MLP, each behind a norm; fields as for `ViT`."""
+
+    config: ViTConfig
+    compute: Compute
+    norm_residual: str
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"]
+    ) -> Float[Array, "batch tokens hidden"]:
+        config, compute = self.config, self.compute
+        norm = partial(
+            layer_norm,
+            compute,
+            config.layer_norm_eps,
+            affine=not compute.merged,
+            residual=self.norm_residual,
+        )
+        dense = partial(nn.DenseGeneral, dtype=compute.dtype, param_dtype=compute.param_dtype)
+        heads = config.num_attention_heads
+        features = (heads, config.hidden_size // heads)
+        use_bias = config.qkv_bias or compute.merged
+        y = norm("norm1")(x)
+        q, k, v = (
+            dense(features, use_bias=use_bias, name=name)(y) for name in ("query", "key", "value")
+        )
+        h = attention(q, k, v, compute.attention)
+        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
+        h = dense(config.intermediate_size, name="intermediate")(norm("norm2")(x))
+        h = gelu(compute, h, approximate=config.hidden_act == "gelu_pytorch_tanh")
+        return x + dense(config.hidden_size, name="output")(h)
+
+
+class ViT(nn.Module):
+    """The classifier.
+
+    Attributes:
+      config: sizes.
+      compute: how it computes. With `merged`, see `NORM_RULES`.
+      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
+        "normalized" is exact and costs an array more than "output" or merging.
+    """
+
+    config: ViTConfig
+    compute: Compute = Compute()
+    norm_residual: Literal["normalized", "output"] = "normalized"
+
+    @nn.compact
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch num_labels"]:
+        """Logits, float32.
+
+        Args:
+          images: `[batch, image_size, image_size, num_channels]`, any floating dtype.
+
+        Raises:
+          ValueError: images of another size.
+        """
+        config, compute = self.config, self.compute
+        expected = (config.image_size, config.image_size, config.num_channels)
+        if images.shape[1:] != expected:
+            raise ValueError(f"images have shape {images.shape}, expected [batch, *{expected}]")
+        dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
+        patch, hidden = (config.patch_size, config.patch_size), config.hidden_size
+        x = nn.Conv(hidden, patch, patch, padding="VALID", **dtypes, name="patch_embedding")(images)
+        x = x.reshape(x.shape[0], -1, hidden)
+        cls = self.param("cls", nn.initializers.zeros, (1, 1, hidden), compute.param_dtype)
+        x = jnp.concatenate(
+            [jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, hidden)), x], axis=1
+        )
+        positions = self.param(
+            "position_embeddings",
+            nn.initializers.normal(0.02),
+            (1, x.shape[1], hidden),
+            compute.param_dtype,
+        )
+        x = x + positions.astype(x.dtype)
+        layer = remat_layer(ViTLayer, compute)
+        for index in range(config.num_hidden_layers):
+            x = layer(config, compute, self.norm_residual, name=f"layer_{index}")(x)
+        # Of the last norm's tokens only the class token is used.
+        x = layer_norm(
+            compute,
+            config.layer_norm_eps,
+            "norm",
+            affine=not compute.merged,
+            residual=self.norm_residual,
+        )(x[:, 0])
+        return nn.Dense(config.num_labels, **dtypes, name="classifier")(x).astype(jnp.float32)
+
+
+#: Put before the names of a checkpoint without a classifier; what checkpoints have beyond `ViT`.
+PREFIX = "vit."
+UNUSED = ("vit.pooler.*",)
+
+_MODULES = {
+    "cls": "vit.embeddings.cls_token",
+    "position_embeddings": "vit.embeddings.position_embeddings",
+    "patch_embedding": "vit.embeddings.patch_embeddings.projection",
+    "norm": "vit.layernorm",
+    "classifier": "classifier",
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "attention_output": "attention.output.dense",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+}
+
+
+def hugging_face_name(path: tuple[str, ...]) -> str:
+    """The tensor of Hugging Face's `ViTForImageClassification` for a parameter of `ViT`."""
+    if len(path) == 1:
+        return _MODULES[path[0]]
+    *layer, module, leaf = path
+    name = f"{_MODULES[module]}.{'bias' if leaf == 'bias' else 'weight'}"
+    if layer:
+        return f"vit.encoder.layer.{layer[0].removeprefix('layer_')}.{name}"
+    return name
