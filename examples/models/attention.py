@@ -1,0 +1,214 @@
+"""Attention in three implementations: XLA's, cuDNN's flash attention, and one by chunks of keys."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from models.common import Attention
+
+#: Keys a step of "chunked", which holds scores of [batch, heads, tokens, CHUNK].
+CHUNK = 128
+#: Up to here all scores of a head take about as much as a few of its inputs.
+SHORT = 512
+
+
+def attention(
+    q: Float[Array, "batch tokens heads head_size"],
+    k: Float[Array, "batch keys kv_heads head_size"],
+    v: Float[Array, "batch keys kv_heads head_size"],
+    implementation: Attention,
+    *,
+    lengths: Int[Array, " batch"] | None = None,
+    causal: bool = False,
+    bias: Float[Array, "#batch #heads tokens keys"] | None = None,
+) -> Float[Array, "batch tokens heads head_size"]:
+    """softmax(q k^T / sqrt(head_size) + bias) v.
+
+    Args:
+      q: `[batch, tokens, heads, head_size]`.
+      k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each of their heads serves
+        heads / kv_heads of q's, in order (grouped-query attention, arXiv:2305.13245).
+      implementation: "xla" keeps probabilities, `[batch, heads, tokens, keys]`; "cudnn" keeps
+        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`); "chunked" keeps none
+        anywhere, for some recomputation: FlashAttention (arXiv:2205.14135) over chunks of keys,
+        sums in float32. It keeps its arguments, its output and a float32 a row.
+      lengths: int32, 1 to keys: how many keys of each sequence there are, the rest is padding.
+      causal: token i sees keys up to i.
+      bias: in q's dtype, broadcast over batch and heads.
+
+    Returns:
+      `[batch, tokens, heads, head_size]` in q's dtype.
+
+    Raises:
+      ValueError: no such implementation, or shapes that do not fit.
+    """
+    if implementation == "chunked":
+        return _checked_chunked(q, k, v, lengths, causal, bias)
+    if implementation not in ("xla", "cudnn"):
+        raise ValueError(
+            f"implementation={implementation!r}, accepted are 'xla', 'cudnn' and 'chunked'"
+        )
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias,
+        is_causal=causal,
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+    )
+
+
+def best_attention(
+    platform: str, dtype: jax.typing.DTypeLike, head_size: int, tokens: int, *, bias: bool = False
+) -> Attention:
+    """The leanest implementation that runs.
+
+    Args:
+      platform: "gpu" or "cpu", as of `jax.Device.platform`.
+      dtype: of q, k and v.
+      head_size, tokens: the sizes; `tokens` of keys, if there are more keys.
+      bias: whether there is one; cuDNN takes it for even numbers of tokens.
+    """
+    fits = jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
+    if platform == "gpu" and fits and not (bias and tokens % 2):
+        return "cudnn"
+    # JAX has no float16 product with a float32 sum on a CPU, and XLA's attention asks for it.
+    missing = platform == "cpu" and jnp.dtype(dtype) == jnp.float16
+    return "chunked" if missing or tokens > SHORT else "xla"
+
+
+def _checked_chunked(q, k, v, lengths, causal, bias):
+    batch, tokens, heads, size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if k.shape != (batch, keys, kv_heads, size) or v.shape != k.shape or heads % kv_heads:
+        raise ValueError(
+            f"k and v have shapes {k.shape} and {v.shape}, accepted for q of {q.shape} is "
+            f"[{batch}, keys, a divisor of {heads}, {size}]"
+        )
+    if bias is not None and (
+        bias.ndim != 4
+        or bias.shape[0] not in (1, batch)
+        or bias.shape[1] not in (1, heads)
+        or bias.shape[2:] != (tokens, keys)
+    ):
+        raise ValueError(
+            f"bias has shape {bias.shape}, accepted is [1 or {batch}, 1 or {heads}, {tokens}, "
+            f"{keys}]"
+        )
+    return _chunked(causal, q, k, v, lengths, bias)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(causal, q, k, v, lengths, bias):
+    return _chunked_forward(causal, q, k, v, lengths, bias)[0]
+
+
+def _chunks(q, k, v, lengths, bias, causal):
+    """The number of chunks, and what chunk i is: keys, values and scores of its own."""
+    tokens, keys = q.shape[1], k.shape[1]
+    q_grouped = _grouped(q, k.shape[2])
+    chunk = min(CHUNK, keys)
+    count = math.ceil(keys / chunk)
+    padding = (0, count * chunk - keys)
+    k, v = (jnp.pad(x, ((0, 0), padding, (0, 0), (0, 0))) for x in (k, v))
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), padding))
+        heads = q_grouped.shape[2:4] if bias.shape[1] > 1 else (1, 1)
+        bias = bias.reshape(bias.shape[0], *heads, *bias.shape[2:])
+
+    def chunk_of(i):
+        k_i, v_i = (lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in (k, v))
+        scores = jnp.einsum("btkgh,bskh->bkgts", q_grouped, k_i, preferred_element_type=jnp.float32)
+        scores *= np.float32(q.shape[-1] ** -0.5)
+        if bias is not None:
+            bias_i = lax.dynamic_slice_in_dim(bias, i * chunk, chunk, axis=4)
+            scores += bias_i.astype(jnp.float32)
+        position = i * chunk + jnp.arange(chunk)[None]
+        last = jnp.full((1,), keys) if lengths is None else lengths
+        seen = (position < last[:, None])[:, None, None, None]
+        if causal:
+            seen &= (position <= jnp.arange(tokens)[:, None])[None, None, None]
+        return k_i, v_i, jnp.where(seen, scores, -jnp.inf)
+
+    return chunk, count, chunk_of
+
+
+def _grouped(x, kv_heads):
+    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[3])
+
+
+def _loop(count, body, carry):
+    # A while loop: jax.checkpoint's policies, such as the dots policy, look into a scan and would
+    # keep the scores of every chunk.
+    step = lambda state: (state[0] + 1, body(state[0], state[1]))  # noqa: E731
+    return lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), carry))[1]
+
+
+def _chunked_forward(causal, q, k, v, lengths, bias):
+    _, count, chunk_of = _chunks(q, k, v, lengths, bias, causal)
+    batch, tokens, heads, size = q.shape
+    rows = (batch, k.shape[2], heads // k.shape[2], tokens)
+
+    def body(i, carry):
+        biggest, total, out = carry
+        _, v_i, scores = chunk_of(i)
+        new = jnp.maximum(biggest, scores.max(-1))
+        # The first key is never masked, so that from chunk 0 on no maximum is -inf.
+        p = jnp.exp(scores - new[..., None])
+        shrink = jnp.exp(biggest - new)
+        out_i = jnp.einsum(
+            "bkgts,bskh->bkgth", p.astype(v.dtype), v_i, preferred_element_type=jnp.float32
+        )
+        return new, total * shrink + p.sum(-1), out * shrink[..., None] + out_i
+
+    start = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, size))
+    biggest, total, out = _loop(count, body, start)
+    out = jnp.moveaxis(out / total[..., None], 3, 1).reshape(q.shape).astype(q.dtype)
+    return out, (q, k, v, lengths, bias, out, biggest + jnp.log(total))
+
+
+def _chunked_backward(causal, residuals, g):
+    q, k, v, lengths, bias, out, logsumexp = residuals
+    chunk, count, chunk_of = _chunks(q, k, v, lengths, bias, causal)
+    kv_heads, scale = k.shape[2], np.float32(q.shape[-1] ** -0.5)
+    q_grouped, g_grouped = _grouped(q, kv_heads), _grouped(g, kv_heads)
+    # sum_s p_s (g v_s) = g out: one number a row stands for all keys.
+    row = jnp.einsum(
+        "btkgh,btkgh->bkgt", g_grouped, _grouped(out, kv_heads), preferred_element_type=jnp.float32
+    )
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def body(i, carry):
+        dq, dk, dv, dbias = carry
+        k_i, v_i, scores = chunk_of(i)
+        p = jnp.exp(scores - logsumexp[..., None])
+        dscores = p * (dot("btkgh,bskh->bkgts", g_grouped, v_i) - row[..., None])
+        if bias is not None:
+            dbias_i = dscores.reshape(dscores.shape[0], -1, *dscores.shape[3:])
+            summed = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+            dbias_i = dbias_i.sum(summed, keepdims=True).astype(bias.dtype)
+            dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_i, i * chunk, axis=3)
+        dscores = (dscores * scale).astype(q.dtype)
+        dq += dot("bkgts,bskh->btkgh", dscores, k_i)
+        dk_i = dot("bkgts,btkgh->bskh", dscores, q_grouped).astype(k.dtype)
+        dv_i = dot("bkgts,btkgh->bskh", p.astype(g.dtype), g_grouped).astype(v.dtype)
+        dk = lax.dynamic_update_slice_in_dim(dk, dk_i, i * chunk, axis=1)
+        dv = lax.dynamic_update_slice_in_dim(dv, dv_i, i * chunk, axis=1)
+        return dq, dk, dv, dbias
+
+    keys, padded = k.shape[1], count * chunk
+    zeros = jnp.zeros((k.shape[0], padded, *k.shape[2:]), k.dtype)
+    dbias = None if bias is None else jnp.zeros((*bias.shape[:3], padded), bias.dtype)
+    start = jnp.zeros(q_grouped.shape), zeros, zeros, dbias
+    dq, dk, dv, dbias = _loop(count, body, start)
+    dq = dq.astype(q.dtype).reshape(q.shape)
+    return dq, dk[:, :keys], dv[:, :keys], None, None if bias is None else dbias[..., :keys]
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)

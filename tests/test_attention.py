@@ -1,0 +1,150 @@
+"""Attention's implementations agree, and "chunked" keeps no probabilities."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.attention import CHUNK, SHORT, attention, best_attention
+
+import lowmembp_jax as lm
+
+
+# `jax.nn.dot_product_attention(implementation="xla")` mixes 16 bits with float32.
+standard_promotion = jax.numpy_dtype_promotion("standard")
+
+
+def draw(*shapes, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+
+
+def qkv(batch=2, tokens=9, keys=9, heads=4, kv_heads=4, size=8, dtype=jnp.float32):
+    kv = (batch, keys, kv_heads, size)
+    return draw((batch, tokens, heads, size), kv, kv, dtype=dtype)
+
+
+def value_and_grads(implementation, args, bias=None, **kwargs):
+    g = jax.random.normal(jax.random.key(1), args[0].shape)
+
+    def fn(args, bias):
+        out = attention(*args, implementation, bias=bias, **kwargs)
+        return jnp.sum(out.astype(jnp.float32) * g), out
+
+    grads, out = jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(args, bias)
+    return out, grads
+
+
+def as_float32(x):
+    return x.astype(jnp.float32)
+
+
+def assert_agree(args, bias=None, tolerance=2e-6, **kwargs):
+    """With XLA's in float32: in 16 bits that mixes dtypes, and on a CPU it has no float16."""
+    want = value_and_grads("xla", *jax.tree.map(as_float32, (args, bias)), **kwargs)
+    got = value_and_grads("chunked", args, bias, **kwargs)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert g.dtype == args[0].dtype
+        w, g = np.float32(w), np.float32(g)
+        np.testing.assert_allclose(g, w, atol=tolerance * max(1, np.abs(w).max()), rtol=0)
+
+
+@pytest.mark.parametrize("keys", [1, CHUNK, 2 * CHUNK + 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunked_agrees_with_xla(keys, causal):
+    assert_agree(qkv(tokens=keys, keys=keys), causal=causal)
+
+
+@pytest.mark.parametrize(("kv_heads", "causal"), [(1, False), (2, True)])
+def test_grouped_queries(kv_heads, causal):
+    assert_agree(qkv(kv_heads=kv_heads, tokens=CHUNK + 5, keys=CHUNK + 5), causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(causal):
+    keys = 2 * CHUNK + 7
+    args = qkv(batch=4, tokens=keys, keys=keys)
+    lengths = jnp.array([1, CHUNK, CHUNK + 1, keys], jnp.int32)
+    assert_agree(args, lengths=lengths, causal=causal)
+
+
+@pytest.mark.parametrize("leading", [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_bias(leading):
+    tokens, keys = 11, CHUNK + 3
+    (bias,) = draw((*leading, tokens, keys))
+    args = qkv(tokens=tokens, keys=keys, kv_heads=2)
+    assert_agree(args, bias=bias, lengths=jnp.array([5, keys], jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    keys = 2 * CHUNK + 1
+    args = qkv(tokens=keys, keys=keys, dtype=dtype)
+    (bias,) = draw((1, 4, keys, keys), dtype=dtype)
+    assert_agree(args, tolerance=2e-2, causal=True, bias=bias)
+
+
+def test_vmap():
+    args = [jnp.stack([x, x + 1]) for x in qkv(keys=CHUNK + 2)]
+    got = jax.vmap(partial(attention, implementation="chunked"))(*args)
+    want = jax.vmap(partial(attention, implementation="xla"))(*args)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@standard_promotion
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_keeps_output_and_one_number_a_row(policy):
+    """Also under the dots policy, which keeps the score matrix of "xla"."""
+    batch, tokens, heads, size = 2, 3 * CHUNK, 4, 8
+    args = qkv(batch, tokens, tokens, heads, heads, size, jnp.bfloat16)
+
+    def kept(implementation):
+        fn = lambda *args: attention(*args, implementation, causal=True)  # noqa: E731
+        return lm.memory.saved_bytes(jax.checkpoint(fn, policy=policy) if policy else fn, *args)
+
+    output, rows = batch * tokens * heads * size * 2, batch * heads * tokens
+    assert kept("chunked") == (0 if policy else output + rows * 4)
+    assert kept("xla") >= rows * tokens * 2
+
+
+@standard_promotion
+@pytest.mark.gpu_compiler
+def test_compiled_memory():
+    batch, tokens, heads, size = 1, 2048, 4, 64
+    args = qkv(batch, tokens, tokens, heads, 2, size, jnp.bfloat16)
+
+    def peak(implementation):
+        def loss(args):
+            return jnp.sum(attention(*args, implementation, causal=True).astype(jnp.float32))
+
+        compiled = lm.memory.compile_for(jax.grad(loss), args, device="h200")
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    scores = batch * heads * tokens * tokens * 2
+    assert peak("xla") > 2 * scores
+    assert peak("chunked") < scores
+    assert peak("cudnn") < scores
+
+
+def test_best_attention():
+    best = partial(best_attention, head_size=64, tokens=128)
+    assert best("gpu", "bfloat16") == "cudnn"
+    assert best("gpu", "float32") == "xla"
+    assert best("cpu", "bfloat16") == "xla"
+    assert best("cpu", "float16") == "chunked"
+    assert best("gpu", "bfloat16", tokens=49, bias=True) == "xla"
+    assert best("gpu", "float16", tokens=4096, bias=True) == "cudnn"
+    assert best("gpu", "bfloat16", head_size=12) == "xla"
+    assert best("gpu", "bfloat16", head_size=256, tokens=SHORT + 1) == "chunked"
+    assert best("cpu", "float32", tokens=SHORT + 1) == "chunked"
+
+
+def test_errors():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="'flash', accepted are"):
+        attention(q, k, v, "flash")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a divisor of 4"):
+        attention(q, k[:, :, :3], v[:, :, :3], "chunked")
+    with pytest.raises(ValueError, match=r"bias has shape \(9, 9\)"):
+        attention(q, k, v, "chunked", bias=jnp.zeros((9, 9)))
