@@ -1,0 +1,55 @@
+"""The largest batch whose step fits."""
+
+from collections.abc import Callable
+
+
+def largest_batch(
+    peak: Callable[[int], int], budget: int, *, start: int = 1, multiple: int = 1
+) -> int:
+    """The largest batch whose peak is within a budget, by bisection.
+
+    The peak must not fall as the batch grows. It is nearly linear in it, so that a line through
+    what is known guesses where to look next: some 5 peaks are asked for in place of 10.
+
+    Args:
+      peak: bytes of the step at a batch size. Each call compiles; batches repeat, so cache it.
+      budget: bytes.
+      start: where to begin.
+      multiple: of which the batch must be one, for instance the devices that share it.
+
+    Returns:
+      The batch size, a multiple of `multiple`; 0 if not even the smallest fits.
+    """
+    fits, misses = 0, None  # in multiples
+    guess = max(1, start // multiple)
+    known: dict[int, int] = {}
+    while misses is None or misses - fits > 1:
+        known[guess] = peak(guess * multiple)
+        if known[guess] <= budget:
+            fits = guess
+        else:
+            misses = guess
+        guess = _guess(known, budget, fits, misses)
+    return fits * multiple
+
+
+def _guess(known: dict[int, int], budget: int, fits: int, misses: int | None) -> int:
+    """A batch between the largest that fits and the smallest that does not."""
+    low, high = fits + 1, (misses - 1 if misses is not None else 4 * max(fits, 1))
+    if low >= high:
+        return low
+    if len(known) == 1:  # one point makes no line
+        return min(high, 2 * fits) if fits else (low + high) // 2
+    if misses is not None and len(known) % 3 == 0:  # a curve could hold the line at one end
+        return (low + high) // 2
+    (x0, y0), (x1, y1) = sorted(known.items())[-2:] if misses is None else _around(known, fits)
+    slope = (y1 - y0) / (x1 - x0)
+    if slope <= 0:
+        return high
+    return min(high, max(low, int(x0 + (budget - y0) / slope)))
+
+
+def _around(known: dict[int, int], fits: int) -> list[tuple[int, int]]:
+    below = [point for point in sorted(known.items()) if point[0] <= fits][-1:]
+    above = [point for point in sorted(known.items()) if point[0] > fits]
+    return (below + above)[:2]
