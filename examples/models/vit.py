@@ -13,7 +13,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax.numpy as jnp
 from checkpoints import read_config
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 from models.attention import attention
@@ -75,7 +75,7 @@ class ViTLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"]
+        self, x: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"] | None
     ) -> Float[Array, "batch tokens hidden"]:
         config, compute = self.config, self.compute
         norm = partial(
@@ -93,7 +93,7 @@ class ViTLayer(nn.Module):
         q, k, v = (
             dense(features, use_bias=use_bias, name=name)(y) for name in ("query", "key", "value")
         )
-        h = attention(q, k, v, compute.attention)
+        h = attention(q, k, v, compute.attention, lengths=lengths)
         # Contracts over (head, head size): a reshape before it would be kept a second time.
         x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
         h = dense(config.intermediate_size, name="intermediate")(norm("norm2")(x))
@@ -146,9 +146,15 @@ class ViT(nn.Module):
             compute.param_dtype,
         )
         x = x + positions.astype(x.dtype)
+        lengths = None
+        if compute.attention == "cudnn" and x.shape[1] % 2:
+            # cuDNN differentiates even numbers of tokens only. Here the token more is padded once,
+            # and not in every layer; nobody sees its keys.
+            lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
+            x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         layer = remat_layer(ViTLayer, compute)
         for index in range(config.num_hidden_layers):
-            x = layer(config, compute, self.norm_residual, name=f"layer_{index}")(x)
+            x = layer(config, compute, self.norm_residual, name=f"layer_{index}")(x, lengths)
         # Of the last norm's tokens only the class token is used.
         x = layer_norm(
             compute,
