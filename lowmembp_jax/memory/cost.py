@@ -1,0 +1,171 @@
+"""What a compiled program moves and computes, kernel by kernel, and a roofline estimate of time.
+
+Counted from the program's own instructions, with no GPU: `hlo_traffic` says what is assumed of the
+bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes at
+the device's full bandwidth or its FLOPs at the full matrix rate, whichever is longer (the roofline
+model, Williams et al. 2009), and one runs after another. Real kernels reach a part of either rate,
+so this compares programs better than it times them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import jax
+
+from lowmembp_jax.memory import hlo
+from lowmembp_jax.memory.cost_totals import Cost as Cost
+from lowmembp_jax.memory.cost_totals import Kernel as Kernel
+from lowmembp_jax.memory.hlo import Computation, Instruction, Program
+from lowmembp_jax.memory.hlo_collectives import is_collective, link_bytes
+from lowmembp_jax.memory.hlo_flops import flops
+from lowmembp_jax.memory.hlo_traffic import bytes_moved, result_shapes
+
+#: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
+LAUNCH_SECONDS = 2e-6
+
+# Instructions that launch nothing.
+_FREE = {
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element",
+    "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
+
+
+class Device(Protocol):
+    """What is asked of a device."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Of its memory, bytes a second."""
+        ...
+
+    @property
+    def matrix_flops(self) -> Mapping[str, float]:
+        """Dense FLOPs a second of the matrix units, by type."""
+        ...
+
+    @property
+    def vector_flops(self) -> float:
+        """Float32 FLOPs a second of the other units."""
+        ...
+
+
+class _Counter:
+    """Walks a program as it runs."""
+
+    def __init__(self, program: Program, device: Device, link_bandwidth: float | None):
+        self.program = program
+        self.device = device
+        self.link_bandwidth = link_bandwidth
+        self.notes: dict[str, None] = {}  # ordered, once each
+
+    def kernels(self, computation: Computation) -> Iterator[Kernel]:
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE or opcode.endswith("-done"):
+                continue
+            if opcode == "while":
+                yield from self._loop(instruction)
+            elif opcode == "conditional":
+                branches = [tuple(self.kernels(self._called(name))) for name in instruction.calls]
+                yield from max(branches, key=lambda branch: Cost(branch).estimated_seconds)
+                self.notes["of each conditional, the branch that takes longest is counted"] = None
+            elif opcode in ("call", "async-start"):
+                for name in instruction.calls:
+                    yield from self.kernels(self._called(name))
+            else:
+                yield self._kernel(computation, instruction)
+
+    def _called(self, name: str) -> Computation:
+        return self.program.computations[name]
+
+    def _loop(self, loop: Instruction) -> Iterator[Kernel]:
+        # With a known count XLA runs no condition.
+        parts = [loop.attribute("body")]
+        if (count := loop.trip_count) is None:
+            self.notes[f"how often {loop.name} ({loop.op_name}) runs is unknown: counted once"] = (
+                None
+            )
+            parts.append(loop.attribute("condition"))
+        for name in parts:
+            for kernel in self.kernels(self._called(name)):
+                yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel:
+        operands = [computation.instructions[name].shapes for name in instruction.operands]
+        results = result_shapes(computation, instruction)
+        read, written = bytes_moved(self.program, computation, instruction)
+        sent = link_bytes(instruction, sum(operands, ()), results)
+        matrix_flops, dtype = flops(self.program, computation, instruction)
+        rate = self.device.matrix_flops.get(dtype, self.device.vector_flops)
+        seconds = max((read + written) / self.device.bandwidth, matrix_flops / rate)
+        if sent and self.link_bandwidth:
+            seconds = max(seconds, sent / self.link_bandwidth)
+        elif sent:
+            self.notes["time on the links between devices is left out"] = None
+        if instruction.opcode == "custom-call" and not matrix_flops:
+            self.notes["FLOPs of Pallas, Triton and other custom kernels are left out"] = None
+        return Kernel(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            op_name=instruction.op_name or self._op_name(instruction),
+            source=instruction.source,
+            kind=_kind(instruction, matrix_flops),
+            bytes_read=read,
+            bytes_written=written,
+            link_bytes=sent,
+            flops=matrix_flops,
+            dtype=dtype,
+            count=1,
+            estimated_seconds=seconds + LAUNCH_SECONDS,
+        )
+
+    def _op_name(self, fusion: Instruction) -> str:
+        """Of the last operation in it that has a name: XLA leaves some fusions without."""
+        inner = [i for name in fusion.calls for i in self._called(name).instructions.values()]
+        return next((i.op_name for i in reversed(inner) if "/" in i.op_name), "")
+
+
+def _kind(instruction: Instruction, matrix_flops: int) -> str:
+    target = instruction.attribute("custom_call_target")
+    if is_collective(instruction.opcode):
+        return "collective"
+    if target.startswith("__cudnn$fmha"):
+        return "attention"
+    if instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
+        return "convolution"
+    if matrix_flops:
+        return "matrix product"
+    return {"copy": "copy", "copy-start": "copy", "custom-call": "custom call"}.get(
+        instruction.opcode, "other"
+    )
+
+
+def cost(
+    program: Program | jax.stages.Compiled | str,
+    device: Device,
+    *,
+    link_bandwidth: float | None = None,
+) -> Cost:
+    """Counts what a compiled program moves and computes on one device, and estimates its time.
+
+    Args:
+      program: compiled for a GPU, its text, or that parsed.
+      device: with `bandwidth` (bytes a second), `matrix_flops` (type to dense FLOPs a second)
+        and `vector_flops`.
+      link_bandwidth: bytes a second that a device sends to others; without it the time of
+        collectives is that of reading and writing memory.
+
+    Returns:
+      The kernels and totals over them. All times are estimates.
+
+    Raises:
+      ValueError: the text is not a program of HLO.
+    """
+    if isinstance(program, jax.stages.Compiled):
+        program = program.as_text() or ""
+    if isinstance(program, str):
+        program = hlo.parse(program)
+    counter = _Counter(program, device, link_bandwidth)
+    kernels = tuple(counter.kernels(program.entry))
+    return Cost(kernels, tuple(counter.notes))
