@@ -1,0 +1,212 @@
+"""Swin in Flax linen: `Swin(config, Compute(...))` gives the logits of an image classifier.
+
+Liu et al. 2021 (arXiv:2103.14030), as Hugging Face's `SwinForImageClassification` computes it in
+evaluation: shifted windows, relative position bias, patch merging, the mean of the last norm's
+tokens classified. No dropout and no drop path, whatever the config says.
+"""
+
+from functools import partial
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import lowmembp_jax as lm
+from models.attention import attention
+from models.common import Compute, gelu, layer_norm, remat_layer
+from models.swin_checkpoint import CONFIGS as CONFIGS
+from models.swin_checkpoint import PREFIX as PREFIX
+from models.swin_checkpoint import UNUSED as UNUSED
+from models.swin_checkpoint import SwinConfig
+from models.swin_checkpoint import hugging_face_name as hugging_face_name
+from models.windows import Windows, relative_position_index
+
+#: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
+NORM_RULES = [
+    lm.MergeRule(
+        "stage_{s}/layer_{i}/norm1",
+        [f"stage_{{s}}/layer_{{i}}/{name}" for name in ("query", "key", "value")],
+        keep=True,  # for `MergedPadding`
+        add_bias=True,  # with qkv_bias=False
+    ),
+    lm.MergeRule("stage_{s}/layer_{i}/norm2", "stage_{s}/layer_{i}/intermediate"),
+    lm.MergeRule("stage_{s}/merging_norm", "stage_{s}/reduction", add_bias=True),
+    lm.MergeRule("norm", "classifier"),
+]
+
+
+class MergedPadding(nn.Module):
+    """-bias / scale of a norm merged into its Denses: they give for it what they gave for zero.
+
+    Zero where the scale is zero: there the Denses do not see what they get.
+    """
+
+    compute: Compute
+
+    @nn.compact
+    def __call__(self, channels: int) -> Float[Array, " channels"]:
+        scale = self.param("scale", nn.initializers.ones, (channels,), self.compute.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (channels,), self.compute.param_dtype)
+        padding = -bias / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+        return jnp.where(scale == 0, jnp.zeros_like(bias), padding).astype(self.compute.dtype)
+
+
+class SwinLayer(nn.Module):
+    """Attention within windows and MLP, each behind a norm; fields as for `Swin`, and `heads`;
+    `shifted`: windows are shifted by half of their size.
+    """
+
+    config: SwinConfig
+    compute: Compute
+    norm_residual: str
+    heads: int
+    shifted: bool
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch height width channels"]:
+        config, compute = self.config, self.compute
+        norm = partial(
+            layer_norm,
+            compute,
+            config.layer_norm_eps,
+            affine=not compute.merged,
+            residual=self.norm_residual,
+        )
+        dense = partial(nn.DenseGeneral, dtype=compute.dtype, param_dtype=compute.param_dtype)
+        _, height, width, channels = x.shape
+        if min(height, width) <= config.window_size:
+            windows = Windows(height, width, min(height, width), shift=0)
+        else:
+            shift = config.window_size // 2 if self.shifted else 0
+            windows = Windows(height, width, config.window_size, shift)
+        tokens = windows.size**2
+        # Split before the norm, not after as in the paper: the norm's output is then the very
+        # array that the Denses take, and is kept once.
+        h = windows.split(x)
+        # cuDNN differentiates even numbers of tokens only; nobody sees the keys of the one more.
+        more = tokens % 2 if compute.attention == "cudnn" else 0
+        if more:
+            h = jnp.pad(h, ((0, 0), (0, 0), (0, more), (0, 0)))
+        if compute.merged:
+            y = norm("normalized")(h)
+            padding = MergedPadding(compute, name="norm1")(channels)
+        else:
+            y, padding = norm("norm1")(h), jnp.zeros(channels, h.dtype)
+        is_padding = np.pad(windows.is_padding(), ((0, 0), (0, more)))
+        if is_padding.any():
+            # Zeros behind the norm in the paper, which the affine would have made its bias.
+            y = jnp.where(is_padding[None, ..., None], padding[None, None, None], y)
+        features = (self.heads, channels // self.heads)
+        use_bias = config.qkv_bias or compute.merged
+        q, k, v = (
+            dense(features, use_bias=use_bias, name=name)(y) for name in ("query", "key", "value")
+        )
+        bias = jnp.pad(
+            self._bias(windows), ((0, 0), (0, 0), (0, more), (0, more)), constant_values=-1e4
+        )
+        attend = partial(attention, implementation=compute.attention, bias=bias)
+        h = jax.vmap(attend)(q, k, v)
+        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        h = dense(channels, axis=(-2, -1), name="attention_output")(h)
+        x = x + windows.join(h[:, :, :tokens])
+        h = dense(int(config.mlp_ratio * channels), name="intermediate")(norm("norm2")(x))
+        return x + dense(channels, name="output")(gelu(compute, h, approximate=False))
+
+    def _bias(self, windows: Windows) -> Float[Array, "#windows heads tokens tokens"]:
+        """Relative position bias, and for shifted windows the mask."""
+        size, dtype = self.config.window_size, self.compute.dtype
+        table = self.param(
+            "relative_position_bias_table",
+            nn.initializers.truncated_normal(0.02),
+            ((2 * size - 1) ** 2, self.heads),
+            self.compute.param_dtype,
+        )
+        # A window that shrank with the map uses the rows of the offsets that it has.
+        index = relative_position_index(windows.size, size)
+        bias = table.astype(dtype)[index].transpose(2, 0, 1)[None]
+        return bias + jnp.asarray(windows.mask()[:, None], dtype) if windows.shift else bias
+
+
+class SwinStage(nn.Module):
+    """The layers of one resolution, then patch merging unless it is the last; fields as for
+    `Swin`, and the stage's `index`.
+    """
+
+    config: SwinConfig
+    compute: Compute
+    norm_residual: str
+    index: int
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch new_height new_width new_channels"]:
+        config, compute = self.config, self.compute
+        layer = remat_layer(SwinLayer, compute)
+        for i in range(config.depths[self.index]):
+            fields = (config, compute, self.norm_residual, config.num_heads[self.index], i % 2 == 1)
+            x = layer(*fields, name=f"layer_{i}")(x)
+        if self.index + 1 == len(config.depths):
+            return x
+        _, height, width, channels = x.shape
+        # Unlike that of windows, this padding is before the norm.
+        x = jnp.pad(x, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
+        corners = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+        x = layer_norm(
+            compute,
+            1e-5,
+            "merging_norm",
+            affine=not compute.merged,
+            residual=self.norm_residual,
+        )(jnp.concatenate(corners, axis=-1))
+        return nn.Dense(
+            2 * channels,
+            use_bias=compute.merged,
+            dtype=compute.dtype,
+            param_dtype=compute.param_dtype,
+            name="reduction",
+        )(x)
+
+
+class Swin(nn.Module):
+    """The classifier.
+
+    Attributes:
+      config: sizes.
+      compute: how it computes. With `merged`, see `NORM_RULES`; the norm of the patches stays.
+      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
+        "normalized" is exact and costs an array more than "output" or merging.
+    """
+
+    config: SwinConfig
+    compute: Compute = Compute()
+    norm_residual: Literal["normalized", "output"] = "normalized"
+
+    @nn.compact
+    def __call__(
+        self, images: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch num_labels"]:
+        """Logits, float32.
+
+        Args:
+          images: `[batch, height, width, num_channels]`, any floating dtype and size; they are
+            padded with zeros to whole patches.
+        """
+        config, compute = self.config, self.compute
+        dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
+        norm = partial(layer_norm, compute, residual=self.norm_residual)
+        patch = (config.patch_size, config.patch_size)
+        below, right = (-size % config.patch_size for size in images.shape[1:3])
+        x = jnp.pad(images, ((0, 0), (0, below), (0, right), (0, 0)))
+        x = nn.Conv(config.embed_dim, patch, patch, **dtypes, name="patch_embedding")(x)
+        x = norm(1e-5, "embeddings_norm")(x)
+        for index in range(len(config.depths)):
+            x = SwinStage(config, compute, self.norm_residual, index, name=f"stage_{index}")(x)
+        x = norm(config.layer_norm_eps, "norm", affine=not compute.merged)(x)
+        x = nn.Dense(config.num_labels, **dtypes, name="classifier")(x.mean((1, 2)))
+        return x.astype(jnp.float32)
