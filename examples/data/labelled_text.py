@@ -1,23 +1,27 @@
-"""Text with labels: from TSV files to token ids in batches."""
+"""Text with labels: from TSV and JSONL files to token ids in batches."""
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from tokenizers import Tokenizer
 
+from data.files import DataError, read_text
+from data.tokenizer import padding_id
 
-class DataError(ValueError):
-    """The data given cannot be used; the message says which file and line."""
+_TEXT_NAMES = ("text", "sentence")
 
 
 class LabelledText(NamedTuple):
-    """`texts[i]` has the label `labels[i]`."""
+    """`texts[i]` has the label `labels[i]`; it stands on line `first_line + i` of its file."""
 
     texts: list[str]
     labels: list[str]
+    first_line: int = 1
 
 
 class Tokens(NamedTuple):
@@ -28,34 +32,123 @@ class Tokens(NamedTuple):
     labels: Int[np.ndarray, " examples"]
 
 
-def read_tsv(path: Path) -> LabelledText:
-    """Reads lines of `text<TAB>label`, UTF-8, with no header and no quoting.
+class TextBatch(NamedTuple):
+    """A batch of `Tokens`; `mask` is False where a row only fills the batch up."""
+
+    input_ids: Int[np.ndarray, "batch tokens"]
+    lengths: Int[np.ndarray, " batch"]
+    labels: Int[np.ndarray, " batch"]
+    mask: Bool[np.ndarray, " batch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDataset:
+    """Tokenized texts as a `data.batches.Dataset` of `TextBatch`es."""
+
+    tokens: Tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens.labels)
+
+    def batch(self, indices: Int[np.ndarray, " batch"], noise: Any = None) -> TextBatch:
+        arrays = (array[indices] for array in self.tokens)
+        return TextBatch(*arrays, mask=np.ones(len(indices), bool))
+
+
+def read_labelled_text(path: Path) -> LabelledText:
+    """Reads JSONL where the file is called .jsonl or .ndjson, TSV otherwise.
 
     Raises:
-      DataError: no such file, no line in it, a line without exactly two columns, an empty text
-        or label, bytes that are not UTF-8.
+      DataError: as for `read_jsonl` and `read_tsv`.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    if not lines:
-        raise DataError(f"{path}: the file is empty")
-    data = LabelledText([], [])
-    for number, line in enumerate(lines, start=1):
-        try:
-            columns = line.decode().split("\t")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from error
-        if len(columns) != 2:
+    return (read_jsonl if path.suffix in (".jsonl", ".ndjson") else read_tsv)(path)
+
+
+def read_tsv(path: Path) -> LabelledText:
+    """Reads lines of `text<TAB>label`, UTF-8, with no quoting.
+
+    A first line with a column named "label" is a header (GLUE's files have one): then the other
+    column is named "text" or "sentence", and there may be more columns.
+
+    Raises:
+      DataError: no such file, no line in it, a line without exactly two columns or as many as the
+        header has, an empty text or label, bytes that are not UTF-8, a header without a text.
+    """
+    lines = _lines(path)
+    header = [name.strip().lower() for name in lines[0].split("\t")]
+    text_column, label_column, columns, first_line = 0, 1, 2, 1
+    form = "text<TAB>label"
+    if "label" in header:
+        named = [name for name in _TEXT_NAMES if name in header]
+        if not named:
             raise DataError(
-                f"{path}:{number}: expected 2 columns, text<TAB>label, found {len(columns)}"
+                f'{path}:1: the header has no column "text" or "sentence", found {lines[0]!r}'
             )
-        text, label = (column.strip() for column in columns)
-        if not text or not label:
-            raise DataError(f"{path}:{number}: the {'label' if text else 'text'} is empty")
+        text_column, label_column = header.index(named[0]), header.index("label")
+        columns, first_line, form = len(header), 2, "<TAB>".join(header)
+
+    def parse(line: str) -> tuple[str, str]:
+        found = line.split("\t")
+        if len(found) != columns:
+            raise ValueError(f"expected {columns} columns, {form}, found {len(found)}")
+        return found[text_column], found[label_column]
+
+    return _parse_lines(path, lines, parse, first_line)
+
+
+def read_jsonl(path: Path) -> LabelledText:
+    """Reads lines of `{"text": ..., "label": ...}`, UTF-8; "sentence" may stand for "text".
+
+    A label is a string or an integer. Other keys are not looked at.
+
+    Raises:
+      DataError: no such file, no line in it, a line that is no such object, an empty text or
+        label, bytes that are not UTF-8.
+    """
+
+    def parse(line: str) -> tuple[str, str]:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"expected an object, found {line.strip()[:40]}")
+        text = next((record[name] for name in _TEXT_NAMES if name in record), None)
+        label = record.get("label")
+        if not isinstance(text, str):
+            raise ValueError(f'expected a string "text" or "sentence", found {sorted(record)}')
+        if isinstance(label, bool) or not isinstance(label, str | int):
+            raise ValueError(f'"label" must be a string or an integer, found {label!r}')
+        text.encode()  # a ValueError for half of a surrogate pair, which no tokenizer takes
+        return text, str(label)
+
+    return _parse_lines(path, _lines(path), parse)
+
+
+def _lines(path: Path) -> list[str]:
+    text = read_text(path)
+    if not text:
+        raise DataError(f"{path}: the file is empty")
+    # Not `splitlines`, which also splits at characters that are text, such as U+2028.
+    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
+
+
+def _parse_lines(
+    path: Path, lines: list[str], parse: Callable[[str], tuple[str, str]], first_line: int = 1
+) -> LabelledText:
+    """`parse` gives a line's text and label, or a ValueError to which file and line are added."""
+    data = LabelledText([], [], first_line)
+    for number, line in enumerate(lines[first_line - 1 :], start=first_line):
+        try:
+            text, label = (part.strip() for part in parse(line))
+            if not text or not label:
+                raise ValueError(f"the {'label' if text else 'text'} is empty")
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {error}") from error
         data.texts.append(text)
         data.labels.append(label)
+    if not data.texts:
+        raise DataError(f"{path}: the file has a header and no line after it")
     return data
 
 
@@ -63,30 +156,48 @@ def read_tsv_pair(train: Path, dev: Path) -> tuple[LabelledText, LabelledText]:
     """Both files of a task.
 
     Raises:
-      DataError: as for `read_tsv`; also a label in `dev` that `train` has not, and fewer than
-        two labels in `train`.
+      DataError: as for `read_tsv` and `check_labels`.
     """
-    train_data, dev_data = read_tsv(train), read_tsv(dev)
+    pair = read_tsv(train), read_tsv(dev)
+    check_labels(train, pair[0], dev, pair[1])
+    return pair
+
+
+def check_labels(train: Path, train_data: LabelledText, dev: Path, dev_data: LabelledText) -> None:
+    """Checks that a classifier of `train`'s labels can be evaluated on `dev`.
+
+    Raises:
+      DataError: a label in `dev` that `train` has not; fewer than two labels in `train`.
+    """
     known = set(train_data.labels)
     if len(known) < 2:
         raise DataError(f"{train}: a classifier needs at least 2 labels, found {sorted(known)}")
-    for number, label in enumerate(dev_data.labels, start=1):
+    for number, label in enumerate(dev_data.labels, start=dev_data.first_line):
         if label not in known:
             raise DataError(f"{dev}:{number}: the label {label!r} does not occur in {train}")
-    return train_data, dev_data
+
+
+def class_names(labels: Iterable[str]) -> list[str]:
+    """The distinct labels in their order: of numbers where all are integers, else of strings."""
+    distinct = sorted(set(labels))
+    try:
+        return sorted(distinct, key=int)
+    except ValueError:
+        return distinct
 
 
 def tokenize(
     data: LabelledText, tokenizer: Tokenizer, max_tokens: int, classes: list[str]
 ) -> Tokens:
     """Token ids, cut and padded to `max_tokens`; a label becomes its index in `classes`."""
+    tokenizer.enable_padding(length=max_tokens, pad_id=padding_id(tokenizer))
     tokenizer.enable_truncation(max_tokens)
-    tokenizer.enable_padding(length=max_tokens)
     encodings = tokenizer.encode_batch(data.texts)
+    numbers = {name: number for number, name in enumerate(classes)}
     return Tokens(
         np.array([encoding.ids for encoding in encodings], np.int32),
         np.array([sum(encoding.attention_mask) for encoding in encodings], np.int32),
-        np.array([classes.index(label) for label in data.labels], np.int32),
+        np.array([numbers[label] for label in data.labels], np.int32),
     )
 
 

@@ -20,6 +20,12 @@ _MAX_WORDS = 80
 _DEV_PERCENT = 20
 
 
+def stdlib_sources() -> list[Path]:
+    """The Python files of the standard library, sorted; without tests and third-party packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [p for p in sorted(root.rglob("*.py")) if not _SKIP & set(p.relative_to(root).parts)]
+
+
 def _package(path: Path) -> str:
     """`asyncio` for asyncio/tasks.py, `decimal` for the Python half of it, _pydecimal.py."""
     return re.sub(r"^_(py)?", "", path.parts[0].removesuffix(".py"))
@@ -57,10 +63,8 @@ def load_stdlib_docs(classes: int) -> tuple[LabelledText, LabelledText]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = defaultdict(list)
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not _SKIP & set(relative.parts):
-            found[_package(relative)] += _docstrings(path)
+    for path in stdlib_sources():
+        found[_package(path.relative_to(root))] += _docstrings(path)
     largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
     if len(largest) < classes:
         raise ValueError(

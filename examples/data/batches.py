@@ -1,0 +1,144 @@
+"""Batches of a data set, each a function of the seed and the step alone.
+
+Nothing here keeps a position. A run that was killed goes on with `batches.at(step)` and sees what
+it would have seen; several processes see disjoint parts of what one process would see.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from data.files import DataError
+
+
+class Dataset(Protocol):
+    """Examples with numbers, 0 to `len(dataset) - 1`."""
+
+    def __len__(self) -> int: ...
+
+    def batch(
+        self, indices: Int[np.ndarray, " batch"], noise: UInt32[np.ndarray, " batch"] | None
+    ) -> Any:
+        """These examples as a NamedTuple of arrays [batch, ...], `mask` (all True) among them.
+
+        `noise` are random bits, for each example its own, of which random augmentation is made;
+        None where there shall be none.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingBatches:
+    """The endless batches of a training: `at(step)` is the one of step 0, 1, 2, ...
+
+    Each epoch has an order of its own, from `seed` and the epoch; what is left of an epoch after
+    its last whole batch is not used.
+
+    Attributes:
+      dataset: the examples.
+      batch_size: examples a step, of all processes together.
+      seed: not negative.
+      process_index, process_count: which of the equal, contiguous slices of each batch `at` gives.
+
+    Raises:
+      ValueError: more examples a batch than the data set has; a batch that cannot be divided by
+        the number of processes; a negative seed; no such process.
+    """
+
+    dataset: Dataset
+    batch_size: int
+    seed: int
+    process_index: int = 0
+    process_count: int = 1
+
+    def __post_init__(self):
+        _own_rows(self)
+        if self.batch_size > len(self.dataset):
+            raise ValueError(
+                f"batch_size must be at most {len(self.dataset)}, the number of training "
+                f"examples, got {self.batch_size}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.dataset) // self.batch_size
+
+    def at(self, step: int) -> Any:
+        """This process's rows of the batch of `step`."""
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+        start = step_of_epoch * self.batch_size
+        indices = _order(self.seed, epoch, len(self.dataset))[start : start + self.batch_size]
+        # Drawn for the whole batch: the number of processes changes no example.
+        noise = np.random.default_rng([self.seed, step, 1]).integers(
+            2**32, size=self.batch_size, dtype=np.uint32
+        )
+        rows = _own_rows(self)
+        return self.dataset.batch(indices[rows], noise[rows])
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationBatches:
+    """All examples once, in order, in batches of one size.
+
+    The last batch is filled up with repetitions of the first example whose `mask` is False, so
+    that every process has the same number of batches and of rows.
+
+    Attributes and errors as of `TrainingBatches`; the batch may be larger than the data set.
+    """
+
+    dataset: Dataset
+    batch_size: int
+    process_index: int = 0
+    process_count: int = 1
+
+    def __post_init__(self):
+        _own_rows(self)
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = _own_rows(self)
+        for start in range(0, len(self.dataset), self.batch_size):
+            indices = np.arange(start, start + self.batch_size)[rows]
+            mask = indices < len(self.dataset)
+            yield self.dataset.batch(np.where(mask, indices, 0), None)._replace(mask=mask)
+
+
+def hold_out(
+    size: int, fraction: float, source: object
+) -> tuple[Int[np.ndarray, " train"], Int[np.ndarray, " dev"]]:
+    """The numbers of `size` examples, divided at random and always in the same way, sorted.
+
+    At least one is held out.
+
+    Raises:
+      DataError: naming `source`: nothing would be left to train on.
+    """
+    count = max(1, round(size * fraction))
+    if count >= size:
+        raise DataError(f"{source}: of {size} examples, {fraction:.0%} cannot be held out")
+    order = np.random.default_rng(0).permutation(size)
+    return np.sort(order[count:]), np.sort(order[:count])
+
+
+def _own_rows(batches: TrainingBatches | EvaluationBatches) -> slice:
+    size, index, count = batches.batch_size, batches.process_index, batches.process_count
+    if not 0 <= index < count:
+        raise ValueError(f"process_index must be 0 to process_count - 1 = {count - 1}, got {index}")
+    if size < 1 or size % count:
+        raise ValueError(
+            f"batch_size must be a positive multiple of process_count={count}, got {size}"
+        )
+    return slice(index * size // count, (index + 1) * size // count)
+
+
+@functools.lru_cache(maxsize=2)  # a permutation an epoch, not one a step
+def _order(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
+    return np.random.default_rng([seed, epoch, 0]).permutation(size)

@@ -1,0 +1,165 @@
+"""Labelled images from files: `.npz`, a folder of classes, or CIFAR-10 as it is distributed."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image
+
+from data.cifar10 import is_cifar10, read_cifar10
+from data.files import DataError
+from data.images import UNREADABLE, LabelledImages
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_DEV_NAMES = ("val", "valid", "validation", "dev", "test")
+_TRAIN_KEYS = (("train_images", "train_labels"), ("x_train", "y_train"), ("images", "labels"))
+_DEV_KEYS = (
+    *((f"{name}_images", f"{name}_labels") for name in _DEV_NAMES),
+    *((f"x_{name}", f"y_{name}") for name in _DEV_NAMES),
+)
+
+# Where no names say how many: a label far above is no label.
+_MAX_CLASSES = 100_000
+
+
+def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
+    """The training images of `path` and, if it has them too, the ones to evaluate on.
+
+    Formats: a `.npz` file (`read_npz`), CIFAR-10's files or the directory of them
+    (`data.cifar10`), a directory of images (`read_folder`). One of the two is None where the path
+    has only the other.
+
+    Raises:
+      DataError: naming the file: it is in no such format.
+    """
+    if not path.exists():
+        raise DataError(f"{path}: No such file or directory")
+    if is_cifar10(path):
+        return read_cifar10(path)
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix == ".npz":
+        return read_npz(path)
+    raise DataError(
+        f"{path}: expected a .npz file, a directory of images in one directory a class, or "
+        "CIFAR-10's data_batch_* and test_batch files"
+    )
+
+
+def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
+    """Training and evaluation images of a NumPy archive.
+
+    Keys: `train_images`, `train_labels` (or `x_train`, `y_train`, or `images`, `labels`) and, for
+    evaluation, `NAME_images`, `NAME_labels` (or `x_NAME`, `y_NAME`), NAME the first there is of
+    val, valid, validation, dev, test; optionally `classes`, names. Images are uint8, [examples,
+    height, width, 3], or in gray [examples, height, width] or with a last axis of 1. Labels are
+    integers from 0, [examples] or [examples, 1].
+
+    Raises:
+      DataError: naming the file and the array: not an archive, keys missing, shapes or dtypes
+        that are not these, a label that is not in range.
+    """
+    try:
+        with path.open("rb") as file, np.load(file) as archive:
+            arrays = dict(archive)
+    # TypeError: a .npy under the name of a .npz is an array and no context manager.
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise DataError(f"{path}: not a .npz of plain arrays: {error}") from error
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: a broken .npz: {error}") from error
+
+    splits = [
+        next((keys for keys in pairs if set(keys) <= set(arrays)), None)
+        for pairs in (_TRAIN_KEYS, _DEV_KEYS)
+    ]
+    if splits == [None, None]:
+        raise DataError(
+            f"{path}: expected the keys train_images and train_labels (or x_train and y_train, or "
+            f"images and labels), found {', '.join(arrays) or 'none'}"
+        )
+    if "classes" in arrays:
+        classes = tuple(map(str, arrays["classes"].ravel()))
+    else:
+        labels = [_labels(path, keys[1], arrays[keys[1]], _MAX_CLASSES) for keys in splits if keys]
+        classes = tuple(map(str, range(1 + max(array.max() for array in labels))))
+
+    def read(keys: tuple[str, str] | None) -> LabelledImages | None:
+        if keys is None:
+            return None
+        images = _rgb(path, keys[0], arrays[keys[0]])
+        labels = _labels(path, keys[1], arrays[keys[1]], len(classes))
+        if len(images) != len(labels):
+            raise DataError(
+                f"{path}: {keys[0]} has {len(images)} images, {keys[1]} {len(labels)} labels"
+            )
+        return LabelledImages(images, labels, classes, path)
+
+    return read(splits[0]), read(splits[1])
+
+
+def _rgb(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "examples height width 3"]:
+    gray = images.ndim == 3
+    if images.dtype != np.uint8 or not (gray or (images.ndim == 4 and images.shape[-1] in (1, 3))):
+        raise DataError(
+            f"{path}: {key} must be uint8 [examples, height, width, 3] (or gray, 1 in place of 3 "
+            f"or nothing), found {images.dtype} {list(images.shape)}"
+        )
+    if not images.size:
+        raise DataError(f"{path}: {key} holds no pixel: {list(images.shape)}")
+    images = images[..., None] if gray else images
+    return np.broadcast_to(images, (*images.shape[:3], 3))
+
+
+def _labels(path: Path, key: str, labels: np.ndarray, count: int) -> Int[np.ndarray, " examples"]:
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size:
+        raise DataError(
+            f"{path}: {key} must be integers [examples], found {labels.dtype} {list(labels.shape)}"
+        )
+    for index in np.flatnonzero((labels < 0) | (labels >= count))[:1]:
+        raise DataError(f"{path}: {key}[{index}] must be 0 to {count - 1}, found {labels[index]}")
+    return labels.astype(np.int32)
+
+
+def read_folder(path: Path) -> tuple[LabelledImages, LabelledImages | None]:
+    """Images in one directory a class, .png or .jpg; other files are not looked at.
+
+    The classes are directories of `path`, or of `path/train` and one of `path/val`, `valid`,
+    `validation`, `dev`, `test`. Only headers are read here.
+
+    Raises:
+      DataError: naming the directory or the file: fewer than two classes, a class without an
+        image, a file that is no image, a class for evaluation that training has not.
+    """
+    if not (path / "train").is_dir():
+        return _read_classes(path), None
+    train = _read_classes(path / "train")
+    dev_path = next((path / name for name in _DEV_NAMES if (path / name).is_dir()), None)
+    return train, None if dev_path is None else _read_classes(dev_path).with_classes_of(train)
+
+
+def _read_classes(path: Path) -> LabelledImages:
+    directories = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not directories:
+        raise DataError(f"{path}: expected a directory for each class, found none")
+    images, labels = [], []
+    for number, directory in enumerate(directories):
+        files = sorted(
+            file
+            for file in directory.rglob("*")
+            if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
+        )
+        if not files:
+            raise DataError(f"{directory}: expected images of this class, {', '.join(_SUFFIXES)}")
+        for file in files:
+            try:
+                Image.open(file).close()
+            except UNREADABLE as error:
+                raise DataError(f"{file}: not a readable image: {error}") from error
+        images += files
+        labels += [number] * len(files)
+    classes = tuple(directory.name for directory in directories)
+    return LabelledImages(images, np.array(labels, np.int32), classes, path)

@@ -1,0 +1,146 @@
+"""Text for language modelling: one long row of tokens, cut into windows."""
+
+import dataclasses
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt8
+from tokenizers import Tokenizer
+
+from data.files import DataError, read_text
+
+_SUFFIXES = (".txt", ".md", ".rst", ".py")
+_PIECE = 1 << 20  # characters that are tokenized at once
+
+
+class LanguageBatch(NamedTuple):
+    """Windows of tokens: `tokens[:, :-1]` go in, `tokens[:, 1:]` are to be predicted.
+
+    `mask` is False where a row only fills the batch up.
+    """
+
+    tokens: Int[np.ndarray, "batch length+1"]  # int32
+    mask: Bool[np.ndarray, " batch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowDataset:
+    """Windows of a text as a `data.batches.Dataset` of `LanguageBatch`es.
+
+    A window is `length` + 1 tokens; the next one begins with the last token of the one before, so
+    that each token is predicted once. What is left at the end is not used.
+
+    Attributes:
+      tokens: an array of token ids, or a `Bytes`.
+      first, last: the part of it that is used, [first, last).
+      length: tokens to predict in a window.
+      source: for messages.
+
+    Raises:
+      DataError: not one window fits in.
+    """
+
+    tokens: "Int[np.ndarray, ' tokens'] | Bytes"
+    first: int
+    last: int
+    length: int
+    source: Path | str
+
+    def __post_init__(self):
+        if len(self) < 1:
+            raise DataError(
+                f"{self.source}: {self.last - self.first} tokens, one window takes "
+                f"{self.length + 1}"
+            )
+
+    def __len__(self) -> int:
+        return (self.last - self.first - 1) // self.length
+
+    def batch(self, indices: Int[np.ndarray, " batch"], noise: Any = None) -> LanguageBatch:
+        starts = self.first + indices * self.length
+        windows = [self.tokens[start : start + self.length + 1] for start in starts.tolist()]
+        return LanguageBatch(np.stack(windows).astype(np.int32), np.ones(len(indices), bool))
+
+
+class Bytes:
+    """The bytes of files, one file after the other, sliced like an array of uint8.
+
+    They stay on disk: a slice is read when it is asked for, and no file is kept open, since there
+    may be more of them than a process may open.
+
+    Raises:
+      DataError: a file is not there, or has become shorter since.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self._paths = paths
+        try:
+            sizes = [path.stat().st_size for path in paths]
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from error
+        self._edges = list(accumulate(sizes, initial=0))  # file i is [edges[i], edges[i + 1])
+
+    def __len__(self) -> int:
+        return self._edges[-1]
+
+    def __getitem__(self, part: slice) -> UInt8[np.ndarray, " bytes"]:
+        start, stop, _ = part.indices(len(self))
+        pieces = []
+        while start < stop:
+            number = bisect_right(self._edges, start) - 1
+            end = min(stop, self._edges[number + 1])
+            path = self._paths[number]
+            try:
+                with path.open("rb") as file:
+                    file.seek(start - self._edges[number])
+                    pieces.append(file.read(end - start))
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from error
+            if len(pieces[-1]) < end - start:
+                raise DataError(f"{path}: the file has become shorter since it was opened")
+            start = end
+        return np.frombuffer(b"".join(pieces), np.uint8)
+
+
+def text_files(path: Path) -> list[Path]:
+    """`path`, or the text files in that directory and below, by name.
+
+    Raises:
+      DataError: no such file, or none in the directory.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path}: No such file or directory")
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    if not files:
+        raise DataError(f"{path}: expected text files, {', '.join(_SUFFIXES)}, found none")
+    return files
+
+
+def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer) -> Int[np.ndarray, " tokens"]:
+    """The token ids of UTF-8 files, one file after the other, int32, without special tokens.
+
+    Raises:
+      DataError: no such file, bytes that are not UTF-8.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids = [np.zeros(0, np.int32)]
+    for path in paths:
+        pieces = tokenizer.encode_batch(list(_pieces(read_text(path))), add_special_tokens=False)
+        ids += [np.array(piece.ids, np.int32) for piece in pieces]
+    return np.concatenate(ids)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Lines together up to about a million characters: a tokenizer's time may not be linear."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end

@@ -1,0 +1,188 @@
+"""The tasks of the trainer: which data, and what a model has to fit them.
+
+task = load_task(DataConfig("text-classification", train=Path("train.tsv")))
+batch = TrainingBatches(task.train, batch_size=32, seed=0).at(step)
+for batch in EvaluationBatches(task.dev, batch_size=64): ...
+"""
+
+import dataclasses
+import platform
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from data.batches import Dataset, hold_out
+from data.digits import draw_digits
+from data.files import DataError
+from data.image_files import read_images
+from data.images import ImageDataset, LabelledImages
+from data.labelled_text import (
+    LabelledText,
+    TextDataset,
+    check_labels,
+    class_names,
+    read_labelled_text,
+    tokenize,
+)
+from data.language import Bytes, WindowDataset, read_tokens, text_files
+from data.stdlib_docs import load_stdlib_docs, stdlib_sources
+from data.tokenizer import load_tokenizer, word_tokenizer
+
+TaskName = Literal["text-classification", "image-classification", "language-modelling"]
+
+_STDLIB_CLASSES = 8
+_WORDS = 8192
+#: Mean and standard deviation of red, green, blue: of ViT's and of Swin's checkpoints.
+_NORMALIZATION = {
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train on. Without files, data that need no download."""
+
+    task: TaskName = "text-classification"
+    """Without --train: packages of Python's standard library told apart by their docstrings,
+    printed digits, or the source text of the standard library."""
+    train: Path | None = None
+    """Text: .tsv (text<TAB>label) or .jsonl ("text", "label"). Images: .npz, a directory with a
+    directory a class, or CIFAR-10's. Language: a text file or a directory of them."""
+    dev: Path | None = None
+    """What to evaluate on, in the same form. Default: what --train has for it, or a part held
+    out."""
+    dev_fraction: float = 0.1
+    """How much is held out where there is no --dev: at random, of a text for language modelling
+    its end."""
+    tokenizer: Path | None = None
+    """A tokenizer.json. Default: the words of the training texts; for language modelling, bytes."""
+    sequence_length: int = 128
+    """Tokens a text, longer ones cut; or tokens to predict in a window."""
+    image_size: int = 32
+    """Pixels; images of other sizes are resized."""
+    normalization: Literal["half", "imagenet"] = "half"
+    """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's."""
+    flip: bool = False
+    """Mirror half of the training images, left to right."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Data to train and to evaluate on.
+
+    Attributes:
+      train, dev: their batches are `TextBatch`, `ImageBatch` or `LanguageBatch`.
+      classes: names of the labels; none for language modelling.
+      vocab_size: token ids are below it; 0 for images.
+      source: where the data are from, to print.
+    """
+
+    train: Dataset
+    dev: Dataset
+    classes: tuple[str, ...]
+    vocab_size: int
+    source: str
+
+
+def load_task(config: DataConfig) -> Task:
+    """Reads the data.
+
+    Raises:
+      DataError: a file that cannot be used, named with the line or the record.
+      ValueError: a field of `config` that does not work.
+    """
+    if config.dev is not None and config.train is None:
+        raise ValueError(f"dev={config.dev} needs train as well")
+    if not 0 < config.dev_fraction < 1:
+        raise ValueError(f"dev_fraction must be between 0 and 1, got {config.dev_fraction}")
+    # A text is [CLS] word [SEP] at least.
+    least = {"sequence_length": 3 if config.task == "text-classification" else 1, "image_size": 1}
+    for name, low in least.items():
+        if getattr(config, name) < low:
+            raise ValueError(f"{name} must be at least {low}, got {getattr(config, name)}")
+    load = {
+        "text-classification": _text_classification,
+        "image-classification": _image_classification,
+        "language-modelling": _language_modelling,
+    }
+    if config.task not in load:
+        raise ValueError(f"task must be one of {', '.join(load)}, got {config.task!r}")
+    return load[config.task](config)
+
+
+def _text_classification(config: DataConfig) -> Task:
+    if config.train is None:
+        source = f"docstrings of Python {platform.python_version()}'s standard library"
+        train, dev = load_stdlib_docs(_STDLIB_CLASSES)
+    else:
+        source = str(config.train)
+        train = read_labelled_text(config.train)
+        dev = train if config.dev is None else read_labelled_text(config.dev)
+        check_labels(config.train, train, config.dev or config.train, dev)
+    classes = class_names(train.labels)
+    if config.train is not None and config.dev is None:
+        train, dev = (
+            LabelledText([train.texts[i] for i in part], [train.labels[i] for i in part])
+            for part in hold_out(len(train.texts), config.dev_fraction, source)
+        )
+    tokenizer = (
+        word_tokenizer(train.texts, _WORDS)
+        if config.tokenizer is None
+        else load_tokenizer(config.tokenizer)
+    )
+    datasets = (
+        TextDataset(tokenize(part, tokenizer, config.sequence_length, classes))
+        for part in (train, dev)
+    )
+    return Task(*datasets, tuple(classes), tokenizer.get_vocab_size(), source)
+
+
+def _image_classification(config: DataConfig) -> Task:
+    if config.train is None:
+        train, dev = draw_digits(5_000, seed=0), draw_digits(1_000, seed=1)
+    else:
+        train, dev = read_images(config.train)
+        if train is None:
+            raise DataError(f"{config.train}: holds test images only, no training images")
+        if len(train.classes) < 2:
+            raise DataError(f"{config.train}: a classifier needs at least 2 classes, found 1")
+        if config.dev is not None:
+            own_train, own_dev = read_images(config.dev)
+            dev = (own_dev or own_train).with_classes_of(train)
+    if dev is None:
+        parts = hold_out(len(train.labels), config.dev_fraction, config.train)
+        train, dev = (train.take(part) for part in parts)
+    mean, std = _NORMALIZATION[config.normalization]
+
+    def dataset(data: LabelledImages, flip: bool) -> ImageDataset:
+        return ImageDataset(data, config.image_size, mean, std, flip)
+
+    return Task(
+        dataset(train, config.flip), dataset(dev, False), train.classes, 0, str(train.source)
+    )
+
+
+def _language_modelling(config: DataConfig) -> Task:
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+
+    def read(paths: list[Path]) -> "Bytes | np.ndarray":
+        return Bytes(paths) if tokenizer is None else read_tokens(paths, tokenizer)
+
+    if config.train is None:
+        source = f"sources of Python {platform.python_version()}'s standard library"
+        tokens = read(stdlib_sources())
+    else:
+        source = str(config.train)
+        tokens = read(text_files(config.train))
+    length = config.sequence_length
+    held_out = round(len(tokens) * config.dev_fraction) if config.dev is None else 0
+    end = len(tokens) - held_out
+    train = WindowDataset(tokens, 0, end, length, source)
+    if config.dev is None:
+        dev = WindowDataset(tokens, end, len(tokens), length, f"{source}, held out")
+    else:
+        dev_tokens = read(text_files(config.dev))
+        dev = WindowDataset(dev_tokens, 0, len(dev_tokens), length, config.dev)
+    return Task(train, dev, (), 256 if tokenizer is None else tokenizer.get_vocab_size(), source)
