@@ -1,25 +1,41 @@
 """Compiling for GPUs that are not there."""
 
+import importlib.util
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
 X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+QKV = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+BYTES = 64 * 4096 * 2
+
+pallas_is_deprecated = pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 
 
 def loss(x):
     return jnp.sum(lm.regelu2(lm.ms_layer_norm(x)).astype(jnp.float32))
 
 
+def cudnn_attention(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+
+
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device_and_kernel(device):
     compiled = lm.memory.compile_for(jax.grad(loss), X, device=device)
-    assert compiled.memory_analysis().output_size_in_bytes == 64 * 4096 * 2
+    assert compiled.memory_analysis().output_size_in_bytes == BYTES
+    if device == "t4":
+        return
     with lm.set_implementation("pallas"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
         program = lm.memory.compile_for(jax.grad(loss), X, device=device).as_text()
@@ -28,11 +44,90 @@ def test_every_device_and_kernel(device):
 
 
 @pytest.mark.gpu_compiler
+@pallas_is_deprecated
+def test_t4_refuses_what_it_cannot_run():
+    with pytest.raises(ValueError, match=r"'t4' has compute capability 7\.5 and cuDNN's flash"):
+        lm.memory.compile_for(cudnn_attention, QKV, device="t4")
+    with (
+        lm.set_implementation("pallas"),
+        pytest.raises(ValueError, match=r"Triton's kernels needs 8\.0 or later: use lm\.set_imp"),
+    ):
+        lm.memory.compile_for(loss, X, device="t4")
+
+
+@pytest.mark.gpu_compiler
+@pallas_is_deprecated
 def test_donation_and_a_target_of_the_users_own(tmp_path):
     own = tmp_path / "my-gpu.txtpb"
-    own.write_text((lm.memory.devices._TARGETS / "h100.txtpb").read_text())
+    description = (lm.memory.devices._TARGETS / "a6000.txtpb").read_text()
+    own.write_text(description.replace("NVIDIA RTX A6000", "NVIDIA Something New"))
     compiled = lm.memory.compile_for(lambda x: x + 1, X, device=own, donate_argnums=0)
-    assert compiled.memory_analysis().alias_size_in_bytes == 64 * 4096 * 2
+    assert compiled.memory_analysis().alias_size_in_bytes == BYTES
+    # Pallas does not know it by name.
+    with lm.set_implementation("pallas"):
+        program = lm.memory.compile_for(loss, X, device=own).as_text()
+    assert "lowmembp_norm_forward" in program
+
+
+def abstract_mesh(size, axis_type):
+    return AbstractMesh((size,), ("data",), axis_types=(axis_type,))
+
+
+def cpu_mesh(size, axis_type):
+    return Mesh(np.array(jax.devices()[:size]), ("data",), axis_types=(axis_type,))
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("device", ["h200", "a6000"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 8},
+        abstract_mesh(8, AxisType.Auto),
+        abstract_mesh(8, AxisType.Explicit),
+        cpu_mesh(8, AxisType.Explicit),
+    ],
+    ids=["sizes", "auto", "explicit", "cpu devices"],
+)
+def test_mesh_of_eight(device, mesh):
+    """A batch in eight parts, the parameters whole on each, on any kind of mesh."""
+
+    def step(scale, batch):
+        return jnp.sum(jnp.sin(batch["x"].astype(jnp.float32) * scale[None]))
+
+    scale = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    compiled = lm.memory.compile_for(
+        jax.grad(step), scale, {"x": X}, device=device, mesh=mesh, in_shardings=(P(), P("data"))
+    )
+    assert compiled.memory_analysis().argument_size_in_bytes == 4096 * 4 + BYTES // 8
+    assert compiled.memory_analysis().output_size_in_bytes == 4096 * 4
+    assert "all-reduce" in compiled.as_text()
+
+
+@pytest.mark.gpu_compiler
+def test_arguments_bring_their_mesh():
+    sharding = NamedSharding(cpu_mesh(4, AxisType.Auto), P("data"))
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
+    compiled = lm.memory.compile_for(lambda x: x + 1, x)
+    assert compiled.memory_analysis().argument_size_in_bytes == BYTES // 4
+    # in_shardings are stronger, and None in them is the argument's own.
+    compiled = lm.memory.compile_for(lambda x, y: x + y, x, x, in_shardings=(P(None, "data"), None))
+    assert compiled.memory_analysis().argument_size_in_bytes == BYTES // 2
+    compiled = lm.memory.compile_for(lambda x: x + 1, x, out_shardings=P())
+    assert compiled.memory_analysis().output_size_in_bytes == BYTES
+
+
+def test_meshes_that_do_not_exist():
+    with pytest.raises(ValueError, match=r"mesh={'data': 4, 'model': 4} has 16 devices: .* 1 to 8"):
+        lm.memory.compile_for(loss, X, mesh={"data": 4, "model": 4})
+
+
+@pytest.mark.gpu_compiler
+def test_axes_that_the_mesh_lacks():
+    with pytest.raises(ValueError, match=r"args\[0\] has .*'model'.*accepted .* axes 'data'"):
+        lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=P("model"))
+    with pytest.raises(ValueError, match=r"out_shardings has .*'model'.*accepted .* axes 'data'"):
+        lm.memory.compile_for(loss, X, mesh={"data": 2}, out_shardings=P("model"))
 
 
 def test_unknown_device_names_those_known():
@@ -45,3 +140,23 @@ def test_missing_wheels_say_how_to_install_them(monkeypatch):
     lm.memory.topology.cache_clear()
     with pytest.raises(ImportError, match=r"needs no-such-wheel: pip install 'lowmembp_jax\[plan"):
         lm.memory.compile_for(loss, X)
+
+
+@pytest.mark.gpu_compiler
+def test_missing_cudnn_says_how_to_install_it(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    def not_found():
+        raise RuntimeError("cuDNN not found.")
+
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", not_found)
+    with pytest.raises(RuntimeError, match="cuDNN not found"):  # installed, and yet
+        lm.memory.compile_for(cudnn_attention, QKV)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "nvidia.cudnn" else find_spec(name),
+    )
+    with pytest.raises(ImportError, match=r"needs nvidia-cudnn-cu12: pip install 'lowmembp_jax"):
+        lm.memory.compile_for(cudnn_attention, QKV)

@@ -2,6 +2,11 @@
 
 from lowmembp_jax.memory.compilation import compile_for as compile_for
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
+from lowmembp_jax.memory.devices import Device as Device
+from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
+from lowmembp_jax.memory.residual_table import Residual as Residual
+from lowmembp_jax.memory.residual_table import Residuals as Residuals
+from lowmembp_jax.memory.residuals import residuals as residuals
 from lowmembp_jax.memory.residuals import saved_bytes as saved_bytes

@@ -1,8 +1,11 @@
 """GPUs that XLA can compile for with none present: a target description each."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
+import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -15,20 +18,84 @@ _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+_SOURCES = {
+    "t4": "NVIDIA T4 datasheet, 2019",
+    "l4": "NVIDIA L4 datasheet, 2023",
+    "rtx4090": "NVIDIA Ada GPU architecture whitepaper, 2022, table 2",
+    "rtx6000pro": "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, 2025",
+    "a6000": "NVIDIA Ampere GA102 GPU architecture whitepaper, 2020, appendix A",
+    "a100-40gb": "NVIDIA A100 datasheet, 2020",
+    "a100-80gb": "NVIDIA A100 datasheet, 2021",
+    "h100": "NVIDIA H100 datasheet, 2023, SXM",
+    "h200": "NVIDIA H200 datasheet, 2024, SXM",
+    "b200": "NVIDIA HGX B200 datasheet, 2024, one of eight GPUs",
+}
+
 #: Names that `device=` takes; a path to a target description of your own is taken too.
-DEVICES: tuple[str, ...] = tuple(
-    sorted(
-        entry.name.removesuffix(".txtpb")
-        for entry in _TARGETS.iterdir()
-        if entry.name.endswith(".txtpb")
-    )
-)
+DEVICES: tuple[str, ...] = tuple(_SOURCES)
+
+# FLOPs a clock and multiprocessor of the tensor cores, dense, with float32 accumulation: of 16-bit
+# floats, relative to which TF32 has half and 8-bit floats twice the rate, and the dtypes there are.
+_F8 = ("f8e4m3fn", "f8e5m2")
+_MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...]]] = {
+    (7, 0): (1024, ("f16",)),
+    (7, 5): (1024, ("f16",)),
+    (8, 0): (2048, ("f16", "bf16", "f32")),
+    (8, 6): (1024, ("f16", "bf16", "f32")),
+    (8, 9): (1024, ("f16", "bf16", "f32", *_F8)),
+    (9, 0): (4096, ("f16", "bf16", "f32", *_F8)),
+    (10, 0): (8192, ("f16", "bf16", "f32", *_F8)),
+    (12, 0): (1024, ("f16", "bf16", "f32", *_F8)),
+}
+# GHz behind the published matrix rates where the highest clock is above it.
+_MATRIX_CLOCK = {(9, 0): 1.83, (10, 0): 1.856}
+
+# JAX 0.11 lowers Pallas kernels for GPUs on a list of names: one there of each capability.
+_PALLAS_KINDS = {
+    (8, 0): "NVIDIA A100",
+    (8, 6): "NVIDIA A10",
+    (8, 9): "NVIDIA L4",
+    (9, 0): "NVIDIA H100",
+    (10, 0): "NVIDIA B200",
+    (12, 0): "NVIDIA RTX PRO 6000",
+}
 
 _WHEELS = {
     "jax_cuda12_plugin": "jax-cuda12-plugin",
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
     "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a GPU has and can, as published.
+
+    Attributes:
+      name: as given to `device=`.
+      description: as CUDA calls it.
+      capability: CUDA compute capability, such as (9, 0).
+      memory_bytes: what CUDA reports, a little less than is printed on the box.
+      bandwidth: of that memory, bytes/s.
+      matrix_flops: FLOP/s of dense matrix products with float32 accumulation, by HLO dtype of
+        the operands. "f32" is TF32, which JAX uses by default. A dtype that is not there has no
+        matrix units and runs at `vector_flops`.
+      vector_flops: float32 FLOP/s of everything else, a fused multiply-add counted as two.
+      source: where the numbers are published.
+    """
+
+    name: str
+    description: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    bandwidth: float
+    matrix_flops: Mapping[str, float]
+    vector_flops: float
+    source: str
+
+    def usable_bytes(self, fraction: float = 0.75) -> int:
+        """What JAX's allocator takes of the memory: `XLA_PYTHON_CLIENT_MEM_FRACTION`, 0.75."""
+        return int(self.memory_bytes * fraction)
 
 
 def missing_wheels() -> list[str]:
@@ -54,6 +121,55 @@ def _target_config(device: str | os.PathLike[str]) -> str:
     )
 
 
+def get_device(device: str | os.PathLike[str]) -> Device:
+    """What a GPU has and can, from its target description.
+
+    The matrix rate is multiprocessors x clock x FLOPs a clock of its compute capability, which
+    gives the published numbers. GeForce cards have half of it with float32 accumulation.
+
+    Args:
+      device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
+
+    Raises:
+      ValueError: no such device; the description lacks a field, or its compute capability is one
+        whose matrix rate is not known here.
+    """
+    config = _target_config(device)
+    fields = dict(re.findall(r"^\s*(\w+):\s*\"?([^\"\n]*)\"?", config, re.MULTILINE))
+
+    def field(name: str) -> str:
+        if name not in fields:
+            raise ValueError(f"device={str(device)!r}: its target description has no {name}")
+        return fields[name]
+
+    found = re.search(r"cuda_compute_capability\s*\{(.*?)\}", config, re.DOTALL)
+    version = dict(re.findall(r"(major|minor):\s*(\d+)", found[1] if found else ""))
+    capability = int(version.get("major", 0)), int(version.get("minor", 0))
+    if capability not in _MATRIX:
+        known = ", ".join(f"{major}.{minor}" for major, minor in _MATRIX)
+        raise ValueError(
+            f"device={str(device)!r} has cuda_compute_capability {capability[0]}.{capability[1]}: "
+            f"accepted are {known}"
+        )
+    cores, clock = int(field("core_count")), float(field("clock_rate_ghz")) * 1e9
+    per_clock, dtypes = _MATRIX[capability]
+    description = field("device_description_str")
+    if "GeForce" in description:
+        per_clock //= 2
+    matrix = cores * per_clock * min(clock, _MATRIX_CLOCK.get(capability, float("inf")) * 1e9)
+    relative = {"f32": 0.5, "f8e4m3fn": 2.0, "f8e5m2": 2.0}
+    return Device(
+        name=str(device),
+        description=description,
+        capability=capability,
+        memory_bytes=int(field("device_memory_size")),
+        bandwidth=float(field("memory_bandwidth")),
+        matrix_flops={dtype: matrix * relative.get(dtype, 1.0) for dtype in dtypes},
+        vector_flops=2.0 * cores * int(field("fpus_per_core")) * clock,
+        source=_SOURCES.get(str(device), f"target description {device}"),
+    )
+
+
 @functools.cache
 def topology(
     device: str | os.PathLike[str] = "h200", count: int = 1
@@ -62,18 +178,26 @@ def topology(
 
     Args:
       device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
-      count: how many.
+      count: how many, 1 to 8.
 
     Returns:
       A `jax.experimental.topologies.TopologyDescription`; its `.devices` go into a `Mesh` or a
       `SingleDeviceSharding` for `jax.jit(...).lower`.
 
     Raises:
-      ValueError: no such device.
+      ValueError: no such device, see `get_device`, or no such count.
       ImportError: a wheel with XLA's GPU compiler is missing.
       RuntimeError: JAX looked for CUDA before this module was imported, and gave it up.
     """
-    config = _target_config(device)
+    config, capability = _target_config(device), get_device(device).capability
+    if not 1 <= count <= 8:
+        raise ValueError(f"count={count} GPUs: accepted are 1 to 8, one host's")
+    if (device == "a6000" or device not in DEVICES) and capability in _PALLAS_KINDS:
+        config = re.sub(
+            r"device_description_str:.*",
+            f'device_description_str: "{_PALLAS_KINDS[capability]}"',
+            config,
+        )
     if missing := missing_wheels():
         raise ImportError(
             f"compiling for a GPU needs {', '.join(missing)}: "

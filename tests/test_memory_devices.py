@@ -1,0 +1,85 @@
+"""What is known of the GPUs, against what NVIDIA publishes of them."""
+
+import pytest
+
+import lowmembp_jax as lm
+
+GIB = 2**30
+
+# Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (bf16, or
+# f16 on the T4; TF32; 8-bit floats), float32 TFLOP/s without matrix units. No sparsity.
+PUBLISHED = {
+    "t4": (16, 320, 65, None, None, 8.1),
+    "l4": (24, 300, 121, 60.5, 242.5, 30.3),
+    "rtx4090": (24, 1008, 165.2, 82.6, 330.3, 82.6),
+    "rtx6000pro": (96, 1792, 503.8, 251.9, 1007.6, 126),
+    "a6000": (48, 768, 154.8, 77.4, None, 38.7),
+    "a100-40gb": (40, 1555, 312, 156, None, 19.5),
+    "a100-80gb": (80, 2039, 312, 156, None, 19.5),
+    "h100": (80, 3350, 989.5, 494.5, 1979, 67),
+    "h200": (141, 4800, 989.5, 494.5, 1979, 67),
+    "b200": (180, 7700, 2250, 1125, 4500, 75),
+}
+
+
+def test_all_are_published():
+    assert set(lm.memory.DEVICES) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_numbers_are_those_published(name):
+    device = lm.memory.get_device(name)
+    memory, bandwidth, half, tf32, eight, vector = PUBLISHED[name]
+    # "GB" of a card are 2^30 or 10^9 bytes, and some are set aside for error correction.
+    assert 0.91 * memory * 1e9 < device.memory_bytes < memory * GIB
+    assert device.bandwidth == pytest.approx(bandwidth * 1e9, rel=0.005)
+    assert device.matrix_flops["f16"] == pytest.approx(half * 1e12, rel=0.005)
+    assert device.matrix_flops.get("bf16") == (None if name == "t4" else device.matrix_flops["f16"])
+    for dtype, published in (("f32", tf32), ("f8e4m3fn", eight), ("f8e5m2", eight)):
+        expected = None if published is None else pytest.approx(published * 1e12, rel=0.005)
+        assert device.matrix_flops.get(dtype) == expected
+    assert device.vector_flops == pytest.approx(vector * 1e12, rel=0.01)
+    assert "NVIDIA" in device.source
+
+
+def test_usable_bytes_are_three_quarters_by_default():
+    device = lm.memory.get_device("h100")
+    assert device.usable_bytes() == device.memory_bytes * 3 // 4
+    assert device.usable_bytes(0.9) == int(device.memory_bytes * 0.9)
+
+
+def own(tmp_path, *replacements):
+    text = (lm.memory.devices._TARGETS / "a6000.txtpb").read_text()
+    for old, new in replacements:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "rtx3090.txtpb"
+    path.write_text(text)
+    return path
+
+
+def test_own_description_is_derived(tmp_path):
+    path = own(
+        tmp_path,
+        ("NVIDIA RTX A6000", "NVIDIA GeForce RTX 3090"),
+        ("core_count: 84", "core_count: 82"),
+        ("clock_rate_ghz: 1.8", "clock_rate_ghz: 1.695"),
+        ("device_memory_size: 51041271808", "device_memory_size: 25438715904"),
+    )
+    device = lm.memory.get_device(path)
+    assert device.description == "NVIDIA GeForce RTX 3090"
+    assert (device.capability, device.memory_bytes) == ((8, 6), 25438715904)
+    # NVIDIA Ampere GA102 GPU architecture whitepaper.
+    assert device.matrix_flops["bf16"] == pytest.approx(71e12, rel=0.005)
+    assert device.matrix_flops["f32"] == pytest.approx(35.6e12, rel=0.005)
+    assert device.vector_flops == pytest.approx(35.6e12, rel=0.005)
+    assert device.source == f"target description {path}"
+
+
+def test_errors_name_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match=r"device='h20' is not known.*t4, l4.*or the path"):
+        lm.memory.get_device("h20")
+    with pytest.raises(ValueError, match="its target description has no clock_rate_ghz"):
+        lm.memory.get_device(own(tmp_path, ("  clock_rate_ghz: 1.8\n", "")))
+    with pytest.raises(ValueError, match=r"cuda_compute_capability 6\.6: accepted are 7\.0, 7\.5"):
+        lm.memory.get_device(own(tmp_path, ("major: 8", "major: 6")))
