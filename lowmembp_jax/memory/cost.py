@@ -3,19 +3,19 @@
 Counted from the program's own instructions, with no GPU: `hlo_traffic` says what is assumed of the
 bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes at
 the device's full bandwidth or its FLOPs at the full matrix rate, whichever is longer (the roofline
-model, Williams et al. 2009), and one runs after another. Real kernels reach a part of either rate,
-so this compares programs better than it times them.
+model, Williams et al. 2009), and one runs after another, also where XLA lets a collective overlap.
+Real kernels reach a part of either rate, so this compares programs better than it times them.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator
 
 import jax
 
 from lowmembp_jax.memory import hlo
 from lowmembp_jax.memory.cost_totals import Cost as Cost
 from lowmembp_jax.memory.cost_totals import Kernel as Kernel
+from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.hlo import Computation, Instruction, Program
 from lowmembp_jax.memory.hlo_collectives import is_collective, link_bytes
 from lowmembp_jax.memory.hlo_flops import flops
@@ -29,25 +29,6 @@ _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
-
-
-class Device(Protocol):
-    """What is asked of a device."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Of its memory, bytes a second."""
-        ...
-
-    @property
-    def matrix_flops(self) -> Mapping[str, float]:
-        """Dense FLOPs a second of the matrix units, by type."""
-        ...
-
-    @property
-    def vector_flops(self) -> float:
-        """Float32 FLOPs a second of the other units."""
-        ...
 
 
 class _Counter:
@@ -151,8 +132,7 @@ def cost(
 
     Args:
       program: compiled for a GPU, its text, or that parsed.
-      device: with `bandwidth` (bytes a second), `matrix_flops` (type to dense FLOPs a second)
-        and `vector_flops`.
+      device: that it was compiled for, from `lm.memory.get_device`.
       link_bandwidth: bytes a second that a device sends to others; without it the time of
         collectives is that of reading and writing memory.
 

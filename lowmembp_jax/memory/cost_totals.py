@@ -27,7 +27,7 @@ class Kernel:
       bytes_written: to the device's memory.
       link_bytes: sent to other devices.
       flops: on the matrix units; 0 for custom calls whose insides the program does not show.
-      dtype: the type of the factors, "bf16", "tf32", ..., or "".
+      dtype: the type of the factors, "bf16", "f32" (TF32), "f32 highest", ..., or "".
       count: how often it runs: loops are multiplied out.
       estimated_seconds: by the roofline, launch included.
     """
@@ -64,8 +64,14 @@ class Kernel:
     @property
     def module(self) -> str:
         """The path of Flax modules that it belongs to, such as "ViT/layer_0/query", or ""."""
-        names = (re.sub(r"^(?:\w+\()+|\)+$", "", part) for part in self.op_name.split("/")[1:-1])
-        return "/".join(n for n in names if n.isidentifier() and n not in _NOT_MODULES)
+        names: list[str] = []
+        for part in self.op_name.split("/")[1:-1]:
+            name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
+            # transpose(jvp(ViT))/jvp(ViT)/layer_0 is that of a layer in jax.checkpoint.
+            again = name != part and names[-1:] == [name]
+            if name.isidentifier() and name not in _NOT_MODULES and not again:
+                names.append(name)
+        return "/".join(names)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
       instruction: a kernel; a fusion's are those of what it fuses.
 
     Returns:
-      FLOPs, and the type of the factors as HLO names it, but "tf32" for float32 at the default
-      precision, as XLA computes it where the GPU can; (0, "") where there are none.
+      FLOPs, and the type of the factors as HLO names it, but "f32 highest" where float32 was asked
+      for exactly: otherwise XLA computes float32 in TF32. (0, "") where there are none.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
@@ -83,5 +83,5 @@ def _type(instruction: Instruction, dtype: str) -> str:
     config = instruction.backend_config.get("gemm_backend_config", {}).get("precision_config", {})
     precision = instruction.attribute("operand_precision")
     precisions = precision.split(",") if precision else config.get("operand_precision", [])
-    default = all(one.lower() == "default" for one in precisions)
-    return "tf32" if dtype == "f32" and default else dtype
+    exact = any(one.strip().lower() == "highest" for one in precisions)
+    return f"{dtype} highest" if dtype == "f32" and exact else dtype
