@@ -10,7 +10,6 @@ from models.attention import CHUNK, SHORT, attention, best_attention
 
 import lowmembp_jax as lm
 
-
 # `jax.nn.dot_product_attention(implementation="xla")` mixes 16 bits with float32.
 standard_promotion = jax.numpy_dtype_promotion("standard")
 

@@ -1,0 +1,287 @@
+"""LLaMA in Flax linen: `Llama(config, Compute(...))` gives the logits of the next token.
+
+Touvron et al. 2023 (arXiv:2302.13971), as Hugging Face's `LlamaForCausalLM` computes it:
+pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, the head tied to the
+embedding or not. Text is padded on the right: no token sees the padding behind it.
+"""
+
+import dataclasses
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+from checkpoints import read_config
+from jaxtyping import Array, Float, Int
+
+import lowmembp_jax as lm
+from models.attention import attention
+from models.common import Compute, remat_layer, rms_norm, silu
+
+#: Tokens of each text whose logits are in memory at a time where the model is given targets.
+LOSS_CHUNK = 256
+
+#: Cosine and sine.
+Rotation = tuple[
+    Float[Array, "1 tokens 1 half_head_size"], Float[Array, "1 tokens 1 half_head_size"]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes, under the names of Hugging Face's config.json."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    num_key_value_heads: int | None = None  # as many as num_attention_heads
+    head_dim: int | None = None  # hidden_size / num_attention_heads
+    vocab_size: int = 32000
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> "LlamaConfig":
+        """Reads a config.json; errors as for `checkpoints.read_config`.
+
+        Scaled rotary positions (those of LLaMA 3.1 and later among them) are not supported.
+        """
+        plain = (None, {"rope_type": "default"}, {"type": "default"})
+        config = read_config(
+            path,
+            cls,
+            model_type="llama",
+            hidden_act="silu",
+            attention_bias=False,
+            mlp_bias=False,
+            rope_scaling=plain,
+        )
+        # What transformers 5 writes in place of rope_theta and rope_scaling.
+        rope = json.loads(Path(path).read_text()).get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"{path}: rope_parameters={rope!r} is not supported, only rope_type 'default'"
+            )
+        return dataclasses.replace(config, rope_theta=rope.get("rope_theta", config.rope_theta))
+
+    def to_json(self) -> dict[str, Any]:
+        """What transformers needs in a config.json beside the tensors."""
+        architectures = ["LlamaForCausalLM"]
+        sizes = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        return {"model_type": "llama", "architectures": architectures, **sizes}
+
+
+CONFIGS = {
+    "llama-tiny": LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=256),
+    "llama-7b": LlamaConfig(4096, 32, 32, 11008),
+    "llama-13b": LlamaConfig(5120, 40, 40, 13824),
+}
+
+
+def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:
+    """For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
+
+    For layers of their own and for scanned ones. The last norm in front of a tied head keeps its
+    scale: the embedding cannot take it.
+    """
+    rules = [
+        lm.MergeRule("{layer}/norm1", ["{layer}/query", "{layer}/key", "{layer}/value"]),
+        lm.MergeRule("{layer}/norm2", ["{layer}/gate", "{layer}/up"]),
+    ]
+    return rules if config.tie_word_embeddings else [*rules, lm.MergeRule("norm", "lm_head")]
+
+
+#: Those for heads that are not tied; `lm.merge_norm_affine` refuses them where the head is.
+NORM_RULES = norm_rules(CONFIGS["llama-7b"])
+
+
+class LlamaLayer(nn.Module):
+    """Self-attention and SwiGLU, each behind a norm; fields as for `Llama`.
+
+    Returns `(x, None)`, as `nn.scan` wants it.
+    """
+
+    config: LlamaConfig
+    compute: Compute
+    norm_residual: str
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"], rotation: Rotation
+    ) -> tuple[Float[Array, "batch tokens hidden"], None]:
+        config, compute = self.config, self.compute
+        norm = partial(_norm, self, affine=not compute.merged)
+        dense = partial(
+            nn.DenseGeneral,
+            use_bias=False,
+            dtype=compute.dtype,
+            param_dtype=compute.param_dtype,
+        )
+        heads, kv_heads, size = config.num_attention_heads, config.kv_heads, config.head_size
+        y = norm(name="norm1")(x)
+        q = rotate(dense((heads, size), name="query")(y), rotation)
+        k = rotate(dense((kv_heads, size), name="key")(y), rotation)
+        v = dense((kv_heads, size), name="value")(y)
+        h = attention(q, k, v, compute.attention, causal=True)
+        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
+        y = norm(name="norm2")(x)
+        h = silu(compute, dense(config.intermediate_size, name="gate")(y))
+        h = h * dense(config.intermediate_size, name="up")(y)
+        return x + dense(config.hidden_size, name="down")(h), None
+
+
+def _norm(module: "LlamaLayer | Llama", *, name: str, affine: bool) -> nn.Module:
+    config, residual = module.config, module.norm_residual
+    return rms_norm(module.compute, config.rms_norm_eps, name, affine=affine, residual=residual)
+
+
+def rotary_positions(tokens: int, head_size: int, theta: float) -> Rotation:
+    """Cosine and sine of position * theta^(-2j / head_size), j below head_size / 2, float32."""
+    half = head_size // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies[None]
+    return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+
+
+def rotate(
+    x: Float[Array, "batch tokens heads head_size"], rotation: Rotation
+) -> Float[Array, "batch tokens heads head_size"]:
+    """Rotary positions (arXiv:2104.09864), in float32: of a head's features the first half turns
+    with the second.
+    """
+    cos, sin = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class Llama(nn.Module):
+    """The language model.
+
+    Attributes:
+      config: sizes.
+      compute: how it computes. With `merged`, see `norm_rules`.
+      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_rms_norm`:
+        "normalized" is exact and costs an array more than "output" or merging.
+      scan_layers: one `nn.scan` over the layers: parameters are stacked, under "layers", in place
+        of "layer_0", "layer_1", ...; compiles in the time of one layer.
+    """
+
+    config: LlamaConfig
+    compute: Compute = Compute()
+    norm_residual: Literal["normalized", "output"] = "normalized"
+    scan_layers: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids: Int[Array, "batch tokens"],
+        targets: Int[Array, "batch tokens"] | None = None,
+    ) -> Float[Array, "batch tokens ..."]:
+        """Logits of the token after each, `[batch, tokens, vocab_size]` float32.
+
+        Args:
+          input_ids: `[batch, tokens]` int32.
+          targets: `[batch, tokens]` int32. If given, the result is the cross-entropy of each,
+            `[batch, tokens]` float32, 0 where the target is negative: without the logits, which
+            are computed `LOSS_CHUNK` tokens at a time, and once more in the backward.
+        """
+        config, compute = self.config, self.compute
+        dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
+        embed = nn.Embed(config.vocab_size, config.hidden_size, **dtypes, name="word_embeddings")
+        x = embed(input_ids)
+        rotation = rotary_positions(input_ids.shape[1], config.head_size, config.rope_theta)
+        layer = remat_layer(LlamaLayer, compute, prevent_cse=not self.scan_layers)
+        fields = (config, compute, self.norm_residual)
+        if self.scan_layers:
+            layers = nn.scan(
+                layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=config.num_hidden_layers,
+            )
+            x, _ = layers(*fields, name="layers")(x, rotation)
+        else:
+            for index in range(config.num_hidden_layers):
+                x, _ = layer(*fields, name=f"layer_{index}")(x, rotation)
+        tied = config.tie_word_embeddings
+        x = _norm(self, name="norm", affine=tied or not compute.merged)(x)
+        head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")
+        head = embed if tied else head
+        return _logits(head, x) if targets is None else _cross_entropy(head, x, targets)
+
+
+def _logits(head: nn.Embed | nn.Dense, x: Array) -> Array:
+    logits = head.attend(x) if isinstance(head, nn.Embed) else head(x)
+    return logits.astype(jnp.float32)
+
+
+def _cross_entropy(head: nn.Embed | nn.Dense, x: Array, targets: Array) -> Array:
+    batch, tokens, hidden = x.shape
+    chunk = min(LOSS_CHUNK, tokens)
+    padding = (0, -tokens % chunk)
+    x = jnp.pad(x, ((0, 0), padding, (0, 0))).reshape(batch, -1, chunk, hidden)
+    targets = jnp.pad(targets, ((0, 0), padding), constant_values=-1).reshape(batch, -1, chunk)
+
+    def step(head, carry, x, targets):
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            _logits(head, x), jnp.maximum(targets, 0)
+        )
+        return carry, jnp.where(targets < 0, 0.0, losses)
+
+    scan = nn.scan(
+        nn.remat(step, prevent_cse=False),
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        in_axes=1,
+        out_axes=1,
+    )
+    return scan(head, (), x, targets)[1].reshape(batch, -1)[:, :tokens]
+
+
+#: Put before the names of a checkpoint without a head; what checkpoints have beyond `Llama`: a
+#: table, and the head that is tied to the embedding.
+PREFIX = "model."
+UNUSED = ("model.layers.*.rotary_emb.inv_freq", "lm_head.weight")
+
+_MODULES = {
+    "word_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+    "norm1": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "attention_output": "self_attn.o_proj",
+    "norm2": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def hugging_face_name(path: tuple[str, ...]) -> str:
+    """The tensor of Hugging Face's `LlamaForCausalLM` for a parameter of `Llama`."""
+    *layer, module, _ = path
+    name = f"{_MODULES[module]}.weight"
+    if not layer:
+        return name
+    index = "{layer}" if layer[0] == "layers" else layer[0].removeprefix("layer_")
+    return f"model.layers.{index}.{name}"
