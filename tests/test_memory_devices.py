@@ -6,8 +6,8 @@ import lowmembp_jax as lm
 
 GIB = 2**30
 
-# Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (bf16, or
-# f16 on the T4; TF32; 8-bit floats), float32 TFLOP/s without matrix units. No sparsity.
+# Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (f16;
+# TF32; 8-bit floats), float32 TFLOP/s without matrix units. No sparsity.
 PUBLISHED = {
     "t4": (16, 320, 65, None, None, 8.1),
     "l4": (24, 300, 121, 60.5, 242.5, 30.3),
