@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import tyro
 from data.labelled_text import DataError, read_tsv_pair, tokenize
 from data.stdlib_docs import load_stdlib_docs
 from minilm import check_hidden_states, minilm_directory
-from models.bert import Bert, BertClassifier, best_attention, load_pretrained
+from models.attention import best_attention
+from models.bert import load_pretrained
 from report import plot, print_table, write_json
-from step_memory import METHODS, StepSize, measure_methods, missing_wheels
+from step_memory import METHODS, StepSize, make_model, measure_methods, missing_wheels
 from tokenizers import Tokenizer
 from training import finetune, make_optimizer
 
@@ -124,11 +124,10 @@ def run(config: Config) -> dict[str, Any]:
     directory = config.checkpoint or minilm_directory()
     bert_config, pretrained = load_pretrained(directory)
     for option in ("max_tokens", "gpu_max_tokens"):
-        if getattr(config, option) > bert_config.max_position_embeddings:
+        if getattr(config, option) > bert_config.max_tokens:
             raise UsageError(
-                f"--{option.replace('_', '-')} must be at most "
-                f"{bert_config.max_position_embeddings}, the checkpoint's number of positions, "
-                f"got {getattr(config, option)}"
+                f"--{option.replace('_', '-')} must be at most {bert_config.max_tokens}, "
+                f"the checkpoint's number of positions, got {getattr(config, option)}"
             )
     differences = {}
     if config.checkpoint is None:
@@ -142,15 +141,10 @@ def run(config: Config) -> dict[str, Any]:
 
     optimizer = make_optimizer(config.learning_rate, config.weight_decay, steps)
     head_size = bert_config.hidden_size // bert_config.num_attention_heads
+    attention = best_attention(jax.default_backend(), config.dtype, head_size, config.max_tokens)
     runs = {}
     for method in _TRAINED:
-        bert = Bert(
-            bert_config,
-            **METHODS[method],
-            attention=best_attention(jax.default_backend(), config.dtype, head_size),
-            dtype=jnp.dtype(config.dtype),
-        )
-        model = BertClassifier(bert, len(classes))
+        model = make_model(bert_config, len(classes), method, config.dtype, attention)
 
         @jax.jit  # leaves the rest of the parameters uncomputed
         def initial_classifier(key, model=model):

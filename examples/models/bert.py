@@ -1,27 +1,25 @@
-"""BERT in Flax linen, with either Flax's own ops or lowmembp_jax's: `Bert(config, ops=...)`.
+"""BERT in Flax linen: the encoder, and a classifier on it.
 
-Devlin et al. 2018 (arXiv:1810.04805), as Hugging Face's `BertModel` computes it without its
-pooler: post-LayerNorm, absolute positions, GELU in the erf form, no dropout.
+Devlin et al. 2018 (arXiv:1810.04805), as Hugging Face's `BertForSequenceClassification` computes
+it: post-LayerNorm, absolute positions, GELU in the erf form. No dropout.
 """
 
 import dataclasses
-import json
-from collections.abc import Mapping
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
+from checkpoints import read_config, read_tensors, to_params
 from jaxtyping import Array, Float, Int
-from safetensors.numpy import load_file
 
 import lowmembp_jax as lm
-
-Ops = Literal["flax", "lowmembp"]
-Remat = Literal["none", "norm+activation", "dots", "full"]
-Attention = Literal["xla", "cudnn"]
+from models.attention import attention
+from models.bert_names import UNUSED, current_names, hugging_face_name
+from models.common import Compute, gelu, layer_norm, remat_layer
+from models.post_norm import Hidden, post_norm, with_affine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,242 +31,206 @@ class BertConfig:
     num_hidden_layers: int
     num_attention_heads: int
     intermediate_size: int
-    max_position_embeddings: int
-    type_vocab_size: int
-    layer_norm_eps: float
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    num_labels: int = 2
+
+    model_type: ClassVar[str] = "bert"
+    architecture: ClassVar[str] = "BertForSequenceClassification"
+
+    @property
+    def first_position(self) -> int:
+        """The position of the first token."""
+        return 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest text that there are positions for."""
+        return self.max_position_embeddings - self.first_position
 
     @classmethod
-    def from_json(cls, path: Path) -> "BertConfig":
-        """Reads a config.json.
+    def from_json(cls, path: str | os.PathLike) -> Self:
+        """Reads a config.json; errors as for `checkpoints.read_config`."""
+        supported = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+        return read_config(path, cls, model_type=cls.model_type, **supported)
 
-        Raises:
-          ValueError: a key is missing, or the file describes a model that this is not.
-        """
-        given = json.loads(path.read_text())
-        fields = [field.name for field in dataclasses.fields(cls)]
-        if missing := [name for name in fields if name not in given]:
-            raise ValueError(f"{path}: keys are missing: {', '.join(missing)}")
-        supported = {
-            "model_type": "bert",
-            "hidden_act": "gelu",
-            "position_embedding_type": "absolute",
-        }
-        for key, value in supported.items():
-            if given.get(key, value) != value:
-                raise ValueError(f"{path}: {key}={given[key]!r} is not supported, only {value!r}")
-        return cls(**{name: given[name] for name in fields})
+    def to_json(self) -> dict[str, Any]:
+        """What transformers needs in a config.json beside the tensors."""
+        made = {"model_type": self.model_type, "architectures": [self.architecture]}
+        return {**made, **dataclasses.asdict(self)}
 
 
-def _norm(module: "BertLayer | Bert", name: str, before_dense: bool = True) -> nn.Module:
-    # The output dtype is the one in which the next Dense computes: they keep one array then.
-    # Such a norm keeps nothing of its own with residual="output". MiniLM's scales allow it: in
-    # its layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9 (embeddings: 0.15 and 7.5), and
-    # the gradient of the scales is as near to the float32 one as Flax's is: within 5e-7 in
-    # float32, 1.1% in bfloat16 (Flax 1.2%). The last norm has a scale of 5e-33, feeds no Dense
-    # and must keep one array anyway: residual="normalized" is exact there and costs the same.
-    kwargs = {"epsilon": module.config.layer_norm_eps, "dtype": module.dtype, "name": name}
-    if module.ops == "lowmembp":
-        residual = "output" if before_dense else "normalized"
-        return lm.MSLayerNorm(residual=residual, **kwargs)
-    if module.remat == "norm+activation":
-        return nn.remat(nn.LayerNorm)(**kwargs)
-    return nn.LayerNorm(**kwargs)
+CONFIGS = {
+    "bert-base": BertConfig(30522, 768, 12, 12, 3072),
+    "bert-large": BertConfig(30522, 1024, 24, 16, 4096),
+    "minilm": BertConfig(30522, 384, 6, 12, 1536),
+}
 
+NormResidual = Literal["normalized", "output"]
 
-def _gelu(module: "BertLayer", x: Array) -> Array:
-    if module.ops == "lowmembp":
-        return lm.regelu2(x, approximate=False)
-    if module.remat == "norm+activation":
-        return jax.checkpoint(lambda x: nn.gelu(x, approximate=False))(x)
-    return nn.gelu(x, approximate=False)
+#: For `lm.merge_norm_affine`. The residual branch needs the affine too: `keep`. The norms of the
+#: embeddings and of the last layer, whose output no Dense of a next layer takes, stay as they are.
+#: The merged tree has the same paths: only a model with `compute.merged` computes the same with it.
+NORM_RULES = [
+    lm.MergeRule("{model}/layer_{i}/attention_norm", "{model}/layer_{i}/intermediate", keep=True),
+    lm.MergeRule(
+        "{model}/layer_{i}/output_norm",
+        [f"{{model}}/layer_{{i+1}}/{name}" for name in ("query", "key", "value")],
+        keep=True,
+        skip_unconsumed=True,
+    ),
+]
 
 
 class BertLayer(nn.Module):
     """Self-attention and MLP, each followed by a norm; fields as for `Bert`."""
 
     config: BertConfig
-    ops: Ops
-    remat: Remat
-    attention: Attention
-    dtype: Any
+    compute: Compute
+    norm_residual: NormResidual
     is_last: bool
 
     @nn.compact
-    def __call__(
-        self, x: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"]
-    ) -> Float[Array, "batch tokens hidden"]:
-        heads = self.config.num_attention_heads
-        features = (heads, self.config.hidden_size // heads)
+    def __call__(self, hidden: Hidden, lengths: Int[Array, " batch"] | None) -> Hidden:
+        config, compute = self.config, self.compute
+        dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
+        heads = config.num_attention_heads
+        features = (heads, config.hidden_size // heads)
         q, k, v = (
-            nn.DenseGeneral(features, dtype=self.dtype, name=name)(x)
+            nn.DenseGeneral(features, **dtypes, name=name)(hidden[0])
             for name in ("query", "key", "value")
         )
-        h = jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=lengths, implementation=self.attention
-        )
+        h = attention(q, k, v, compute.attention, lengths=lengths)
         # Contracts over (head, head size): a reshape before it would be kept a second time.
-        h = nn.DenseGeneral(
-            self.config.hidden_size, axis=(-2, -1), dtype=self.dtype, name="attention_output"
-        )(h)
-        x = _norm(self, "attention_norm")(x + h)
-        h = nn.Dense(self.config.intermediate_size, dtype=self.dtype, name="intermediate")(x)
-        h = nn.Dense(self.config.hidden_size, dtype=self.dtype, name="output")(_gelu(self, h))
-        return _norm(self, "output_norm", before_dense=not self.is_last)(x + h)
+        h = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), **dtypes, name="attention_output")(h)
+        eps = config.layer_norm_eps
+        x = with_affine(hidden) + h
+        residual = self.norm_residual
+        hidden = post_norm(
+            compute, eps, "attention_norm", x, merged=compute.merged, residual=residual
+        )
+        h = nn.Dense(config.intermediate_size, **dtypes, name="intermediate")(hidden[0])
+        h = gelu(compute, h, approximate=False)
+        h = nn.Dense(config.hidden_size, **dtypes, name="output")(h)
+        x = with_affine(hidden) + h
+        merged = compute.merged and not self.is_last
+        # The last norm feeds no Dense and keeps an array of its own anyway.
+        residual = "normalized" if self.is_last else residual
+        return post_norm(compute, eps, "output_norm", x, merged=merged, residual=residual)
 
 
 class Bert(nn.Module):
-    """The encoder.
+    """The encoder, without the pooler.
 
     Attributes:
       config: sizes.
-      ops: "flax", or "lowmembp" for `lm.regelu2` and `lm.MSLayerNorm` with the same parameters.
-      remat: what `jax.checkpoint` recomputes: "none", each "norm+activation" (Flax's ops only),
-        all but matrix products ("dots"), or each layer ("full").
-      attention: `implementation` of `jax.nn.dot_product_attention`; see `best_attention`.
-      dtype: of the computation. Parameters are float32.
+      compute: how it computes. With `merged`, see `NORM_RULES`.
+      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
+        "normalized" is exact and costs an array more than "output" or merging.
     """
 
     config: BertConfig
-    ops: Ops = "flax"
-    remat: Remat = "none"
-    attention: Attention = "xla"
-    dtype: Any = jnp.float32
+    compute: Compute = Compute()
+    norm_residual: NormResidual = "normalized"
 
     @nn.compact
     def __call__(
-        self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
+        self,
+        input_ids: Int[Array, "batch tokens"],
+        lengths: Int[Array, " batch"] | None = None,
+        token_types: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
-        """Hidden states of the last layer, in `dtype`; those of padding have no meaning.
+        """Hidden states of the last layer, in `compute.dtype`; those of padding have no meaning.
 
         Args:
           input_ids: `[batch, tokens]` int32.
-          lengths: `[batch]` int32, the number of tokens of each text; the rest is padding.
+          lengths: `[batch]` int32, the number of tokens of each text; the rest is padding. None
+            where there is no padding.
+          token_types: `[batch, tokens]` int32, None for 0 everywhere.
         """
-        config = self.config
+        config, compute = self.config, self.compute
 
         def embed(name, size, ids):
-            return nn.Embed(size, config.hidden_size, dtype=self.dtype, name=name)(ids)
+            dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
+            return nn.Embed(size, config.hidden_size, **dtypes, name=name)(ids)
 
-        positions = jnp.arange(input_ids.shape[1])[None]
+        types = jnp.zeros_like(input_ids) if token_types is None else token_types
+        positions = jnp.arange(input_ids.shape[1])[None] + config.first_position
         x = (
             embed("word_embeddings", config.vocab_size, input_ids)
-            + embed("token_type_embeddings", config.type_vocab_size, jnp.zeros_like(input_ids))
+            + embed("token_type_embeddings", config.type_vocab_size, types)
             + jnp.broadcast_to(
                 embed("position_embeddings", config.max_position_embeddings, positions),
                 (*input_ids.shape, config.hidden_size),
             )
         )
-        x = _norm(self, "embeddings_norm")(x)
-        layer = BertLayer
-        if self.remat == "dots":
-            layer = nn.remat(BertLayer, policy=jax.checkpoint_policies.dots_saveable)
-        elif self.remat == "full":
-            layer = nn.remat(BertLayer)
+        norm = layer_norm(
+            compute, config.layer_norm_eps, "embeddings_norm", residual=self.norm_residual
+        )
+        hidden = norm(x), None
+        layer = remat_layer(BertLayer, compute)
         for index in range(config.num_hidden_layers):
             is_last = index == config.num_hidden_layers - 1
-            fields = (config, self.ops, self.remat, self.attention, self.dtype, is_last)
-            x = layer(*fields, name=f"layer_{index}")(x, lengths)
-        return x
+            fields = (config, compute, self.norm_residual, is_last)
+            hidden = layer(*fields, name=f"layer_{index}")(hidden, lengths)
+        return hidden[0]
 
 
 class BertClassifier(nn.Module):
-    """A Dense over the mean of the last hidden states, as sentence-transformers pools them."""
+    """Text classification: `Bert`, a pooled state, a Dense.
 
-    bert: Bert
-    classes: int
+    Attributes:
+      config, compute, norm_residual: as for `Bert`.
+      pooling: "first", the first token's state through a Dense and tanh, as in Hugging Face's
+        model; or "mean" over the tokens, as in sentence-transformers.
+    """
+
+    config: BertConfig
+    compute: Compute = Compute()
+    norm_residual: NormResidual = "normalized"
+    pooling: Literal["first", "mean"] = "first"
 
     @nn.compact
     def __call__(
-        self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
+        self,
+        input_ids: Int[Array, "batch tokens"],
+        lengths: Int[Array, " batch"] | None = None,
+        token_types: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "batch classes"]:
         """Logits, float32; arguments as for `Bert`."""
-        hidden = self.bert(input_ids, lengths)
-        used = jnp.arange(input_ids.shape[1])[None] < lengths[:, None]
-        weights = used.astype(hidden.dtype)
-        total = jnp.einsum("bth,bt->bh", hidden, weights, preferred_element_type=jnp.float32)
-        mean = total / lengths[:, None].astype(jnp.float32)
-        return nn.Dense(self.classes, name="classifier")(mean)
-
-
-def best_attention(platform: str, dtype: jax.typing.DTypeLike, head_size: int) -> Attention:
-    """cuDNN's flash attention, which keeps no probabilities, on a GPU where it takes the shapes."""
-    fits = jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
-    return "cudnn" if platform == "gpu" and fits else "xla"
-
-
-_EMBEDDINGS = {
-    "word_embeddings": "embeddings.word_embeddings",
-    "position_embeddings": "embeddings.position_embeddings",
-    "token_type_embeddings": "embeddings.token_type_embeddings",
-    "embeddings_norm": "embeddings.LayerNorm",
-}
-_LAYER = {
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-_LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
-# Not parameters of this encoder: a table of positions, the pooler, and pretraining heads.
-_UNUSED = ("embeddings.position_ids", "pooler.", "cls.")
-
-
-def _hugging_face_key(path: tuple[str, ...]) -> str:
-    *layer, module, leaf = path
-    if layer:
-        return f"encoder.layer.{layer[0].removeprefix('layer_')}.{_LAYER[module]}.{_LEAVES[leaf]}"
-    return f"{_EMBEDDINGS[module]}.{_LEAVES[leaf]}"
-
-
-def params_from_hugging_face(
-    tensors: Mapping[str, np.ndarray], config: BertConfig
-) -> dict[str, Any]:
-    """`Bert`'s parameter tree, float32, from tensors under the names of Hugging Face's BertModel.
-
-    Args:
-      tensors: name to array; a prefix "bert." is taken off.
-      config: sizes.
-
-    Raises:
-      ValueError: names the tensors that are missing, unknown, or of a wrong size.
-    """
-    tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(
-        Bert(config).init, jax.random.key(0), ids, jax.ShapeDtypeStruct((1,), jnp.int32)
-    )["params"]
-    used, problems = set(), []
-
-    def load(path, shape):
-        key = _hugging_face_key(tuple(entry.key for entry in path))
-        used.add(key)
-        if key not in tensors:
-            problems.append(f"missing {key}")
-        elif tensors[key].size != shape.size:
-            problems.append(f"{key} has shape {tensors[key].shape}, needed are {shape.size} values")
+        bert = Bert(self.config, self.compute, self.norm_residual, name="bert")
+        hidden = bert(input_ids, lengths, token_types)
+        if self.pooling == "first":
+            dtypes = {"dtype": self.compute.dtype, "param_dtype": self.compute.param_dtype}
+            pooled = nn.Dense(self.config.hidden_size, **dtypes, name="pooler")(hidden[:, 0])
+            pooled = jnp.tanh(pooled).astype(jnp.float32)
         else:
-            # torch.nn.Linear keeps [out, in].
-            tensor = tensors[key].T if path[-1].key == "kernel" else tensors[key]
-            return np.asarray(tensor, np.float32).reshape(shape.shape)
-
-    params = jax.tree_util.tree_map_with_path(load, shapes)
-    unknown = sorted(name for name in tensors.keys() - used if not name.startswith(_UNUSED))
-    problems += [f"unknown {name}" for name in unknown]
-    if problems:
-        raise ValueError("the checkpoint does not fit this BERT: " + "; ".join(problems))
-    return params
+            pooled = _mean(hidden, lengths)
+        dtypes = {"dtype": jnp.float32, "param_dtype": self.compute.param_dtype}
+        return nn.Dense(self.config.num_labels, **dtypes, name="classifier")(pooled)
 
 
-def load_pretrained(directory: Path) -> tuple[BertConfig, dict[str, Any]]:
-    """Config and parameters from a directory with config.json and model.safetensors.
+def _mean(hidden, lengths):
+    tokens = hidden.shape[1]
+    if lengths is None:
+        lengths = jnp.full(hidden.shape[:1], tokens)
+    used = (jnp.arange(tokens)[None] < lengths[:, None]).astype(hidden.dtype)
+    total = jnp.einsum("bth,bt->bh", hidden, used, preferred_element_type=jnp.float32)
+    return total / lengths[:, None].astype(jnp.float32)
+
+
+def load_pretrained(directory: str | os.PathLike) -> tuple[BertConfig, dict[str, Any]]:
+    """Config and `Bert`'s parameters, float32, from a Hugging Face directory, of any head.
 
     Raises:
-      FileNotFoundError: one of the two is not there.
-      ValueError: they do not describe a BERT that `Bert` can run.
+      FileNotFoundError: config.json or the tensors are not there.
+      ValueError: they do not describe a BERT that `Bert` can run; names every wrong tensor.
     """
-    config = BertConfig.from_json(directory / "config.json")
-    return config, params_from_hugging_face(load_file(directory / "model.safetensors"), config)
+    config = BertConfig.from_json(Path(directory) / "config.json")
+    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract = jax.eval_shape(Bert(config).init, jax.random.key(0), ids)["params"]
+    tensors = current_names(read_tensors(directory))
+    unused = (*UNUSED, "bert.pooler.*", "classifier.*")
+    params = to_params(tensors, {"bert": abstract}, hugging_face_name, unused, prefix="bert.")
+    return config, params["bert"]

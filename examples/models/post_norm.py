@@ -1,0 +1,69 @@
+"""LayerNorm after the residual sum, with its affine merged into the Denses that follow, or not.
+
+Post-LN layers compute x = norm(x + f(x)): Denses take the output, and so does the next residual
+sum. Merging the affine into the Denses (`lm.merge_norm_affine` with `keep`) leaves y, the plain
+normalized array, as what they take; the residual sum then takes y * scale + bias. The backward
+keeps y alone, which the Denses keep anyway, and all gradients are exact.
+"""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from models.common import Compute, layer_norm
+
+#: x, None; or y, (scale, bias) where x = y * scale + bias is still to be computed.
+Hidden = tuple[Float[Array, "batch tokens hidden"], Any]
+
+
+def post_norm(
+    compute: Compute,
+    epsilon: float,
+    name: str,
+    x: Float[Array, "batch tokens hidden"],
+    *,
+    merged: bool,
+    residual: str,
+) -> Hidden:
+    """Normalizes x; call it inside a compact module.
+
+    Args:
+      compute: how.
+      epsilon: added to the variance.
+      name: of the module, which has a scale and a bias in either case.
+      x: `[batch, tokens, hidden]`.
+      merged: leave the affine out of the output and return it.
+      residual: as of `lm.MSLayerNorm`, where there is an affine.
+    """
+    if merged:
+        return _SplitNorm(compute, epsilon, name=name)(x)
+    return layer_norm(compute, epsilon, name, residual=residual)(x), None
+
+
+def with_affine(hidden: Hidden) -> Float[Array, "batch tokens hidden"]:
+    """x, for the residual sum."""
+    y, affine = hidden
+    return y if affine is None else _scale_and_shift(y, *affine)
+
+
+class _SplitNorm(nn.Module):
+    compute: Compute
+    epsilon: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch tokens hidden"]) -> Hidden:
+        shape, dtype = x.shape[-1:], self.compute.param_dtype
+        scale = self.param("scale", nn.initializers.ones, shape, dtype)
+        bias = self.param("bias", nn.initializers.zeros, shape, dtype)
+        return layer_norm(self.compute, self.epsilon, "plain", affine=False)(x), (scale, bias)
+
+
+# Without jax.checkpoint, the product's backward keeps the scale as an array of y's shape.
+@partial(jax.checkpoint, prevent_cse=False)
+def _scale_and_shift(y, scale, bias):
+    scale, bias = (jnp.broadcast_to(p.astype(y.dtype), y.shape) for p in (scale, bias))
+    return y * scale + bias

@@ -1,0 +1,73 @@
+"""RoBERTa in Flax linen: BERT's encoder, other positions, another head.
+
+Liu et al. 2019 (arXiv:1907.11692), as Hugging Face's `RobertaForSequenceClassification` computes
+it. Token 0 has position `pad_token_id` + 1, and there are no token types.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from models.bert import NORM_RULES as NORM_RULES
+from models.bert import Bert, BertConfig, NormResidual
+from models.bert_names import LEAVES, encoder_name
+from models.common import Compute
+
+
+@dataclasses.dataclass(frozen=True)
+class RobertaConfig(BertConfig):
+    """Sizes, under the names of Hugging Face's config.json."""
+
+    pad_token_id: int = 1
+
+    model_type: ClassVar[str] = "roberta"
+    architecture: ClassVar[str] = "RobertaForSequenceClassification"
+
+    @property
+    def first_position(self) -> int:
+        return self.pad_token_id + 1
+
+
+_SIZES = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+CONFIGS = {
+    "roberta-base": RobertaConfig(50265, 768, 12, 12, 3072, **_SIZES),
+    "roberta-large": RobertaConfig(50265, 1024, 24, 16, 4096, **_SIZES),
+}
+
+#: Not parameters of the classifier: a table of positions, a pooler, and the head of pretraining.
+UNUSED = ("*.position_ids", "roberta.pooler.*", "lm_head.*")
+
+
+class RobertaClassifier(nn.Module):
+    """Text classification: two Denses on the first token's state; fields as for `Bert`."""
+
+    config: RobertaConfig
+    compute: Compute = Compute()
+    norm_residual: NormResidual = "normalized"
+
+    @nn.compact
+    def __call__(
+        self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"] | None = None
+    ) -> Float[Array, "batch classes"]:
+        """Logits, float32; arguments as for `Bert`."""
+        encoder = Bert(self.config, self.compute, self.norm_residual, name="roberta")
+        x = encoder(input_ids, lengths)[:, 0]
+        param_dtype = self.compute.param_dtype
+        dense = nn.Dense(
+            self.config.hidden_size, dtype=self.compute.dtype, param_dtype=param_dtype, name="dense"
+        )
+        x = jnp.tanh(dense(x)).astype(jnp.float32)
+        classes = self.config.num_labels
+        return nn.Dense(classes, dtype=jnp.float32, param_dtype=param_dtype, name="classifier")(x)
+
+
+def hugging_face_name(path: tuple[str, ...]) -> str:
+    """The tensor's name in `RobertaForSequenceClassification` for one of `RobertaClassifier`'s."""
+    module, *inside = path
+    if module == "roberta":
+        return f"roberta.{encoder_name(tuple(inside))}"
+    head = {"dense": "classifier.dense", "classifier": "classifier.out_proj"}[module]
+    return f"{head}.{LEAVES[inside[0]]}"
