@@ -1,0 +1,174 @@
+"""The training step, a pure function: what the trainer runs and the planner compiles.
+
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), steps=1000)
+    state = init_state(params, optimizer, jnp.float16)
+    step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0)
+    state, metrics = step(state, frozen, batch)
+
+Mixed precision as in Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits;
+weights, their gradients, sums and norms are float32. float16 scales the loss, and a step whose
+gradients overflow changes nothing but the scale.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from flax.training.dynamic_scale import DynamicScale
+from jaxtyping import Array, Float, Int
+
+#: `loss_fn(params, frozen, batch)`: the mean loss, float32, and a pytree of more to report.
+LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]]
+
+
+class TrainState(struct.PyTreeNode):
+    """What a training step changes.
+
+    Attributes:
+      params: the trained parameters, float32: the master weights.
+      opt_state: of `make_optimizer`'s optimizer.
+      step: int32, how many batches it has seen, skipped ones included.
+      loss_scale: the loss is multiplied by its `scale`; None but for float16.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Int[Array, ""]
+    loss_scale: DynamicScale | None
+
+
+class Metrics(struct.PyTreeNode):
+    """What a training step reports.
+
+    Attributes:
+      loss: float32, the mean over the batch.
+      grad_norm: float32, the norm of all gradients together; inf or NaN where they overflow.
+      skipped: bool, whether they overflowed, so that parameters stayed as they were.
+      aux: what the loss function has beside the loss.
+    """
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    skipped: Array
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
+
+    learning_rate: float = 1e-3
+    """At its peak."""
+    schedule: Literal["linear", "cosine"] = "linear"
+    """How the learning rate falls to 0, after it has risen linearly."""
+    warmup: float = 0.1
+    """The part of the steps in which it rises, 0 to 1."""
+    weight_decay: float = 0.01
+    """Of matrices: kernels, embeddings of words, LoRA. Not of biases, norms and positions."""
+    beta2: float = 0.999
+    """AdamW's mean of squares."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged for one step of the optimizer."""
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate by the optimizer's step; `steps` are there in all."""
+    warmup = min(round(config.warmup * steps), steps - 1)
+    rest = steps - warmup
+    falling = {
+        "linear": optax.linear_schedule(config.learning_rate, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(config.learning_rate, rest),
+    }[config.schedule]
+    # From the first step on it is above 0.
+    rising = optax.linear_schedule(
+        config.learning_rate / (warmup + 1), config.learning_rate, max(warmup, 1)
+    )
+    return optax.join_schedules([rising, falling], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
+    """AdamW with float32 state.
+
+    Args:
+      config: with `accumulate`, one step of AdamW follows so many calls (`optax.MultiSteps`).
+      steps: of AdamW, in all; for the learning rate.
+    """
+
+    def matrices(params):
+        return jax.tree_util.tree_map_with_path(_is_matrix, params)
+
+    adamw = optax.adamw(
+        learning_rate(config, steps),
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=matrices,
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    if config.accumulate > 1:
+        optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
+    return optax.with_extra_args_support(optimizer)
+
+
+def _is_matrix(path: Any, _: Any) -> bool:
+    return path[-1].key in ("kernel", "embedding", "kernel_lora_a", "kernel_lora_b")
+
+
+def init_state(
+    params: Any, optimizer: optax.GradientTransformation, dtype: jax.typing.DTypeLike
+) -> TrainState:
+    """The state at step 0.
+
+    Args:
+      params: the trained parameters, of any floating dtype; the state has copies in float32.
+      optimizer: from `make_optimizer`.
+      dtype: of the computation; float16 gets a loss scale.
+    """
+    # A copy: steps take the memory of their state over.
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    scale = None
+    if jnp.dtype(dtype) == jnp.float16:
+        scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2**16))
+    return TrainState(params, optimizer.init(params), jnp.int32(0), scale)
+
+
+def make_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Any, Any], tuple[TrainState, Metrics]]:
+    """`step(state, frozen, batch)` gives the next state and `Metrics`; not yet jitted.
+
+    Args:
+      loss_fn: see `LossFn`; differentiated in its first argument only, so that `frozen` gets no
+        gradient. `{}` where nothing is frozen.
+      optimizer: from `make_optimizer`.
+    """
+
+    def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale
+        if scale is None:
+            gradient = jax.value_and_grad(loss_fn, has_aux=True)
+            (loss, aux), grads = gradient(state.params, frozen, batch)
+        else:
+            gradient = scale.value_and_grad(loss_fn, has_aux=True)
+            scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
+        norm = optax.global_norm(grads)
+        # optax.MultiSteps multiplies numbers and booleans.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        skipped = jnp.bool_(False)
+        if scale is not None:
+            keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+            params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
+            skipped = ~finite
+        return TrainState(params, opt_state, state.step + 1, scale), Metrics(
+            loss, norm, skipped, aux
+        )
+
+    return step

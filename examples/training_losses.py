@@ -1,0 +1,54 @@
+"""The losses of the trainer's tasks: mean cross-entropy in nats, summed in float32."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from lora import combine
+from train_step import LossFn
+
+#: What models take of a batch of `data.tasks`, by task.
+_INPUTS = {
+    "text-classification": lambda batch: (batch.input_ids, batch.lengths),
+    "image-classification": lambda batch: (batch.images,),
+}
+
+
+class Totals(NamedTuple):
+    """Sums over a batch, float32; padding of a batch counts nowhere."""
+
+    loss: Float[Array, ""]  # cross-entropy, nats
+    count: Float[Array, ""]  # of predictions: examples, or tokens
+    correct: Float[Array, ""]  # of those; 0 for language modelling, where no logits are kept
+
+
+def make_loss(task: str, model: nn.Module) -> LossFn:
+    """`loss_fn(trained, frozen, batch)`: the mean over the batch, and `Totals`.
+
+    Args:
+      task: a `data.tasks.TaskName`.
+      model: a classifier, or for language modelling one that gives each token's cross-entropy
+        where it is given targets (`models.llama.Llama`); `lora.apply_lora`'s too.
+
+    The parameters, `trained` and `frozen`, are as `lora.partition` makes them, `{}` where nothing
+    is frozen.
+    """
+    dtype = model.compute.dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+    def loss(trained, frozen, batch: Any):
+        variables = {"params": combine(trained, frozen, dtype)}
+        if task == "language-modelling":
+            losses = model.apply(variables, batch.tokens[:, :-1], targets=batch.tokens[:, 1:])
+            weights = jnp.broadcast_to(batch.mask[:, None], losses.shape).astype(jnp.float32)
+            correct = jnp.zeros_like(losses)
+        else:
+            logits = model.apply(variables, *_INPUTS[task](batch))
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+            weights = batch.mask.astype(jnp.float32)
+            correct = (logits.argmax(-1) == batch.labels).astype(jnp.float32)
+        totals = Totals((losses * weights).sum(), weights.sum(), (correct * weights).sum())
+        return totals.loss / totals.count, totals
+
+    return loss
