@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 from models.attention import attention
-from models.bert_names import UNUSED, current_names, hugging_face_name
+from models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
 from models.common import Compute, gelu, layer_norm, remat_layer
 from models.post_norm import Hidden, post_norm, with_affine
 
@@ -232,5 +232,5 @@ def load_pretrained(directory: str | os.PathLike) -> tuple[BertConfig, dict[str,
     abstract = jax.eval_shape(Bert(config).init, jax.random.key(0), ids)["params"]
     tensors = current_names(read_tensors(directory))
     unused = (*UNUSED, "bert.pooler.*", "classifier.*")
-    params = to_params(tensors, {"bert": abstract}, hugging_face_name, unused, prefix="bert.")
+    params = to_params(tensors, {"bert": abstract}, hugging_face_name, unused, prefix=PREFIX)
     return config, params["bert"]

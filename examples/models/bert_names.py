@@ -21,6 +21,8 @@ _LAYER = {
     "output_norm": "output.LayerNorm",
 }
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+#: Of the names of all but the head.
+PREFIX = "bert."
 #: Not parameters of the classifier: a table of positions, and the heads of pretraining.
 UNUSED = ("*.position_ids", "cls.*")
 

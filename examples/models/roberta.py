@@ -37,6 +37,8 @@ CONFIGS = {
     "roberta-large": RobertaConfig(50265, 1024, 24, 16, 4096, **_SIZES),
 }
 
+#: Of the names of all but the head.
+PREFIX = "roberta."
 #: Not parameters of the classifier: a table of positions, a pooler, and the head of pretraining.
 UNUSED = ("*.position_ids", "roberta.pooler.*", "lm_head.*")
 
