@@ -1,4 +1,4 @@
-"""lm.memory.saved_bytes against counts by hand."""
+"""lm.memory.residuals and saved_bytes against counts by hand."""
 
 from functools import partial
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
@@ -100,3 +101,140 @@ def test_pytrees_concrete_and_abstract_agree():
 def test_integer_arguments():
     table, ids = jnp.ones((10, 4)), jnp.arange(3)
     assert saved_bytes(lambda table, ids: jnp.sin(table[ids]), table, ids) >= 3 * 4 * 4
+
+
+def kept(fn, *args, **kwargs):
+    return lm.memory.residuals(fn, *args, **kwargs).kept
+
+
+def test_nested_scans_vmap_and_jit():
+    def inner(h, _):
+        return jnp.exp(h), None
+
+    def outer(h, _):
+        return jax.lax.scan(inner, h, length=3)[0], None
+
+    net = jax.jit(jax.vmap(lambda x: jax.lax.scan(outer, x, length=4)[0]))
+    (row,) = kept(net, jax.ShapeDtypeStruct((7, 6, 5), jnp.float32))
+    assert (row.times, row.shape, row.bytes) == (12, (7, 6, 5), 12 * 210 * 4)
+    assert row.op == "exp" and row.source.endswith(f":{inner.__code__.co_firstlineno + 1}")
+
+
+def test_custom_functions_and_names():
+    @jax.custom_vjp
+    def flash(x):
+        return jnp.tanh(x)
+
+    flash.defvjp(lambda x: (jnp.tanh(x), jnp.cos(x)), lambda c, g: (g * c,))
+
+    def f(x):
+        return jnp.exp(checkpoint_name(jnp.sin(flash(x)), "angles"))
+
+    for fn in (
+        f,
+        jax.jit(f),
+        jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable),
+    ):
+        assert {"flash", "angles", "exp"} - {row.op for row in kept(fn, X)} <= {"angles"}
+    keep = jax.checkpoint_policies.save_only_these_names("angles")
+    (row,) = kept(jax.checkpoint(f, policy=keep), X)
+    assert row.op == "angles" and row.primitive == "sin"
+
+
+def test_shared_and_returned():
+    def f(x, w):
+        y = jnp.exp(x)
+        return y @ w, y
+
+    (row,) = kept(f, X, jax.ShapeDtypeStruct((5, 3), jnp.float32))
+    assert row.is_output and row.shared and row.bytes == 30 * 4
+    # A reshape is no copy.
+    assert len(kept(lambda x: (y := jnp.exp(x)) @ y.reshape(5, 6), X)) == 1
+
+
+def test_argnums_leave_out_what_frozen_weights_would_need():
+    w = jax.ShapeDtypeStruct((5, 3), jnp.float32)
+
+    def f(trained, frozen):
+        return jnp.exp(trained) @ frozen
+
+    assert [r.op for r in kept(f, X, w)] == ["exp"]
+    assert [r.bytes for r in kept(f, X, w, argnums=1)] == [120]
+    table = lm.memory.residuals(f, X, w, argnums=(0,))
+    assert [(r.op, r.bytes) for r in table.rows if r.kind == "argument"] == [("frozen", 60)]
+    closed = lm.memory.residuals(lambda x: x @ np.ones((5, 3), np.float32), X)
+    assert [(r.kind, r.bytes) for r in closed.rows] == [("constant", 60)]
+
+
+def test_kinds_that_take_no_device_memory():
+    @jax.custom_vjp
+    def f(x, scale):
+        return x * scale
+
+    f.defvjp(
+        lambda x, s: (x * s, (jnp.cos(x), jnp.sin(x))),
+        lambda res, g: (g * res[0], jnp.sum(g * res[1])),
+    )
+    table = lm.memory.residuals(f, X, 1.0, argnums=0)
+    assert [(r.kind, r.op) for r in table.rows] == [("kept", "f"), ("unused", "f")]
+    assert table.total_bytes == 120
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["angles"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    g = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "angles")), policy=offload)
+    (host,) = (r for r in lm.memory.residuals(g, X).rows if r.kind == "host")
+    assert (host.op, host.bytes) == ("angles", 120)
+
+
+def test_shard_map_counts_all_devices():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    specs = {"in_specs": (spec("d"), spec()), "out_specs": spec("d")}
+    f = jax.shard_map(lambda x, w: jnp.exp(x @ w), mesh=mesh, **specs)
+    x, w = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    (row,) = kept(f, x, w)
+    assert (row.op, row.bytes) == ("exp", 16 * 4 * 4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "argnums", "error", "message"),
+    [
+        (lambda p: p["w"], ({"w": "a"},), None, TypeError, r"p\['w'\] must be an array.*got str"),
+        (lambda x: x, (jnp.arange(3),), None, TypeError, r"in x: .* got x: int32"),
+        (
+            lambda x: x.astype(int),
+            (jnp.ones(3),),
+            None,
+            TypeError,
+            r"floating array, got int32\[3\]",
+        ),
+        (lambda x: x, (jnp.ones(3),), 1, ValueError, "argnums=1 .* the 1 arguments"),
+        (lambda x: x, (jnp.ones(3),), "x", ValueError, "argnums='x'"),
+    ],
+)
+def test_errors_name_the_argument(fn, args, argnums, error, message):
+    with pytest.raises(error, match=message):
+        lm.memory.residuals(fn, *args, argnums=argnums)
+
+
+@pytest.mark.gpu_compiler
+def test_more_layers_take_what_the_table_says():
+    """XLA's temporaries of a scan grow by the residuals, to the byte."""
+    args = (
+        jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        jax.ShapeDtypeStruct((512, 256), "float32"),
+    )
+
+    def both(layers):
+        def loss(w, x):
+            body = lambda h, _: (lm.regelu2(jnp.exp(h) @ w), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(body, x, length=layers)[0])
+
+        compiled = lm.memory.compile_for(jax.grad(loss), *args).memory_analysis()
+        return saved_bytes(loss, *args, argnums=0), compiled.temp_size_in_bytes
+
+    (kept4, temp4), (kept8, temp8) = both(4), both(8)
+    assert kept8 - kept4 == temp8 - temp4 > 0

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.ad_checkpoint import saved_residuals
 
-# Where JAX says a residual comes from, if keeping it takes no memory of its own.
-_NOT_ITS_OWN = ("from the argument", "from a constant", "from a literal")
+from lowmembp_jax.memory.residual_labels import Labels
+from lowmembp_jax.memory.residual_origin import Equations, Origin
+from lowmembp_jax.memory.residual_table import Kind, Residual, Residuals
+from lowmembp_jax.memory.residual_trace import Trace, trace
 
 
 def _bits(dtype) -> int:
@@ -21,31 +22,99 @@ def _bits(dtype) -> int:
     return 8 * dtype.itemsize
 
 
-def saved_bytes(fn: Callable[..., Any], *args: Any) -> int:
-    """Bytes that the backward of `fn` keeps beyond what is in memory anyway.
+def _kind(aval, origin: Origin, used: bool) -> Kind:
+    if not origin.equations and not origin.times:
+        return "constant" if origin.input is None else "argument"
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        return "host"
+    return "kept" if used else "unused"
 
-    Counted are the residuals of `jax.vjp(fn, *args)`, from the same source as
-    `jax.ad_checkpoint.print_saved_residuals`: once each however often they are used, and with
-    the bytes they take in XLA, 4 elements a byte for `jnp.uint2`. Arguments of `fn`, arrays it
-    closes over and literals are not counted, casts and reshapes of them are. This is what JAX
-    asks to be kept: XLA may keep less where it recomputes something inside a fusion, and keeps
-    buffers of its own beside it; see `lm.memory.compile_for` for what a compiled step takes.
+
+def _op(origin: Origin, label: str, arguments: tuple[str, ...]) -> str:
+    if not origin.equations and origin.input is not None:
+        return arguments[origin.input]
+    if origin.cast:
+        return "cast of an input"
+    return "copy of an input" if origin.input is not None else label
+
+
+def _row(
+    aval, origin: Origin, used_by: tuple[str, ...], is_output: bool, traced: Trace, labels: Labels
+) -> Residual:
+    label = labels.label(origin.equations, origin.name)
+    stack = len(origin.times) if aval.shape[: len(origin.times)] == origin.times else 0
+    return Residual(
+        kind=_kind(aval, origin, bool(used_by)),
+        bytes=math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8),
+        shape=tuple(aval.shape[stack:]),
+        times=math.prod(aval.shape[:stack]),
+        dtype=str(aval.dtype),
+        op=_op(origin, label.op, traced.arguments),
+        primitive=origin.equations[-1].primitive.name if origin.equations else "",
+        module=label.module,
+        source=label.source,
+        used_by=used_by,
+        is_output=is_output,
+    )
+
+
+def residuals(
+    fn: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] | None = None
+) -> Residuals:
+    """The arrays that the forward of `fn` keeps for its backward, and where each comes from.
+
+    Listed are the residuals of `jax.vjp(fn, *args)`, each once however often it is used, with the
+    bytes it takes in XLA. This is what JAX asks to be kept: XLA may keep less where it recomputes
+    something inside a fusion, and keeps buffers of its own beside it; `lm.memory.compile_for`
+    and `lm.memory.plan` have what a compiled step takes. Sharded arrays count with all devices'
+    parts together.
 
     Args:
       fn: the function that is differentiated, for instance the loss. Whatever `jax.jit` takes;
-        remat policies count.
+        remat policies, scans and shardings count.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. Nothing is computed.
+      argnums: positions of the arguments that are differentiated, as for `jax.grad`. None: all;
+        in either case the floating arrays in them. What only the gradient of another argument
+        would need is not kept: give the frozen parameters as an argument of their own.
+
+    Returns:
+      The table; `print` it, or take its `rows`, `total_bytes`, `by_op()` and `by_layer()`.
+
+    Raises:
+      TypeError: an argument is no array; nothing to differentiate in the arguments is floating;
+        no output is floating.
+      ValueError: `argnums` are not positions of arguments.
+    """
+    traced = trace(fn, args, argnums)
+    forward, backward = Equations(traced.jaxpr), Equations(traced.live)
+    labels = Labels(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
+    outputs = {forward.origin(var).key for var in traced.jaxpr.outvars}
+    found: dict[tuple, tuple[Any, Origin, list[int]]] = {}
+    for index, var in traced.kept.items():
+        origin = forward.origin(var)
+        found.setdefault(origin.key, (var.aval, origin, []))[2].append(index)
+    rows = []
+    for key, (aval, origin, indices) in found.items():
+        readers = (
+            labels.label(equations)
+            for index in indices
+            if index in traced.read
+            for equations in backward.readers(traced.read[index])
+        )
+        used_by = tuple(dict.fromkeys(f"{r.module}: {r.op}" if r.module else r.op for r in readers))
+        rows.append(_row(aval, origin, used_by, key in outputs, traced, labels))
+    return Residuals(tuple(sorted(rows, key=lambda row: (row.kind != "kept", -row.bytes))))
+
+
+def saved_bytes(
+    fn: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] | None = None
+) -> int:
+    """Bytes that the backward of `fn` keeps beyond what is in memory anyway.
+
+    The total of `lm.memory.residuals`, which see for the arguments and errors. Arguments of `fn`,
+    arrays it closes over and literals are not counted; casts of them are, reshapes are not.
 
     Returns:
       The number of bytes.
     """
-
-    def abstract(x):
-        return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x))
-
-    residuals: list[tuple[Any, str]] = saved_residuals(fn, *jax.tree.map(abstract, args))
-    return sum(
-        math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8)
-        for aval, source in residuals
-        if not source.startswith(_NOT_ITS_OWN)
-    )
+    return residuals(fn, *args, argnums=argnums).total_bytes

@@ -1,0 +1,222 @@
+"""What a reader calls an equation: its operation, its module and the line that asked for it."""
+
+import functools
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from lowmembp_jax.checkpointing import CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.memory.residual_origin import inner_jaxprs
+
+_OURS = {CODES: "codes", NAN_MARKS: "NaN marks", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
+
+# Frames of these are not the user's.
+_LIBRARIES = ("jax", "jaxlib", "flax", "qwix", "lowmembp_jax", "pallas_kernels")
+_ROOTS = (
+    *(
+        os.path.dirname(spec.origin) + os.sep
+        for spec in map(importlib.util.find_spec, _LIBRARIES)
+        if spec is not None and spec.origin is not None
+    ),
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    "<frozen ",
+)
+_HERE = os.path.join(os.path.dirname(__file__), "residual_trace.py")
+
+# Files whose public functions and modules are operations by name. What one of jax.nn or of this
+# library calls is a part of it; what a Flax module calls may be an operation of its own.
+_WHOLE = re.compile(
+    r"/jax/_src/(nn|cudnn|scipy|image)/|/jax/experimental/pallas/|/lowmembp_jax/(?!patch|memory)[^/]*$"
+)
+_MODULES = re.compile(
+    r"/flax/(linen|nnx/nn)/"
+    r"(activations?|attention|linear|lora|normalization|pooling|recurrent|stochastic)\.py$"
+)
+_FUNCTIONS = re.compile(r"/jax/_src/(numpy/|lax/(?!control_flow)|random)")
+_CUSTOM = re.compile(r"custom_(vjp|jvp)\.__call__$")
+# Scopes that jax.checkpoint and jnp.einsum push, which are no modules.
+_NO_MODULE = re.compile(r"(checkpoint|remat|rematted_computation)$|.*->")
+
+
+class Label(NamedTuple):
+    """Names of an equation: see `lm.memory.Residual`."""
+
+    op: str
+    module: str
+    source: str
+
+
+class _Frame(NamedTuple):
+    """A place in Python code: code object, instruction, line."""
+
+    code: Any
+    instruction: int
+    line: int
+
+    @property
+    def file(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def is_user(self) -> bool:
+        return not self.file.startswith(_ROOTS)
+
+    @property
+    def public(self) -> str:
+        """The name of the public function, or of the class of the module, that this is in."""
+        name = self.code.co_qualname.removesuffix(".__call__")
+        is_module = name != self.code.co_qualname
+        fits = name.isidentifier() and not name.startswith("_")
+        return name if fits and is_module == name[:1].isupper() else ""
+
+
+def _frames(equations: Sequence[Any]) -> list[_Frame]:
+    """The calls that led to an equation, outermost first; tracebacks end where a jaxpr starts."""
+    frames = []
+    for equation in equations:
+        if traceback := equation.source_info.traceback:
+            codes, instructions = traceback.raw_frames()
+            lines = (frame.line_num for frame in traceback.frames)
+            frames += reversed([*map(_Frame, codes, instructions, lines)])
+    ours = [i for i, frame in enumerate(frames) if frame.file == _HERE]
+    return frames[ours[-1] + 1 :] if ours else frames
+
+
+def _custom_call(frames: list[_Frame]) -> int | None:
+    """Position of the call of the outermost custom_vjp or custom_jvp."""
+    return next((i for i, f in enumerate(frames) if _CUSTOM.search(f.code.co_qualname)), None)
+
+
+def _caller(frames: list[_Frame]) -> tuple[Any, int] | None:
+    """What calls the outermost custom_vjp: the code and the place in it, of user or library."""
+    end = _custom_call(frames)
+    outside = (f for f in reversed(frames[:end]) if "/jax/_src/" not in f.file)
+    return next(((f.code, f.instruction) for f in outside), None)
+
+
+def _equations(jaxpr, calls: tuple = ()) -> Iterator[tuple[Any, ...]]:
+    for equation in jaxpr.eqns:
+        yield (*calls, equation)
+        for inner in inner_jaxprs(equation):
+            yield from _equations(inner, (*calls, equation))
+
+
+class Labels:
+    """Labels of equations of the differentiated program.
+
+    Args:
+      primal: makes the jaxpr of the program before differentiation, which still has what
+        differentiation inlines: custom_vjp functions by name, and calls of jax.checkpoint.
+        Called when one of these is asked for.
+    """
+
+    def __init__(self, primal: Callable[[], Any]):
+        self._primal = primal
+
+    @functools.cached_property
+    def _equations(self) -> list[tuple[Any, ...]]:
+        return list(_equations(self._primal()))
+
+    @functools.cached_property
+    def _custom_names(self) -> dict[Any, set[str]]:
+        """Names of custom_vjp functions by the place and the module that call them."""
+        names: dict[Any, set[str]] = {}
+        for calls in self._equations:
+            if calls[-1].primitive.name.startswith("custom_"):
+                function = calls[-1].params["call_jaxpr"].jaxpr.debug_info.func_name
+                # JAX 0.10 forgets the place where it inlines a jaxpr from its cache.
+                for caller in (_caller(_frames(calls)), None):
+                    key = caller, _module(calls)
+                    names.setdefault(key, set()).add(function.lstrip("_"))
+        return names
+
+    @functools.cached_property
+    def _callers(self) -> dict[Any, set[str]]:
+        """Lines from which an equation, known by its traceback and module, is reached."""
+        callers: dict[Any, set[str]] = {}
+        for calls in self._equations:
+            key = calls[-1].source_info.traceback, _module(calls)
+            callers.setdefault(key, set()).add(_source(_user(_frames(calls))))
+        return callers
+
+    def label(self, equations: Sequence[Any], name: str = "") -> Label:
+        """The label of the last of `equations`, behind those that call it.
+
+        Args:
+          equations: outermost first.
+          name: the `checkpoint_name` of the result.
+        """
+        if not equations:
+            return Label(name, "", "")
+        frames = _frames(equations)
+        custom = _custom_call(frames)
+        user = _user(frames[:custom])
+        module, source = _module(equations), _source(user)
+        loops = [i for i, call in enumerate(equations[:-1]) if call.primitive.name == "scan"]
+        if _user(_frames(equations[loops[-1] + 1 if loops else 0 :])) is None:
+            # Inlined from a jax.checkpoint, whose own line is better than the loop's or none.
+            key = equations[-1].source_info.traceback, module
+            source = _only(self._callers.get(key, set())) or source
+        op = _operation(frames[frames.index(user) + 1 if user else 0 : custom])
+        if not op and custom is not None:
+            op = _only(self._custom_names.get((_caller(frames), module), set()))
+        op = op or equations[-1].primitive.name
+        if name in _OURS:
+            op = f"{op} {_OURS[name]}"
+        return Label(op if name in _OURS else name or op, module, source)
+
+
+def _only(names: set[str]) -> str:
+    """The one there is, "" for none or several."""
+    return "".join(names) if len(names) == 1 else ""
+
+
+def _user(frames: list[_Frame]) -> _Frame | None:
+    """The innermost frame of the user's own code."""
+    return next((frame for frame in reversed(frames) if frame.is_user), None)
+
+
+def _operation(frames: list[_Frame]) -> str:
+    """The operation that the innermost of `frames`, all of libraries, are in."""
+    named = [f for f in frames if f.public and (_MODULES.search(f.file) or _WHOLE.search(f.file))]
+    if not named:
+        functions = (f.public for f in frames if _FUNCTIONS.search(f.file))
+        known = (name for name in functions if hasattr(jnp, name) or hasattr(lax, name))
+        return next((name for name in known if name.islower()), "")
+    outermost = named[-1]
+    for frame in reversed(named):
+        if not _WHOLE.search(frame.file):
+            break
+        outermost = frame
+    return outermost.public
+
+
+def _module(equations: Sequence[Any]) -> str:
+    path: list[str] = []
+    for equation in equations:
+        inside: list[str] = []
+        for scope in equation.source_info.name_stack.stack:
+            if type(scope).__name__ != "Scope":
+                # The backward of a jax.checkpoint repeats the path behind another "jvp".
+                path, inside = _joined(path, inside), []
+            elif not _NO_MODULE.match(scope.name):
+                inside.append(scope.name)
+        path = _joined(path, inside)
+    return "/".join(path)
+
+
+def _joined(path: list[str], inside: list[str]) -> list[str]:
+    return inside if path and inside[: len(path)] == path else path + inside
+
+
+def _source(frame: _Frame | None) -> str:
+    if frame is None:
+        return ""
+    relative = os.path.relpath(frame.file) if os.path.isabs(frame.file) else frame.file
+    return f"{frame.file if relative.startswith('..') else relative}:{frame.line}"
