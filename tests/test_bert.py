@@ -17,7 +17,6 @@ from models.bert import (
     Bert,
     BertClassifier,
     BertConfig,
-    current_names,
     hugging_face_name,
     load_pretrained,
 )
@@ -38,10 +37,8 @@ LOWMEMBP = ["lowmembp", "lowmembp+remat"]
 
 
 def abstract(config=CONFIG, **kwargs):
-    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in INPUTS]
-    return jax.eval_shape(BertClassifier(config, **kwargs).init, jax.random.key(0), *inputs)[
-        "params"
-    ]
+    model = BertClassifier(config, **kwargs)
+    return jax.eval_shape(model.init, jax.random.key(0), *INPUTS)["params"]
 
 
 PARAMS = to_params(read_tensors(DIRECTORY), abstract(), hugging_face_name, UNUSED)
@@ -150,13 +147,11 @@ def test_what_the_backward_keeps():
         compute = Compute("lowmembp", dtype=jnp.bfloat16, attention="chunked", **kwargs)
         bert = Bert(config, compute, norm_residual)
         params = jax.eval_shape(bert.init, jax.random.key(0), ids, lengths)
-        total = lm.memory.saved_bytes(
-            lambda params, ids, lengths: bert.apply(params, ids, lengths).sum(dtype=jnp.float32),
-            params,
-            ids,
-            lengths,
-        )
-        return total / (4 * 32 * 64 * 2)
+
+        def total(*args):
+            return bert.apply(*args).sum(dtype=jnp.float32)
+
+        return lm.memory.saved_bytes(total, params, ids, lengths) / (4 * 32 * 64 * 2)
 
     merged, output, normalized = kept(merged=True, norm_residual="output"), kept("output"), kept()
     assert merged <= output
@@ -215,7 +210,6 @@ def test_encoder_of_any_head(tmp_path):
         config, params = load_pretrained(directory)
         assert config == CONFIG
         jax.tree.map(np.testing.assert_array_equal, params, PARAMS["bert"])
-    assert current_names(tensors).keys() == tensors.keys()
 
 
 def test_tensors_are_named_in_errors():
@@ -231,14 +225,11 @@ def test_tensors_are_named_in_errors():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_act", "relu"),
-        ("position_embedding_type", "relative_key"),
-        ("model_type", "roberta"),
-    ],
+    "key_value",
+    ["hidden_act=relu", "position_embedding_type=relative_key", "model_type=roberta"],
 )
-def test_other_models_are_refused(tmp_path, key, value):
+def test_other_models_are_refused(tmp_path, key_value):
+    key, value = key_value.split("=")
     config = json.loads((DIRECTORY / "config.json").read_text())
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**config, key: value}))
