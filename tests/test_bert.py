@@ -32,7 +32,6 @@ INPUTS = (
     IO["in.attention_mask"].sum(1).astype(np.int32),
     IO["in.token_type_ids"].astype(np.int32),
 )
-EXACT = ["default", "norm+activation", "dots", "full-remat"]
 LOWMEMBP = ["lowmembp", "lowmembp+remat"]
 
 
@@ -74,7 +73,7 @@ def assert_pytorchs(gradients):
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("method", ["default", "norm+activation", "dots", "full-remat"])
 def test_logits_loss_and_gradients_are_pytorchs(method):
     gradients = run(Compute(method))
     assert len(jax.tree.leaves(gradients)) == sum(name.startswith("grad.") for name in IO.files)
@@ -141,7 +140,7 @@ def test_merging_leaves_the_first_and_the_last_norm():
 def test_what_the_backward_keeps():
     """In units of batch x tokens x hidden: merged as little as residual="output"."""
     config = BertConfig(50, 64, 4, 4, 256, type_vocab_size=1)
-    ids, lengths = jax.ShapeDtypeStruct((4, 32), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    ids, lengths = jnp.zeros((4, 32), jnp.int32), jnp.full((4,), 32)
 
     def kept(norm_residual="normalized", **kwargs):
         compute = Compute("lowmembp", dtype=jnp.bfloat16, attention="chunked", **kwargs)
@@ -207,8 +206,7 @@ def test_encoder_of_any_head(tmp_path):
     pretraining = {"cls.predictions.bias": np.zeros(120, np.float32)}
     write_tensors(tmp_path / "pretraining", tensors | pretraining, CONFIG.to_json())
     for directory in (DIRECTORY, tmp_path / "bare", tmp_path / "pretraining"):
-        config, params = load_pretrained(directory)
-        assert config == CONFIG
+        params = load_pretrained(directory)[1]
         jax.tree.map(np.testing.assert_array_equal, params, PARAMS["bert"])
 
 
