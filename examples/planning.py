@@ -1,0 +1,138 @@
+"""The training steps of the examples' models, abstractly: what `lowmembp plan --model NAME` plans.
+
+A step is the trainer's own (`train_step.py`): AdamW with float32 master weights and gradients
+clipped by their norm, the state donated. Nothing here takes memory: parameters are shapes.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from data.images import ImageBatch
+from data.labelled_text import TextBatch
+from data.language import LanguageBatch
+from data.tasks import TaskName
+from jax.sharding import PartitionSpec as P
+from lora import Train, apply_lora, partition
+from models.attention import best_attention
+from models.common import Attention, Compute, Method
+from train_step import OptimizerConfig, init_state, make_optimizer, make_step
+from training_losses import make_loss
+from training_models import FAMILIES
+
+import lowmembp_jax as lm
+
+#: Examples a step and tokens an example, where nothing else is asked for.
+_BATCH: dict[TaskName, int] = {
+    "image-classification": 64,
+    "text-classification": 32,
+    "language-modelling": 4,
+}
+_TOKENS: dict[TaskName, int] = {"text-classification": 128, "language-modelling": 2048}
+
+
+def workload(
+    family_name: str,
+    name: str,
+    *,
+    batch: int,
+    method: Method = "default",
+    train: Train = "full",
+    tokens: int | None = None,
+    dtype: str = "bfloat16",
+    rank: int = 8,
+    accumulate: int = 1,
+    device: str = "h200",
+    attention: Attention | None = None,
+    merged: bool | None = None,
+) -> lm.memory.Workload:
+    """The step of one model.
+
+    Args:
+      family_name: of `training_models.FAMILIES`.
+      name: of one of its `CONFIGS`.
+      batch: examples a step.
+      method: see `models.common.Compute`.
+      train: see `lora.apply_lora`.
+      tokens: of a text; images have those of the model.
+      dtype: of the computation.
+      rank: of LoRA.
+      accumulate: batches to one step of the optimizer.
+      device: which decides the attention, where it is not given.
+      attention: see `models.attention`.
+      merged: norms are merged into the Denses; by default with lowmembp_jax's methods.
+
+    Raises:
+      ValueError: tokens for a model of images.
+    """
+    family = FAMILIES[family_name]
+    config = family.module.CONFIGS[name]
+    if tokens is not None and family.task not in _TOKENS:
+        raise ValueError(f"tokens={tokens}: {name} takes images, whose tokens are fixed")
+    tokens = tokens or _TOKENS.get(family.task) or _image_tokens(config)
+    if attention is None:
+        # cuDNN's flash attention needs compute capability 8.0.
+        platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "other"
+        bias = family_name == "swin"  # padded to an even number of tokens
+        attention = best_attention(platform, dtype, _head_size(config), tokens + bias * tokens % 2)
+    compute = Compute(
+        method,
+        jnp.dtype(dtype),
+        # Frozen weights are used as they are; the master weights of the trained are float32.
+        jnp.dtype("float32" if train == "full" else dtype),
+        attention,
+        method.startswith("lowmembp") if merged is None else merged,
+    )
+    # Scanned, a LLaMA compiles in the time of one layer.
+    fields = {"scan_layers": True} if family_name == "llama" else {}
+    model = apply_lora(family.model_of(config, compute, **fields), train, rank)
+    arrays, inputs = _batch(family.task, batch, tokens, config)
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    trained, frozen = partition(params, train)
+    optimizer = make_optimizer(OptimizerConfig(accumulate=accumulate), steps=1000)
+    state = jax.eval_shape(partial(init_state, optimizer=optimizer, dtype=dtype), trained)
+    loss = make_loss(family.task, model)
+    return lm.memory.Workload(
+        make_step(loss, optimizer),
+        (state, frozen, arrays),
+        donate_argnums=(0,),
+        in_shardings=(P(), P(), P("data")),
+        loss=lambda *args: loss(*args)[0],
+        loss_args=(state.params, frozen, arrays),
+        loss_argnums=0,
+    )
+
+
+def _image_tokens(config: Any) -> int:
+    if hasattr(config, "window_size"):
+        return config.window_size**2
+    return (config.image_size // config.patch_size) ** 2 + 1  # and the class token
+
+
+def _head_size(config: Any) -> int:
+    if hasattr(config, "num_heads"):  # of each stage
+        return config.embed_dim // config.num_heads[0]
+    return config.hidden_size // config.num_attention_heads
+
+
+def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A batch of the task, and what the model takes of it."""
+    array = jax.ShapeDtypeStruct
+    labels, mask = array((batch,), jnp.int32), array((batch,), jnp.bool_)
+    if task == "image-classification":
+        images = array((batch, config.image_size, config.image_size, 3), jnp.float32)
+        return ImageBatch(images, labels, mask), (images,)
+    if task == "language-modelling":
+        text = array((batch, tokens + 1), jnp.int32)
+        return LanguageBatch(text, mask), (array((batch, tokens), jnp.int32),)
+    ids = array((batch, tokens), jnp.int32)
+    return TextBatch(ids, labels, labels, mask), (ids, labels)
+
+
+#: What `--model` takes by name.
+MODELS = {
+    name: partial(workload, family_name, name, batch=_BATCH[family.task])
+    for family_name, family in FAMILIES.items()
+    for name in family.module.CONFIGS
+}

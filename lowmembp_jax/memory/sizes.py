@@ -1,0 +1,37 @@
+"""Byte counts as people write them."""
+
+import re
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """The number of bytes in "24GB" (10^9 each), "22.5 GiB" (2^30) or "1000".
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = (
+        {name.lower(): size for name, size in _UNITS.items()}.get(match[2].lower())
+        if match
+        else None
+    )
+    if match is None or unit is None:
+        raise ValueError(
+            f"{text!r} is not a size: expected a number with one of {', '.join(filter(None, _UNITS))}"
+        )
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(count: int) -> str:
+    """In GiB or MiB, such as "3.50 GiB"; bytes below a MiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if abs(count) >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,} B"
