@@ -1,0 +1,228 @@
+"""Trains or fine-tunes a ViT, Swin, BERT, RoBERTa or LLaMA, on one device or on many.
+
+    pip install -e ".[examples]"
+    python examples/train.py
+
+RESULT
+
+More:
+
+    python examples/train.py --model llama-toy --dtype bfloat16
+    python examples/train.py --checkpoint bert-base-uncased/ --data.train train.tsv --train lora-qv
+    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/
+    python examples/train.py --model llama-7b --train qlora-all --mesh fsdp=4 tensor=2
+
+--output gets config.json, log.jsonl, TensorBoard's events, checkpoints and at the end results.json.
+Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
+"""
+
+import importlib.metadata
+import math
+import platform
+import shlex
+import signal
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from data.batches import EvaluationBatches, TrainingBatches
+from data.files import DataError
+from data.tasks import load_task
+from jax.sharding import NamedSharding, PartitionSpec
+from lora import add_lora, apply_lora, partition
+from models.common import Compute
+from train_step import init_state, learning_rate, make_optimizer, make_step
+from training_config import Config, all_fields, check, data_config, identity
+from training_errors import DivergedError, UsageError
+from training_logs import Logs, Meter, peak_memory, postfix, summary
+from training_losses import make_loss
+from training_models import choose_attention
+from training_run import Checkpoints, open_run, write_json
+from training_sharding import make_mesh, own_part, put, put_batch, shardings
+from training_signals import Stopped, StopSignals
+from training_source import find_source, fit, initial_params, model_inputs
+
+import lowmembp_jax as lm
+
+_PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Trains, evaluates, and returns what goes into results.json."""
+    check(config)
+    if config.coordinator == "auto":
+        jax.distributed.initialize()
+    elif config.coordinator is not None:
+        jax.distributed.initialize(config.coordinator, config.process_count, config.process_index)
+    say = print if jax.process_index() == 0 else lambda *_: None
+    mesh = make_mesh(config.mesh, jax.devices())
+    accumulate = config.optimizer.accumulate
+    part = own_part(mesh, config.batch_size // accumulate)
+    open_run(config.output, identity(config), config.resume)
+
+    # The data, and a model that fits them.
+    source = find_source(config.model, config.checkpoint, config.data.task)
+    data = data_config(config.data, source)
+    try:
+        task = load_task(data)
+        batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
+        dev = EvaluationBatches(task.dev, config.batch_size // accumulate, *part)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"--data, --batch-size: {error}") from error
+    sizes = fit(source, task, data.sequence_length, data.image_size)
+    steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
+    say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
+
+    # The model and its parameters: those that are trained, and those that are frozen.
+    family, dtype = source.family, jnp.dtype(config.dtype)
+    merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
+    param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
+    attention = choose_attention(sizes, jax.default_backend(), dtype, data.sequence_length)
+    compute = Compute(config.method, dtype, param_dtype, attention, merged)
+    inputs = model_inputs(family.task, data.sequence_length, data.image_size)
+    init_key, lora_key = jax.random.split(jax.random.key(config.seed))
+    params = initial_params(source, sizes, inputs, init_key)
+    if merged:
+        params = lm.merge_norm_affine(params, family.norm_rules(sizes))
+    params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+    model = family.model(sizes, compute, config.norm_residual)
+    model = apply_lora(model, config.train, config.rank, config.alpha)
+    if config.train != "full":
+        params = add_lora(model, params, lora_key, *inputs)
+    trained, frozen = (put(tree, mesh) for tree in partition(params, config.train))
+    del params
+    count = sum(x.size for x in jax.tree.leaves(trained))
+    say(
+        f"model: {type(model).__name__}, {count:,} trained parameters, {config.method}, "
+        f"{config.dtype}, attention {attention}; mesh {dict(mesh.shape)}"
+    )
+
+    # The state, sharded from the start, or that of a run which is gone on with.
+    optimizer = make_optimizer(config.optimizer, steps)
+    rate = learning_rate(config.optimizer, steps)
+    make_state = partial(init_state, optimizer=optimizer, dtype=dtype)
+    parts = shardings(jax.eval_shape(make_state, trained), mesh)
+    make_state = jax.jit(make_state, out_shardings=parts)
+    checkpoints = Checkpoints(config.output / "checkpoints", config.keep)
+    state = checkpoints.restore(jax.eval_shape(make_state, trained))
+    state = make_state(trained) if state is None else state
+    del trained
+    first = int(state.step) // accumulate
+    if first:
+        say(f"going on after step {first}")
+
+    loss_fn = make_loss(family.task, model)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0, out_shardings=(parts, whole))
+    totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
+
+    def evaluate(state) -> dict[str, float]:
+        sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
+        loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+        if family.task == "language-modelling":
+            return {"loss": loss / count, "perplexity": math.exp(loss / count)}
+        return {"loss": loss / count, "accuracy": correct / count}
+
+    logs = Logs(config.output, first, steps)
+    is_text = family.task != "image-classification"
+    meter = Meter(config.batch_size, data.sequence_length if is_text else None)
+    start, pending, values = time.perf_counter(), [], {}
+    with StopSignals() as signals:
+        for done in range(first + 1, steps + 1):
+            rows = batches.at(done - 1)
+            for index in range(accumulate):
+                batch = jax.tree.map(lambda x, i=index: np.split(x, accumulate)[i], rows)
+                state, metrics = step(state, frozen, put_batch(batch, mesh))
+                pending.append(metrics)
+            logs.bar.update()
+            meter.count()
+            if done == first + 1:
+                jax.block_until_ready(metrics)
+                meter.restart()  # throughput leaves compilation out
+
+            is_last = done == steps
+            is_logged = done % config.log_every == 0 or is_last
+            is_saved = done % config.checkpoint_every == 0 or is_last
+            # Several processes agree on it, and wait for one another.
+            stop = signals.received() if is_logged or jax.process_count() == 1 else 0
+            if is_logged or is_saved or stop:
+                values = summary(jax.device_get(pending)) | meter.rates()
+                values |= {"learning_rate": float(rate(done - 1)), "peak_bytes": peak_memory()}
+                if state.loss_scale is not None:
+                    values["loss_scale"] = float(state.loss_scale.scale)
+                pending = []
+                logs.write("train", done, values)
+                logs.bar.set_postfix_str(postfix(values))
+                check_loss(values, done)
+            if is_saved or stop:
+                checkpoints.save(state, int(state.step))
+            if stop:
+                checkpoints.close()
+                logs.close()
+                raise Stopped(stop)
+            if done % config.evaluate_every == 0 and not is_last:
+                logs.write("dev", done, evaluate(state))
+                meter.restart()
+    final = evaluate(state)
+    seconds = time.perf_counter() - start
+    logs.write("dev", steps, final)
+    checkpoints.close()
+    logs.close()
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"python": platform.python_version()}
+        | {package: importlib.metadata.version(package) for package in _PACKAGES},
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "config": all_fields(config),
+        "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
+        "trained_parameters": count,
+        "steps": steps,
+        "seconds_since_start_or_resume": seconds,
+        "last_train_record": values,
+        "dev": final,
+    }
+
+
+def check_loss(values: dict[str, Any], step: int) -> None:
+    """Raises DivergedError where going on makes no sense."""
+    if values.get("loss_scale", 1.0) < 1e-4:
+        raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
+    if values["loss"] is None and "loss_scale" not in values:
+        raise DivergedError(f"step {step}: the loss is not a number; a smaller --learning-rate?")
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status."""
+    # A shell starts background jobs with Ctrl-C ignored; this one can always be stopped.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    config = tyro.cli(Config, description=__doc__)
+    try:
+        results = train(config)
+        if jax.process_index() == 0:
+            write_json(config.output / "results.json", results)
+            scores = ", ".join(f"{name} {value:.4f}" for name, value in results["dev"].items())
+            print(f"dev: {scores}; written: {config.output / 'results.json'}")
+    except Stopped as error:
+        print(f"{error}: checkpoint written, --resume goes on", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (UsageError, DataError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The trainer's command line: what there is to choose, and what is checked before it starts."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from data.tasks import DataConfig, TaskName
+from lora import Train
+from models.common import Method
+from train_step import OptimizerConfig
+from training_errors import UsageError
+from training_source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(DataConfig):
+    """What to train on. Without files, data that need no download."""
+
+    task: TaskName | None = None
+    """Default: the model's."""
+    image_size: int | None = None
+    """Pixels; images of other sizes are resized. Default: the model's."""
+    normalization: Literal["half", "imagenet"] | None = None
+    """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's. Default:
+    what checkpoints of the model were trained with, imagenet for Swin and half for ViT."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train or fine-tune a ViT, Swin, BERT, RoBERTa or LLaMA."""
+
+    model: str | None = None
+    """vit-b16, bert-base, llama-7b, ... with random parameters. Default: the task's smallest."""
+    checkpoint: Path | None = None
+    """In place of --model: a Hugging Face directory, or Google's .npz of a ViT."""
+    data: Data = Data()
+    train: Train = "full"
+    """What is trained: everything, or LoRA in query and value (qv) or in all Denses; fa: with A
+    frozen; qlora: beside weights in 4 bits."""
+    rank: int = 8
+    """Of LoRA."""
+    alpha: float = 16.0
+    """Of LoRA: its product counts alpha / rank."""
+    method: Method = "lowmembp"
+    """How memory is saved: by this library's ops, or by jax.checkpoint in one of its ways."""
+    merge: bool | None = None
+    """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
+    begins as the same function. Default: with the lowmembp methods."""
+    norm_residual: Literal["normalized", "output"] = "normalized"
+    """What the lowmembp methods' norms keep where they are not merged: output, with a little
+    rounding, is one array less."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the computation. Trained parameters are float32; float16 scales the loss."""
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = dataclasses.field(
+        default_factory=OptimizerConfig
+    )
+    batch_size: int = 64
+    """Examples a step of the optimizer, of all devices and of --accumulate batches together."""
+    epochs: float = 2.0
+    """Passes over the training data."""
+    steps: int | None = None
+    """Steps of the optimizer, in place of --epochs."""
+    seed: int = 0
+    """Of initial parameters and of the order of the data."""
+    mesh: tuple[str, ...] = ()
+    """How devices are used, for instance data=2 fsdp=2 tensor=2. Default: all for data."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, for several processes; auto where JAX finds them (SLURM, TPUs)."""
+    process_count: int | None = None
+    """How many processes there are."""
+    process_index: int | None = None
+    """Which of them this one is, from 0."""
+    output: Path = Path("results/train")
+    """Directory of the run."""
+    resume: bool = False
+    """Go on with the run in --output, if there is one."""
+    log_every: int = 10
+    """Steps between lines of the log."""
+    evaluate_every: int = 100
+    """Steps between evaluations; there is one at the end."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints: what a kill loses, beside the time to write one."""
+    keep: int = 2
+    """Checkpoints that are kept, the newest."""
+    export: Path | None = None
+    """Directory for the trained model in Hugging Face's format, LoRA and norms in its weights."""
+
+
+#: Fields that may be others when a run goes on: they change rounding at most.
+_MAY_CHANGE = {
+    *("mesh", "coordinator", "process_count", "process_index", "output", "resume"),
+    *("log_every", "evaluate_every", "checkpoint_every", "keep", "export"),
+}
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What the numbers of a run depend on: fields, nested ones as "data.task", for JSON."""
+    return {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
+
+
+def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    """All fields of a config, nested ones as "data.task", for JSON."""
+    fields = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            fields |= all_fields(value, f"{prefix}{name}.")
+        else:
+            value = list(value) if isinstance(value, tuple) else value
+            fields[prefix + name] = str(value) if isinstance(value, Path) else value
+    return fields
+
+
+def check(config: Config) -> None:
+    """Raises UsageError for the first argument that does not work."""
+    values = vars(config) | vars(config.optimizer)
+    ranges = {
+        **dict.fromkeys(("rank", "batch_size", "log_every", "keep"), (1, math.inf)),
+        **dict.fromkeys(("evaluate_every", "checkpoint_every", "steps"), (1, math.inf)),
+        **dict.fromkeys(("seed", "weight_decay"), (0, math.inf)),
+        **{"accumulate": (1, config.batch_size), "warmup": (0, 1), "beta2": (0, 1)},
+    }
+    for name, (low, high) in ranges.items():
+        value = values[name]
+        if value is not None and not (low <= value <= high and value < math.inf):
+            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
+    for name in ("epochs", "alpha", "learning_rate", "clip_norm"):
+        if not 0 < values[name] < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {values[name]}")
+    if config.batch_size % config.optimizer.accumulate:
+        raise UsageError(
+            f"--batch-size must be a multiple of --accumulate {config.optimizer.accumulate}, "
+            f"got {config.batch_size}"
+        )
+    processes = config.process_count, config.process_index
+    if config.coordinator in (None, "auto"):
+        if processes != (None, None):
+            raise UsageError("--process-count and --process-index go with --coordinator HOST:PORT")
+    elif None in processes:
+        raise UsageError(
+            f"--coordinator {config.coordinator} needs --process-count and --process-index"
+        )
+
+
+def data_config(data: Data, source: Source) -> DataConfig:
+    """The data, with what follows from the model where nothing is given.
+
+    Raises:
+      UsageError: a checkpoint for text has no tokenizer, and none is given.
+    """
+    given = {name: value for name, value in vars(data).items() if value is not None}
+    family, sizes, checkpoint = source
+    defaults: dict[str, Any] = {"task": family.task}
+    if family.task == "image-classification":
+        defaults["image_size"] = sizes.image_size
+        defaults["normalization"] = "imagenet" if family.name == "swin" else "half"
+    elif checkpoint is not None and data.tokenizer is None:
+        defaults["tokenizer"] = checkpoint.path / "tokenizer.json"
+        if not defaults["tokenizer"].exists():
+            raise UsageError(f"--data.tokenizer is needed, {defaults['tokenizer']} is not there")
+    return DataConfig(**(defaults | given))

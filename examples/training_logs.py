@@ -1,0 +1,117 @@
+"""Logs of a run: a line a record in log.jsonl, TensorBoard's events, and a progress bar."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+from train_step import Metrics
+
+
+class Logs:
+    """Writes in process 0 only.
+
+    Attributes:
+      bar: the progress bar, in steps.
+    """
+
+    def __init__(self, directory: Path, first: int, steps: int):
+        """Removes what a killed run logged after step `first`, where this one goes on."""
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            path = directory / "log.jsonl"
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= first]
+            part = path.with_name("log.jsonl.part")
+            part.write_text("".join(f"{line}\n" for line in kept))
+            os.replace(part, path)
+            self._file = path.open("a", buffering=1)
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first + 1)
+        self.bar = tqdm(
+            initial=first, total=steps, unit="step", disable=not self._writes, mininterval=0.5
+        )
+
+    def write(self, kind: str, step: int, values: dict[str, float | None]) -> None:
+        """Appends a record: of `kind` "train" or "dev"; None is not a number."""
+        if not self._writes:
+            return
+        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        for name, value in values.items():
+            if value is not None:
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self.bar.close()
+        if self._writes:
+            self._file.close()
+            self._events.close()
+
+
+def _lines(path: Path) -> list[str]:
+    """The complete lines: of the last one a kill may have left a part."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
+    """One record of the batches since the last: mean loss, last gradient's norm, skipped batches.
+
+    Batches whose gradients overflowed count in `skipped` alone; all None but that if all did.
+    """
+    used = [m for m in metrics if not m.skipped]
+    loss = float(np.mean([m.loss for m in used], dtype=np.float64)) if used else math.nan
+    norm = float(used[-1].grad_norm) if used else math.nan
+    return {
+        "loss": loss if math.isfinite(loss) else None,
+        "grad_norm": norm if math.isfinite(norm) else None,
+        "skipped": len(metrics) - len(used),
+    }
+
+
+class Meter:
+    """Throughput, of the steps counted since it was last asked or restarted."""
+
+    def __init__(self, examples: int, tokens: int | None):
+        """`examples` a step, and `tokens` an example where they are what is counted."""
+        self._examples, self._tokens = examples, tokens
+        self.restart()
+
+    def restart(self) -> None:
+        self._steps, self._start = 0, time.perf_counter()
+
+    def count(self) -> None:
+        self._steps += 1
+
+    def rates(self) -> dict[str, float | None]:
+        rate = None
+        if self._steps:
+            rate = self._steps * self._examples / (time.perf_counter() - self._start)
+        self.restart()
+        rates = {"examples_per_second": rate}
+        if self._tokens is not None:
+            rates["tokens_per_second"] = None if rate is None else rate * self._tokens
+        return rates
+
+
+def peak_memory() -> int | None:
+    """Bytes that the fullest of this process's devices has had in use; None where unknown."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
+    return max(peaks, default=None)
+
+
+def postfix(values: dict[str, Any]) -> str:
+    """A record for the progress bar."""
+    names = {"loss": "loss {:.3f}", "examples_per_second": "{:,.0f} examples/s"}
+    names |= {"tokens_per_second": "{:,.0f} tokens/s"}
+    texts = [
+        text.format(values[name]) for name, text in names.items() if values.get(name) is not None
+    ]
+    if values.get("peak_bytes") is not None:
+        texts.append(f"{values['peak_bytes'] / 2**30:.1f} GiB")
+    return ", ".join(texts)

@@ -1,0 +1,97 @@
+"""The models that the trainer knows: by family, and by name."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+from data.tasks import TaskName
+from models import bert, llama, roberta, swin, vit
+from models.attention import best_attention
+from models.common import Attention
+
+
+class Family(NamedTuple):
+    """The models of one file."""
+
+    name: str
+    module: ModuleType
+    model: type[nn.Module]  # model(config, compute, norm_residual)
+    config: type
+    task: TaskName
+    head: tuple[str, ...]  # modules that are new where a checkpoint lacks them
+    toy: Any  # sizes for a CPU
+
+    def norm_rules(self, config: Any) -> Any:
+        """For `lm.merge_norm_affine`."""
+        if self.name == "llama":  # depends on whether the head is tied
+            return llama.norm_rules(config)
+        return self.module.NORM_RULES
+
+
+FAMILIES = {
+    "vit": Family(
+        "vit",
+        vit,
+        vit.ViT,
+        vit.ViTConfig,
+        "image-classification",
+        ("classifier",),
+        vit.ViTConfig(64, 4, 4, 256, image_size=32, patch_size=4),
+    ),
+    "swin": Family(
+        "swin",
+        swin,
+        swin.Swin,
+        swin.SwinConfig,
+        "image-classification",
+        ("classifier",),
+        swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_size=2),
+    ),
+    "bert": Family(
+        "bert",
+        bert,
+        bert.BertClassifier,
+        bert.BertConfig,
+        "text-classification",
+        ("pooler", "classifier"),
+        bert.BertConfig(8192, 128, 2, 4, 512),
+    ),
+    "roberta": Family(
+        "roberta",
+        roberta,
+        roberta.RobertaClassifier,
+        roberta.RobertaConfig,
+        "text-classification",
+        ("dense", "classifier"),
+        roberta.RobertaConfig(8192, 128, 2, 4, 512, 514, type_vocab_size=1, layer_norm_eps=1e-5),
+    ),
+    "llama": Family(
+        "llama",
+        llama,
+        llama.Llama,
+        llama.LlamaConfig,
+        "language-modelling",
+        (),
+        llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256),
+    ),
+}
+#: Family and sizes by name.
+MODELS = {
+    name: (family, config)
+    for family in FAMILIES.values()
+    for name, config in {f"{family.name}-toy": family.toy, **family.module.CONFIGS}.items()
+}
+
+
+def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Attention:
+    """The leanest attention that runs on "gpu" or "cpu"; `length` is that of texts."""
+    if isinstance(config, swin.SwinConfig):
+        head_size = config.embed_dim // config.num_heads[0]
+        tokens = config.window_size**2
+        # The model pads windows to even numbers of tokens.
+        return best_attention(platform, dtype, head_size, tokens + tokens % 2, bias=True)
+    if isinstance(config, vit.ViTConfig):
+        length = (config.image_size // config.patch_size) ** 2 + 1
+    head_size = config.hidden_size // config.num_attention_heads
+    head_size = getattr(config, "head_size", head_size)
+    return best_attention(platform, dtype, head_size, length)

@@ -1,0 +1,137 @@
+"""Meshes, and how parameters and batches lie on them.
+
+Three axes: examples are divided over "data" and "fsdp"; parameters, and with them the optimizer's
+state, over "fsdp" (Rajbhandari et al. 2019, arXiv:1910.02054) and "tensor" (Shoeybi et al. 2019,
+arXiv:1909.08053: a layer's first Denses by columns, its last by rows, one sum after them). XLA adds
+the collectives.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from training_errors import UsageError
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = PartitionSpec(("data", "fsdp"))
+
+# Names of Denses, and which axis of their kernels is divided over "tensor", from behind: stacked
+# layers are one axis more in front.
+_COLUMNS = {"query": -2, "key": -2, "value": -2, "intermediate": -1, "gate": -1, "up": -1}
+_ROWS = {"attention_output": -3, "output": -2, "down": -2}
+#: Smaller arrays are not divided over "fsdp".
+_SMALL = 2048
+
+
+def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh from what the command line says.
+
+    Args:
+      axes: "axis=size", of `AXES`; those not named are 1, or "data" all devices if none is.
+      devices: all there are.
+
+    Raises:
+      UsageError: no such axis, a size that is no number, or sizes that do not use every device.
+    """
+    sizes = {}
+    for axis in axes:
+        name, _, size = axis.partition("=")
+        if name not in AXES or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise UsageError(
+                f"--mesh must be AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
+                f"instance data=2 fsdp=4, got {' '.join(axes)!r}"
+            )
+        sizes[name] = int(size)
+    sizes = sizes or {"data": len(devices)}
+    shape = [sizes.get(name, 1) for name in AXES]
+    if math.prod(shape) != len(devices):
+        raise UsageError(
+            f"--mesh {' '.join(axes)} is for {math.prod(shape)} devices, there are {len(devices)}"
+        )
+    return Mesh(np.array(devices).reshape(shape), AXES)
+
+
+def partition_spec(path: Any, leaf: Any, mesh: Mesh) -> PartitionSpec:
+    """How a parameter is divided, by its names and its shape; one of an optimizer's state too.
+
+    Args:
+      path: of `jax.tree_util`, ending in the parameter's names.
+      leaf: an array or a `jax.ShapeDtypeStruct`.
+      mesh: an axis that its sizes do not divide is not used.
+    """
+    names = tuple(str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
+    spec: list[str | None] = [None] * len(leaf.shape)
+    axis = _tensor_axis(names)
+    if axis is not None and -axis <= len(spec) and not leaf.shape[axis] % mesh.shape["tensor"]:
+        spec[axis] = "tensor"
+    # A scan slices stacked layers along their axis: every device needs a whole one.
+    first = 1 if "layers" in names else 0
+    free = [
+        axis
+        for axis in range(first, len(spec))
+        if spec[axis] is None and leaf.shape[axis] % mesh.shape["fsdp"] == 0
+    ]
+    if math.prod(leaf.shape) >= _SMALL and free:
+        spec[max(free, key=lambda axis: leaf.shape[axis])] = "fsdp"
+    return PartitionSpec(*spec)
+
+
+def _tensor_axis(names: tuple[str, ...]) -> int | None:
+    for module, leaf in itertools.pairwise(names):
+        if module in _COLUMNS:
+            return {"kernel": _COLUMNS[module], "bias": _COLUMNS[module], "kernel_lora_b": -1}.get(
+                leaf
+            )
+        if module in _ROWS:
+            return {"kernel": _ROWS[module], "kernel_lora_a": -2}.get(leaf)
+    return None
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """`NamedSharding`s of parameters, of a `TrainState`, or of both in one tree."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition_spec(path, leaf, mesh)), tree
+    )
+
+
+def put(tree: Any, mesh: Mesh) -> Any:
+    """Arrays of the host, the same in every process, on the devices; each gets only its part."""
+
+    def place(array, sharding):
+        array = np.asarray(array)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(place, tree, shardings(tree, mesh))
+
+
+def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:
+    """Which of how many equal slices of a batch this process's devices take.
+
+    Processes that share one, as "tensor" may go across them, have the same.
+
+    Raises:
+      UsageError: the batch cannot be divided over the mesh.
+    """
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % ways:
+        raise UsageError(
+            f"--batch-size / --accumulate is {batch_size}, accepted are multiples of {ways}, the "
+            f"devices that --mesh divides it over"
+        )
+    sharding = NamedSharding(mesh, BATCH)
+    rows = sharding.addressable_devices_indices_map((batch_size,)).values()
+    slices = [index[0].indices(batch_size)[:2] for index in rows if index is not None]
+    start, stop = min(slices)[0], max(slices)[1]
+    return start // (stop - start), batch_size // (stop - start)
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """A batch on the devices, from the part that each process has (see `own_part`)."""
+    sharding = NamedSharding(mesh, BATCH)
+    return jax.tree.map(
+        lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch
+    )
