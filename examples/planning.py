@@ -74,8 +74,7 @@ def workload(
     if attention is None:
         # cuDNN's flash attention needs compute capability 8.0.
         platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "other"
-        bias = family_name == "swin"  # padded to an even number of tokens
-        attention = best_attention(platform, dtype, _head_size(config), tokens + bias * tokens % 2)
+        attention = best_attention(platform, dtype, _head_size(config), tokens)
     compute = Compute(
         method,
         jnp.dtype(dtype),
@@ -105,9 +104,12 @@ def workload(
 
 
 def _image_tokens(config: Any) -> int:
+    """Of one attention: cuDNN's needs an even number, to which the models fill up for it."""
     if hasattr(config, "window_size"):
-        return config.window_size**2
-    return (config.image_size // config.patch_size) ** 2 + 1  # and the class token
+        tokens = config.window_size**2
+    else:
+        tokens = (config.image_size // config.patch_size) ** 2 + 1  # and the class token
+    return tokens + tokens % 2
 
 
 def _head_size(config: Any) -> int:
