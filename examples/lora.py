@@ -1,0 +1,216 @@
+"""What is trained: everything, or LoRA and QLoRA beside frozen weights, through qwix.
+
+    model = apply_lora(Llama(config, compute), "qlora-qv", rank=8)
+    params = add_lora(model, base_params, key, input_ids)  # or jax.eval_shape(model.init, ...)
+    trained, frozen = partition(params, "qlora-qv")
+
+    def loss(trained, frozen, batch):
+        params = combine(trained, frozen, compute.dtype)
+        ...  # model.apply({"params": params}, ...)
+
+    grads = jax.grad(loss)(trained, frozen, batch)
+    opt_state = optimizer.init(trained)
+
+LoRA: Hu et al. 2021 (arXiv:2106.09685), y = x W + (alpha / rank) (x A) B with W frozen. LoRA-FA:
+Zhang et al. 2023 (arXiv:2308.03303), A frozen too. QLoRA: Dettmers et al. 2023
+(arXiv:2305.14314), W in 4-bit NormalFloat.
+"""
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import qwix
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+
+Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
+Model = TypeVar("Model", bound=nn.Module)
+Params = dict[str, Any]
+
+#: Module names of the Denses inside a model's layers; a head is none of them.
+DENSES = (
+    *("query", "key", "value", "attention_output"),
+    *("intermediate", "output", "gate", "up", "down"),
+    "reduction",
+)
+#: Weights of one output that share a scale of NF4, or the largest divisor of it that fits.
+BLOCK = 64
+
+
+def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -> Model:
+    """The model with LoRA beside its Denses, and their weights in NF4 where `train` says so.
+
+    Its output is the model's while B is zero, as at first. Denses are found by name, see `DENSES`;
+    "qv" means query and value. They are `nn.Dense`s and `nn.DenseGeneral`s: qwix 0.1.8 fails on an
+    `nn.Einsum`. Norms must be merged into Denses before.
+
+    Args:
+      model: a linen module with a field `compute`. Its `param_dtype` must be `dtype`: the frozen
+        weights are used as they are. ("full" takes any model, and leaves it as it is.)
+      train: what is trained, see `partition`.
+      rank: columns of A, rows of B.
+      alpha: the product of A and B counts alpha / rank.
+
+    Raises:
+      ValueError: no such `train`, rank below 1, or the two dtypes differ.
+    """
+    if train not in get_args(Train):
+        raise ValueError(f"train={train!r}, accepted are {', '.join(get_args(Train))}")
+    if train == "full":
+        return model
+    if rank < 1:
+        raise ValueError(f"rank={rank}, accepted is 1 or more")
+    compute = model.compute  # pyright: ignore[reportAttributeAccessIssue]
+    if jnp.dtype(compute.param_dtype) != jnp.dtype(compute.dtype):
+        raise ValueError(
+            f"train={train!r} with param_dtype={jnp.dtype(compute.param_dtype)} and "
+            f"dtype={jnp.dtype(compute.dtype)}, accepted are equal ones"
+        )
+    targets = ("query", "value") if train.endswith("qv") else DENSES
+    weights = {"weight_qtype": "nf4"} if train.startswith("qlora") else {}
+    rules = [qwix.LoraRule(module_path=_modules(targets), rank=rank, alpha=alpha, **weights)]
+    if weights:
+        rules.append(qwix.QuantizationRule(module_path=_modules(DENSES), **weights))
+    return qwix.apply_lora_to_model(model, _Provider(rules))
+
+
+def _modules(names: tuple[str, ...]) -> str:
+    return rf"(.*/)?({'|'.join(names)})"
+
+
+class _Provider(qwix.LoraProvider):
+    def __init__(self, rules):
+        super().__init__(rules)
+        # What PtqProvider takes as arguments and LoraProvider, one of its kind, does not pass on.
+        self._qarray_module = SimpleNamespace(quantize=_quantize)
+        self._dot_general_fn = _dot_general
+
+    def dot_general(self, lhs, rhs, *args, **kwargs):
+        rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
+        if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
+            # Initializing. qwix replaces the weight and then looks for it by its shape, unless
+            # it is a reshape of another, as DenseGeneral's first values are. It looks no further
+            # than an op of two arguments.
+            rhs = lax.optimization_barrier((lhs, rhs))[1]
+        return super().dot_general(lhs, rhs, *args, **kwargs)
+
+
+def _quantize(weight: jax.Array, how: Any) -> Any:
+    """Blocks of `BLOCK` inputs along the last axis of inputs, as QLoRA has them.
+
+    qwix would share one scale among all heads of the Dense after attention.
+    """
+    *others, last = (axis for axis in range(weight.ndim) if axis not in how.channelwise_axes)
+    tiles = dict.fromkeys(others, 1) | {last: math.gcd(BLOCK, weight.shape[last])}
+    return qwix.quantize(
+        weight.astype(jnp.float32),
+        how.qtype,
+        channelwise_axes=how.channelwise_axes,
+        tiled_axes=tiles,
+        scale_dtype=weight.dtype,
+    )
+
+
+def _dot_general(x, weight, dimension_numbers, **kwargs):
+    """The product, from whose forward the backward keeps the 4-bit weight and nothing else.
+
+    Differentiated by JAX it would keep the weight in 16 bits, all layers' of them.
+    """
+    inputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def dot(x, weight):
+        return qwix.dot_general(x, weight, dimension_numbers, **kwargs)
+
+    def backward(weight, g):
+        # XLA would find that it has the 16 bits from the forward, and keep them.
+        weight, g = lax.optimization_barrier((weight, g))
+        return *jax.linear_transpose(lambda x: dot(x, weight), inputs)(g), None
+
+    product = jax.custom_vjp(dot)
+    product.defvjp(lambda x, weight: (dot(x, weight), weight), backward)
+    return product(x, weight)
+
+
+def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
+    """Parameters of `apply_lora`'s model from those of the model it was given.
+
+    Args:
+      model: what `apply_lora` returned.
+      base: the model's own parameters, floating arrays.
+      key: draws A, from qwix's he_uniform; B is zero.
+      *inputs: of the model, arrays or `jax.ShapeDtypeStruct`s; only shapes count.
+
+    Returns:
+      `base`, its weights quantized where the model has them so, with A and B beside them.
+
+    Raises:
+      ValueError: names what `base` lacks or has too much.
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+    init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
+    abstract, given = jax.eval_shape(init, key), flatten_dict(base)
+    lora = {path for path in abstract if _is_lora(path)}
+    if given.keys() ^ abstract.keys() ^ lora:
+        difference = ["/".join(path) for path in given.keys() ^ abstract.keys() - lora]
+        raise ValueError(f"base does not fit the model, the difference is {sorted(difference)}")
+    # What is not returned is not computed.
+    params = jax.jit(lambda key: {path: init(key)[path] for path in lora})(key)
+    for path, leaf in given.items():
+        params[path] = _quantize_like(abstract[path], leaf)
+    return unflatten_dict(params)
+
+
+def _quantize_like(abstract: Any, weight: Any) -> Any:
+    if not hasattr(abstract, "how"):
+        return weight
+
+    def quantize(weight):
+        return abstract.replace(array=_quantize(weight, abstract.how))
+
+    # nn.scan stacked the layers, qwix saw one.
+    if jax.eval_shape(quantize, weight) != abstract:
+        quantize = jax.vmap(quantize)
+    return jax.jit(quantize)(weight)
+
+
+def _is_lora(path: tuple[str, ...]) -> bool:
+    return path[-1].endswith(("_lora_a", "_lora_b"))
+
+
+def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
+    """The parameters that are trained and those that are frozen, two trees.
+
+    Trained are with "full" all; with the others B, with all but LoRA-FA A as well, and the
+    `classifier`, which fine-tuning makes anew.
+
+    Args:
+      params: of the model that `apply_lora` returned; leaves may be abstract.
+      train: what `apply_lora` was given.
+    """
+
+    def is_trained(path):
+        if train == "full" or "classifier" in path:
+            return True
+        return path[-1].endswith("_lora_b" if "-fa-" in train else ("_lora_a", "_lora_b"))
+
+    leaves = flatten_dict(params)
+    trained = {path: leaf for path, leaf in leaves.items() if is_trained(path)}
+    frozen = {path: leaf for path, leaf in leaves.items() if path not in trained}
+    return unflatten_dict(trained), unflatten_dict(frozen)
+
+
+def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
+    """The parameters again: the inverse of `partition`.
+
+    Args:
+      trained, frozen: from `partition`. The trained may be master weights of another dtype.
+      dtype: of the computation. A and B are cast to it; all else the modules cast themselves.
+    """
+    leaves = flatten_dict(trained) | flatten_dict(frozen)
+    cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
+    return unflatten_dict(leaves | cast)
