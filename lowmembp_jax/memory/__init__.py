@@ -6,6 +6,9 @@ from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
+from lowmembp_jax.memory.plan import LiveBuffer as LiveBuffer
+from lowmembp_jax.memory.plan import Plan as Plan
+from lowmembp_jax.memory.plan import plan as plan
 from lowmembp_jax.memory.residual_table import Residual as Residual
 from lowmembp_jax.memory.residual_table import Residuals as Residuals
 from lowmembp_jax.memory.residuals import residuals as residuals

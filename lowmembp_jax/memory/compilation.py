@@ -84,6 +84,18 @@ def _abstract(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any
     return jax.tree_util.tree_map_with_path(leaf, args, given)
 
 
+def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
+    """The arguments that a jitted function donates."""
+    if not isinstance(fn, jax.stages.Wrapped):
+        return ()
+    by_argument, _ = fn.trace(*args).args_info
+    return tuple(
+        number
+        for number, infos in enumerate(by_argument)
+        if any(info.donated for info in jax.tree.leaves(infos))
+    )
+
+
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
     """XLA compiles cuDNN's attention for GPUs on which it would not run."""
     major, minor = get_device(device).capability
@@ -108,7 +120,7 @@ def compile_for(
     mesh: MeshLike | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    donate_argnums: int | tuple[int, ...] = (),
+    donate_argnums: int | tuple[int, ...] | None = None,
     keep_unused: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
@@ -124,7 +136,8 @@ def compile_for(
         stands for the argument's own `NamedSharding`, or for replicated where it has none. What
         counts are the names of the axes: the devices are replaced.
       out_shardings: likewise of the outputs; None leaves all of them to XLA.
-      donate_argnums, keep_unused: as for `jax.jit`.
+      donate_argnums: as for `jax.jit`; None takes those of `fn` if that is a jitted function.
+      keep_unused: as for `jax.jit`.
       compiler_options: of XLA, as for `jax.stages.Lowered.compile`.
 
     Returns:
@@ -138,7 +151,7 @@ def compile_for(
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
     gpus = device_mesh(device, _mesh_of(args) if mesh is None else mesh)
-    options: dict[str, Any] = {"donate_argnums": donate_argnums, "keep_unused": keep_unused}
+    options: dict[str, Any] = {"keep_unused": keep_unused}
     if out_shardings is not None:
         options["out_shardings"] = jax.tree.map(
             lambda spec: _on(gpus, spec, "out_shardings"), out_shardings, is_leaf=_is_spec
@@ -152,7 +165,9 @@ def compile_for(
         context = jax.sharding.use_abstract_mesh(gpus.abstract_mesh)
     with context:
         try:
-            lowered = jax.jit(fn, **options).lower(*abstract)
+            if donate_argnums is None:
+                donate_argnums = _donated(fn, abstract)
+            lowered = jax.jit(fn, donate_argnums=donate_argnums, **options).lower(*abstract)
         except RuntimeError as error:
             if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
                 raise ImportError(

@@ -12,6 +12,18 @@ _NOT_MODULES = {
 }  # fmt: skip
 
 
+def module_path(op_name: str) -> str:
+    """The path of Flax modules in JAX's name of an operation, such as "ViT/layer_0/query", or ""."""
+    names: list[str] = []
+    for part in op_name.split("/")[1:-1]:
+        name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
+        # transpose(jvp(ViT))/jvp(ViT)/layer_0 is that of a layer in jax.checkpoint.
+        again = name != part and names[-1:] == [name]
+        if name.isidentifier() and name not in _NOT_MODULES and not again:
+            names.append(name)
+    return "/".join(names)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One instruction that launches work. The numbers are of one run on one device.
@@ -64,14 +76,7 @@ class Kernel:
     @property
     def module(self) -> str:
         """The path of Flax modules that it belongs to, such as "ViT/layer_0/query", or ""."""
-        names: list[str] = []
-        for part in self.op_name.split("/")[1:-1]:
-            name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
-            # transpose(jvp(ViT))/jvp(ViT)/layer_0 is that of a layer in jax.checkpoint.
-            again = name != part and names[-1:] == [name]
-            if name.isidentifier() and name not in _NOT_MODULES and not again:
-                names.append(name)
-        return "/".join(names)
+        return module_path(self.op_name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,195 @@
+"""What a training step takes of a GPU's memory, planned with no GPU."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+from lowmembp_jax.memory import buffers, hlo
+from lowmembp_jax.memory.buffer_flow import Flow
+from lowmembp_jax.memory.buffer_parts import Buffers, Part
+from lowmembp_jax.memory.compilation import MeshLike, compile_for
+from lowmembp_jax.memory.cost import Cost, cost
+from lowmembp_jax.memory.devices import Device, get_device
+from lowmembp_jax.memory.plan_arguments import arguments
+from lowmembp_jax.memory.plan_peak import LiveBuffer as LiveBuffer
+from lowmembp_jax.memory.plan_peak import at_peak
+from lowmembp_jax.memory.sizes import format_bytes
+
+#: Parts of a step's memory, in the order in which tables and plots show them.
+PARTS: tuple[str, ...] = get_args(Part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Memory of a compiled step on each device, in bytes. The parts sum to `peak`.
+
+    Attributes:
+      device: the GPU.
+      device_count: how many.
+      memory_fraction: of the GPU's memory that JAX's allocator takes.
+      parameters: arguments that are the model's, master weights included, and copies of them that
+        are kept from forward to backward, such as casts to the dtype of the computation.
+      optimizer_state: arguments that are, accumulators of `optax.MultiSteps` included.
+      batch: the other arguments.
+      gradients: alive at the peak.
+      intermediates: what the backward reads of the forward's results, alive at the peak.
+      temporaries: everything else alive at the peak, with `fragmentation` and constants.
+      outputs: memory for what the step returns, but for what goes into donated arguments, and
+        what of it holds gradients or, before it is written, something else.
+      fragmentation: bytes that XLA's heap leaves free at the peak.
+      most_intermediates: the most bytes of `intermediates` at any time: more than those if the
+        peak is elsewhere, as with a large optimizer state.
+      live: what is in memory at the peak, largest first, from a thousandth of the peak on.
+      cost: bytes moved, FLOPs and estimated time.
+    """
+
+    device: Device
+    device_count: int
+    memory_fraction: float
+    parameters: int
+    optimizer_state: int
+    batch: int
+    gradients: int
+    intermediates: int
+    temporaries: int
+    outputs: int
+    fragmentation: int
+    most_intermediates: int
+    live: tuple[LiveBuffer, ...]
+    cost: Cost
+
+    @property
+    def peak(self) -> int:
+        """Bytes that XLA allocates on each device: arguments, outputs, and the rest at its most."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that JAX's allocator has to give on each device."""
+        return self.device.usable_bytes(self.memory_fraction)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "device_count": self.device_count,
+            "memory_bytes": self.device.memory_bytes,
+            "memory_fraction": self.memory_fraction,
+            "usable": self.usable,
+            "peak": self.peak,
+            "fits": self.fits,
+            "parts": {part: getattr(self, part) for part in PARTS},
+            "fragmentation": self.fragmentation,
+            "most_intermediates": self.most_intermediates,
+            "live": [dataclasses.asdict(buffer) for buffer in self.live],
+            "cost": self.cost.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        count = f"{self.device_count} x " if self.device_count > 1 else ""
+        lines = [f"{count}{self.device.description}, on each device:"]
+        for part in PARTS:
+            lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
+        verdict = "fits in" if self.fits else "does NOT fit in"
+        lines += [
+            f"{format_bytes(self.peak):>12}  peak: {verdict} {format_bytes(self.usable)}, "
+            f"{self.memory_fraction:.0%} of {format_bytes(self.device.memory_bytes)}",
+            "largest at the peak:",
+        ]
+        for each in self.live[:10]:
+            where = " ".join(filter(None, (each.module, each.op, each.source)))
+            lines.append(f"{format_bytes(each.bytes):>12}  {each.part}: {each.shape} {where}")
+        return "\n".join(lines)
+
+
+def plan(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    device: str | os.PathLike[str] = "h200",
+    mesh: MeshLike | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate: int | tuple[int, ...] | None = None,
+    parts: Any = None,
+    memory_fraction: float = 0.75,
+    compiler_options: dict[str, Any] | None = None,
+) -> Plan:
+    """Compiles a whole training step for a GPU, with no GPU, and says what is in its memory.
+
+    All numbers are of XLA's own buffer assignment for that GPU. They hold what the program
+    allocates: CUDA's context, libraries' handles and whatever else the process keeps on the GPU
+    come on top.
+
+    Args:
+      step: the step, for instance `(state, batch) -> (state, loss)`; `jax.jit` is not needed.
+      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      mesh, in_shardings, out_shardings: see `lm.memory.compile_for`.
+      donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
+        `jax.jit`; None takes those of `step` if that is a jitted function.
+      parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
+        and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
+        names tell: of arguments, and of attributes and keys in them, such as `state.opt_state`.
+      memory_fraction: of the GPU's memory that is JAX's: `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+      compiler_options: of XLA.
+
+    Raises:
+      ValueError: a name in `parts` is not known, `memory_fraction` is not in (0, 1], or as
+        `lm.memory.compile_for` raises.
+      ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
+    """
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
+    named = arguments(step, abstract_args, parts)
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = compile_for(
+            step,
+            *abstract_args,
+            device=device,
+            mesh=mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            donate_argnums=donate,
+            keep_unused=True,
+            compiler_options={
+                **(compiler_options or {}),
+                "xla_dump_to": directory,
+                "xla_dump_hlo_as_text": True,
+                "xla_dump_hlo_module_re": ".*",
+                "xla_dump_hlo_pass_re": "^$",
+            },
+        )
+        assignment = buffers.read(Path(directory))
+    program = hlo.parse(compiled.as_text() or "")
+    is_parameter = [argument.part == "parameters" for argument in named]
+    entry = program.entry.parameters
+    shapes = [
+        shape
+        for number, argument in enumerate(named)
+        if argument.part == "parameters"
+        for shape in (argument.shape, entry[number].shapes[0].dims)
+    ]
+    peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
+    gpu = get_device(device)
+    return Plan(
+        device=gpu,
+        device_count=len(jax.tree.leaves(compiled.input_shardings)[0].device_set) if named else 1,
+        memory_fraction=memory_fraction,
+        **{part: peak.parts[part] for part in PARTS},
+        fragmentation=peak.fragmentation,
+        most_intermediates=peak.most_intermediates,
+        live=peak.live,
+        cost=cost(program, gpu),
+    )

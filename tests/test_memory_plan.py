@@ -1,0 +1,264 @@
+"""The memory of compiled steps, against XLA's own totals and against counts by hand."""
+
+import itertools
+import json
+
+import encoder
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+from lowmembp_jax.memory.plan import PARTS
+
+pytestmark = pytest.mark.gpu_compiler
+
+WIDTH, LAYERS = 512, 3
+WEIGHTS = LAYERS * WIDTH * WIDTH * 4
+ADAM = optax.adam(1e-3)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def mlp_loss(params, batch):
+    x = batch
+    for w in params:
+        # XLA would keep the dot's output and compute the tanh again.
+        x = lax.optimization_barrier(jnp.tanh(x @ w))
+    return jnp.mean(jnp.square(x))
+
+
+def mlp_step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        updates, opt_state = ADAM.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+PARAMS = [f32(WIDTH, WIDTH)] * LAYERS
+OPT_STATE = jax.eval_shape(ADAM.init, PARAMS)
+
+
+def plan_mlp(rows, **options):
+    return lm.memory.plan(mlp_step, PARAMS, OPT_STATE, f32(rows, WIDTH), **options)
+
+
+def parts(plan):
+    return {part: getattr(plan, part) for part in PARTS}
+
+
+def test_parts_of_an_mlp_by_hand():
+    plan = plan_mlp(4096, donate=(0, 1))
+    assert plan.parameters == WEIGHTS
+    assert plan.optimizer_state == 2 * WEIGHTS + 4  # and the count of steps
+    assert plan.batch == 4096 * WIDTH * 4
+    # The output of each layer; at the peak the backward may be done with some.
+    assert plan.most_intermediates == pytest.approx(LAYERS * plan.batch, rel=1e-4)
+    assert plan.intermediates <= plan.most_intermediates
+    assert plan.outputs < 1024  # the loss, and a table of pointers
+    assert sum(parts(plan).values()) == plan.peak
+    assert plan.fragmentation <= plan.temporaries
+
+
+def test_gradients_by_hand():
+    def clipped(params, batch):  # all of them are needed for the norm of all
+        grads = jax.grad(mlp_loss)(params, batch)
+        norm = optax.tree.norm(lax.optimization_barrier(grads))
+        return jax.tree.map(lambda w, g: w - g / norm, params, grads)
+
+    plan = lm.memory.plan(clipped, PARAMS, f32(16, WIDTH), donate=0)
+    # Parameters by the name of the argument, the batch whatever is left.
+    assert (plan.parameters, plan.batch) == (WEIGHTS, 16 * WIDTH * 4)
+    assert plan.gradients == WEIGHTS
+
+
+def test_gradients_that_are_returned():
+    plan = lm.memory.plan(jax.value_and_grad(mlp_loss), PARAMS, f32(64, WIDTH))
+    assert plan.outputs < 1024
+    returned = [b for b in plan.live if b.part == "gradients" and b.shape == "f32[512,512]"]
+    assert 0 < sum(b.bytes for b in returned) <= WEIGHTS
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+def test_peak_is_what_xla_allocates(donate):
+    plan = plan_mlp(1024, donate=donate)
+    compiled = lm.memory.compile_for(
+        mlp_step, PARAMS, OPT_STATE, f32(1024, WIDTH), donate_argnums=donate
+    )
+    memory = compiled.memory_analysis()
+    assert plan.peak == (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.12
+        assert plan.peak == memory.total_allocation_bytes
+
+
+def test_donation_saves_the_outputs():
+    kept, donated = plan_mlp(4096, donate=()), plan_mlp(4096, donate=(0, 1))
+    saved = kept.peak - donated.peak
+    # Three quarters at the least: XLA copies a parameter that it overwrites before its last use.
+    assert 0.75 * 3 * WEIGHTS < saved <= 3 * WEIGHTS + 1024
+    assert kept.outputs == pytest.approx(3 * WEIGHTS, rel=0.01)
+    # A jitted step says itself what it donates, and can be overruled.
+    step = jax.jit(mlp_step, donate_argnums=(0, 1))
+    assert parts(lm.memory.plan(step, PARAMS, OPT_STATE, f32(4096, WIDTH))) == parts(donated)
+    assert parts(lm.memory.plan(step, PARAMS, OPT_STATE, f32(4096, WIDTH), donate=())) == parts(
+        kept
+    )
+
+
+def test_grows_with_the_batch():
+    plans = [plan_mlp(rows, donate=(0, 1)) for rows in (256, 1024, 4096, 16384)]
+    for small, large in itertools.pairwise(plans):
+        assert small.peak < large.peak
+        assert small.most_intermediates < large.most_intermediates
+        assert small.optimizer_state == large.optimizer_state
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 8}, AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))],
+    ids=["auto", "explicit"],
+)
+def test_eight_devices_share_the_batch(mesh):
+    sharded = (P(), P(), P("data"))
+    one = plan_mlp(8192, donate=(0, 1))
+    eight = plan_mlp(8 * 8192, mesh=mesh, in_shardings=sharded, donate=(0, 1))
+    assert (one.device_count, eight.device_count) == (1, 8)
+    assert eight.parameters == one.parameters == WEIGHTS
+    assert eight.optimizer_state == one.optimizer_state
+    assert eight.batch == one.batch
+    assert eight.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
+    split = plan_mlp(8192, mesh=mesh, in_shardings=sharded, donate=(0, 1))
+    assert 8 * split.batch == one.batch
+    assert 8 * split.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
+
+
+def test_parameters_over_devices():
+    rows = jax.tree.map(lambda x: P("model") if x.ndim else P(), (PARAMS, OPT_STATE))
+    plan = plan_mlp(
+        1024,
+        mesh={"model": 4},
+        in_shardings=(*rows, P()),
+        out_shardings=(*rows, P()),
+        donate=(0, 1),
+    )
+    assert plan.parameters == WEIGHTS // 4
+    assert plan.optimizer_state == 2 * WEIGHTS // 4 + 4
+
+
+def test_residuals_at_the_peak_have_their_source_line():
+    def loss(params, batch):
+        h = lm.regelu2(batch @ params["w"])  # the line
+        return jnp.sum(jnp.square(h @ params["v"]))
+
+    line = loss.__code__.co_firstlineno + 1
+    params = {"w": f32(256, 2048), "v": f32(2048, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, f32(8192, 256))
+    codes = [buffer for buffer in plan.live if buffer.shape == "u2[8192,2048]"]
+    assert [buffer.part for buffer in codes] == ["intermediates"]
+    assert codes[0].bytes == 8192 * 2048 // 4
+    assert codes[0].source == f"{__file__}:{line}"
+    arguments = {
+        buffer.op: buffer for buffer in plan.live if buffer.part in ("parameters", "batch")
+    }
+    assert set(arguments) == {"params['w']", "params['v']", "batch"}
+    assert arguments["params['w']"].shape == "f32[256,2048]"
+    assert sorted(plan.live, key=lambda b: -b.bytes) == list(plan.live)
+    rest = plan.peak - sum(buffer.bytes for buffer in plan.live)
+    assert plan.fragmentation <= rest < 0.01 * plan.peak
+
+
+def test_mixed_precision_casts_are_parameters():
+    def loss(params, batch):
+        x = batch
+        for w in params:
+            x = jnp.sin(x @ lax.optimization_barrier(w.astype(jnp.bfloat16)))
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    batch = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
+    plan = lm.memory.plan(jax.grad(loss), PARAMS, batch)
+    copies, rest = divmod(plan.parameters - WEIGHTS, WIDTH * WIDTH * 2)
+    assert copies in (1, 2) and rest == 0  # those that the backward still reads at the peak
+    cast = [b for b in plan.live if b.part == "parameters" and b.shape.startswith("bf16")]
+    assert [b.op for b in cast] == ["convert_element_type"] * copies
+
+
+def test_stacks_of_a_scan_are_intermediates():
+    def loss(params, batch):
+        def layer(x, w):
+            return jnp.sin(lax.optimization_barrier(x @ w)), None
+
+        return jnp.sum(jnp.square(lax.scan(layer, batch, params)[0]))
+
+    layers = 8
+    plan = lm.memory.plan(jax.grad(loss), f32(layers, WIDTH, WIDTH), f32(4096, WIDTH))
+    stacked = f"f32[{layers},4096,{WIDTH}]"
+    kept = [buffer for buffer in plan.live if buffer.shape == stacked]
+    assert {buffer.part for buffer in kept} == {"intermediates"}
+    # cos of the dot's output, and the layer's input.
+    assert len(kept) == 2
+    assert all(buffer.source.startswith(__file__) for buffer in kept)
+    assert plan.gradients == layers * WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize(
+    ("method", "scan", "units"),
+    [("default", False, 20.0), ("full remat", True, 1.0), ("lowmembp_jax", True, 10.5)],
+)
+def test_intermediates_of_encoder_blocks(method, scan, units):
+    """With cuDNN's attention; README.md has what a block keeps."""
+    step, arguments = encoder.training_step(method, "full", scan, layers := 2)
+    plan = lm.memory.plan(step, *arguments, parts=("parameters", "parameters", "batch"))
+    most = plan.most_intermediates / encoder.UNIT / layers
+    assert most == pytest.approx(units, abs=0.6)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_pallas_kernels_keep_what_xla_keeps():
+    with lm.set_implementation("pallas"):
+        step, arguments = encoder.training_step("lowmembp_jax", "full", True, layers := 2)
+        plan = lm.memory.plan(step, *arguments, parts=("parameters", "parameters", "batch"))
+    assert any("lowmembp_norm_forward" in k.op_name + k.name for k in plan.cost.kernels)
+    assert plan.most_intermediates / encoder.UNIT / layers == pytest.approx(10.5, abs=0.6)
+
+
+def test_devices_differ_in_what_fits():
+    rows = 4_000_000
+    small, large = (plan_mlp(rows, device=device) for device in ("l4", "b200"))
+    assert not small.fits and large.fits
+    assert small.usable == lm.memory.get_device("l4").usable_bytes()
+    assert "does NOT fit in" in str(small) and "peak: fits in" in str(large)
+    assert plan_mlp(rows, device="l4", memory_fraction=0.5).usable < small.usable
+
+
+def test_reports():
+    plan = plan_mlp(512)
+    data = json.loads(plan.to_json())
+    assert data["parts"] == parts(plan) and data["peak"] == plan.peak
+    assert data["device"] == "h200" and data["cost"] == json.loads(json.dumps(plan.cost.to_dict()))
+    assert [buffer["bytes"] for buffer in data["live"]] == [buffer.bytes for buffer in plan.live]
+    text = str(plan)
+    assert text.startswith("NVIDIA H200") and "optimizer state" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_fraction": 75}, r"memory_fraction=75: accepted are numbers in \(0, 1\]"),
+        ({"parts": ("weights", "batch", "batch")}, "parts has 'weights': accepted are parameters,"),
+        ({"device": "h20"}, "device='h20' is not known"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_mlp(64, **options)
