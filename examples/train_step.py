@@ -157,7 +157,7 @@ def make_step(
         else:
             gradient = scale.value_and_grad(loss_fn, has_aux=True)
             scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         # optax.MultiSteps multiplies numbers and booleans.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -1,0 +1,236 @@
+"""The training step: loss scaling, accumulation, what is frozen, and the optimizer."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from data.images import ImageBatch
+from lora import add_lora, apply_lora, partition
+from models.common import Compute
+from models.vit import ViT, ViTConfig
+from train_step import OptimizerConfig, TrainState, init_state, learning_rate, make_optimizer
+from train_step import make_step as make_pure_step
+from training_losses import make_loss
+
+import lowmembp_jax as lm
+
+# qwix asks Flax for a name that it has no more.
+pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
+
+SIZES = ViTConfig(32, 1, 2, 64, image_size=8, patch_size=4, num_labels=5)
+
+
+def make_step(*args):
+    return jax.jit(make_pure_step(*args))
+
+
+def images(count, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    pixels = scale * rng.normal(size=(count, 8, 8, 3)).astype(np.float32)
+    return ImageBatch(pixels, rng.integers(5, size=count).astype(np.int32), np.ones(count, bool))
+
+
+def vit(dtype=jnp.float32, **fields):
+    # JAX's attention mixes dtypes in 16 bits, and for float16 a CPU lacks a product.
+    attention = "xla" if dtype == jnp.float32 else "chunked"
+    model = ViT(SIZES, Compute("lowmembp", dtype, attention=attention, **fields))
+    params = jax.jit(model.init)(jax.random.key(0), images(1).images)["params"]
+    return make_loss("image-classification", model), params
+
+
+def mlp(dtype):
+    """What compiles faster, of the same images."""
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "hidden": {"kernel": jax.random.normal(keys[0], (192, 16)) / 14},
+        "head": {"kernel": jax.random.normal(keys[1], (16, 5)) / 4},
+    }
+
+    def loss(params, frozen, batch):
+        x = jnp.asarray(batch.images, dtype).reshape(-1, 192)
+        x = lm.regelu2(x @ params["hidden"]["kernel"].astype(dtype))
+        logits = (x @ params["head"]["kernel"].astype(dtype)).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+        return losses.mean(), ()
+
+    return loss, params
+
+
+def test_learning_rate_rises_and_falls():
+    config = OptimizerConfig(learning_rate=1.0, warmup=0.2)
+    rates = [float(learning_rate(config, 10)(step)) for step in range(11)]
+    np.testing.assert_allclose(rates[:3], [1 / 3, 2 / 3, 1], rtol=1e-6)
+    np.testing.assert_allclose(rates[2:], np.linspace(1, 0, 9), atol=1e-6)
+    cosine = learning_rate(OptimizerConfig(1.0, "cosine", warmup=0), 8)
+    np.testing.assert_allclose(
+        [cosine(step) for step in range(9)], 0.5 + 0.5 * np.cos(np.pi * np.arange(9) / 8), atol=1e-6
+    )
+    assert learning_rate(config, 1)(0) > 0
+
+
+def test_only_matrices_decay():
+    params = {
+        "layer_0": {"query": {"kernel": jnp.ones((4, 2, 2)), "bias": jnp.ones((2, 2))}},
+        "norm": {"scale": jnp.ones(4), "bias": jnp.ones(4)},
+        "words": {"embedding": jnp.ones((8, 4))},
+        "position_embeddings": jnp.ones((1, 3, 4)),
+    }
+    optimizer = make_optimizer(OptimizerConfig(1.0, weight_decay=0.5, warmup=0), 10)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    with jax.numpy_dtype_promotion("standard"):  # optax takes it for granted
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    updates = jax.tree.map(lambda x: float(x.min()), updates)
+    assert updates == {
+        "layer_0": {"query": {"kernel": -0.5, "bias": 0.0}},
+        "norm": {"scale": 0.0, "bias": 0.0},
+        "words": {"embedding": -0.5},
+        "position_embeddings": 0.0,
+    }
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(vit, jnp.float32), (mlp, jnp.float16)])
+def test_accumulation_equals_the_big_batch(make, dtype):
+    loss_fn, params = make(dtype)
+    config = OptimizerConfig(1e-2, warmup=0, clip_norm=0.1)
+    big = make_optimizer(config, 6)
+    small = make_optimizer(dataclasses.replace(config, accumulate=4), 6)
+    a, b = init_state(params, big, dtype), init_state(params, small, dtype)
+    step, micro_step = make_step(loss_fn, big), make_step(loss_fn, small)
+    for seed in range(3):
+        batch = images(16, seed)
+        a, metrics = step(a, {}, batch)
+        losses = []
+        for i in range(4):
+            before = b.params
+            b, part = micro_step(b, {}, ImageBatch(*(x[4 * i : 4 * i + 4] for x in batch)))
+            losses.append(part.loss)
+            if i < 3:
+                jax.tree.map(np.testing.assert_array_equal, before, b.params)
+        np.testing.assert_allclose(np.mean(losses), metrics.loss, rtol=1e-3)
+    changes = [jax.tree.map(lambda x, y: x - y, state.params, params) for state in (a, b)]
+    if "layer_0" in params:
+        # Attention does not depend on it: AdamW makes steps of the rounding.
+        for change in changes:
+            del change["layer_0"]["key"]["bias"]
+    tolerance = 1e-3 if dtype == jnp.float32 else 3e-2
+    for x, y in zip(*map(jax.tree.leaves, changes), strict=True):
+        assert float(jnp.abs(y).max()) > 1e-3
+        assert float(jnp.linalg.norm(x - y)) < tolerance * float(jnp.linalg.norm(y))
+    # The learning rate follows AdamW's steps, not the batches.
+    counts = {int(count) for _, count in optax.tree.get_all_with_path(b.opt_state, "count")}
+    assert counts == {3} and int(b.step) == 12 and int(a.step) == 3
+
+
+def overflowing_loss(params, frozen, batch):
+    """Its gradient, 1000 in float16, overflows while the scale is 2^7 or above."""
+    x = params["x"].astype(jnp.float16)
+    return (x * batch).astype(jnp.float32).sum(), ()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_overflow_is_skipped_and_the_scale_halves(accumulate):
+    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0, accumulate=accumulate), 100)
+    state = init_state({"x": jnp.ones(3)}, optimizer, jnp.float16)
+    step = make_step(overflowing_loss, optimizer)
+    batch = jnp.full(3, 1000.0, jnp.float16)
+    scale = float(state.loss_scale.scale)
+    assert scale == 2**16
+    while scale * 1000 > float(np.finfo(np.float16).max):
+        before = state
+        state, metrics = step(state, {}, batch)
+        assert metrics.skipped and not np.isfinite(metrics.grad_norm)
+        scale /= 2
+        assert state.loss_scale.scale == scale
+        for now, then in ((state.params, before.params), (state.opt_state, before.opt_state)):
+            jax.tree.map(np.testing.assert_array_equal, now, then)
+    assert scale == 2**6 and state.step == 10
+    for _ in range(accumulate):
+        assert state.params["x"][0] == 1
+        state, metrics = step(state, {}, batch)
+        assert not metrics.skipped and np.isfinite(metrics.grad_norm)
+    # The first step of AdamW has the size of the learning rate.
+    np.testing.assert_allclose(state.params["x"], 0.99, rtol=1e-3)
+    np.testing.assert_allclose(metrics.grad_norm, 1000 * 3**0.5, rtol=1e-3)
+
+
+def test_float16_training_goes_on_after_an_overflow():
+    loss_fn, params = mlp(jnp.float16)
+    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 20)
+    state = init_state(params, optimizer, jnp.float16)
+    huge = state.loss_scale.replace(scale=jnp.float32(2.0**24))
+    state = state.replace(loss_scale=huge)
+    step, losses, skipped = make_step(loss_fn, optimizer), [], 0
+    for _ in range(20):
+        state, metrics = step(state, {}, images(8))
+        skipped += int(metrics.skipped)
+        losses.append(float(metrics.loss))
+    assert 0 < skipped < 15 and losses[0] == losses[skipped - 1]
+    assert losses[-1] < 0.5 * losses[0]
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
+def test_low_precision_follows_float32():
+    batch, losses = images(8), {}
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        loss_fn, params = vit(dtype)
+        optimizer = make_optimizer(OptimizerConfig(1e-3, warmup=0), 10)
+        state, step = init_state(params, optimizer, dtype), make_step(loss_fn, optimizer)
+        losses[dtype] = []
+        while len(losses[dtype]) < 4:
+            state, metrics = step(state, {}, batch)
+            assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
+            if metrics.skipped:
+                assert dtype == jnp.float16 and state.loss_scale.scale >= 2**8
+            else:
+                losses[dtype].append(float(metrics.loss))
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+        assert (state.loss_scale is None) == (dtype != jnp.float16)
+    np.testing.assert_allclose(losses[jnp.bfloat16], losses[jnp.float32], rtol=2e-2)
+    np.testing.assert_allclose(losses[jnp.float16], losses[jnp.float32], rtol=4e-3)
+
+
+def test_frozen_parameters_get_no_gradient_and_no_state():
+    model = apply_lora(ViT(SIZES, Compute("lowmembp")), "lora-qv", rank=2)
+    base = jax.jit(ViT(SIZES).init)(jax.random.key(0), images(1).images)["params"]
+    params = add_lora(model, base, jax.random.key(1), images(1).images)
+    trained, frozen = partition(params, "lora-qv")
+    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 10)
+    state = init_state(trained, optimizer, jnp.float32)
+    sizes = sum(x.size for x in jax.tree.leaves(trained))
+    state_sizes = sum(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim)
+    assert state_sizes == 2 * sizes < sum(x.size for x in jax.tree.leaves(frozen))
+    step = make_step(make_loss("image-classification", model), optimizer)
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, frozen, images(8))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0]
+
+
+def test_padding_counts_nowhere():
+    loss_fn, params = vit()
+    batch = images(4)
+    padded = ImageBatch(*(np.concatenate([x, x[:2]]) for x in batch))
+    padded = padded._replace(mask=np.arange(6) < 4)
+    loss, totals = jax.jit(loss_fn)(params, {}, batch)
+    padded_loss, padded_totals = jax.jit(loss_fn)(params, {}, padded)
+    np.testing.assert_allclose(padded_loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(padded_totals, totals, rtol=1e-6)
+    assert totals.count == 4 and totals.correct <= 4
+
+
+def test_state_is_donated_in_place():
+    """Parameters and optimizer state are updated in their own memory."""
+    loss_fn, params = vit()
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state: TrainState = jax.eval_shape(
+        partial(init_state, optimizer=optimizer, dtype=jnp.float32), params
+    )
+    step = jax.jit(make_pure_step(loss_fn, optimizer), donate_argnums=0)
+    memory = step.lower(state, {}, images(4)).compile().memory_analysis()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= size
