@@ -247,6 +247,7 @@ def test_reports():
     assert data["parts"] == parts(plan) and data["peak"] == plan.peak
     assert data["device"] == "h200" and data["cost"] == json.loads(json.dumps(plan.cost.to_dict()))
     assert [buffer["bytes"] for buffer in data["live"]] == [buffer.bytes for buffer in plan.live]
+    assert lm.memory.Plan.from_dict(data) == plan
     text = str(plan)
     assert text.startswith("NVIDIA H200") and "optimizer state" in text
 

@@ -113,6 +113,46 @@ def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.st
             )
 
 
+def lower_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | os.PathLike[str] = "h200",
+    mesh: MeshLike | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | tuple[int, ...] | None = None,
+    keep_unused: bool = False,
+) -> jax.stages.Lowered:
+    """`compile_for` without compiling, which takes most of the time."""
+    gpus = device_mesh(device, _mesh_of(args) if mesh is None else mesh)
+    options: dict[str, Any] = {"keep_unused": keep_unused}
+    if out_shardings is not None:
+        options["out_shardings"] = jax.tree.map(
+            lambda spec: _on(gpus, spec, "out_shardings"), out_shardings, is_leaf=_is_spec
+        )
+    abstract = _abstract(gpus, args, in_shardings)
+    # The mesh in context tells Pallas which GPU it lowers for. With explicit axes JAX wants it
+    # with its devices; without, whatever the step computes while it is traced stays on the CPU.
+    if AxisType.Explicit in gpus.axis_types:
+        context = jax.set_mesh(gpus)
+    else:
+        context = jax.sharding.use_abstract_mesh(gpus.abstract_mesh)
+    with context:
+        try:
+            if donate_argnums is None:
+                donate_argnums = _donated(fn, abstract)
+            lowered = jax.jit(fn, donate_argnums=donate_argnums, **options).lower(*abstract)
+        except RuntimeError as error:
+            if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
+                raise ImportError(
+                    "compiling cuDNN's flash attention needs nvidia-cudnn-cu12: "
+                    "pip install 'lowmembp_jax[planner]' (Linux)"
+                ) from error
+            raise
+    _refuse_missing_instructions(device, lowered)
+    return lowered
+
+
 def compile_for(
     fn: Callable[..., Any],
     *args: Any,
@@ -150,30 +190,14 @@ def compile_for(
         the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4).
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
-    gpus = device_mesh(device, _mesh_of(args) if mesh is None else mesh)
-    options: dict[str, Any] = {"keep_unused": keep_unused}
-    if out_shardings is not None:
-        options["out_shardings"] = jax.tree.map(
-            lambda spec: _on(gpus, spec, "out_shardings"), out_shardings, is_leaf=_is_spec
-        )
-    abstract = _abstract(gpus, args, in_shardings)
-    # The mesh in context tells Pallas which GPU it lowers for. With explicit axes JAX wants it
-    # with its devices; without, whatever the step computes while it is traced stays on the CPU.
-    if AxisType.Explicit in gpus.axis_types:
-        context = jax.set_mesh(gpus)
-    else:
-        context = jax.sharding.use_abstract_mesh(gpus.abstract_mesh)
-    with context:
-        try:
-            if donate_argnums is None:
-                donate_argnums = _donated(fn, abstract)
-            lowered = jax.jit(fn, donate_argnums=donate_argnums, **options).lower(*abstract)
-        except RuntimeError as error:
-            if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
-                raise ImportError(
-                    "compiling cuDNN's flash attention needs nvidia-cudnn-cu12: "
-                    "pip install 'lowmembp_jax[planner]' (Linux)"
-                ) from error
-            raise
-        _refuse_missing_instructions(device, lowered)
-        return lowered.compile(compiler_options)
+    lowered = lower_for(
+        fn,
+        *args,
+        device=device,
+        mesh=mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate_argnums=donate_argnums,
+        keep_unused=keep_unused,
+    )
+    return lowered.compile(compiler_options)

@@ -13,7 +13,7 @@ _NOT_MODULES = {
 
 
 def module_path(op_name: str) -> str:
-    """The path of Flax modules in JAX's name of an operation, such as "ViT/layer_0/query", or ""."""
+    """The path of Flax modules in a name of JAX's, such as "ViT/layer_0/query", or ""."""
     names: list[str] = []
     for part in op_name.split("/")[1:-1]:
         name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
@@ -153,3 +153,10 @@ class Cost:
                 for kernel in self.kernels
             ]
         return total
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Cost":
+        """The inverse of `to_dict` with every kernel."""
+        names = [field.name for field in dataclasses.fields(Kernel)]
+        kernels = (Kernel(**{name: kernel[name] for name in names}) for kernel in data["kernels"])
+        return cls(tuple(kernels), tuple(data["notes"]))

@@ -110,7 +110,12 @@ def missing_wheels() -> list[str]:
     return [wheel for module, wheel in _WHEELS.items() if absent(module)]
 
 
-def _target_config(device: str | os.PathLike[str]) -> str:
+def target_config(device: str | os.PathLike[str]) -> str:
+    """The target description of a GPU: the text of a `GpuTargetConfigProto`.
+
+    Raises:
+      ValueError: no such device.
+    """
     if device in DEVICES:
         return (_TARGETS / f"{device}.txtpb").read_text()
     if Path(device).is_file():
@@ -134,7 +139,7 @@ def get_device(device: str | os.PathLike[str]) -> Device:
       ValueError: no such device; the description lacks a field, or its compute capability is one
         whose matrix rate is not known here.
     """
-    config = _target_config(device)
+    config = target_config(device)
     fields = dict(re.findall(r"^\s*(\w+):\s*\"?([^\"\n]*)\"?", config, re.MULTILINE))
 
     def field(name: str) -> str:
@@ -189,7 +194,7 @@ def topology(
       ImportError: a wheel with XLA's GPU compiler is missing.
       RuntimeError: JAX looked for CUDA before this module was imported, and gave it up.
     """
-    config, capability = _target_config(device), get_device(device).capability
+    config, capability = target_config(device), get_device(device).capability
     if not 1 <= count <= 8:
         raise ValueError(f"count={count} GPUs: accepted are 1 to 8, one host's")
     if (device == "a6000" or device not in DEVICES) and capability in _PALLAS_KINDS:

@@ -6,23 +6,25 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 
 from lowmembp_jax.memory import buffers, hlo
 from lowmembp_jax.memory.buffer_flow import Flow
 from lowmembp_jax.memory.buffer_parts import Buffers, Part
-from lowmembp_jax.memory.compilation import MeshLike, compile_for
+from lowmembp_jax.memory.compilation import MeshLike, lower_for
 from lowmembp_jax.memory.cost import Cost, cost
 from lowmembp_jax.memory.devices import Device, get_device
-from lowmembp_jax.memory.plan_arguments import arguments
+from lowmembp_jax.memory.plan_arguments import Argument, arguments
 from lowmembp_jax.memory.plan_peak import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.plan_peak import at_peak
 from lowmembp_jax.memory.sizes import format_bytes
 
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
+
+_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +83,29 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return {
             "device": self.device.name,
-            "device_count": self.device_count,
             "memory_bytes": self.device.memory_bytes,
-            "memory_fraction": self.memory_fraction,
             "usable": self.usable,
             "peak": self.peak,
             "fits": self.fits,
             "parts": {part: getattr(self, part) for part in PARTS},
-            "fragmentation": self.fragmentation,
-            "most_intermediates": self.most_intermediates,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "live": [dataclasses.asdict(buffer) for buffer in self.live],
             "cost": self.cost.to_dict(),
         }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Plan":
+        """The inverse of `to_dict`."""
+        return cls(
+            device=get_device(data["device"]),
+            live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
+            cost=Cost.from_dict(data["cost"]),
+            **data["parts"],
+            **{name: data[name] for name in _NUMBERS},
+        )
 
     def __str__(self) -> str:
         count = f"{self.device_count} x " if self.device_count > 1 else ""
@@ -112,6 +122,16 @@ class Plan:
             where = " ".join(filter(None, (each.module, each.op, each.source)))
             lines.append(f"{format_bytes(each.bytes):>12}  {each.part}: {each.shape} {where}")
         return "\n".join(lines)
+
+
+class LoweredStep(NamedTuple):
+    """A step that is traced and not compiled."""
+
+    lowered: jax.stages.Lowered
+    arguments: list[Argument]
+    device: Device
+    memory_fraction: float
+    compiler_options: dict[str, Any]
 
 
 def plan(
@@ -150,46 +170,80 @@ def plan(
         `lm.memory.compile_for` raises.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
-    named = arguments(step, abstract_args, parts)
-    with tempfile.TemporaryDirectory() as directory:
-        compiled = compile_for(
+    return plan_lowered(
+        lower_step(
             step,
             *abstract_args,
             device=device,
             mesh=mesh,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
-            donate_argnums=donate,
-            keep_unused=True,
-            compiler_options={
-                **(compiler_options or {}),
+            donate=donate,
+            parts=parts,
+            memory_fraction=memory_fraction,
+            compiler_options=compiler_options,
+        )
+    )
+
+
+def lower_step(
+    step: Callable[..., Any],
+    *abstract_args: Any,
+    device: str | os.PathLike[str] = "h200",
+    parts: Any = None,
+    donate: int | tuple[int, ...] | None = None,
+    memory_fraction: float = 0.75,
+    compiler_options: dict[str, Any] | None = None,
+    **shardings: Any,
+) -> LoweredStep:
+    """What `plan` does before it compiles; the same arguments."""
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
+    named = arguments(step, abstract_args, parts)
+    lowered = lower_for(
+        step,
+        *abstract_args,
+        device=device,
+        donate_argnums=donate,
+        keep_unused=True,
+        **shardings,
+    )
+    return LoweredStep(lowered, named, get_device(device), memory_fraction, compiler_options or {})
+
+
+def plan_lowered(step: LoweredStep) -> Plan:
+    """What `plan` does from compiling on."""
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = step.lowered.compile(
+            {
+                **step.compiler_options,
                 "xla_dump_to": directory,
                 "xla_dump_hlo_as_text": True,
                 "xla_dump_hlo_module_re": ".*",
                 "xla_dump_hlo_pass_re": "^$",
-            },
+            }
         )
         assignment = buffers.read(Path(directory))
     program = hlo.parse(compiled.as_text() or "")
-    is_parameter = [argument.part == "parameters" for argument in named]
-    entry = program.entry.parameters
+    is_parameter = [argument.part == "parameters" for argument in step.arguments]
+    on_device = program.entry.parameters
     shapes = [
         shape
-        for number, argument in enumerate(named)
-        if argument.part == "parameters"
-        for shape in (argument.shape, entry[number].shapes[0].dims)
+        for number, argument in enumerate(step.arguments)
+        if is_parameter[number]
+        for shape in (argument.shape, on_device[number].shapes[0].dims)
     ]
-    peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
-    gpu = get_device(device)
+    peak = at_peak(
+        assignment, Buffers(assignment, Flow(program, is_parameter), shapes), step.arguments
+    )
+    shardings = jax.tree.leaves(compiled.input_shardings)
     return Plan(
-        device=gpu,
-        device_count=len(jax.tree.leaves(compiled.input_shardings)[0].device_set) if named else 1,
-        memory_fraction=memory_fraction,
+        device=step.device,
+        device_count=len(shardings[0].device_set) if shardings else 1,
+        memory_fraction=step.memory_fraction,
         **{part: peak.parts[part] for part in PARTS},
         fragmentation=peak.fragmentation,
         most_intermediates=peak.most_intermediates,
         live=peak.live,
-        cost=cost(program, gpu),
+        cost=cost(program, step.device),
     )
