@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoints import from_params, read_tensors, to_params, write_tensors
-from models import llama
+from models import language_head, llama
 from models.common import Compute
 from models.llama import Llama, LlamaConfig
 
@@ -81,7 +81,7 @@ def test_logits_are_pytorchs(case, method, merged, scan_layers):
 
 
 def test_chunked_attention_and_loss(monkeypatch):
-    monkeypatch.setattr(llama, "LOSS_CHUNK", 8)
+    monkeypatch.setattr(language_head, "LOSS_CHUNK", 8)
     model, params, io = load("llama_gqa", attention="chunked")
     fn = loss_function(model, io["in.input_ids"], chunked=True)
     loss, grads = jax.jit(jax.value_and_grad(fn))(params)

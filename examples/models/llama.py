@@ -13,22 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import flax.linen as nn
-import jax.numpy as jnp
-import optax
 from checkpoints import read_config
 from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 from models.attention import attention
 from models.common import Compute, remat_layer, rms_norm, silu
-
-#: Tokens of each text whose logits are in memory at a time where the model is given targets.
-LOSS_CHUNK = 256
-
-#: Cosine and sine.
-Rotation = tuple[
-    Float[Array, "1 tokens 1 half_head_size"], Float[Array, "1 tokens 1 half_head_size"]
-]
+from models.language_head import cross_entropy, logits
+from models.rotary import Rotation, rotary_positions, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,26 +143,6 @@ def _norm(module: "LlamaLayer | Llama", *, name: str, affine: bool) -> nn.Module
     return rms_norm(module.compute, config.rms_norm_eps, name, affine=affine, residual=residual)
 
 
-def rotary_positions(tokens: int, head_size: int, theta: float) -> Rotation:
-    """Cosine and sine of position * theta^(-2j / head_size), j below head_size / 2, float32."""
-    half = head_size // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies[None]
-    return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-
-
-def rotate(
-    x: Float[Array, "batch tokens heads head_size"], rotation: Rotation
-) -> Float[Array, "batch tokens heads head_size"]:
-    """Rotary positions (arXiv:2104.09864), in float32: of a head's features the first half turns
-    with the second.
-    """
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 class Llama(nn.Module):
     """The language model.
 
@@ -200,7 +172,7 @@ class Llama(nn.Module):
           input_ids: `[batch, tokens]` int32.
           targets: `[batch, tokens]` int32. If given, the result is the cross-entropy of each,
             `[batch, tokens]` float32, 0 where the target is negative: without the logits, which
-            are computed `LOSS_CHUNK` tokens at a time, and once more in the backward.
+            are computed a few tokens at a time, and once more in the backward.
         """
         config, compute = self.config, self.compute
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
@@ -225,35 +197,7 @@ class Llama(nn.Module):
         x = _norm(self, name="norm", affine=tied or not compute.merged)(x)
         head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")
         head = embed if tied else head
-        return _logits(head, x) if targets is None else _cross_entropy(head, x, targets)
-
-
-def _logits(head: nn.Embed | nn.Dense, x: Array) -> Array:
-    logits = head.attend(x) if isinstance(head, nn.Embed) else head(x)
-    return logits.astype(jnp.float32)
-
-
-def _cross_entropy(head: nn.Embed | nn.Dense, x: Array, targets: Array) -> Array:
-    batch, tokens, hidden = x.shape
-    chunk = min(LOSS_CHUNK, tokens)
-    padding = (0, -tokens % chunk)
-    x = jnp.pad(x, ((0, 0), padding, (0, 0))).reshape(batch, -1, chunk, hidden)
-    targets = jnp.pad(targets, ((0, 0), padding), constant_values=-1).reshape(batch, -1, chunk)
-
-    def step(head, carry, x, targets):
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            _logits(head, x), jnp.maximum(targets, 0)
-        )
-        return carry, jnp.where(targets < 0, 0.0, losses)
-
-    scan = nn.scan(
-        nn.remat(step, prevent_cse=False),
-        variable_broadcast="params",
-        split_rngs={"params": False},
-        in_axes=1,
-        out_axes=1,
-    )
-    return scan(head, (), x, targets)[1].reshape(batch, -1)[:, :tokens]
+        return logits(head, x) if targets is None else cross_entropy(head, x, targets)
 
 
 #: Put before the names of a checkpoint without a head; what checkpoints have beyond `Llama`: a
