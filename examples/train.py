@@ -23,6 +23,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -108,73 +109,74 @@ def train(config: Config) -> dict[str, Any]:
     optimizer = make_optimizer(config.optimizer, steps)
     rate = learning_rate(config.optimizer, steps)
     make_state = partial(init_state, optimizer=optimizer, dtype=dtype)
-    parts = shardings(jax.eval_shape(make_state, trained), mesh)
-    make_state = jax.jit(make_state, out_shardings=parts)
-    checkpoints = Checkpoints(config.output / "checkpoints", config.keep)
-    state = checkpoints.restore(jax.eval_shape(make_state, trained))
-    state = make_state(trained) if state is None else state
-    del trained
-    first = int(state.step) // accumulate
-    if first:
-        say(f"going on after step {first}")
+    abstract = jax.eval_shape(make_state, trained)
+    parts = shardings(abstract, mesh)
+    abstract = jax.tree.map(
+        lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part), abstract, parts
+    )
+    with closing(Checkpoints(config.output / "checkpoints", config.keep)) as checkpoints:
+        state = checkpoints.restore(abstract)
+        if state is None:
+            state = jax.jit(make_state, out_shardings=parts)(trained)
+        del trained
+        first = int(state.step) // accumulate
+        if first:
+            say(f"going on after step {first}")
 
-    loss_fn = make_loss(family.task, model)
-    whole = NamedSharding(mesh, PartitionSpec())
-    step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0, out_shardings=(parts, whole))
-    totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
+        loss_fn = make_loss(family.task, model)
+        whole = NamedSharding(mesh, PartitionSpec())
+        step = jax.jit(
+            make_step(loss_fn, optimizer), donate_argnums=0, out_shardings=(parts, whole)
+        )
+        totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
 
-    def evaluate(state) -> dict[str, float]:
-        sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
-        loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-        if family.task == "language-modelling":
-            return {"loss": loss / count, "perplexity": math.exp(loss / count)}
-        return {"loss": loss / count, "accuracy": correct / count}
+        def evaluate(state) -> dict[str, float]:
+            sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
+            loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+            if family.task == "language-modelling":
+                return {"loss": loss / count, "perplexity": math.exp(loss / count)}
+            return {"loss": loss / count, "accuracy": correct / count}
 
-    logs = Logs(config.output, first, steps)
-    is_text = family.task != "image-classification"
-    meter = Meter(config.batch_size, data.sequence_length if is_text else None)
-    start, pending, values = time.perf_counter(), [], {}
-    with StopSignals() as signals:
-        for done in range(first + 1, steps + 1):
-            rows = batches.at(done - 1)
-            for index in range(accumulate):
-                batch = jax.tree.map(lambda x, i=index: np.split(x, accumulate)[i], rows)
-                state, metrics = step(state, frozen, put_batch(batch, mesh))
-                pending.append(metrics)
-            logs.bar.update()
-            meter.count()
-            if done == first + 1:
-                jax.block_until_ready(metrics)
-                meter.restart()  # throughput leaves compilation out
+        is_text = family.task != "image-classification"
+        meter = Meter(config.batch_size, data.sequence_length if is_text else None)
+        start, pending, values = time.perf_counter(), [], {}
+        with closing(Logs(config.output, first, steps)) as logs, StopSignals() as signals:
+            for done in range(first + 1, steps + 1):
+                rows = batches.at(done - 1)
+                for index in range(accumulate):
+                    batch = jax.tree.map(lambda x, i=index: np.split(x, accumulate)[i], rows)
+                    state, metrics = step(state, frozen, put_batch(batch, mesh))
+                    pending.append(metrics)
+                logs.bar.update()
+                meter.count()
+                if done == first + 1:
+                    jax.block_until_ready(metrics)
+                    meter.restart()  # throughput leaves compilation out
 
-            is_last = done == steps
-            is_logged = done % config.log_every == 0 or is_last
-            is_saved = done % config.checkpoint_every == 0 or is_last
-            # Several processes agree on it, and wait for one another.
-            stop = signals.received() if is_logged or jax.process_count() == 1 else 0
-            if is_logged or is_saved or stop:
-                values = summary(jax.device_get(pending)) | meter.rates()
-                values |= {"learning_rate": float(rate(done - 1)), "peak_bytes": peak_memory()}
-                if state.loss_scale is not None:
-                    values["loss_scale"] = float(state.loss_scale.scale)
-                pending = []
-                logs.write("train", done, values)
-                logs.bar.set_postfix_str(postfix(values))
-                check_loss(values, done)
-            if is_saved or stop:
-                checkpoints.save(state, int(state.step))
-            if stop:
-                checkpoints.close()
-                logs.close()
-                raise Stopped(stop)
-            if done % config.evaluate_every == 0 and not is_last:
-                logs.write("dev", done, evaluate(state))
-                meter.restart()
-    final = evaluate(state)
-    seconds = time.perf_counter() - start
-    logs.write("dev", steps, final)
-    checkpoints.close()
-    logs.close()
+                is_last = done == steps
+                is_logged = done % config.log_every == 0 or is_last
+                is_saved = done % config.checkpoint_every == 0 or is_last
+                # Several processes agree on it, and wait for one another.
+                stop = signals.received() if is_logged or jax.process_count() == 1 else 0
+                if is_logged or is_saved or stop:
+                    values = summary(jax.device_get(pending)) | meter.rates()
+                    values |= {"learning_rate": float(rate(done - 1)), "peak_bytes": peak_memory()}
+                    if state.loss_scale is not None:
+                        values["loss_scale"] = float(state.loss_scale.scale)
+                    pending = []
+                    logs.write("train", done, values)
+                    logs.bar.set_postfix_str(postfix(values))
+                    check_loss(values, done)
+                if is_saved or stop:
+                    checkpoints.save(state, int(state.step))
+                if stop:
+                    raise Stopped(stop)
+                if done % config.evaluate_every == 0 and not is_last:
+                    logs.write("dev", done, evaluate(state))
+                    meter.restart()
+            final = evaluate(state)
+            seconds = time.perf_counter() - start
+            logs.write("dev", steps, final)
     return {
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version()}

@@ -1,0 +1,217 @@
+"""The trainer as a user runs it: runs, goes on after kills, refuses what does not work."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tyro
+from train import train
+from training_config import Config
+from training_errors import DivergedError, UsageError
+
+# qwix asks Flax for a name that it has no more.
+pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
+
+ROOT = Path(__file__).parents[1]
+STEPS, EVERY = 60, 5
+
+
+def parse(*arguments):
+    return tyro.cli(Config, args=[str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    words = {"animal": ["cat", "dog", "cow"], "plant": ["oak", "elm", "fir"]}
+    lines = []
+    for label in rng.choice(list(words), size=64):
+        text = " ".join(rng.choice([*words[label], "the", "a"], size=4))
+        lines.append(f"{text} {words[label][0]}\t{label}\n")
+    path = tmp_path_factory.mktemp("texts") / "train.tsv"
+    path.write_text("text\tlabel\n" + "".join(lines))
+    return path
+
+
+def arguments(texts, output, *more):
+    return [
+        *("--model", "bert-toy", "--data.train", texts, "--data.sequence-length", 8),
+        *("--steps", STEPS, "--batch-size", 16, "--log-every", 1, "--checkpoint-every", EVERY),
+        *("--output", output, *more),
+    ]
+
+
+def records(output, kind="train"):
+    lines = (output / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(output):
+    return [(record["step"], record["loss"]) for record in records(output)]
+
+
+@pytest.fixture(scope="module")
+def whole_run(texts, tmp_path_factory):
+    """A run that nothing interrupts."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    return output, train(parse(*arguments(texts, output)))
+
+
+def test_a_run_learns_and_writes_what_it_did(whole_run):
+    output, results = whole_run
+    assert results["dev"]["accuracy"] == 1 and results["dev"]["loss"] < 0.1
+    assert [step for step, _ in losses(output)] == list(range(1, STEPS + 1))
+    last = records(output)[-1]
+    assert last["examples_per_second"] > 0 and last["tokens_per_second"] > 0
+    assert 0 < last["learning_rate"] < records(output)[STEPS // 2]["learning_rate"]
+    assert records(output, "dev") == [{"step": STEPS, "kind": "dev", **results["dev"]}]
+    assert list((output / "tensorboard").glob("events*"))
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["55", "60"]
+    json.dumps(results)
+    assert results["config"]["optimizer.learning_rate"] == 1e-3
+
+
+def start(texts, output, *more):
+    command = [sys.executable, ROOT / "examples/train.py", *arguments(texts, output, *more)]
+    return subprocess.Popen(
+        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(process, output, step):
+    """Until the log has that step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        log = output / "log.jsonl"
+        if log.exists() and log.read_text().count("\n") >= step:
+            return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(process.communicate()[0])
+
+
+def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, capsys):
+    output = tmp_path / "run"
+    process = start(texts, output)
+    wait_for_step(process, output, 4)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, text
+    assert "SIGINT: checkpoint written, --resume goes on" in text
+    stopped = losses(output)[-1][0]
+    assert [int(p.name) for p in (output / "checkpoints").iterdir()][-1] == stopped < STEPS
+
+    process = start(texts, output, "--resume")
+    wait_for_step(process, output, stopped + 2 * EVERY + 2)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    # The last line may be a part.
+    with (output / "log.jsonl").open("a") as file:
+        file.write('{"step": 9')
+    killed = losses_but_last(output)[-1][0]
+    assert stopped < killed < STEPS
+
+    results = train(parse(*arguments(texts, output, "--resume")))
+    went_on = int(re.search(r"going on after step (\d+)", capsys.readouterr().out)[1])
+    # One interval, and what was being written when the kill came.
+    assert stopped < went_on and killed - went_on < 2 * EVERY
+    assert losses(output) == losses(whole_run[0])
+    assert results["dev"] == whole_run[1]["dev"]
+    saved = [int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdecimal()]
+    assert max(saved) == STEPS
+
+
+def losses_but_last(output):
+    lines = (output / "log.jsonl").read_text().splitlines()[:-1]
+    return [(r["step"], r["loss"]) for r in map(json.loads, lines)]
+
+
+def test_resume_names_what_differs(whole_run, texts):
+    output, _ = whole_run
+    with pytest.raises(UsageError, match="has a run already: --resume"):
+        train(parse(*arguments(texts, output)))
+    other = arguments(texts, output, "--resume", "--learning-rate", 0.1, "--seed", 3)
+    with pytest.raises(UsageError, match=r"learning_rate: 0.001, now 0.1; seed: 0, now 3"):
+        train(parse(*other))
+    # What changes no result may differ; all steps are done.
+    again = arguments(texts, output, "--resume", "--log-every", 7, "--mesh", "fsdp=8")
+    results = train(parse(*again))
+    np.testing.assert_allclose(results["dev"]["loss"], whole_run[1]["dev"]["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
+        (["--accumulate", 3], "--batch-size must be a multiple of --accumulate 3, got 16"),
+        (["--warmup", 2], "--warmup must be 0 to 1, got 2.0"),
+        (["--learning-rate", -1], "--learning-rate must be above 0, got -1.0"),
+        (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
+        (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
+        (["--coordinator", "here:1"], "here:1 needs --process-count and --process-index"),
+        (["--model", "bert-huge"], "--model must be one of vit-toy, .*got 'bert-huge'"),
+        (["--data.task", "language-modelling"], "is for text-classification, --data.task is"),
+        (["--checkpoint", "somewhere"], "expected only one of them"),
+        (["--data.sequence-length", 600], "--data.sequence-length must be at most 512"),
+        (["--batch-size", 64], "batch_size must be at most 58"),
+        (["--batch-size", 12], "--batch-size / --accumulate is 12, accepted are multiples of 8"),
+    ],
+)
+def test_bad_arguments(texts, tmp_path, given, message):
+    with pytest.raises(UsageError, match=message):
+        train(parse(*arguments(texts, tmp_path / "run", *given)))
+
+
+def test_bad_arguments_end_with_status_2(texts, tmp_path):
+    process = start(texts, tmp_path, "--model", "bert-huge")
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 2 and "error: --model must be one of" in text
+    assert "Traceback" not in text
+
+
+def test_a_loss_that_is_no_number_ends_the_run(texts, tmp_path):
+    config = parse(*arguments(texts, tmp_path, "--learning-rate", 1e30, "--clip-norm", 1e30))
+    with pytest.raises(DivergedError, match=r"step \d+: the loss is not a number"):
+        train(config)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one(whole_run, texts, tmp_path):
+    # A port that was free a moment ago.
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    for mesh in (["data=8"], ["data=2", "fsdp=2", "tensor=2"], ["data=1", "fsdp=1", "tensor=8"]):
+        output = tmp_path / "-".join(mesh)
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(ROOT / "examples/train.py")),
+                    *map(str, arguments(texts, output, "--mesh", *mesh)),
+                    *("--coordinator", f"localhost:{port}"),
+                    *("--process-count", "2", "--process-index", str(index)),
+                ],
+                env={**os.environ, "XLA_FLAGS": flags},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for index in range(2)
+        ]
+        texts_out = [process.communicate(timeout=300)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], texts_out
+        np.testing.assert_allclose(losses(output), losses(whole_run[0]), rtol=1e-3)
+        results = json.loads((output / "results.json").read_text())
+        assert results["devices"] == "8 x cpu" and results["dev"]["accuracy"] == 1
+    assert jax.process_count() == 1
