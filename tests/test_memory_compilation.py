@@ -126,6 +126,8 @@ def test_meshes_that_do_not_exist():
 def test_axes_that_the_mesh_lacks():
     with pytest.raises(ValueError, match=r"args\[0\] has .*'model'.*accepted .* axes 'data'"):
         lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=P("model"))
+    with pytest.raises(ValueError, match=r"in_shardings=\(.*\) is no pytree prefix of the 1 arg"):
+        lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=(P(), P()))
     with pytest.raises(ValueError, match=r"out_shardings has .*'model'.*accepted .* axes 'data'"):
         lm.memory.compile_for(loss, X, mesh={"data": 2}, out_shardings=P("model"))
 

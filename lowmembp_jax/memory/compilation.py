@@ -72,7 +72,13 @@ def _is_spec(node: Any) -> bool:
 
 def _abstract(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
     """The arguments as shapes and dtypes, sharded over `mesh`."""
-    given = jax.tree.broadcast(in_shardings, args, is_leaf=_is_spec)
+    try:
+        given = jax.tree.broadcast(in_shardings, args, is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"in_shardings={in_shardings!r} is no pytree prefix of the {len(args)} arguments: "
+            f"{error}"
+        ) from error
 
     def leaf(path, x, sharding):
         name = f"args{jax.tree_util.keystr(path)}"

@@ -57,6 +57,15 @@ def _checked(part: Any) -> Part:
     return part
 
 
+def _broadcast(parts: Any, args: tuple[Any, ...]) -> list[Any]:
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(parts, args))
+    except ValueError as error:
+        raise ValueError(
+            f"parts={parts!r} is no pytree prefix of the {len(args)} arguments: {error}"
+        ) from error
+
+
 def arguments(step: Callable[..., Any], args: tuple[Any, ...], parts: Any) -> list[Argument]:
     """The arrays among `args`, in the order of the compiled program's parameters.
 
@@ -75,7 +84,7 @@ def arguments(step: Callable[..., Any], args: tuple[Any, ...], parts: Any) -> li
       ValueError: `parts` has another name, or is no prefix of `args`.
     """
     names = _names(step, len(args))
-    given = None if parts is None else jax.tree.leaves(jax.tree.broadcast(tuple(parts), args))
+    given = None if parts is None else _broadcast(parts, args)
     result = []
     for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(args)):
         name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
