@@ -98,8 +98,8 @@ def test_peak_is_what_xla_allocates(donate):
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.12
-        assert plan.peak == memory.total_allocation_bytes
+    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.11 counts what is inside of kernels too
+        assert 0 <= memory.total_allocation_bytes - plan.peak < 1024
 
 
 def test_donation_saves_the_outputs():
