@@ -7,14 +7,15 @@ import pytest
 from lowmembp_jax.memory.largest_batch import largest_batch
 
 
-def counted(peak):
-    calls = []
-
-    def count(batch):
-        calls.append(batch)
-        return peak(batch)
-
-    return count, calls
+def run(peak, budget, **kwargs):
+    """The batch that is found, and those that were asked for."""
+    search, calls = largest_batch(budget, **kwargs), []
+    try:
+        calls.append(next(search))
+        while True:
+            calls.append(search.send(peak(calls[-1])))
+    except StopIteration as stop:
+        return stop.value, calls
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
@@ -32,18 +33,18 @@ def test_same_as_trying_all(shape, multiple):
         while peak(expected + multiple) <= budget:
             expected += multiple
         start = rng.choice([1, 8, 64])
-        found = largest_batch(peak, budget, start=start, multiple=multiple)
+        found, calls = run(peak, budget, start=start, multiple=multiple)
+        assert len(set(calls)) == len(calls)
         assert found == expected, (fixed, each, budget, start)
 
 
 def test_a_line_takes_few_compilations():
-    peak, calls = counted(lambda batch: 1000 + 7 * batch)
-    assert largest_batch(peak, 50_000, start=64) == 7000
+    found, calls = run(lambda batch: 1000 + 7 * batch, 50_000, start=64)
+    assert found == 7000
     assert len(calls) <= 6
-    assert len(set(calls)) == len(calls)
 
 
 def test_nothing_fits():
-    peak, calls = counted(lambda batch: 10 + batch)
-    assert largest_batch(peak, 5, start=64) == 0
+    found, calls = run(lambda batch: 10 + batch, 5, start=64)
+    assert found == 0
     assert min(calls) == 1

@@ -1,6 +1,12 @@
 """What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
 
+from lowmembp_jax.memory.compare import Comparison as Comparison
+from lowmembp_jax.memory.compare import MethodPlan as MethodPlan
+from lowmembp_jax.memory.compare import compare as compare
 from lowmembp_jax.memory.compilation import compile_for as compile_for
+from lowmembp_jax.memory.cost import cost as cost
+from lowmembp_jax.memory.cost_totals import Cost as Cost
+from lowmembp_jax.memory.cost_totals import Kernel as Kernel
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
 from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device
@@ -9,7 +15,10 @@ from lowmembp_jax.memory.devices import topology as topology
 from lowmembp_jax.memory.plan import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.plan import Plan as Plan
 from lowmembp_jax.memory.plan import plan as plan
+from lowmembp_jax.memory.plan_cache import plan_cache_directory as plan_cache_directory
 from lowmembp_jax.memory.residual_table import Residual as Residual
 from lowmembp_jax.memory.residual_table import Residuals as Residuals
 from lowmembp_jax.memory.residuals import residuals as residuals
 from lowmembp_jax.memory.residuals import saved_bytes as saved_bytes
+from lowmembp_jax.memory.workload import METHODS as METHODS
+from lowmembp_jax.memory.workload import Workload as Workload

@@ -1,21 +1,21 @@
 """The largest batch whose step fits."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 
 
-def largest_batch(
-    peak: Callable[[int], int], budget: int, *, start: int = 1, multiple: int = 1
-) -> int:
-    """The largest batch whose peak is within a budget, by bisection.
+def largest_batch(budget: int, *, start: int = 1, multiple: int = 1) -> Generator[int, int, int]:
+    """Searches for the largest batch whose peak is within a budget, by bisection.
 
     The peak must not fall as the batch grows. It is nearly linear in it, so that a line through
     what is known guesses where to look next: some 5 peaks are asked for in place of 10.
 
     Args:
-      peak: bytes of the step at a batch size. Each call compiles; batches repeat, so cache it.
       budget: bytes.
       start: where to begin.
       multiple: of which the batch must be one, for instance the devices that share it.
+
+    Yields:
+      A batch size, each another; the bytes of its step are to be sent.
 
     Returns:
       The batch size, a multiple of `multiple`; 0 if not even the smallest fits.
@@ -24,7 +24,7 @@ def largest_batch(
     guess = max(1, start // multiple)
     known: dict[int, int] = {}
     while misses is None or misses - fits > 1:
-        known[guess] = peak(guess * multiple)
+        known[guess] = yield guess * multiple
         if known[guess] <= budget:
             fits = guess
         else:

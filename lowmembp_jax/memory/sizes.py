@@ -23,9 +23,8 @@ def parse_bytes(text: str) -> int:
         else None
     )
     if match is None or unit is None:
-        raise ValueError(
-            f"{text!r} is not a size: expected a number with one of {', '.join(filter(None, _UNITS))}"
-        )
+        units = ", ".join(filter(None, _UNITS))
+        raise ValueError(f"{text!r} is not a size: expected a number with one of {units}")
     return int(float(match[1]) * unit)
 
 

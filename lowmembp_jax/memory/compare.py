@@ -1,0 +1,189 @@
+"""What each way to save memory costs and saves, for one training step."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from lowmembp_jax.memory.largest_batch import largest_batch
+from lowmembp_jax.memory.plan import LoweredStep, Plan, lower_step, plan_lowered
+from lowmembp_jax.memory.plan_cache import cached_plan
+from lowmembp_jax.memory.workload import METHODS, as_workload
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """One method of a comparison.
+
+    Attributes:
+      method: its name.
+      plan: of the step at the batch size that was asked for.
+      largest_batch: the largest batch whose peak is within the budget, None where it was not
+        searched for, 0 if not even the smallest is.
+      largest_plan: of the step at that batch size.
+    """
+
+    method: str
+    plan: Plan
+    largest_batch: int | None = None
+    largest_plan: Plan | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "method": self.method,
+            "plan": self.plan.to_dict(),
+            "largest_batch": self.largest_batch,
+            "largest_plan": self.largest_plan and self.largest_plan.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans by method, in the order that was asked for.
+
+    Attributes:
+      batch: the batch size of `MethodPlan.plan`, None where the factory decided.
+      budget: bytes a device may use, which `largest_batch` keeps to.
+      methods: one for each method.
+    """
+
+    batch: int | None
+    budget: int
+    methods: tuple[MethodPlan, ...]
+
+    def __iter__(self) -> Iterator[MethodPlan]:
+        return iter(self.methods)
+
+    def __getitem__(self, method: str) -> MethodPlan:
+        return {one.method: one for one in self.methods}[method]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "batch": self.batch,
+            "budget_bytes": self.budget,
+            "methods": [one.to_dict() for one in self.methods],
+        }
+
+
+def compare(
+    step_factory: Callable[[str, int | None], Any],
+    methods: Sequence[str] = METHODS,
+    *,
+    batch: int | None = None,
+    budget: int | None = None,
+    find_largest_batch: bool = False,
+    batch_multiple: int = 1,
+    cache: bool = True,
+    progress: bool = True,
+    **plan_options: Any,
+) -> Comparison:
+    """Plans a training step with each of several ways to save memory.
+
+        def step_factory(method, batch):
+            model = MyModel(remat={"dots": jax.checkpoint_policies.dots_saveable}.get(method), ...)
+            ...
+            return train_step, (abstract_params, abstract_opt_state, abstract_batch)
+
+        comparison = lm.memory.compare(step_factory, ["default", "dots"], batch=64, device="h200")
+        comparison["dots"].plan.peak
+
+    Args:
+      step_factory: called with a method and a batch size; returns a step and the tuple of its
+        abstract arguments, or a `lm.memory.Workload`.
+      methods: names that the factory knows; those of `lm.memory.METHODS` by default.
+      batch: the batch size to compare at; None leaves it to the factory.
+      budget: bytes a device may use; the device's usable memory by default.
+      find_largest_batch: look for the largest batch within the budget, for each method: some 5
+        more compilations each.
+      batch_multiple: of which the largest batch is one, for instance the number of devices.
+      cache: keep plans in `lm.memory.plan_cache_directory()`, so that the same program is
+        compiled once.
+      progress: show a progress bar.
+      **plan_options: of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
+
+    Returns:
+      A `Comparison`.
+
+    Raises:
+      ValueError: what the factory returns is no step with arguments; or as `lm.memory.plan`.
+      ImportError: as `lm.memory.plan`.
+    """
+    if not methods:
+        raise ValueError("compare: methods is empty, expected one name or more")
+    if find_largest_batch and batch is None:
+        raise ValueError("compare: find_largest_batch=True needs a batch to start from, got None")
+    for name, value in (("batch", batch), ("batch_multiple", batch_multiple)):
+        if value is not None and value < 1:
+            raise ValueError(f"compare: {name} must be at least 1, got {value}")
+    from tqdm import tqdm  # of the planner's extra
+
+    # What is wrong with the factory shows before minutes of compilation.
+    workloads = {(m, batch): as_workload(step_factory(m, batch), "step_factory") for m in methods}
+    plans: dict[tuple[str, int | None], Plan] = {}
+    largest: dict[str, int] = {}
+
+    def sizes(method: str) -> Iterator[int | None]:
+        """The batch sizes to plan, each after the plan of the one before."""
+        yield batch
+        if not find_largest_batch:
+            return
+        limit = plans[method, batch].usable if budget is None else budget
+        search = largest_batch(limit, start=batch or 1, multiple=batch_multiple)
+        try:
+            size = next(search)
+            while True:
+                if (method, size) not in plans:
+                    yield size
+                size = search.send(plans[method, size].peak)
+        except StopIteration as found:
+            largest[method] = found.value
+
+    def lower(method: str, size: int | None) -> LoweredStep:
+        key = method, size
+        workload = workloads.get(key) or as_workload(step_factory(method, size), "step_factory")
+        options = dict(plan_options)
+        if options.get("mesh") is not None:
+            options.setdefault("in_shardings", workload.in_shardings)
+        return lower_step(
+            workload.step,
+            *workload.args,
+            donate=workload.donate_argnums or None,
+            parts=workload.parts,
+            **options,
+        )
+
+    plan_of = cached_plan if cache else plan_lowered
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        with tqdm(desc="plans", unit="plan", total=len(methods), disable=not progress) as bar:
+            # Tracing stays in this thread, where the caller's contexts hold; XLA compiles a
+            # program on one core, mostly, so that it does several at a time.
+            remaining = {method: sizes(method) for method in methods}
+            compiling: dict[Future[Plan], tuple[str, int | None]] = {}
+            ready = list(methods)
+            while ready or compiling:
+                for method in ready:
+                    for size in itertools.islice(remaining[method], 1):
+                        bar.set_postfix_str(method if size is None else f"{method}, batch {size}")
+                        compiling[pool.submit(plan_of, lower(method, size))] = method, size
+                done, _ = wait(compiling, return_when=FIRST_COMPLETED)
+                ready = []
+                for future in done:
+                    key = compiling.pop(future)
+                    plans[key] = future.result()
+                    ready.append(key[0])
+                    bar.total = len(plans) + len(compiling) + len(ready) * find_largest_batch
+                    bar.update()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    rows = [
+        MethodPlan(m, plans[m, batch], largest[m], plans.get((m, largest[m])))
+        if m in largest
+        else MethodPlan(m, plans[m, batch])
+        for m in methods
+    ]
+    return Comparison(batch, rows[0].plan.usable if budget is None else budget, tuple(rows))

@@ -1,0 +1,149 @@
+"""Where `--model` finds the functions that make workloads."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowmembp_jax.memory.workload import METHODS, Workload, WorkloadError, as_workload
+from lowmembp_jax.patching import patch
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A function that makes workloads, with the arguments it takes.
+
+    Attributes:
+      function: takes options by name, `method` and `batch` perhaps among them.
+      name: for messages.
+      is_example: its ValueErrors are about the options; those of others' code are shown whole.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_example: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What it can be asked for. Any model can be patched; to recompute, it must help."""
+        return METHODS if "method" in self._names() else ("default", "lowmembp")
+
+    @property
+    def default_batch(self) -> int | None:
+        """The batch size where none is given, if it says so."""
+        batch = self._names().get("batch")
+        return batch.default if batch and isinstance(batch.default, int) else None
+
+    def _names(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    def __call__(self, method: str, batch: int | None, **options: Any) -> Workload:
+        """The workload of a method and a batch size.
+
+        Raises:
+          WorkloadError: the function does not take an option, or not this method.
+        """
+        names = self._names()
+        if method not in METHODS:
+            raise WorkloadError(f"method={method!r}: accepted are {', '.join(METHODS)}")
+        if method not in self.methods:
+            raise WorkloadError(
+                f"method={method!r}: {self.name} takes no argument `method`, so that it can have "
+                f"only {' and '.join(self.methods)} (its ops patched)"
+            )
+        options = {key: value for key, value in options.items() if value is not None}
+        if batch is not None:
+            options["batch"] = batch
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+        if unknown := [key for key in options if key not in names and not takes_all]:
+            raise WorkloadError(
+                f"{self.name} takes no argument {', '.join(unknown)}; it takes "
+                f"{', '.join(names) or 'none'}"
+            )
+        patched = method == "lowmembp" and "method" not in names
+        if "method" in names:
+            options["method"] = method
+        try:
+            workload = as_workload(self.function(**options), self.name)
+        except ValueError as error:
+            if self.is_example:
+                raise WorkloadError(f"{self.name}: {error}") from error
+            raise
+        return _patched(workload) if patched else workload
+
+
+def _patched(workload: Workload) -> Workload:
+    def inside_patch(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            with patch():
+                return function(*args)
+
+        return wrapper
+
+    return dataclasses.replace(
+        workload,
+        step=inside_patch(workload.step),
+        loss=workload.loss and inside_patch(workload.loss),
+    )
+
+
+def load_factory(model: str) -> Factory:
+    """The factory that `--model` names.
+
+    Args:
+      model: a model of the examples, or `path/to/file.py:function`. The folder of the file can be
+        imported from while it runs, as for `python path/to/file.py`.
+
+    Raises:
+      WorkloadError: no such file, function or model.
+    """
+    path, colon, name = model.rpartition(":")
+    if not colon:
+        return _example(model)
+    module = _import_file(Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        raise WorkloadError(
+            f"model={model!r}: {path} has no function {name!r}; it has {', '.join(functions)}"
+        )
+    return Factory(function, model)
+
+
+def example_models() -> Mapping[str, Callable[..., Any]]:
+    """The models of the examples by name; none where the examples are not installed."""
+    with contextlib.suppress(ModuleNotFoundError):
+        spec = importlib.util.find_spec("lowmembp_examples")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            return _import_file(Path(folder) / "planning.py").MODELS
+    return {}
+
+
+def _example(model: str) -> Factory:
+    models = example_models()
+    if model in models:
+        return Factory(models[model], model, is_example=True)
+    raise WorkloadError(
+        f"model={model!r} is not known: accepted are {', '.join(models)} "
+        f"or path/to/file.py:function"
+    )
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise WorkloadError(f"model: there is no file {path}")
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

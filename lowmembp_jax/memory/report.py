@@ -1,0 +1,131 @@
+"""Plans, comparisons and devices as tables for a terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowmembp_jax.memory.compare import Comparison
+from lowmembp_jax.memory.devices import Device
+from lowmembp_jax.memory.plan import PARTS, Plan
+from lowmembp_jax.memory.sizes import format_bytes
+
+_ESTIMATE = "Times are estimates by the roofline, not measured; memory is XLA's buffer assignment."
+
+
+def _table(title: str, *columns: str, left: Iterable[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 or name in left else "right")
+    return table
+
+
+def _verdict(plan: Plan, budget: int) -> str:
+    return "fits" if plan.peak <= budget else "does not fit"
+
+
+def _usable(plan: Plan, budget: int) -> str:
+    count = f"{plan.device_count} x " if plan.device_count > 1 else ""
+    what = "usable" if budget == plan.usable else "budget"
+    capacity = format_bytes(plan.device.memory_bytes)
+    return f"{count}{plan.device.description} ({capacity}), {format_bytes(budget)} {what}"
+
+
+def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> RenderableType:
+    """One plan: its parts, what is live at the peak, and what the kernels do.
+
+    Args:
+      plan: of one method.
+      title: what was planned.
+      budget: bytes a device may use.
+      largest: how many of the buffers at the peak to show.
+    """
+    parts = _table(f"{title}\n{_usable(plan, budget)}", "part", "on each device", "of the peak")
+    for name in PARTS:
+        size = getattr(plan, name)
+        parts.add_row(name.replace("_", " "), format_bytes(size), f"{size / plan.peak:.1%}")
+    parts.add_section()
+    parts.add_row("peak", format_bytes(plan.peak), _verdict(plan, budget))
+
+    live = _table(
+        "Largest at the peak", "size", "part", "array", "from", left=("part", "array", "from")
+    )
+    live.columns[0].justify = "right"
+    for buffer in plan.live[:largest]:
+        live.add_row(
+            format_bytes(buffer.bytes),
+            buffer.part.replace("_", " "),
+            buffer.shape,
+            " ".join(filter(None, (buffer.module, buffer.op, buffer.source))),
+        )
+
+    cost = plan.cost
+    phases = _table("Kernels (estimates)", "phase", "moved", "TFLOP", "time", "launches")
+    for name, part in cost.by("phase").items():
+        phases.add_row(name, *_work(part))
+    phases.add_section()
+    phases.add_row("step", *_work(cost))
+    notes = Text("\n".join((_ESTIMATE, *cost.notes)))
+    return Group(parts, live, phases, notes)
+
+
+def _work(cost) -> tuple[str, str, str, str]:
+    return (
+        format_bytes(cost.bytes_moved),
+        f"{cost.flops / 1e12:.2f}",
+        f"{cost.estimated_seconds * 1e3:.1f} ms",
+        f"{cost.launches:,}",
+    )
+
+
+def comparison_report(comparison: Comparison, title: str) -> RenderableType:
+    """One row a method: peak, its largest parts, bytes moved, FLOPs, time and largest batch."""
+    first = comparison.methods[0].plan
+    columns = [
+        "method",
+        "peak",
+        "intermediates",
+        "temporaries",
+        "moved",
+        "TFLOP",
+        "time (estimate)",
+    ]
+    searched = comparison.methods[0].largest_batch is not None
+    table = _table(
+        f"{title}\n{_usable(first, comparison.budget)}",
+        *columns,
+        *(["largest batch"] if searched else []),
+        "",
+    )
+    for one in comparison:
+        cost = one.plan.cost
+        table.add_row(
+            one.method,
+            *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
+            *_work(cost)[:3],
+            *([f"{one.largest_batch:,}"] if searched else []),
+            _verdict(one.plan, comparison.budget),
+        )
+    return Group(table, Text(_ESTIMATE))
+
+
+def devices_report(devices: Iterable[Device]) -> RenderableType:
+    """One row a GPU: memory, bandwidth and matrix rates."""
+    table = _table(
+        "GPUs to plan for", "name", "GPU", "memory", "usable at 0.75", "bandwidth",
+        "bf16 or f16", "tf32", left=("GPU",),
+    )  # fmt: skip
+    for device in devices:
+        rates = device.matrix_flops
+        half = rates.get("bf16", rates.get("f16", 0))
+        table.add_row(
+            device.name,
+            device.description,
+            format_bytes(device.memory_bytes),
+            format_bytes(device.usable_bytes()),
+            f"{device.bandwidth / 1e9:,.0f} GB/s",
+            f"{half / 1e12:,.0f} TFLOP/s",
+            f"{rates['f32'] / 1e12:,.0f} TFLOP/s" if "f32" in rates else "",
+        )
+    return table

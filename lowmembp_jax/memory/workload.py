@@ -1,0 +1,51 @@
+"""What is planned: a training step with its abstract arguments."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: Ways to save memory that `compare` and the `lowmembp` command know; first Flax as it comes.
+METHODS = ("default", "norm+activation", "dots", "full-remat", "lowmembp", "lowmembp+remat")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step and what it is called with.
+
+    Attributes:
+      step: the function that is compiled, for instance `step(params, opt_state, batch)`.
+      args: its arguments, in pytrees; `jax.ShapeDtypeStruct`s need no memory.
+      donate_argnums: arguments whose memory the step takes over, as for `jax.jit`.
+      parts: which part of training memory each argument is, as for `lm.memory.plan`.
+      in_shardings: of the arguments over a mesh, as for `lm.memory.plan`.
+      loss: what is differentiated inside the step, for `lm.memory.residuals`.
+      loss_args: its arguments. Default: those of the step.
+      loss_argnums: which of them it is differentiated in, as for `jax.grad`; None for all that
+        are floating.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate_argnums: tuple[int, ...] = ()
+    parts: Any = None
+    in_shardings: Any = None
+    loss: Callable[..., Any] | None = None
+    loss_args: tuple[Any, ...] | None = None
+    loss_argnums: int | tuple[int, ...] | None = None
+
+
+class WorkloadError(ValueError):
+    """No workload can be had from what was given; the message says why."""
+
+
+def as_workload(made: Any, where: str) -> Workload:
+    """A `Workload`, or a pair of step and arguments made one; `where` is for the error."""
+    if isinstance(made, Workload):
+        return made
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        step, args = made
+        return Workload(step, tuple(args) if isinstance(args, list | tuple) else (args,))
+    raise WorkloadError(
+        f"{where} must return a lm.memory.Workload or a pair of a step and the tuple of its "
+        f"abstract arguments, got {type(made).__name__}"
+    )

@@ -1,0 +1,55 @@
+"""A model of a user's own, for `lowmembp plan --model path/to/planned_model.py:FUNCTION`."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Mlp(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            h = nn.Dense(4 * self.width, dtype=jnp.bfloat16)(x)
+            x = x + nn.Dense(self.width, dtype=jnp.bfloat16)(nn.gelu(h))
+        return x
+
+
+def mlp(batch=4096, width=64):
+    """A training step and its abstract arguments; it knows nothing of methods."""
+    model, optimizer = Mlp(width), optax.adam(1e-3)
+
+    def loss(params, x):
+        return jnp.square(model.apply(params, x)).astype(jnp.float32).mean()
+
+    def step(params, opt_state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    x = jax.ShapeDtypeStruct((batch, width), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return step, (params, jax.eval_shape(optimizer.init, params), x)
+
+
+def loss_only(batch=4096):
+    """For `lowmembp residuals`: a loss and its arguments."""
+    model = Mlp(64)
+    x = jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), (params, x)
+
+
+def fixed():
+    """Without a batch size to choose."""
+    return mlp(batch=512)
+
+
+def nothing():
+    return None
+
+
+def broken():
+    raise RuntimeError("the model's own error")

@@ -1,0 +1,159 @@
+"""The `lowmembp` command, as a shell would run it."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import lowmembp_jax as lm
+from lowmembp_jax import cli
+
+FILE = Path(__file__).parent / "data" / "planned_model.py"
+gpu_compiler = pytest.mark.gpu_compiler
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """A cache of its own, and JAX's defaults, under which the command runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_devices(run):
+    status, out, _ = run("devices")
+    assert status == 0
+    for name in lm.memory.DEVICES:
+        assert name in out
+    assert "4,800 GB/s" in out  # the H200's
+
+
+def test_residuals(run, tmp_path):
+    totals = {}
+    for method in ("default", "lowmembp"):
+        table = tmp_path / "table.json"
+        status, out, _ = run(
+            "residuals", "--model", f"{FILE}:loss_only", "--method", method, "--batch", 256,
+            "--json", table, "--csv", tmp_path / "table.csv",
+        )  # fmt: skip
+        assert status == 0
+        assert "Dense_0" in out
+        data = json.loads(table.read_text())
+        lines = (tmp_path / "table.csv").read_text().splitlines()
+        assert len(list(csv.DictReader(lines))) == len(data["rows"])
+        totals[method] = data["total_bytes"]
+    # At least the input of each GELU, 256 x 256 in bf16, is a code of 2 bits an element.
+    assert totals["default"] - totals["lowmembp"] > 2 * 256 * 256 * 2 * 0.8
+
+
+@gpu_compiler
+def test_plan_of_a_model_of_ones_own(run, tmp_path):
+    out_json, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ("plan", "--model", f"{FILE}:mlp", "--options", "width=32", "--device", "a100-40gb")
+    status, out, _ = run(*arguments, "--json", out_json, "--plot", plot)
+    assert status == 0
+    assert "estimate" in out
+    data = json.loads(out_json.read_text())
+    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp"]
+    default, ours = (one["plan"] for one in data["methods"])
+    for plan in (default, ours):
+        assert plan["device"] == "a100-40gb"
+        assert sum(plan["parts"].values()) == plan["peak"]
+    assert ours["peak"] < default["peak"]
+    assert data["versions"]["jax"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@gpu_compiler
+def test_one_method_in_detail(run):
+    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
+    assert status == 0
+    for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
+        assert text in out
+
+
+@gpu_compiler
+def test_budget(run, tmp_path):
+    base = ("plan", "--model", f"{FILE}:mlp", "--method", "default", "--batch", 8192)
+    out_json = tmp_path / "plan.json"
+    status, out, _ = run(*base, "--budget", "40MB", "--json", out_json)
+    assert status == 0
+    (one,) = json.loads(out_json.read_text())["methods"]
+    largest = one["largest_batch"]
+    assert largest % 8192
+    assert f"{largest:,}" in out
+    assert one["largest_plan"]["peak"] <= 40_000_000
+    workload = cli.load_factory(f"{FILE}:mlp")("default", largest + 1)
+    assert lm.memory.plan(workload.step, *workload.args).peak > 40_000_000
+
+    status, out, _ = run(*base, "--budget", "1kB")
+    assert status == 3
+    assert "does not fit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "vit-b17"], "model='vit-b17' is not known: accepted are vit-ti16, vit-b16"),
+        (["--model", "nowhere.py:step"], "there is no file nowhere.py"),
+        (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, fixed"),
+        (["--model", f"{FILE}:nothing"], "nothing must return a lm.memory.Workload or a pair"),
+        (["--model", f"{FILE}:mlp", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--model", f"{FILE}:mlp", "--method", "dots"], "it can have only default and lowmembp"),
+        (["--model", f"{FILE}:mlp", "--method", "magic"], "method='magic'"),
+        (["--model", f"{FILE}:mlp", "--train", "full"], "takes no argument train; it takes batch"),
+        (["--model", f"{FILE}:mlp", "--options", "width"], "--options takes name=value"),
+        (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
+        (["--model", f"{FILE}:mlp", "--devices", "9"], "--devices must be 1 to 8, got 9"),
+        (["--model", f"{FILE}:mlp", "--budget", "24 apples"], "'24 apples' is not a size"),
+        (["--model", f"{FILE}:fixed", "--budget", "24GB"], "--batch is needed"),
+        (["--model", f"{FILE}:mlp", "--plot", "/nowhere/plan.png"], "no folder /nowhere"),
+        (["--model", f"{FILE}:mlp", "--plot", "plan.doc"], "--plot must end in"),
+        (["--model", "vit-b16", "--train", "half"], "train='half'"),
+    ],
+)
+def test_usage_errors(run, arguments, message):
+    status, out, err = run("plan", *arguments)
+    assert status == 2
+    assert err.startswith("lowmembp: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_the_models_own_errors_are_shown_whole(run):
+    with pytest.raises(RuntimeError, match="the model's own error"):
+        run("plan", "--model", f"{FILE}:broken")
+
+
+def test_missing_packages(run, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: (name != "rich" and find(name, *rest)) or None,
+    )
+    status, _, err = run("devices")
+    assert status == 4
+    assert "needs rich: pip install 'lowmembp_jax[planner]'" in err
+
+
+def test_missing_compiler(run, monkeypatch):
+    monkeypatch.setattr("lowmembp_jax.memory.devices.missing_wheels", lambda: ["jax-cuda12-pjrt"])
+    lm.memory.topology.cache_clear()
+    status, _, err = run("plan", "--model", f"{FILE}:mlp")
+    assert status == 4
+    assert "jax-cuda12-pjrt" in err
