@@ -130,7 +130,10 @@ def lower_for(
     keep_unused: bool = False,
 ) -> jax.stages.Lowered:
     """`compile_for` without compiling, which takes most of the time."""
-    gpus = device_mesh(device, _mesh_of(args) if mesh is None else mesh)
+    mesh = _mesh_of(args) if mesh is None else mesh
+    if mesh is None:
+        in_shardings = out_shardings = None
+    gpus = device_mesh(device, mesh)
     options: dict[str, Any] = {"keep_unused": keep_unused}
     if out_shardings is not None:
         options["out_shardings"] = jax.tree.map(
@@ -180,7 +183,7 @@ def compile_for(
         which the arguments are sharded, or one GPU.
       in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` each. None
         stands for the argument's own `NamedSharding`, or for replicated where it has none. What
-        counts are the names of the axes: the devices are replaced.
+        counts are the names of the axes: the devices are replaced. Without a mesh they mean nothing.
       out_shardings: likewise of the outputs; None leaves all of them to XLA.
       donate_argnums: as for `jax.jit`; None takes those of `fn` if that is a jitted function.
       keep_unused: as for `jax.jit`.
