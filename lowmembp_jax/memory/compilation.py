@@ -183,7 +183,7 @@ def compile_for(
         which the arguments are sharded, or one GPU.
       in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` each. None
         stands for the argument's own `NamedSharding`, or for replicated where it has none. What
-        counts are the names of the axes: the devices are replaced. Without a mesh they mean nothing.
+        counts are the names of the axes: the devices are replaced. On one GPU they mean nothing.
       out_shardings: likewise of the outputs; None leaves all of them to XLA.
       donate_argnums: as for `jax.jit`; None takes those of `fn` if that is a jitted function.
       keep_unused: as for `jax.jit`.
