@@ -12,6 +12,7 @@ from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
+from lowmembp_jax.memory.plan import PARTS as PARTS
 from lowmembp_jax.memory.plan import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.plan import Plan as Plan
 from lowmembp_jax.memory.plan import plan as plan

@@ -1,0 +1,116 @@
+"""What fine-tuning the models at their real sizes takes of a GPU, with each method; no GPU needed.
+
+    python examples/benchmarks/plan_models.py
+
+plans the trainer's step (AdamW, bfloat16, float32 master weights) of each model for an H200 and
+writes `results/plan_models.json` after each model and trained part; started again, it goes on.
+An hour and a half on 2 cores. Beside the peak stand bytes moved and FLOPs, from the compiled
+program, and the estimated time.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from functools import partial
+
+from planning import MODELS
+from results_file import versions
+from rich.console import Console
+from rich.table import Table
+
+import lowmembp_jax as lm
+
+OUTPUT = Path(__file__).parent / "results" / "plan_models.json"
+DEVICE = "h200"
+
+#: Batch size and tokens (images have their own) by model.
+SIZES = {
+    "vit-b16": (64, None),
+    "llama-7b": (4, 2048),
+    "roberta-base": (64, 128),
+    "bert-base": (64, 128),
+    "vit-l16": (64, None),
+    "llama-13b": (4, 2048),
+    "bert-large": (64, 128),
+    "swin-t": (64, None),
+    "swin-s": (64, None),
+}
+
+
+def trained_parts(model: str) -> tuple[str, ...]:
+    return ("lora-qv", "qlora-all") if model.startswith("llama") else ("full", "lora-qv")
+
+
+def rows(model: str, train: str, methods: tuple[str, ...]) -> list[dict]:
+    batch, tokens = SIZES[model]
+    factory = partial(MODELS[model], train=train, tokens=tokens, device=DEVICE)
+    comparison = lm.memory.compare(
+        lambda method, size: factory(method=method, batch=size),
+        methods,
+        batch=batch,
+        device=DEVICE,
+    )
+    return [
+        {
+            "model": model,
+            "train": train,
+            "method": one.method,
+            "batch": batch,
+            "tokens": tokens,
+            "peak": one.plan.peak,
+            "parts": {part: getattr(one.plan, part) for part in lm.memory.PARTS},
+            "bytes_moved": one.plan.cost.bytes_moved,
+            "flops": one.plan.cost.flops,
+            "estimated_seconds": one.plan.cost.estimated_seconds,
+        }
+        for one in comparison
+    ]
+
+
+def table(done: list[dict]) -> Table:
+    out = Table(title=f"Peak in GiB (and against default), planned for {DEVICE}")
+    out.add_column("model, trained")
+    for method in lm.memory.METHODS:
+        out.add_column(method, justify="right")
+    peaks = {(r["model"], r["train"], r["method"]): r["peak"] for r in done}
+    for model, train in dict.fromkeys((r["model"], r["train"]) for r in done):
+        default = peaks[model, train, "default"]
+        cells = (
+            f"{peaks[model, train, m] / 2**30:.2f} ({peaks[model, train, m] / default - 1:+.0%})"
+            for m in lm.memory.METHODS
+        )
+        out.add_row(f"{model}, {train}", *cells)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    arguments = parser.parse_args()
+    done = json.loads(OUTPUT.read_text())["rows"] if OUTPUT.exists() else []
+    for model in arguments.models:
+        for train in trained_parts(model):
+            if any((r["model"], r["train"]) == (model, train) for r in done):
+                continue
+            done += rows(model, train, lm.memory.METHODS)
+            result = {
+                "command": "python examples/benchmarks/plan_models.py",
+                "device": DEVICE,
+                "compiled_only": True,
+                "versions": versions(),
+                "rows": done,
+            }
+            partial_file = OUTPUT.with_suffix(".partial")
+            partial_file.write_text(json.dumps(result, indent=1) + "\n")
+            partial_file.replace(OUTPUT)
+    Console(width=160).print(table(done))
+
+
+if __name__ == "__main__":
+    main()
