@@ -35,16 +35,17 @@ from data.batches import EvaluationBatches, TrainingBatches
 from data.files import DataError
 from data.tasks import load_task
 from jax.sharding import NamedSharding, PartitionSpec
-from lora import add_lora, apply_lora, partition
+from lora import add_lora, apply_lora, combine, partition
 from models.common import Compute
 from train_step import init_state, learning_rate, make_optimizer, make_step
 from training_config import Config, all_fields, check, data_config, identity
 from training_errors import DivergedError, UsageError
+from training_export import export
 from training_logs import Logs, Meter, peak_memory, postfix, summary
 from training_losses import make_loss
 from training_models import choose_attention
 from training_run import Checkpoints, open_run, write_json
-from training_sharding import make_mesh, own_part, put, put_batch, shardings
+from training_sharding import make_mesh, own_part, put, put_batch, shardings, to_host
 from training_signals import Stopped, StopSignals
 from training_source import find_source, fit, initial_params, model_inputs
 
@@ -177,6 +178,20 @@ def train(config: Config) -> dict[str, Any]:
             final = evaluate(state)
             seconds = time.perf_counter() - start
             logs.write("dev", steps, final)
+    if config.export is not None:
+        on_host = to_host(state.params), to_host(frozen)
+        if jax.process_index() == 0:
+            export(
+                config.export,
+                family,
+                sizes,
+                combine(*on_host, dtype),
+                merged=merged,
+                lora_scale=config.alpha / config.rank,
+                classes=task.classes,
+                dtype=param_dtype,
+                inputs=inputs,
+            )
     return {
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version()}

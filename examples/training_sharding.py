@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from training_errors import UsageError
 
@@ -135,3 +136,10 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(
         lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch
     )
+
+
+def to_host(tree: Any) -> Any:
+    """NumPy arrays, whole, in every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,0 +1,114 @@
+"""A trained model as a Hugging Face directory: LoRA and the norms' affines in its weights."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+from checkpoints import from_params, write_tensors
+from flax.traverse_util import flatten_dict, unflatten_dict
+from models.common import Compute
+from models.swin_checkpoint import buffers
+from training_errors import UsageError
+from training_models import Family
+
+import lowmembp_jax as lm
+
+Params = dict[str, Any]
+
+
+def export(
+    directory: Path,
+    family: Family,
+    config: Any,
+    params: Params,
+    *,
+    merged: bool,
+    lora_scale: float,
+    classes: tuple[str, ...],
+    dtype: Any,
+    inputs: tuple[Any, ...],
+) -> None:
+    """Writes config.json and model.safetensors.
+
+    Args:
+      directory: is made.
+      family, config: of the model.
+      params: all of them, of the host, with LoRA and in NF4 as `lora.add_lora` makes them.
+      merged: whether norms are merged into Denses.
+      lora_scale: what the product of A and B counts.
+      classes: names of the labels.
+      dtype: of the tensors.
+      inputs: of the model, `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      UsageError: a norm that is merged and kept, as in BERT, has a scale of 0.
+    """
+    params = _fold_lora(params, lora_scale)
+    if merged:
+        config, params = unmerge(family, config, params, inputs)
+    tensors = from_params(params, family.module.hugging_face_name)
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+    if family.name == "swin":
+        tensors |= buffers(config)
+    labels = {"id2label": dict(enumerate(classes))} if classes else {}
+    write_tensors(directory, tensors, config.to_json() | labels)
+
+
+def _fold_lora(params: Params, scale: float) -> Params:
+    """W + scale A B in place of W, A and B; float32."""
+    leaves = flatten_dict(params)
+    folded = {}
+    for path, leaf in leaves.items():
+        if path[-1].endswith(("_lora_a", "_lora_b")):
+            continue
+        array = qwix.dequantize(leaf.array) if hasattr(leaf, "how") else leaf
+        array = np.asarray(array).astype(np.float32)
+        names = [(*path[:-1], f"{path[-1]}_lora_{part}") for part in "ab"]
+        if names[0] in leaves:
+            a, b = (np.asarray(leaves[name]).astype(np.float32) for name in names)
+            array = array + scale * (a @ b).reshape(array.shape)
+        folded[path] = array
+    return unflatten_dict(folded)
+
+
+def unmerge(
+    family: Family, config: Any, params: Params, inputs: tuple[Any, ...]
+) -> tuple[Any, Params]:
+    """Config and parameters of the model whose norms are not merged: the same function.
+
+    Norms get a scale of 1 and a bias of 0. Those that are kept beside the Denses (`keep` of the
+    rules) are taken out of the Denses again. A bias that a Dense has by merging, and must not have
+    in the format, goes back into the norm: b = (b W^+) W.
+    """
+    if not getattr(config, "qkv_bias", True):
+        config = type(config)(**vars(config) | {"qkv_bias": True})
+    model = family.model(config, Compute())
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *zeros)["params"]
+    expected = flatten_dict(abstract)
+    if kept := [rule for rule in family.norm_rules(config) if rule.keep]:
+        # (y s + b) W + c is merged to y (s W) + (b W + c): merging 1 / s and -b / s undoes it.
+        leaves = flatten_dict(params)
+        scales = {path: leaf for path, leaf in leaves.items() if path[-1] == "scale"}
+        inverse = dict(leaves)
+        for path, scale in scales.items():
+            if not scale.all():
+                raise UsageError(f"--export: the scale of {'/'.join(path[:-1])} has become 0")
+            bias = (*path[:-1], "bias")
+            inverse |= {path: 1 / scale, bias: -leaves[bias] / scale}
+        undone = flatten_dict(lm.merge_norm_affine(unflatten_dict(inverse), kept))
+        norms = {path: leaf for path, leaf in leaves.items() if (*path[:-1], "scale") in scales}
+        params = unflatten_dict(undone | norms)
+    leaves = flatten_dict(params)
+    for path in expected.keys() - leaves.keys():
+        full = np.ones if path[-1] == "scale" else np.zeros
+        leaves[path] = full(expected[path].shape, np.float32)
+    for path in leaves.keys() - expected.keys():
+        bias, kernel = leaves.pop(path), leaves[(*path[:-1], "kernel")]
+        # Only patch merging's Dense: it has twice as many inputs as outputs.
+        norm = (*path[:-2], "merging_norm", "bias")
+        leaves[norm] = np.linalg.lstsq(kernel.T, bias, rcond=None)[0]
+    return config, unflatten_dict(leaves)

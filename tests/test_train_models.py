@@ -1,0 +1,168 @@
+"""Models of the trainer: from names and checkpoints, fitted to the task, and back to files."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import from_params
+from data.tasks import Task
+from lora import add_lora, apply_lora
+from models.common import Compute
+from models.vit_npz import npz_name
+from training_errors import UsageError
+from training_export import export
+from training_models import FAMILIES, MODELS, choose_attention
+from training_source import find_source, fit, initial_params, model_inputs
+
+import lowmembp_jax as lm
+
+# qwix asks Flax for a name that it has no more.
+pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
+
+TINY = Path(__file__).parent / "data" / "hf_tiny"
+LENGTH, SIDE = 12, 24  # of Swin's maps, 12 and 6, the second is padded to windows of 4
+
+
+def task_of(classes, vocab_size=100):
+    return Task([], [], tuple(f"class {i}" for i in range(classes)), vocab_size, "")
+
+
+def batch_of(family):
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(100, size=(2, LENGTH)), jnp.int32)
+    return {
+        "image-classification": (jnp.asarray(rng.normal(size=(2, SIDE, SIDE, 3)), jnp.float32),),
+        "text-classification": (ids, jnp.array([LENGTH, 7])),
+        "language-modelling": (ids,),
+    }[family.task]
+
+
+def load(path, classes=10):
+    source = find_source(None, path, None)
+    has_classes = source.family.task != "language-modelling"
+    config = fit(source, task_of(classes if has_classes else 0), LENGTH, SIDE)
+    inputs = model_inputs(source.family.task, LENGTH, SIDE)
+    return source.family, config, inputs, initial_params(source, config, inputs, jax.random.key(0))
+
+
+def logits(family, config, params, **compute):
+    model = family.model(config, Compute(**compute))
+    return jax.jit(model.apply)({"params": params}, *batch_of(family))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path):
+    family, config, inputs, params = load(TINY / name)
+    classes = getattr(config, "num_labels", 0)
+    merged = lm.merge_norm_affine(params, family.norm_rules(config))
+    before = logits(family, config, params)
+    np.testing.assert_allclose(
+        logits(family, config, merged, merged=True), before, rtol=2e-4, atol=2e-4
+    )
+    rng = np.random.default_rng(1)
+    trained = jax.tree.map(
+        lambda x: (x * rng.uniform(0.8, 1.2, x.shape) + rng.normal(0, 0.02, x.shape)).astype("f4"),
+        merged,
+    )
+    names = tuple(f"class {i}" for i in range(classes))
+    export(
+        tmp_path,
+        family,
+        config,
+        trained,
+        merged=True,
+        lora_scale=1.0,
+        classes=names,
+        dtype=np.float32,
+        inputs=inputs,
+    )
+    found, new_config, _, exported = load(tmp_path, classes)
+    assert found is family
+    expected = logits(family, config, trained, merged=True)
+    assert float(jnp.abs(expected - before).max()) > 0.05
+    np.testing.assert_allclose(logits(family, new_config, exported), expected, rtol=1e-3, atol=1e-3)
+    labels = json.loads((tmp_path / "config.json").read_text()).get("id2label")
+    assert labels == ({str(i): label for i, label in enumerate(names)} or None)
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "bert", "roberta"])
+def test_another_number_of_classes_gets_a_new_head(name):
+    _, _, _, params = load(TINY / name, 10)
+    _, config, _, fewer = load(TINY / name, 3)
+    assert config.num_labels == 3
+    assert fewer["classifier"]["kernel"].shape[-1] == 3
+    for module in params.keys() - {"classifier", "position_embeddings"}:
+        jax.tree.map(np.testing.assert_array_equal, params[module], fewer[module])
+
+
+def test_npz_of_a_vit(tmp_path):
+    _, config, _, params = load(TINY / "vit")
+    np.savez(tmp_path / "vit.npz", **from_params(params, npz_name, layout="flax"))
+    _, npz_config, _, loaded = load(tmp_path / "vit.npz")
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert npz_config.hidden_act == "gelu_pytorch_tanh" and config.hidden_act == "gelu"
+    assert npz_config.num_attention_heads == config.num_attention_heads
+
+
+def test_unusable_checkpoints_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
+        find_source(None, tmp_path / "nothing", None)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UsageError, match="model_type 'gpt2', accepted are vit, swin, bert"):
+        find_source(None, tmp_path, None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"--checkpoint .*JSON|--checkpoint .*Expecting"):
+        find_source(None, tmp_path, None)
+    source = find_source(None, TINY / "bert", None)
+    with pytest.raises(UsageError, match=r"--data.tokenizer has 500 token ids, .* has 120"):
+        fit(source, task_of(2, vocab_size=500), LENGTH, SIDE)
+    with pytest.raises(UsageError, match="at most 40, the model's number of positions, got 64"):
+        fit(source, task_of(2), 64, SIDE)
+    with pytest.raises(UsageError, match="multiple of 8, the model's patches, got 30"):
+        fit(find_source(None, TINY / "vit", None), task_of(2), LENGTH, 30)
+    source.checkpoint.tensors.pop("bert.encoder.layer.0.output.dense.weight")
+    inputs = model_inputs("text-classification", LENGTH, SIDE)
+    with pytest.raises(UsageError, match=r"missing bert.encoder.layer.0.output.dense.weight"):
+        initial_params(source, source.config, inputs, jax.random.key(0))
+
+
+def test_models_have_attention_that_runs():
+    for name, (family, config) in MODELS.items():
+        assert choose_attention(config, "gpu", jnp.bfloat16, 128) == "cudnn", name
+        assert choose_attention(config, "gpu", jnp.float32, 128) in ("xla", "chunked")
+        assert choose_attention(config, "cpu", jnp.float16, 128) == "chunked"
+        assert find_source(name, None, family.task).config is config
+
+
+@pytest.mark.parametrize("what", ["lora-all", "qlora-qv"])
+def test_lora_is_exported_in_the_weights(what, tmp_path):
+    family, config, inputs, params = load(TINY / "llama")
+    merged = lm.merge_norm_affine(params, family.norm_rules(config))
+    model = apply_lora(family.model(config, Compute(merged=True)), what, rank=2, alpha=3.0)
+    params = add_lora(model, merged, jax.random.key(0), *inputs)
+    rng = np.random.default_rng(0)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            rng.normal(0, 0.3, x.shape).astype("f4") if "lora_b" in str(path[-1]) else x
+        ),
+        params,
+    )
+    expected = jax.jit(model.apply)({"params": params}, *batch_of(family))
+    export(
+        tmp_path,
+        family,
+        config,
+        params,
+        merged=True,
+        lora_scale=3.0 / 2,
+        classes=(),
+        dtype=np.float32,
+        inputs=inputs,
+    )
+    _, config, _, exported = load(tmp_path)
+    found = logits(family, config, exported)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+    assert float(jnp.abs(found - logits(family, config, merged, merged=True)).max()) > 0.05
