@@ -72,7 +72,9 @@ class Buffers:
         for maker, element in self._kernels(definitions):
             named = self._stacked(maker) if _stacks(maker) else maker
             op_name = self.flow.op_name(named, element if named is maker else 0)
-            if not op_name.endswith("broadcast_in_dim") and (op_name or named.source):
+            # Not what a loop starts with, nor what XLA copies around it.
+            empty = op_name.endswith(("broadcast_in_dim", "/while"))
+            if not empty and (op_name or named.source):
                 return op_name, named.source
         maker = self.flow.instructions[self._shown[value.definition.instruction]]
         op_name = self.flow.op_name(maker, _element(value.definition))
