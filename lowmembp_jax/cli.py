@@ -144,7 +144,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _plan(command: PlanCommand) -> int:
-    from lowmembp_jax.memory.compare import compare
+    from lowmembp_jax.memory.comparison import compare
     from lowmembp_jax.memory.plot import plot_plans
     from lowmembp_jax.memory.report import comparison_report, plan_report
 

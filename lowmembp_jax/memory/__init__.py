@@ -1,8 +1,8 @@
 """What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
 
-from lowmembp_jax.memory.compare import Comparison as Comparison
-from lowmembp_jax.memory.compare import MethodPlan as MethodPlan
-from lowmembp_jax.memory.compare import compare as compare
+from lowmembp_jax.memory.comparison import Comparison as Comparison
+from lowmembp_jax.memory.comparison import MethodPlan as MethodPlan
+from lowmembp_jax.memory.comparison import compare as compare
 from lowmembp_jax.memory.compilation import compile_for as compile_for
 from lowmembp_jax.memory.cost import cost as cost
 from lowmembp_jax.memory.cost_totals import Cost as Cost

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,9 +35,10 @@ def cached_plan(step: LoweredStep) -> Plan:
 
 
 def _key(step: LoweredStep) -> str:
-    """Everything that the plan follows from: the program, its source lines, compiler, planner."""
+    """Everything that the plan follows from: the program, its source, compiler and planner."""
     described = (
-        step.lowered.as_text(debug_info=True),
+        step.lowered.as_text(),
+        _sources(step.lowered.as_text(debug_info=True)),
         repr(step.arguments),
         repr((step.memory_fraction, sorted(step.compiler_options.items()))),
         target_config(step.device.name),
@@ -44,7 +46,20 @@ def _key(step: LoweredStep) -> str:
         os.environ.get("XLA_FLAGS", ""),
         _planner(),
     )
-    return hashlib.sha256("\0".join(described).encode()).hexdigest()
+    return _hash("\0".join(described).encode())
+
+
+def _sources(program: str) -> str:
+    """Of the files whose lines the plan names: they move without the program changing.
+
+    The lines themselves are no use, as those of who called are among them.
+    """
+    files = sorted(set(re.findall(r'"([^"]+\.py)":\d+', program)))
+    return "".join(_hash(Path(file).read_bytes()) for file in files if Path(file).is_file())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _version(package: str) -> str:
@@ -58,4 +73,4 @@ def _version(package: str) -> str:
 def _planner() -> str:
     """Changes with the code here, which a version of an editable installation does not."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return _hash(b"".join(file.read_bytes() for file in files))

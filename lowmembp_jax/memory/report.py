@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowmembp_jax.memory.compare import Comparison
+from lowmembp_jax.memory.comparison import Comparison
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.plan import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes

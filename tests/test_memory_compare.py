@@ -1,0 +1,145 @@
+"""Comparisons of methods, and the cache of plans."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowmembp_jax as lm
+from lowmembp_jax.memory import comparison as comparison_module
+from lowmembp_jax.memory import plan_cache
+from lowmembp_jax.memory.report import comparison_report
+from lowmembp_jax.memory.sizes import format_bytes, parse_bytes
+
+WIDTH = 64
+ACTIVATIONS = {"default": jax.nn.gelu, "lowmembp": lm.regelu2}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def factory(method, batch):
+    """Two layers; a plain pair of step and arguments."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for weight in params:
+                h = ACTIVATIONS[method](h @ weight)
+            return h.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(params)
+
+    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    return step, ([weight] * 2, jax.ShapeDtypeStruct((batch, WIDTH), jnp.bfloat16))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many programs were compiled."""
+    count = []
+    original = comparison_module.plan_lowered
+
+    def counted(step):
+        count.append(step)
+        return original(step)
+
+    monkeypatch.setattr(comparison_module, "plan_lowered", counted)
+    monkeypatch.setattr(plan_cache, "plan_lowered", counted)
+    return count
+
+
+@pytest.mark.gpu_compiler
+def test_rows_cache_and_report(compiled):
+    methods = ["lowmembp", "default"]
+    comparison = lm.memory.compare(factory, methods, batch=65536, device="h100", progress=False)
+    assert [one.method for one in comparison] == methods
+    assert comparison.batch == 65536
+    assert comparison.budget == lm.memory.get_device("h100").usable_bytes()
+    assert comparison["lowmembp"].plan.peak < comparison["default"].plan.peak
+    assert comparison["default"].largest_batch is None
+    assert len(compiled) == 2
+
+    again = lm.memory.compare(factory, methods, batch=65536, device="h100", progress=False)
+    assert len(compiled) == 2
+    assert again == comparison
+    assert json.loads(json.dumps(again.to_dict())) == json.loads(json.dumps(comparison.to_dict()))
+
+    # Another device or program is another plan.
+    lm.memory.compare(factory, ["default"], batch=65536, device="a6000", progress=False)
+    lm.memory.compare(factory, ["default"], batch=1024, device="h100", progress=False)
+    lm.memory.compare(factory, ["default"], batch=1024, device="h100", cache=False, progress=False)
+    assert len(compiled) == 5
+
+    from rich.console import Console
+
+    with (console := Console(width=200)).capture() as captured:
+        console.print(comparison_report(comparison, "two layers"))
+    for one in comparison:
+        assert format_bytes(one.plan.peak) in captured.get()
+    assert "estimate" in captured.get()
+
+
+@pytest.mark.gpu_compiler
+def test_largest_batch_over_a_mesh():
+    def sharded(method, batch):
+        step, args = factory(method, batch)
+        spec = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
+        return lm.memory.Workload(step, args, in_shardings=spec)
+
+    comparison = lm.memory.compare(
+        sharded, ["default"], batch=8192, budget=5 * 2**20, find_largest_batch=True,
+        batch_multiple=8, mesh={"data": 8}, progress=False,
+    )  # fmt: skip
+    one = comparison["default"]
+    assert one.plan.device_count == 8
+    assert one.largest_batch % 8 == 0
+    assert one.largest_plan.peak <= 5 * 2**20
+    above = factory("default", one.largest_batch + 8)
+    specs = sharded("default", 8).in_shardings
+    plan = lm.memory.plan(above[0], *above[1], mesh={"data": 8}, in_shardings=specs)
+    assert plan.peak > 5 * 2**20
+
+
+@pytest.mark.gpu_compiler
+def test_tracing_sees_the_callers_contexts():
+    def mixed(method, batch):
+        args = jax.ShapeDtypeStruct((batch,), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+        return lambda x, y: x + y, args
+
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        lm.memory.compare(mixed, ["default"], batch=8, progress=False)
+    with jax.numpy_dtype_promotion("standard"):
+        lm.memory.compare(mixed, ["default"], batch=8, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"methods": []}, "methods is empty"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"batch": None, "find_largest_batch": True}, "needs a batch to start from"),
+        ({"batch_multiple": 0}, "batch_multiple must be at least 1, got 0"),
+        ({"step_factory": lambda method, batch: None}, "must return a lm.memory.Workload"),
+    ],
+)
+def test_errors(arguments, message):
+    given = {"step_factory": factory, "methods": ["default"], "batch": 8} | arguments
+    with pytest.raises(ValueError, match=message):
+        lm.memory.compare(**given)
+
+
+def test_sizes():
+    assert parse_bytes("24GB") == 24 * 10**9
+    assert parse_bytes("22.5 GiB") == 22.5 * 2**30
+    assert parse_bytes("1000") == 1000
+    assert parse_bytes("3kb") == 3000
+    assert format_bytes(3 * 2**30 // 2) == "1.50 GiB"
+    assert format_bytes(2**20) == "1.00 MiB"
+    assert format_bytes(1023) == "1,023 B"
+    for text in ("", "GB", "-1GB", "3 apples", "1e9"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_bytes(text)
