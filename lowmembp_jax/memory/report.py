@@ -1,5 +1,7 @@
 """Plans, comparisons and devices as tables for a terminal."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
@@ -39,7 +41,7 @@ def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> Rende
       plan: of one method.
       title: what was planned.
       budget: bytes a device may use.
-      largest: how many of the buffers at the peak to show.
+      largest: how many kinds of buffers at the peak to show.
     """
     parts = _table(f"{title}\n{_usable(plan, budget)}", "part", "on each device", "of the peak")
     for name in PARTS:
@@ -49,16 +51,13 @@ def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> Rende
     parts.add_row("peak", format_bytes(plan.peak), _verdict(plan, budget))
 
     live = _table(
-        "Largest at the peak", "size", "part", "array", "from", left=("part", "array", "from")
-    )
+        "Largest at the peak, layers together", "size", "part", "arrays", "from",
+        left=("part", "arrays", "from"),
+    )  # fmt: skip
     live.columns[0].justify = "right"
-    for buffer in plan.live[:largest]:
-        live.add_row(
-            format_bytes(buffer.bytes),
-            buffer.part.replace("_", " "),
-            buffer.shape,
-            " ".join(filter(None, (buffer.module, buffer.op, buffer.source))),
-        )
+    for (part, array, origin), sizes in _of_all_layers(plan)[:largest]:
+        count = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        live.add_row(format_bytes(sum(sizes)), part.replace("_", " "), count + array, origin)
 
     cost = plan.cost
     phases = _table("Kernels (estimates)", "phase", "moved", "TFLOP", "time", "launches")
@@ -68,6 +67,16 @@ def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> Rende
     phases.add_row("step", *_work(cost))
     notes = Text("\n".join((_ESTIMATE, *cost.notes)))
     return Group(parts, live, phases, notes)
+
+
+def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
+    """Buffers alike but for the numbers in their module paths, and their sizes."""
+    groups = defaultdict(list)
+    for buffer in plan.live:
+        module = re.sub(r"(?<=_)\d+(?=/|$)", "*", buffer.module)
+        origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
+        groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
+    return sorted(groups.items(), key=lambda group: -sum(group[1]))
 
 
 def _work(cost) -> tuple[str, str, str, str]:
