@@ -58,7 +58,6 @@ def test_parts_of_an_mlp_by_hand():
     assert plan.parameters == WEIGHTS
     assert plan.optimizer_state == 2 * WEIGHTS + 4  # and the count of steps
     assert plan.batch == 4096 * WIDTH * 4
-    # The output of each layer; at the peak the backward may be done with some.
     assert plan.most_intermediates == pytest.approx(LAYERS * plan.batch, rel=1e-4)
     assert plan.intermediates <= plan.most_intermediates
     assert plan.outputs < 1024  # the loss, and a table of pointers
@@ -131,7 +130,6 @@ def test_eight_devices_share_the_batch(mesh):
     assert eight.batch == one.batch
     assert eight.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
     split = plan_mlp(8192, mesh=mesh, in_shardings=sharded, donate=(0, 1))
-    assert 8 * split.batch == one.batch
     assert 8 * split.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
 
 
@@ -165,7 +163,6 @@ def test_residuals_at_the_peak_have_their_source_line():
     }
     assert set(arguments) == {"params['w']", "params['v']", "batch"}
     assert arguments["params['w']"].shape == "f32[256,2048]"
-    assert sorted(plan.live, key=lambda b: -b.bytes) == list(plan.live)
     rest = plan.peak - sum(buffer.bytes for buffer in plan.live)
     assert plan.fragmentation <= rest < 0.01 * plan.peak
 
