@@ -1,7 +1,11 @@
 """The `lowmembp` command: what a training step takes of a GPU, on a machine that has none.
 
 lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
+
+lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --json plan.json
+
 lowmembp residuals --model vit-b16 --method lowmembp
+
 lowmembp devices
 
 Exit statuses: 0 done, and it fits; 1 the model's own code failed; 2 an argument does not work;
@@ -40,9 +44,8 @@ class UsageError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class _Model:
     model: str
-    """One of the examples' models, or path/to/file.py:function returning a training step and the
-    tuple of its abstract arguments. It is called with those of method, train and batch, and of
-    --options, that it has arguments for."""
+    """An example's model, or path/to/file.py:function, which is called with method, train, batch
+    and --options, as it takes them, and returns a step and the tuple of its abstract arguments."""
     train: str | None = None
     """What is trained: full, lora-qv, lora-all, ... (of the examples' models)."""
     batch: int | None = None
@@ -77,10 +80,10 @@ class PlanCommand(_Model):
     devices: int = 1
     """GPUs that share the batch, 1 to 8."""
     budget: str | None = None
-    """Memory of each GPU that may be used, such as 24GB or 22.5GiB, and look for the largest batch
-    that fits into it. Default: what JAX's allocator takes, 75%% of the device."""
+    """Memory of each GPU that may be used, such as 24GB or 22.5GiB; the largest batch that fits is
+    looked for. Default: what JAX's allocator takes, 75% of the device."""
     largest_batch: bool = False
-    """Look for the largest batch that fits, without --budget too."""
+    """Look for it without --budget too."""
     plot: Path | None = None
     """Write stacked bars of the parts, a bar a method: .png, .svg or .pdf."""
     json: Path | None = None
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     import tyro
 
-    # Planning takes nothing of a GPU that is there.
+    # A GPU that is there is left alone.
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
     commands = Annotated[
         Annotated[PlanCommand, tyro.conf.subcommand("plan")]
@@ -130,7 +133,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, WorkloadError) as error:
         return _fail(str(error), USAGE)
     except ImportError as error:
-        # The compiler's wheels; what a model of the user's own imports is his to see whole.
         if "lowmembp_jax[planner]" not in str(error):
             raise
         return _fail(str(error), MISSING_PACKAGE)
@@ -163,6 +165,8 @@ def _plan(command: PlanCommand) -> int:
         raise UsageError(f"--plot must end in {', '.join(_IMAGES)}, got {command.plot}")
 
     arguments = command.arguments()
+    if factory.takes("device"):
+        arguments.setdefault("device", command.device)
     batch = command.batch if command.batch is not None else factory.default_batch
     find_largest = command.largest_batch or budget is not None
     if find_largest and batch is None:
@@ -181,7 +185,7 @@ def _plan(command: PlanCommand) -> int:
     size = None if batch is None else f"batch {batch}"
     title = ", ".join(filter(None, (command.model, command.train, size, *command.options)))
     if command.json is not None:
-        _write_json(command.json, _run_information() | comparison.to_dict())
+        _write_json(command.json, comparison.to_dict())
     if command.plot is not None:
         plans = {one.method: one.plan for one in comparison}
         plot_plans(plans, command.plot, f"{title}, {command.device}", comparison.budget)
@@ -226,15 +230,13 @@ def _check_folder(path: Path | None) -> None:
         raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
 
 
-def _run_information() -> dict[str, Any]:
+def _write_json(path: Path, data: dict[str, Any]) -> None:
     packages = ("lowmembp_jax", "jax", "jaxlib", "flax", "jax-cuda12-plugin")
-    return {
+    data = {
         "command": shlex.join(["lowmembp", *sys.argv[1:]]),
         "versions": {name: importlib.metadata.version(name) for name in packages},
+        **data,
     }
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(data, indent=1) + "\n")
     partial.replace(path)
@@ -245,7 +247,3 @@ def _print(report: Any) -> None:
 
     # A file or a pipe has no width of its own: do not break its lines.
     Console(width=None if sys.stdout.isatty() else 200).print(report)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """Where `--model` finds the functions that make workloads."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -32,13 +31,17 @@ class Factory:
     @property
     def methods(self) -> tuple[str, ...]:
         """What it can be asked for. Any model can be patched; to recompute, it must help."""
-        return METHODS if "method" in self._names() else ("default", "lowmembp")
+        return METHODS if self.takes("method") else ("default", "lowmembp")
 
     @property
     def default_batch(self) -> int | None:
         """The batch size where none is given, if it says so."""
         batch = self._names().get("batch")
         return batch.default if batch and isinstance(batch.default, int) else None
+
+    def takes(self, option: str) -> bool:
+        """Whether the function has an argument of that name."""
+        return option in self._names()
 
     def _names(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.function).parameters
@@ -119,10 +122,9 @@ def load_factory(model: str) -> Factory:
 
 def example_models() -> Mapping[str, Callable[..., Any]]:
     """The models of the examples by name; none where the examples are not installed."""
-    with contextlib.suppress(ModuleNotFoundError):
-        spec = importlib.util.find_spec("lowmembp_examples")
-        for folder in (spec and spec.submodule_search_locations) or ():
-            return _import_file(Path(folder) / "planning.py").MODELS
+    spec = importlib.util.find_spec("lowmembp_examples")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        return _import_file(Path(folder) / "planning.py").MODELS
     return {}
 
 
