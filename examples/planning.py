@@ -34,7 +34,7 @@ _TOKENS: dict[TaskName, int] = {"text-classification": 128, "language-modelling"
 
 def workload(
     family_name: str,
-    name: str,
+    config: Any,
     *,
     batch: int,
     method: Method = "default",
@@ -51,7 +51,7 @@ def workload(
 
     Args:
       family_name: of `training_models.FAMILIES`.
-      name: of one of its `CONFIGS`.
+      config: its sizes, such as one of the family's `CONFIGS`.
       batch: examples a step.
       method: see `models.common.Compute`.
       train: see `lora.apply_lora`.
@@ -67,9 +67,8 @@ def workload(
       ValueError: tokens for a model of images.
     """
     family = FAMILIES[family_name]
-    config = family.module.CONFIGS[name]
     if tokens is not None and family.task not in _TOKENS:
-        raise ValueError(f"tokens={tokens}: {name} takes images, whose tokens are fixed")
+        raise ValueError(f"tokens={tokens}: {family_name} takes images, whose tokens are fixed")
     tokens = tokens or _TOKENS.get(family.task) or _image_tokens(config)
     if attention is None:
         # cuDNN's flash attention needs compute capability 8.0.
@@ -134,7 +133,7 @@ def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, t
 
 #: What `--model` takes by name.
 MODELS = {
-    name: partial(workload, family_name, name, batch=_BATCH[family.task])
+    name: partial(workload, family_name, config, batch=_BATCH[family.task])
     for family_name, family in FAMILIES.items()
-    for name in family.module.CONFIGS
+    for name, config in family.module.CONFIGS.items()
 }
