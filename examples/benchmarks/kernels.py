@@ -32,7 +32,7 @@ import kernel_report
 from correctness import check
 from kernel_cases import KERNELS, Kernel, unavailable
 from measurement import DIRECTIONS, copy_bandwidth, identity, measure, shape_of
-from results_file import Run, driver, versions
+from results_file import Run, nvidia_smi, versions
 from timing import SMOKE, Effort
 
 import lowmembp_jax as lm
@@ -189,7 +189,7 @@ def main() -> int:
         options.output or HERE / "results" / f"kernels-{slug}.json",
         options.budget_seconds,
         device=device,
-        driver=driver(),
+        driver=nvidia_smi("driver_version"),
         runtime=jax.devices()[0].client.platform_version,
         versions=versions(),
         command=" ".join(["python", *sys.argv]),

@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "numpy", "triton")
-OPTIONAL_PACKAGES = ("jax-triton", "tokamax", "matplotlib")
+OPTIONAL_PACKAGES = (
+    *("jax-triton", "tokamax", "matplotlib", "optax", "qwix"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cublas-cu12", "nvidia-cublas"),
+)
 
 
 class Run:
@@ -32,10 +35,14 @@ class Run:
 
     def save(self) -> None:
         self.results["seconds"] = round(self.results["budget_seconds"] - self.left, 1)
-        partial_file = self.path.with_suffix(".partial")
-        text = json.dumps(_finite(self.results), indent=1, allow_nan=False)
-        partial_file.write_text(text + "\n")
-        os.replace(partial_file, self.path)
+        write_json(self.path, self.results)
+
+
+def write_json(path: Path, results: dict) -> None:
+    """All of it or nothing: whoever reads the file never sees half of it."""
+    partial_file = path.with_suffix(".partial")
+    partial_file.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    os.replace(partial_file, path)
 
 
 def _finite(value):
@@ -57,9 +64,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_smi(field: str) -> str | None:
+    """Of the first GPU, such as "name" or "driver_version"; None without a driver."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
+    return next(iter(found.splitlines()), None)

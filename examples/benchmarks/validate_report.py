@@ -1,0 +1,151 @@
+"""Plans beside measurements: differences, where they come from, and whether the ranking holds."""
+
+from statistics import median
+
+from rich.table import Table
+from scipy.stats import spearmanr
+
+MIB = 2**20
+#: Share of the measured peak that the plan may be off.
+TARGET = 0.03
+
+
+def done(record: dict, stage: str) -> dict | None:
+    """What a stage found, if it went well."""
+    found = record.get(stage, {})
+    return found if found.get("status") == "done" else None
+
+
+def difference(record: dict) -> dict | None:
+    """The plan of a configuration against its measured peak, bytes; None without both.
+
+    The three causes sum to measured - planned. `compiler`: the GPU's program takes more than the
+    planned one, by autotuning, libraries' workspaces or another version of them. `residents`: the
+    arrays before the step take more than the program's arguments: rounding, and whatever else is
+    alive. `allocator`: the step took more than its program asks for: rounding, chunks that are
+    not split, and what XLA's runtime and libraries allocate while it runs.
+    """
+    plan, measured = done(record, "plan"), done(record, "measure")
+    if not plan or not measured or not measured["after"]:
+        return None
+    program, before, after = measured["program"], measured["before"], measured["after"]
+    arguments, total = program["argument_size_in_bytes"], program_bytes(program)
+    peak = after["peak_bytes_in_use"]
+    if peak <= before["peak_bytes_in_use"]:
+        # Compiling took as much as the step: its own peak is not known.
+        return {"hidden": True, "planned": plan["peak"], "peak_before": peak}
+    found = {
+        "planned": plan["peak"],
+        "measured": peak,
+        "relative": plan["peak"] / peak - 1,
+        "compiler": total - plan["peak"],
+        "residents": before["bytes_in_use"] - arguments,
+        "allocator": peak - before["bytes_in_use"] - (total - arguments),
+        "queued": measured["end"]["peak_bytes_in_use"] - peak,
+        "same_jaxpr": plan["jaxpr"] == measured["jaxpr"],
+    }
+    if "gpu_used" in measured and "pool_bytes" in measured["end"]:
+        found["outside_the_pool"] = measured["gpu_used"] - measured["end"]["pool_bytes"]
+    return found
+
+
+def program_bytes(program: dict) -> int:
+    """What a program allocates, with its arguments; a donated one is an output too."""
+    return (
+        program["argument_size_in_bytes"]
+        + program["output_size_in_bytes"]
+        - program["alias_size_in_bytes"]
+        + program["temp_size_in_bytes"]
+    )
+
+
+def summary(records: dict[str, dict]) -> dict:
+    """The verdict over all configurations; numbers that were not measured are None."""
+    found = {name: d for name, r in records.items() if (d := difference(r)) and "relative" in d}
+    worst = max(found, key=lambda name: abs(found[name]["relative"]), default=None)
+    timed = [r for r in records.values() if difference(r)]
+    ratios = [_ratio(record) for record in timed]
+    groups = {
+        group: [r for r in timed if r["group"] == group]
+        for group in dict.fromkeys(r["group"] for r in timed)
+    }
+    return {
+        "target": TARGET,
+        "compared": len(found),
+        "largest_difference": abs(found[worst]["relative"]) if found else None,
+        "largest_at": worst,
+        "within_target": abs(found[worst]["relative"]) <= TARGET if found else None,
+        "outside_target": [n for n, d in found.items() if abs(d["relative"]) > TARGET],
+        "hidden": [n for n, r in records.items() if "hidden" in (difference(r) or {})],
+        "other_program": [n for n, d in found.items() if not d["same_jaxpr"]],
+        "failed": {
+            f"{name}, {stage}": record[stage]["status"]
+            for name, record in records.items()
+            for stage in ("plan", "measure")
+            if record.get(stage, {}).get("status", "").startswith("failed")
+        },
+        "measured_over_estimated": {
+            "median": median(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
+        if ratios
+        else None,
+        "rank_correlation": {
+            group: {
+                "methods": len(rows),
+                "time": _rank(rows, _times),
+                "peak": _rank([r for r in rows if "relative" in difference(r)], _peaks),
+            }
+            for group, rows in groups.items()
+            if len(rows) > 1
+        },
+    }
+
+
+def _times(record: dict) -> tuple[float, float]:
+    return record["plan"]["estimated_seconds"], record["measure"]["timing"]["seconds"]
+
+
+def _peaks(record: dict) -> tuple[float, float]:
+    return record["plan"]["peak"], record["measure"]["after"]["peak_bytes_in_use"]
+
+
+def _ratio(record: dict) -> float:
+    estimated, measured = _times(record)
+    return measured / estimated
+
+
+def _rank(records: list[dict], numbers) -> float | None:
+    """Spearman's rank correlation, 1 for the same order; None of fewer than two."""
+    if len(records) < 2:
+        return None
+    planned, measured = zip(*map(numbers, records), strict=True)
+    return float(spearmanr(planned, measured).statistic)
+
+
+def table(records: dict[str, dict], device: str) -> Table:
+    """A row a configuration; empty where nothing was measured."""
+    out = Table(title=f"Planned for {device} and measured: MiB, milliseconds")
+    out.add_column("model, trained, method")
+    columns = ("planned", "measured", "plan is off", "compiler", "residents", "allocator")
+    for column in (*columns, "estimated", "timed", "ratio"):
+        out.add_column(column, justify="right")
+    for name, record in records.items():
+        plan, measured = done(record, "plan"), done(record, "measure")
+        found, cells = difference(record) or {}, [""] * 9
+        if plan:
+            cells[0] = f"{plan['peak'] / MIB:,.0f}"
+            cells[6] = f"{plan['estimated_seconds'] * 1e3:.1f}"
+        if "hidden" in found:
+            cells[1] = "hidden"
+        elif found:
+            cells[1] = f"{found['measured'] / MIB:,.0f}"
+            cells[2] = f"{found['relative']:+.2%}"
+            for place, cause in enumerate(("compiler", "residents", "allocator"), 3):
+                cells[place] = f"{found[cause] / MIB:+,.1f}"
+        if measured and measured["after"]:  # a time of a CPU means nothing
+            cells[7] = f"{measured['timing']['seconds'] * 1e3:.1f}"
+            cells[8] = f"{_ratio(record):.2f}" if plan else ""
+        out.add_row(name, *cells)
+    return out
