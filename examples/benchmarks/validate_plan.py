@@ -7,8 +7,10 @@ trained parts x methods, `validate_configurations.py`) is planned with no GPU an
 a process of its own: `memory_stats()["peak_bytes_in_use"]` after two steps, and the time of a step.
 `validate_report.py` says where plan and GPU differ and by what. Everything is in
 `results/validate_plan-<device>.json` after each configuration; started again, it goes on where it
-stopped, what failed last. 40 to 60 s of a GPU a configuration, mostly compiling; plans take an hour
-on 2 cores. Nothing that was not measured is ever filled in. `--smoke` shows on a CPU that it runs.
+stopped, what failed last; without the file it starts over. Expected, not measured yet: under a
+minute of a GPU a configuration, mostly compiling, 15 to 20 minutes in all; a minute or two of CPU a
+plan. Nothing that was not measured is ever filled in; `other_program` names the steps whose code
+was another when they were planned. `--smoke` shows on a CPU that it runs.
 
 The stages may run on different machines with the same JAX: `--stages measure` where the GPU is,
 `--stages plan --device h200` wherever the planner's wheels are, with the same file. The machine

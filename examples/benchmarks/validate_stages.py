@@ -87,8 +87,9 @@ def measure(configuration: Configuration, device: str, effort: Effort = _EFFORT)
 
     record["timing"] = time_calls(queue, effort)
     record |= {"end": gpu.memory_stats(), "gpu": gpu.device_kind}
-    if used := nvidia_smi("memory.used"):  # the whole GPU's: CUDA's context is in it
-        record["gpu_used"] = int(used.split()[0]) * 2**20
+    used = (nvidia_smi("memory.used") or "").removesuffix(" MiB")
+    if used.isdigit():  # the whole GPU's: CUDA's context is in it
+        record["gpu_used"] = int(used) * 2**20
     return record
 
 
