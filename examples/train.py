@@ -3,7 +3,8 @@
     pip install -e ".[examples]"
     python examples/train.py
 
-RESULT
+A small BERT learns, from nothing, from which of 8 packages of Python's standard library a docstring
+is: with Python 3.11, in 128 steps, 74.2% of the held-out ones, loss 0.896. 40 CPU seconds.
 
 More:
 

@@ -56,9 +56,9 @@ class Config:
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = dataclasses.field(
         default_factory=OptimizerConfig
     )
-    batch_size: int = 64
+    batch_size: int = 32
     """Examples a step of the optimizer, of all devices and of --accumulate batches together."""
-    epochs: float = 2.0
+    epochs: float = 4.0
     """Passes over the training data."""
     steps: int | None = None
     """Steps of the optimizer, in place of --epochs."""

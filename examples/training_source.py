@@ -51,7 +51,7 @@ def find_source(model: str | None, path: Path | None, task: TaskName | None) -> 
     if path is None:
         if model is None:
             toys = {family.task: f"{family.name}-toy" for family in reversed(FAMILIES.values())}
-            model = toys[task or "image-classification"]
+            model = toys[task or "text-classification"]
         if model not in MODELS:
             raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
         source = Source(*MODELS[model], None)

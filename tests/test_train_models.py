@@ -58,10 +58,6 @@ def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path)
     family, config, inputs, params = load(TINY / name)
     classes = getattr(config, "num_labels", 0)
     merged = lm.merge_norm_affine(params, family.norm_rules(config))
-    before = logits(family, config, params)
-    np.testing.assert_allclose(
-        logits(family, config, merged, merged=True), before, rtol=2e-4, atol=2e-4
-    )
     rng = np.random.default_rng(1)
     trained = jax.tree.map(
         lambda x: (x * rng.uniform(0.8, 1.2, x.shape) + rng.normal(0, 0.02, x.shape)).astype("f4"),
@@ -82,7 +78,6 @@ def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path)
     found, new_config, _, exported = load(tmp_path, classes)
     assert found is family
     expected = logits(family, config, trained, merged=True)
-    assert float(jnp.abs(expected - before).max()) > 0.05
     np.testing.assert_allclose(logits(family, new_config, exported), expected, rtol=1e-3, atol=1e-3)
     labels = json.loads((tmp_path / "config.json").read_text()).get("id2label")
     assert labels == ({str(i): label for i, label in enumerate(names)} or None)
@@ -137,7 +132,7 @@ def test_models_have_attention_that_runs():
         assert find_source(name, None, family.task).config is config
 
 
-@pytest.mark.parametrize("what", ["lora-all", "qlora-qv"])
+@pytest.mark.parametrize("what", [pytest.param("lora-all", marks=pytest.mark.slow), "qlora-qv"])
 def test_lora_is_exported_in_the_weights(what, tmp_path):
     family, config, inputs, params = load(TINY / "llama")
     merged = lm.merge_norm_affine(params, family.norm_rules(config))
@@ -163,6 +158,8 @@ def test_lora_is_exported_in_the_weights(what, tmp_path):
         inputs=inputs,
     )
     _, config, _, exported = load(tmp_path)
-    found = logits(family, config, exported)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-    assert float(jnp.abs(found - logits(family, config, merged, merged=True)).max()) > 0.05
+    np.testing.assert_allclose(logits(family, config, exported), expected, rtol=1e-3, atol=1e-3)
+    assert (
+        np.abs(exported["layer_0"]["query"]["kernel"] - merged["layer_0"]["query"]["kernel"]).max()
+        > 0.1
+    )

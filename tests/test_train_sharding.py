@@ -20,7 +20,13 @@ from training_sharding import make_mesh, own_part, put, put_batch, shardings
 # qwix asks Flax for a name that it has no more.
 pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
 
-MESHES = ["data=8", "fsdp=8", "data=2 tensor=4", "data=2 fsdp=2 tensor=2"]
+MESHES = [
+    *(
+        pytest.param(axes, marks=pytest.mark.slow)
+        for axes in ("data=8", "fsdp=8", "data=2 tensor=4")
+    ),
+    "data=2 fsdp=2 tensor=2",
+]
 
 
 def mesh_of(axes, devices=None):
@@ -105,6 +111,7 @@ def test_partition_specs_of_qlora_and_scanned_layers():
     assert down.qvalue == P(None, "tensor", "fsdp")
 
 
+@pytest.mark.slow
 def test_qlora_losses_are_those_of_one_device(vit):
     model = apply_lora(vit[0], "qlora-all", rank=8)
     params = add_lora(model, vit[1], jax.random.key(1), images(0).images)

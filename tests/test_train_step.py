@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from data.images import ImageBatch
-from lora import add_lora, apply_lora, partition
 from models.common import Compute
 from models.vit import ViT, ViTConfig
 from train_step import OptimizerConfig, TrainState, init_state, learning_rate, make_optimizer
@@ -17,9 +16,6 @@ from train_step import make_step as make_pure_step
 from training_losses import make_loss
 
 import lowmembp_jax as lm
-
-# qwix asks Flax for a name that it has no more.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
 
 SIZES = ViTConfig(32, 1, 2, 64, image_size=8, patch_size=4, num_labels=5)
 
@@ -34,8 +30,8 @@ def images(count, seed=0, scale=1.0):
     return ImageBatch(pixels, rng.integers(5, size=count).astype(np.int32), np.ones(count, bool))
 
 
-def vit(dtype=jnp.float32):
-    model = ViT(SIZES, Compute("lowmembp", dtype))
+def vit():
+    model = ViT(SIZES, Compute("lowmembp"))
     params = jax.jit(model.init)(jax.random.key(0), images(1).images)["params"]
     return make_loss("image-classification", model), params
 
@@ -80,7 +76,7 @@ def test_only_matrices_decay():
     optimizer = make_optimizer(OptimizerConfig(1.0, weight_decay=0.5, warmup=0), 10)
     zeros = jax.tree.map(jnp.zeros_like, params)
     with jax.numpy_dtype_promotion("standard"):  # optax takes it for granted
-        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
     updates = jax.tree.map(lambda x: float(x.min()), updates)
     assert updates == {
         "layer_0": {"query": {"kernel": -0.5, "bias": 0.0}},
@@ -90,9 +86,9 @@ def test_only_matrices_decay():
     }
 
 
-@pytest.mark.parametrize(("make", "dtype"), [(vit, jnp.float32), (mlp, jnp.float16)])
-def test_accumulation_equals_the_big_batch(make, dtype):
-    loss_fn, params = make(dtype)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_accumulation_equals_the_big_batch(dtype):
+    loss_fn, params = mlp(dtype)
     config = OptimizerConfig(1e-2, warmup=0, clip_norm=0.1)
     big = make_optimizer(config, 6)
     small = make_optimizer(dataclasses.replace(config, accumulate=4), 6)
@@ -110,10 +106,6 @@ def test_accumulation_equals_the_big_batch(make, dtype):
                 jax.tree.map(np.testing.assert_array_equal, before, b.params)
         np.testing.assert_allclose(np.mean(losses), metrics.loss, rtol=1e-3)
     changes = [jax.tree.map(lambda x, y: x - y, state.params, params) for state in (a, b)]
-    if "layer_0" in params:
-        # Attention does not depend on it: AdamW makes steps of the rounding.
-        for change in changes:
-            del change["layer_0"]["key"]["bias"]
     tolerance = 1e-3 if dtype == jnp.float32 else 3e-2
     for x, y in zip(*map(jax.tree.leaves, changes), strict=True):
         assert float(jnp.abs(y).max()) > 1e-3
@@ -192,21 +184,17 @@ def test_low_precision_follows_float32():
 
 
 def test_frozen_parameters_get_no_gradient_and_no_state():
-    model = apply_lora(ViT(SIZES, Compute("lowmembp")), "lora-qv", rank=2)
-    base = jax.jit(ViT(SIZES).init)(jax.random.key(0), images(1).images)["params"]
-    params = add_lora(model, base, jax.random.key(1), images(1).images)
-    trained, frozen = partition(params, "lora-qv")
+    mlp_loss, params = mlp(jnp.float32)
+    trained, frozen = {"head": params["head"]}, {"hidden": params["hidden"]}
     optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 10)
     state = init_state(trained, optimizer, jnp.float32)
-    sizes = sum(x.size for x in jax.tree.leaves(trained))
-    state_sizes = sum(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim)
-    assert state_sizes == 2 * sizes < sum(x.size for x in jax.tree.leaves(frozen))
-    step = make_step(make_loss("image-classification", model), optimizer)
+    assert sum(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim) == 2 * 16 * 5
+    step = make_step(lambda p, f, batch: mlp_loss(p | f, {}, batch), optimizer)
     losses = []
     for _ in range(4):
         state, metrics = step(state, frozen, images(8))
         losses.append(float(metrics.loss))
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and state.params.keys() == {"head"}
 
 
 def test_padding_counts_nowhere():
@@ -223,7 +211,7 @@ def test_padding_counts_nowhere():
 
 def test_state_is_donated_in_place():
     """Parameters and optimizer state are updated in their own memory."""
-    loss_fn, params = vit()
+    loss_fn, params = mlp(jnp.float32)
     optimizer = make_optimizer(OptimizerConfig(), 10)
     state: TrainState = jax.eval_shape(
         partial(init_state, optimizer=optimizer, dtype=jnp.float32), params
