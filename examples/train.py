@@ -10,7 +10,8 @@ More:
 
     python examples/train.py --model llama-toy --dtype bfloat16
     python examples/train.py --checkpoint bert-base-uncased/ --data.train train.tsv --train lora-qv
-    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/
+    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/ \
+        --learning-rate 5e-5
     python examples/train.py --model llama-7b --train qlora-all --mesh fsdp=4 tensor=2
 
 --output gets config.json, log.jsonl, TensorBoard's events, checkpoints and at the end results.json.
