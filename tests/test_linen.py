@@ -1,5 +1,7 @@
 """The linen modules against those of Flax that they replace, field by field."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -69,7 +71,7 @@ def mixed_dtypes():
         {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
         {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
     ],
-    ids=str,
+    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", str(given)),
 )
 def test_every_field_means_what_it_means_in_flax(mixed_dtypes, ours, flax, given):
     given = fields(flax, **given)
