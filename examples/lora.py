@@ -38,6 +38,8 @@ DENSES = (
     *("intermediate", "output", "gate", "up", "down"),
     "reduction",
 )
+#: Modules that no pretrained encoder has: the Dense before RoBERTa's classifier is another one.
+HEADS = ("dense", "classifier")
 #: Weights of one output that share a scale of NF4, or the largest divisor of it that fits.
 BLOCK = 64
 
@@ -158,8 +160,12 @@ def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs:
     if given.keys() ^ abstract.keys() ^ lora:
         difference = ["/".join(path) for path in given.keys() ^ abstract.keys() - lora]
         raise ValueError(f"base does not fit the model, the difference is {sorted(difference)}")
-    # What is not returned is not computed.
-    params = jax.jit(lambda key: {path: init(key)[path] for path in lora})(key)
+
+    def init_lora(key):
+        params = init(key)
+        return {path: params[path] for path in lora}  # what is not returned is not computed
+
+    params = jax.jit(init_lora)(key)
     for path, leaf in given.items():
         params[path] = _quantize_like(abstract[path], leaf)
     return unflatten_dict(params)
@@ -185,8 +191,8 @@ def _is_lora(path: tuple[str, ...]) -> bool:
 def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
     """The parameters that are trained and those that are frozen, two trees.
 
-    Trained are with "full" all; with the others B, with all but LoRA-FA A as well, and the
-    `classifier`, which fine-tuning makes anew.
+    Trained are with "full" all; with the others B, with all but LoRA-FA A as well, and the head
+    that fine-tuning makes anew, see `HEADS`.
 
     Args:
       params: of the model that `apply_lora` returned; leaves may be abstract.
@@ -194,7 +200,7 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
     """
 
     def is_trained(path):
-        if train == "full" or "classifier" in path:
+        if train == "full" or any(name in HEADS for name in path):
             return True
         return path[-1].endswith("_lora_b" if "-fa-" in train else ("_lora_a", "_lora_b"))
 

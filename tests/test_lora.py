@@ -2,23 +2,22 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from lora import DENSES, add_lora, apply_lora, combine, partition
+from lora_reference import dense_weights, randomized
 from models.common import Compute
 from models.llama import CONFIGS, Llama
-
-# qwix 0.1.8 looks up a name that flax 0.12 has removed.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
 
 TINY = CONFIGS["llama-tiny"]
 IDS = jax.random.randint(jax.random.key(9), (2, 16), 0, TINY.vocab_size)
 RANK, ALPHA = 4, 12.0
+SCALE = ALPHA / RANK
 
 
 def make(train, scan_layers=False, method="default"):
@@ -27,28 +26,6 @@ def make(train, scan_layers=False, method="default"):
     base = plain.init(jax.random.key(0), IDS)["params"]
     model = apply_lora(plain, train, RANK, ALPHA)
     return plain, base, model, add_lora(model, base, jax.random.key(1), IDS)
-
-
-def dense_weights(params):
-    """By path, in floating point: what the Denses multiply with, LoRA included."""
-    leaves, weights = flatten_dict(params), {}
-    for path, leaf in leaves.items():
-        if "_lora_" in path[-1]:
-            continue
-        weight = qwix.dequantize(leaf.array) if hasattr(leaf, "how") else leaf
-        a, b = (leaves.get((*path[:-1], f"kernel_lora_{name}")) for name in "ab")
-        if a is not None:
-            product = jnp.matmul(a, b) * (ALPHA / RANK)
-            weight = weight + product.reshape(weight.shape)
-        weights[path] = weight
-    return weights
-
-
-def randomized(params):
-    """With B no longer zero."""
-    return jax.tree.map(
-        lambda x: x + 0.05 if jnp.issubdtype(x.dtype, jnp.floating) and not x.any() else x, params
-    )
 
 
 @pytest.mark.parametrize(
@@ -69,11 +46,11 @@ def test_output(train, scan_layers, method):
     ]
     apply = jax.jit(plain.apply)
     got = jax.jit(model.apply)({"params": params}, IDS)
-    at_first = unflatten_dict(dense_weights(params)) if train.startswith("qlora") else base
+    at_first = unflatten_dict(dense_weights(params, SCALE)) if train.startswith("qlora") else base
     np.testing.assert_allclose(got, apply({"params": at_first}, IDS), atol=1e-5)
     params = randomized(params)
     got = jax.jit(model.apply)({"params": params}, IDS)
-    want = apply({"params": unflatten_dict(dense_weights(params))}, IDS)
+    want = apply({"params": unflatten_dict(dense_weights(params, SCALE))}, IDS)
     np.testing.assert_allclose(got, want, atol=1e-4)
     assert np.abs(want - apply({"params": at_first}, IDS)).max() > 1e-2
 
@@ -83,7 +60,7 @@ def test_nf4():
     _, base, _, params = make("qlora-qv", scan_layers=True)
     quantized = {path for path, leaf in flatten_dict(params).items() if hasattr(leaf, "how")}
     assert {path[-2] for path in quantized} == set(DENSES) - {"intermediate", "output", "reduction"}
-    weights = dense_weights(params)
+    weights = dense_weights(params, SCALE)
     for path in quantized:
         leaf, want = flatten_dict(params)[path].array, flatten_dict(base)[path]
         assert leaf.qvalue.dtype == jnp.uint4
@@ -107,13 +84,13 @@ def test_gradients():
 
     grads = flatten_dict(jax.jit(jax.grad(loss))(trained))
     leaves = flatten_dict(params)
-    for path, grad in jax.jit(jax.grad(dense_loss))(dense_weights(params)).items():
+    for path, grad in jax.jit(jax.grad(dense_loss))(dense_weights(params, SCALE)).items():
         if path[-2] not in DENSES:
             continue
         a, b = ((*path[:-1], f"kernel_lora_{name}") for name in "ab")
         stacked_a, stacked_b = leaves[a], leaves[b]
         shape = (*stacked_a.shape[:2], stacked_b.shape[2])
-        grad = grad.reshape(shape) * (ALPHA / RANK)
+        grad = grad.reshape(shape) * SCALE
         want = {a: grad @ stacked_b.mT, b: stacked_a.mT @ grad}
         for name, value in want.items():
             scale = np.abs(value).max()
@@ -173,3 +150,18 @@ def test_errors():
         apply_lora(Llama(TINY, mixed), "lora-qv")
     with pytest.raises(ValueError, match="lm_head/kernel"):
         add_lora(model, {k: v for k, v in base.items() if k != "lm_head"}, jax.random.key(0), IDS)
+
+
+def test_adding_lora_traces_the_model_twice():
+    """And not once for each of its parameters, which takes minutes for a model of 12 layers."""
+    calls = 0
+
+    def count(call, args, kwargs, context):
+        nonlocal calls
+        calls += not context.module.path
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(count):
+        make("lora-qv")
+    plain_and_shapes_and_values = 3
+    assert calls == plain_and_shapes_and_values

@@ -16,9 +16,6 @@ from models.llama import CONFIGS, Llama, LlamaConfig
 
 import lowmembp_jax as lm
 
-# qwix 0.1.8 looks up a name that flax 0.12 has removed.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
-
 RANK = 4
 
 

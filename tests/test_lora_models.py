@@ -1,0 +1,97 @@
+"""LoRA in the models of all five families: what they compute, and what is trained."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from lora import DENSES, add_lora, apply_lora, combine, partition
+from lora_reference import dense_weights, randomized
+from models.common import Compute
+from tiny_models import TINY, inputs
+from training_models import FAMILIES
+
+import lowmembp_jax as lm
+
+RANK, ALPHA = 4, 12.0
+# Tests compile much and compute little.
+OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def base(family):
+    """A model, its parameters and what it gives, jitted."""
+    model = FAMILIES[family].model(TINY[family], Compute("lowmembp"))
+    params = jax.jit(model.init)(jax.random.key(0), *inputs(family))["params"]
+    return model, params, jax.jit(model.apply, compiler_options=OPTIONS)
+
+
+@pytest.mark.parametrize("train", ["lora-all", "qlora-all"])
+@pytest.mark.parametrize("family", TINY)
+def test_output(family, train):
+    """That of the base model at first, whose weights QLoRA rounds; then that of W + alpha / rank
+    A B in every Dense."""
+    plain, params, apply_plain = base(family)
+    args = inputs(family)
+    model = apply_lora(plain, train, RANK, ALPHA)
+    with_lora = add_lora(model, params, jax.random.key(1), *args)
+    apply = jax.jit(model.apply, compiler_options=OPTIONS)
+    got = apply({"params": with_lora}, *args)
+    want = apply_plain({"params": params}, *args)
+    if train == "lora-all":
+        np.testing.assert_array_equal(got, want)
+    else:
+        # NF4's error in each weight is 9% of it, see test_lora.py.
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert 0 < error < 0.5
+    with_lora = randomized(with_lora)
+    got = apply({"params": with_lora}, *args)
+    weights = unflatten_dict(dense_weights(with_lora, ALPHA / RANK))
+    want = apply_plain({"params": weights}, *args)
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_what_gets_a_gradient(family):
+    """A and B of every Dense and the modules of the head, and nothing else."""
+    plain, params, _ = base(family)
+    args = inputs(family)
+    model = apply_lora(plain, "lora-all", RANK, ALPHA)
+    params = randomized(add_lora(model, params, jax.random.key(1), *args))
+    trained, frozen = partition(params, "lora-all")
+
+    def loss(trained):
+        logits = model.apply({"params": combine(trained, frozen, jnp.float32)}, *args)
+        return jax.nn.log_softmax(logits)[..., 0].mean()
+
+    grads = flatten_dict(jax.jit(jax.grad(loss), compiler_options=OPTIONS)(trained))
+    names = {path[-2] for path in flatten_dict(params) if path[-1] == "kernel"}
+    heads = names & {"classifier", "dense"}  # RoBERTa's is two Denses
+    assert {path[-2] for path in grads} == (names & set(DENSES)) | heads
+    for path, grad in grads.items():
+        assert path[-2] in heads or path[-1] in ("kernel_lora_a", "kernel_lora_b")
+        assert np.isfinite(grad).all() and grad.any(), path
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_what_is_kept(family):
+    """The less is trained, the less: no input of a frozen Dense, nor of a frozen A."""
+    plain, _, _ = base(family)
+    args = inputs(family)
+
+    def kept(train):
+        model = apply_lora(plain, train, rank=1)
+        abstract = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
+        trained, frozen = partition(abstract, train)
+
+        def loss(trained, frozen):
+            return model.apply({"params": combine(trained, frozen, jnp.float32)}, *args).sum()
+
+        return lm.memory.saved_bytes(loss, trained, frozen, argnums=0)
+
+    everything, every_dense, q_and_v, no_a = map(
+        kept, ["full", "lora-all", "lora-qv", "lora-fa-qv"]
+    )
+    assert everything > every_dense > q_and_v > no_a
