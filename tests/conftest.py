@@ -23,3 +23,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu_compiler"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_caches():
+    """What JAX keeps of one file's programs is gigabytes in the end, and no use to the next."""
+    yield
+    jax.clear_caches()
