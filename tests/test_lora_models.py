@@ -24,8 +24,13 @@ OPTIONS = {"xla_backend_optimization_level": 0}
 def base(family):
     """A model, its parameters and what it gives, jitted."""
     model = FAMILIES[family].model(TINY[family], Compute("lowmembp"))
-    params = jax.jit(model.init)(jax.random.key(0), *inputs(family))["params"]
-    return model, params, jax.jit(model.apply, compiler_options=OPTIONS)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
+    draw = np.random.default_rng(1)
+    params = {
+        path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
+        for path, leaf in flatten_dict(abstract).items()
+    }
+    return model, unflatten_dict(params), jax.jit(model.apply, compiler_options=OPTIONS)
 
 
 @pytest.mark.parametrize("train", ["lora-all", "qlora-all"])
@@ -48,7 +53,7 @@ def test_output(family, train):
         assert 0 < error < 0.5
     with_lora = randomized(with_lora)
     got = apply({"params": with_lora}, *args)
-    weights = unflatten_dict(dense_weights(with_lora, ALPHA / RANK))
+    weights = unflatten_dict(jax.jit(dense_weights)(with_lora, ALPHA / RANK))
     want = apply_plain({"params": weights}, *args)
     np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
 
