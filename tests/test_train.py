@@ -21,9 +21,6 @@ from training_errors import DivergedError, UsageError
 from training_logs import summary
 from training_source import find_source
 
-# qwix asks Flax for a name that it has no more.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
-
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 5
 

@@ -19,9 +19,6 @@ from training_source import find_source, fit, initial_params, model_inputs
 
 import lowmembp_jax as lm
 
-# qwix asks Flax for a name that it has no more.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
-
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 LENGTH, SIDE = 12, 24  # of Swin's maps, 12 and 6, the second is padded to windows of 4
 

@@ -17,9 +17,6 @@ from training_errors import UsageError
 from training_losses import make_loss
 from training_sharding import make_mesh, own_part, put, put_batch, shardings
 
-# qwix asks Flax for a name that it has no more.
-pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
-
 MESHES = [
     *(
         pytest.param(axes, marks=pytest.mark.slow)
