@@ -23,13 +23,13 @@ import jax
 import tyro
 from data.labelled_text import DataError, read_tsv_pair, tokenize
 from data.stdlib_docs import load_stdlib_docs
-from minilm import check_hidden_states, minilm_directory
+from finetuning.minilm import check_hidden_states, minilm_directory
+from finetuning.report import plot, print_table, write_json
+from finetuning.step_memory import METHODS, StepSize, make_model, measure_methods, missing_wheels
+from finetuning.training import finetune, make_optimizer
 from models.attention import best_attention
 from models.bert import load_pretrained
-from report import plot, print_table, write_json
-from step_memory import METHODS, StepSize, make_model, measure_methods, missing_wheels
 from tokenizers import Tokenizer
-from training import finetune, make_optimizer
 
 import lowmembp_jax as lm
 

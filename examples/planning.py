@@ -1,6 +1,6 @@
 """The training steps of the examples' models, abstractly: what `lowmembp plan --model NAME` plans.
 
-A step is the trainer's own (`train_step.py`): AdamW with float32 master weights and gradients
+A step is the trainer's own (`trainer/step.py`): AdamW with float32 master weights and gradients
 clipped by their norm, the state donated. Nothing here takes memory: parameters are shapes.
 """
 
@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from lora import Train, apply_lora, partition
 from models.attention import best_attention
 from models.common import Attention, Compute, Method
-from train_step import OptimizerConfig, init_state, make_optimizer, make_step
-from training_losses import make_loss
-from training_models import FAMILIES
+from trainer.losses import make_loss
+from trainer.models import FAMILIES
+from trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
 
@@ -50,7 +50,7 @@ def workload(
     """The step of one model.
 
     Args:
-      family_name: of `training_models.FAMILIES`.
+      family_name: of `trainer.models.FAMILIES`.
       config: its sizes, such as one of the family's `CONFIGS`.
       batch: examples a step.
       method: see `models.common.Compute`.

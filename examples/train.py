@@ -39,17 +39,17 @@ from data.tasks import load_task
 from jax.sharding import NamedSharding, PartitionSpec
 from lora import add_lora, apply_lora, combine, partition
 from models.common import Compute
-from train_step import init_state, learning_rate, make_optimizer, make_step
-from training_config import Config, all_fields, check, data_config, identity
-from training_errors import DivergedError, UsageError
-from training_export import export
-from training_logs import Logs, Meter, peak_memory, postfix, summary
-from training_losses import make_loss
-from training_models import choose_attention
-from training_run import Checkpoints, open_run, write_json
-from training_sharding import make_mesh, own_part, put, put_batch, shardings, to_host
-from training_signals import Stopped, StopSignals
-from training_source import find_source, fit, initial_params, model_inputs
+from trainer.config import Config, all_fields, check, data_config, identity
+from trainer.errors import DivergedError, UsageError
+from trainer.export import export
+from trainer.logs import Logs, Meter, peak_memory, postfix, summary
+from trainer.losses import make_loss
+from trainer.models import choose_attention
+from trainer.run import Checkpoints, open_run, write_json
+from trainer.sharding import make_mesh, own_part, put, put_batch, shardings, to_host
+from trainer.signals import Stopped, StopSignals
+from trainer.source import find_source, fit, initial_params, model_inputs
+from trainer.step import init_state, learning_rate, make_optimizer, make_step
 
 import lowmembp_jax as lm
 

@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import jax
 
 from lowmembp_jax.memory.devices import DEVICES, get_device
-from lowmembp_jax.memory.factories import Factory, load_factory
+from lowmembp_jax.memory.planning.factories import Factory, load_factory
+from lowmembp_jax.memory.planning.workload import WorkloadError
 from lowmembp_jax.memory.sizes import parse_bytes
-from lowmembp_jax.memory.workload import WorkloadError
 
 #: Exit statuses that scripts can rely on.
 OK, USAGE, DOES_NOT_FIT, MISSING_PACKAGE, INTERRUPTED = 0, 2, 3, 4, 130

@@ -24,7 +24,7 @@ from data.labelled_text import (
     tokenize,
 )
 from data.stdlib_docs import load_stdlib_docs
-from minilm import check_hidden_states, minilm_directory
+from finetuning.minilm import check_hidden_states, minilm_directory
 from models.bert import Bert, load_pretrained
 from models.common import Compute
 from safetensors.numpy import load_file, save_file

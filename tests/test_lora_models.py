@@ -11,7 +11,7 @@ from lora import DENSES, add_lora, apply_lora, combine, partition
 from lora_reference import dense_weights, randomized
 from models.common import Compute
 from tiny_models import TINY, inputs
-from training_models import FAMILIES
+from trainer.models import FAMILIES
 
 import lowmembp_jax as lm
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from lowmembp_jax.memory import buffers, hlo
-from lowmembp_jax.memory.buffer_flow import BACKWARD, OTHER, PARAMETERS, Flow
-from lowmembp_jax.memory.buffer_parts import Buffers
-from lowmembp_jax.memory.buffers import Allocation, BufferAssignment, Position, Value
+from lowmembp_jax.memory.buffers import assignment as buffers
+from lowmembp_jax.memory.buffers.assignment import Allocation, BufferAssignment, Position, Value
+from lowmembp_jax.memory.buffers.flow import BACKWARD, OTHER, PARAMETERS, Flow
+from lowmembp_jax.memory.buffers.parts import Buffers
+from lowmembp_jax.memory.hlo import program as hlo
 
 # In the form of JAX 0.10; 0.12 adds "page 0, ", tested below.
 ASSIGNMENT = """BufferAssignment:

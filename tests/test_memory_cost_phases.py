@@ -9,8 +9,8 @@ import pytest
 from encoder import BATCH, FFN, HEAD_DIM, HEADS, HIDDEN, TOKENS, training_step
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.cost import Kernel, cost
 from lowmembp_jax.memory.devices import get_device
+from lowmembp_jax.memory.hlo.cost import Kernel, cost
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory import hlo
-from lowmembp_jax.memory.hlo import Shape
+from lowmembp_jax.memory.hlo import program as hlo
+from lowmembp_jax.memory.hlo.program import Shape
 
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
 PROGRAM = f"""\

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import tyro
 from train import check_loss, main, train
-from train_step import Metrics
-from training_config import Config
-from training_errors import DivergedError, UsageError
-from training_logs import summary
-from training_source import find_source
+from trainer.config import Config
+from trainer.errors import DivergedError, UsageError
+from trainer.logs import summary
+from trainer.source import find_source
+from trainer.step import Metrics
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 5

@@ -12,10 +12,10 @@ from data.tasks import Task
 from lora import add_lora, apply_lora
 from models.common import Compute
 from models.vit_npz import npz_name
-from training_errors import UsageError
-from training_export import export
-from training_models import FAMILIES, MODELS, choose_attention
-from training_source import find_source, fit, initial_params, model_inputs
+from trainer.errors import UsageError
+from trainer.export import export
+from trainer.models import FAMILIES, MODELS, choose_attention
+from trainer.source import find_source, fit, initial_params, model_inputs
 
 import lowmembp_jax as lm
 

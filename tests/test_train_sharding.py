@@ -12,10 +12,10 @@ from lora import add_lora, apply_lora, partition
 from models.common import Compute
 from models.llama import CONFIGS, Llama
 from models.vit import ViT, ViTConfig
-from train_step import OptimizerConfig, init_state, make_optimizer, make_step
-from training_errors import UsageError
-from training_losses import make_loss
-from training_sharding import make_mesh, own_part, put, put_batch, shardings
+from trainer.errors import UsageError
+from trainer.losses import make_loss
+from trainer.sharding import make_mesh, own_part, put, put_batch, shardings
+from trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 MESHES = [
     *(

@@ -11,9 +11,9 @@ import pytest
 from data.images import ImageBatch
 from models.common import Compute
 from models.vit import ViT, ViTConfig
-from train_step import OptimizerConfig, TrainState, init_state, learning_rate, make_optimizer
-from train_step import make_step as make_pure_step
-from training_losses import make_loss
+from trainer.losses import make_loss
+from trainer.step import OptimizerConfig, TrainState, init_state, learning_rate, make_optimizer
+from trainer.step import make_step as make_pure_step
 
 import lowmembp_jax as lm
 

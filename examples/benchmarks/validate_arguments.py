@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.plan_arguments import Argument, arguments
+from lowmembp_jax.memory.planning.arguments import Argument, arguments
 
 #: Standard deviation of weights.
 _SMALL = 0.02

@@ -20,7 +20,7 @@ import jax
 from compiling import reason
 from results_file import nvidia_smi
 from timing import SMOKE, Effort, time_calls
-from training_models import MODELS as SIZES
+from trainer.models import MODELS as SIZES
 from validate_arguments import materialize
 from validate_configurations import Configuration
 

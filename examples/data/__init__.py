@@ -1,1 +1,1 @@
-"""Labelled text: the user's own files, and one data set that every Python brings along."""
+"""Labelled text and images, plain text: the user's files, and data that need no download."""

@@ -7,10 +7,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.plan import LoweredStep, Plan, lower_step, plan_lowered
-from lowmembp_jax.memory.plan_cache import cached_plan
-from lowmembp_jax.memory.workload import METHODS, as_workload
+from lowmembp_jax.memory.planning.cache import cached_plan
+from lowmembp_jax.memory.planning.largest_batch import largest_batch
+from lowmembp_jax.memory.planning.workload import METHODS, as_workload
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 
-from lowmembp_jax.memory import buffers, hlo
-from lowmembp_jax.memory.buffer_flow import Flow
-from lowmembp_jax.memory.buffer_parts import Buffers, Part
+from lowmembp_jax.memory.buffers import assignment as buffers
+from lowmembp_jax.memory.buffers.flow import Flow
+from lowmembp_jax.memory.buffers.parts import Buffers, Part
 from lowmembp_jax.memory.compilation import MeshLike, lower_for
-from lowmembp_jax.memory.cost import Cost, cost
 from lowmembp_jax.memory.devices import Device, get_device
-from lowmembp_jax.memory.plan_arguments import Argument, arguments
-from lowmembp_jax.memory.plan_peak import LiveBuffer as LiveBuffer
-from lowmembp_jax.memory.plan_peak import at_peak
+from lowmembp_jax.memory.hlo import program as hlo
+from lowmembp_jax.memory.hlo.cost import Cost, cost
+from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
+from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.sizes import format_bytes
 
 #: Parts of a step's memory, in the order in which tables and plots show them.

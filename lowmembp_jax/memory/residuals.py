@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.memory.residual_labels import Labels
-from lowmembp_jax.memory.residual_origin import Equations, Origin
-from lowmembp_jax.memory.residual_table import Kind, Residual, Residuals
-from lowmembp_jax.memory.residual_trace import Trace, trace
+from lowmembp_jax.memory.saved_residuals.labels import Labels
+from lowmembp_jax.memory.saved_residuals.origin import Equations, Origin
+from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
+from lowmembp_jax.memory.saved_residuals.trace import Trace, trace
 
 
 def _bits(dtype) -> int:

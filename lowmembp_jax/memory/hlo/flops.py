@@ -6,7 +6,7 @@ kernels wait for memory. So are Pallas and Triton kernels, whose insides the pro
 
 import math
 
-from lowmembp_jax.memory.hlo import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program, Shape
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, str]:

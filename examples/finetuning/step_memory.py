@@ -15,9 +15,9 @@ from models.attention import best_attention
 from models.bert import BertClassifier, BertConfig
 from models.common import Attention, Compute, Method
 from tqdm import tqdm
-from training import loss_function, make_step
 
 import lowmembp_jax as lm
+from finetuning.training import loss_function, make_step
 
 #: All but lowmembp_jax compute what plain Flax does.
 METHODS: dict[str, Method] = {

@@ -3,7 +3,7 @@
 import math
 import re
 
-from lowmembp_jax.memory.hlo import Instruction, Shape
+from lowmembp_jax.memory.hlo.program import Instruction, Shape
 
 _COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",

@@ -8,7 +8,7 @@ are shared through the cache), and nothing stays in the cache from one kernel to
 import re
 from collections import defaultdict
 
-from lowmembp_jax.memory.hlo import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program, Shape
 
 _SLICES = {"slice", "dynamic-slice", "gather"}
 # Their result may be larger than the operand, of which it then needs everything.

@@ -9,9 +9,10 @@ import tyro
 from data.tasks import DataConfig, TaskName
 from lora import Train
 from models.common import Method
-from train_step import OptimizerConfig
-from training_errors import UsageError
-from training_source import Source
+
+from trainer.errors import UsageError
+from trainer.source import Source
+from trainer.step import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

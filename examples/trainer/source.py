@@ -14,8 +14,9 @@ from models import vit
 from models.bert_names import current_names
 from models.common import Compute
 from models.vit_npz import UNUSED_WITH_NEW_HEAD, npz_config, npz_name, resize_positions
-from training_errors import UsageError
-from training_models import FAMILIES, MODELS, Family
+
+from trainer.errors import UsageError
+from trainer.models import FAMILIES, MODELS, Family
 
 
 class Checkpoint(NamedTuple):

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import jax
 
-from lowmembp_jax.memory import hlo
-from lowmembp_jax.memory.cost_totals import Cost as Cost
-from lowmembp_jax.memory.cost_totals import Kernel as Kernel
 from lowmembp_jax.memory.devices import Device
-from lowmembp_jax.memory.hlo import Computation, Instruction, Program
-from lowmembp_jax.memory.hlo_collectives import is_collective, link_bytes
-from lowmembp_jax.memory.hlo_flops import flops
-from lowmembp_jax.memory.hlo_traffic import bytes_moved, result_shapes
+from lowmembp_jax.memory.hlo import program as hlo
+from lowmembp_jax.memory.hlo.collectives import is_collective, link_bytes
+from lowmembp_jax.memory.hlo.cost_totals import Cost as Cost
+from lowmembp_jax.memory.hlo.cost_totals import Kernel as Kernel
+from lowmembp_jax.memory.hlo.flops import flops
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program
+from lowmembp_jax.memory.hlo.traffic import bytes_moved, result_shapes
 
 #: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
 LAUNCH_SECONDS = 2e-6

@@ -6,7 +6,7 @@ forward, `transpose(jvp(...))` the backward, recomputation in it included.
 
 from collections.abc import Iterator, Sequence
 
-from lowmembp_jax.memory.hlo import Computation, Instruction, Program
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program
 
 #: Bits of what an array is made of: parameters, other arguments, something of the backward.
 PARAMETERS, OTHER, BACKWARD = 1, 2, 4

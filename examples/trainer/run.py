@@ -9,8 +9,9 @@ import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
-from train_step import TrainState
-from training_errors import UsageError
+
+from trainer.errors import UsageError
+from trainer.step import TrainState
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowmembp_jax.memory.buffer_parts import Part
+from lowmembp_jax.memory.buffers.parts import Part
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")
 _MASTER = re.compile(r"master")

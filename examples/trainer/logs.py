@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
-from train_step import Metrics
+
+from trainer.step import Metrics
 
 
 class Logs:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from lowmembp_jax.memory import hlo
+from lowmembp_jax.memory.hlo import program as hlo
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 

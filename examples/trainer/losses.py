@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 from lora import combine
-from train_step import LossFn
+
+from trainer.step import LossFn
 
 #: What models take of a batch of `data.tasks`, by task.
 _INPUTS = {

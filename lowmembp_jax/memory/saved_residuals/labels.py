@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowmembp_jax.checkpointing import CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD
-from lowmembp_jax.memory.residual_origin import inner_jaxprs
+from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 
 _OURS = {CODES: "codes", NAN_MARKS: "NaN marks", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
 
@@ -27,7 +27,7 @@ _ROOTS = (
     sysconfig.get_paths()["stdlib"] + os.sep,
     "<frozen ",
 )
-_HERE = os.path.join(os.path.dirname(__file__), "residual_trace.py")
+_HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
 # Files whose public functions and modules are operations by name. What one of jax.nn or of this
 # library calls is a part of it; what a Flax module calls may be an operation of its own.

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from lowmembp_jax.memory.buffer_flow import BACKWARD, PARAMETERS, Flow
-from lowmembp_jax.memory.buffers import BufferAssignment, Position, Value
-from lowmembp_jax.memory.hlo import Instruction, Shape
+from lowmembp_jax.memory.buffers.assignment import BufferAssignment, Position, Value
+from lowmembp_jax.memory.buffers.flow import BACKWARD, PARAMETERS, Flow
+from lowmembp_jax.memory.hlo.program import Instruction, Shape
 
 Part = Literal[
     "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmembp_jax.memory.workload import METHODS, Workload, WorkloadError, as_workload
+from lowmembp_jax.memory.planning.workload import METHODS, Workload, WorkloadError, as_workload
 from lowmembp_jax.patching import patch
 
 

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lowmembp_jax.memory.buffer_parts import Buffers, Part
-from lowmembp_jax.memory.buffers import BufferAssignment, Value, profile, split
-from lowmembp_jax.memory.cost_totals import module_path
-from lowmembp_jax.memory.plan_arguments import Argument
+from lowmembp_jax.memory.buffers.assignment import BufferAssignment, Value, profile, split
+from lowmembp_jax.memory.buffers.parts import Buffers, Part
+from lowmembp_jax.memory.hlo.cost_totals import module_path
+from lowmembp_jax.memory.planning.arguments import Argument
 
 # Of what lives in the same bytes, such as a loop's stack and what it is updated with, the first in
 # this order has them.

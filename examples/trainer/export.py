@@ -11,10 +11,10 @@ from checkpoints import from_params, write_tensors
 from flax.traverse_util import flatten_dict, unflatten_dict
 from models.common import Compute
 from models.swin_checkpoint import buffers
-from training_errors import UsageError
-from training_models import Family
 
 import lowmembp_jax as lm
+from trainer.errors import UsageError
+from trainer.models import Family
 
 Params = dict[str, Any]
 

@@ -135,7 +135,7 @@ class Program:
 
 def _is_framework(path: str) -> bool:
     """Whether users of a program did not write this file: JAX, Flax and their like, and us."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     if path.startswith((f"{package}/", f"{package.parent}/pallas_kernels/")):
         return True
     _, installed, rest = path.rpartition("-packages/")

@@ -1,0 +1,1 @@
+"""The parts of `lm.memory.plan` and `lm.memory.compare`."""
