@@ -27,7 +27,7 @@ from finetuning.minilm import check_hidden_states, minilm_directory
 from finetuning.report import plot, print_table, write_json
 from finetuning.step_memory import METHODS, StepSize, make_model, measure_methods, missing_wheels
 from finetuning.training import finetune, make_optimizer
-from models.attention import best_attention
+from models.attention import attention_platform, best_attention
 from models.bert import load_pretrained
 from tokenizers import Tokenizer
 
@@ -141,7 +141,8 @@ def run(config: Config) -> dict[str, Any]:
 
     optimizer = make_optimizer(config.learning_rate, config.weight_decay, steps)
     head_size = bert_config.hidden_size // bert_config.num_attention_heads
-    attention = best_attention(jax.default_backend(), config.dtype, head_size, config.max_tokens)
+    on = attention_platform(jax.devices()[0])
+    attention = best_attention(on, config.dtype, head_size, config.max_tokens)
     runs = {}
     for method in _TRAINED:
         model = make_model(bert_config, len(classes), method, config.dtype, attention)

@@ -15,10 +15,9 @@ from data.language import LanguageBatch
 from data.tasks import TaskName
 from jax.sharding import PartitionSpec as P
 from lora import Train, apply_lora, partition
-from models.attention import best_attention
 from models.common import Attention, Compute, Method
 from trainer.losses import make_loss
-from trainer.models import FAMILIES
+from trainer.models import FAMILIES, choose_attention
 from trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
@@ -69,11 +68,11 @@ def workload(
     family = FAMILIES[family_name]
     if tokens is not None and family.task not in _TOKENS:
         raise ValueError(f"tokens={tokens}: {family_name} takes images, whose tokens are fixed")
-    tokens = tokens or _TOKENS.get(family.task) or _image_tokens(config)
+    tokens = tokens or _TOKENS.get(family.task, 0)
     if attention is None:
         # cuDNN's flash attention needs compute capability 8.0.
-        platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "other"
-        attention = best_attention(platform, dtype, _head_size(config), tokens)
+        platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "another"
+        attention = choose_attention(config, platform, dtype, tokens)
     compute = Compute(
         method,
         jnp.dtype(dtype),
@@ -100,21 +99,6 @@ def workload(
         loss_args=(state.params, frozen, arrays),
         loss_argnums=0,
     )
-
-
-def _image_tokens(config: Any) -> int:
-    """Of one attention: cuDNN's needs an even number, to which the models fill up for it."""
-    if hasattr(config, "window_size"):
-        tokens = config.window_size**2
-    else:
-        tokens = (config.image_size // config.patch_size) ** 2 + 1  # and the class token
-    return tokens + tokens % 2
-
-
-def _head_size(config: Any) -> int:
-    if hasattr(config, "num_heads"):  # of each stage
-        return config.embed_dim // config.num_heads[0]
-    return config.hidden_size // config.num_attention_heads
 
 
 def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, tuple[Any, ...]]:

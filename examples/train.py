@@ -20,7 +20,6 @@ Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --r
 
 import importlib.metadata
 import math
-import platform
 import shlex
 import signal
 import sys
@@ -38,6 +37,7 @@ from data.files import DataError
 from data.tasks import load_task
 from jax.sharding import NamedSharding, PartitionSpec
 from lora import add_lora, apply_lora, combine, partition
+from models.attention import attention_platform
 from models.common import Compute
 from trainer.config import Config, all_fields, check, data_config, identity
 from trainer.errors import DivergedError, UsageError
@@ -88,7 +88,8 @@ def train(config: Config) -> dict[str, Any]:
     family, dtype = source.family, jnp.dtype(config.dtype)
     merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
     param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
-    attention = choose_attention(sizes, jax.default_backend(), dtype, data.sequence_length)
+    platform = attention_platform(jax.devices()[0])
+    attention = choose_attention(sizes, platform, dtype, data.sequence_length)
     compute = Compute(config.method, dtype, param_dtype, attention, merged)
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))

@@ -1,12 +1,13 @@
 """Attention's implementations agree, and "chunked" keeps no probabilities."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.attention import CHUNK, SHORT, attention, best_attention
+from models.attention import CHUNK, SHORT, attention, attention_platform, best_attention
 
 import lowmembp_jax as lm
 
@@ -126,14 +127,65 @@ def test_compiled_memory():
     assert peak("cudnn") < scores
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [7, 8])
+@pytest.mark.parametrize("keys", [8, 9])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_cudnn_gets_even_numbers(tokens, keys, causal, with_lengths, monkeypatch):
+    """There is no cuDNN here; its place takes XLA's attention, which is as exact for any number."""
+    args, xla = qkv(tokens=tokens, keys=keys, kv_heads=2), jax.nn.dot_product_attention
+    (bias,) = draw((1, 4, tokens, keys))
+    lengths = jnp.array([3, keys], jnp.int32) if with_lengths else None
+    want = value_and_grads("xla", args, bias, causal=causal, lengths=lengths)
+
+    def even(q, k, v, *args, implementation, **kwargs):
+        assert implementation == "cudnn" and q.shape[1] == 8 and k.shape[1] in (8, 10)
+        return xla(q, k, v, *args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", even)
+    got = value_and_grads("cudnn", args, bias, causal=causal, lengths=lengths)
+    assert got[0].shape == args[0].shape
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), got, want)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("what", ["all", "causal", "bias", "lengths"])
+def test_cudnn_compiles_for_odd_tokens(what):
+    array = jax.ShapeDtypeStruct
+    given = {"lengths": array((2,), jnp.int32), "bias": array((1, 4, 33, 33), jnp.bfloat16)}
+    arrays = {name: given[name] for name in given if name == what}
+    x = array((2, 33, 4, 64), jnp.bfloat16)
+
+    def loss(q, arrays):
+        out = attention(q, q, q, "cudnn", causal=what == "causal", **arrays)
+        return jnp.sum(out.astype(jnp.float32))
+
+    text = lm.memory.compile_for(jax.grad(loss), x, arrays, device="h200").as_text()
+    assert "__cudnn$fmha" in text
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("gpu", "9.0", "gpu"),
+        ("gpu", "10.0", "gpu"),
+        ("gpu", "7.5", "another"),
+        ("gpu", "gfx90a", "another"),
+        ("cpu", "", "cpu"),
+    ],
+)
+def test_attention_platform(platform, capability, expected):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    assert attention_platform(device) == expected
+
+
 def test_best_attention():
     best = partial(best_attention, head_size=64, tokens=128)
     assert best("gpu", "bfloat16") == "cudnn"
     assert best("gpu", "float32") == "xla"
     assert best("cpu", "bfloat16") == "xla"
     assert best("cpu", "float16") == "chunked"
-    assert best("gpu", "bfloat16", tokens=49, bias=True) == "xla"
-    assert best("gpu", "float16", tokens=4096, bias=True) == "cudnn"
+    assert best("gpu", "bfloat16", tokens=49) == "cudnn"
     assert best("gpu", "bfloat16", head_size=12) == "xla"
     assert best("gpu", "bfloat16", head_size=256, tokens=SHORT + 1) == "chunked"
     assert best("cpu", "float32", tokens=SHORT + 1) == "chunked"

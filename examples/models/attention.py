@@ -34,7 +34,8 @@ def attention(
       k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each of their heads serves
         heads / kv_heads of q's, in order (grouped-query attention, arXiv:2305.13245).
       implementation: "xla" keeps probabilities, `[batch, heads, tokens, keys]`; "cudnn" keeps
-        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`); "chunked" keeps none
+        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`; its output once more where
+        tokens or keys are odd); "chunked" keeps none
         anywhere, for some recomputation: FlashAttention (arXiv:2205.14135) over chunks of keys,
         sums in float32. It keeps its arguments, its output and a float32 a row.
       lengths: int32, 1 to keys: how many keys of each sequence there are, the rest is padding.
@@ -53,6 +54,9 @@ def attention(
         raise ValueError(
             f"implementation={implementation!r}, accepted are 'xla', 'cudnn' and 'chunked'"
         )
+    tokens = q.shape[1]
+    if implementation == "cudnn" and (tokens % 2 or k.shape[1] % 2):
+        q, k, v, lengths, bias = _even(q, k, v, lengths, bias)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -61,26 +65,49 @@ def attention(
         is_causal=causal,
         key_value_seq_lengths=lengths,
         implementation=implementation,
-    )
+    )[:, :tokens]
+
+
+def _even(q, k, v, lengths, bias):
+    """cuDNN differentiates even numbers of tokens and keys only: one key more, which no token
+    sees, and one token more, which is dropped.
+    """
+    batch, keys = k.shape[:2]
+    more, more_keys = q.shape[1] % 2, keys % 2
+    if lengths is None:
+        lengths = jnp.full(batch, keys, jnp.int32)
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more), (0, more_keys)))
+    q = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, more_keys), (0, 0), (0, 0))) for x in (k, v))
+    return q, k, v, lengths, bias
 
 
 def best_attention(
-    platform: str, dtype: jax.typing.DTypeLike, head_size: int, tokens: int, *, bias: bool = False
+    platform: str, dtype: jax.typing.DTypeLike, head_size: int, tokens: int
 ) -> Attention:
     """The leanest implementation that runs.
 
     Args:
-      platform: "gpu" or "cpu", as of `jax.Device.platform`.
+      platform: "gpu" for NVIDIA's of compute capability 8.0 or more, "cpu", or another.
       dtype: of q, k and v.
       head_size, tokens: the sizes; `tokens` of keys, if there are more keys.
-      bias: whether there is one; cuDNN takes it for even numbers of tokens.
     """
     fits = jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
-    if platform == "gpu" and fits and not (bias and tokens % 2):
+    if platform == "gpu" and fits:
         return "cudnn"
     # JAX has no float16 product with a float32 sum on a CPU, and XLA's attention asks for it.
     missing = platform == "cpu" and jnp.dtype(dtype) == jnp.float16
     return "chunked" if missing or tokens > SHORT else "xla"
+
+
+def attention_platform(device: jax.Device) -> str:
+    """The platform as `best_attention` takes it: cuDNN's attention is for Ampere and later."""
+    if device.platform != "gpu":
+        return device.platform
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; of ROCm "gfx90a"
+    is_number = capability.replace(".", "").isdecimal()
+    return "gpu" if is_number and float(capability) >= 8 else "another"
 
 
 def _checked_chunked(q, k, v, lengths, causal, bias):

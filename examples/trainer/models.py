@@ -84,14 +84,19 @@ MODELS = {
 
 
 def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Attention:
-    """The leanest attention that runs on "gpu" or "cpu"; `length` is that of texts."""
+    """The leanest attention that runs there.
+
+    Args:
+      config: the model's sizes.
+      platform, dtype: see `best_attention`.
+      length: tokens of a text; images have those of the model.
+    """
     if isinstance(config, swin.SwinConfig):
         head_size = config.embed_dim // config.num_heads[0]
-        tokens = config.window_size**2
-        # The model pads windows to even numbers of tokens.
-        return best_attention(platform, dtype, head_size, tokens + tokens % 2, bias=True)
+        length = config.window_size**2
+    else:
+        head_size = config.hidden_size // config.num_attention_heads
+        head_size = getattr(config, "head_size", head_size)
     if isinstance(config, vit.ViTConfig):
         length = (config.image_size // config.patch_size) ** 2 + 1
-    head_size = config.hidden_size // config.num_attention_heads
-    head_size = getattr(config, "head_size", head_size)
     return best_attention(platform, dtype, head_size, length)
