@@ -81,9 +81,7 @@ def workload(
         attention,
         method.startswith("lowmembp") if merged is None else merged,
     )
-    # Scanned, a LLaMA compiles in the time of one layer.
-    fields = {"scan_layers": True} if family_name == "llama" else {}
-    model = apply_lora(family.model(config, compute, **fields), train, rank)
+    model = apply_lora(family.build(config, compute), train, rank)
     arrays, inputs = _batch(family.task, batch, tokens, config)
     params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
     trained, frozen = partition(params, train)

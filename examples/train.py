@@ -10,9 +10,8 @@ More:
 
     python examples/train.py --model llama-toy --dtype bfloat16
     python examples/train.py --checkpoint bert-base-uncased/ --data.train train.tsv --train lora-qv
-    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/ \
-        --learning-rate 5e-5
-    python examples/train.py --model llama-7b --train qlora-all --mesh fsdp=4 tensor=2
+    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/
+    python examples/train.py --checkpoint llama-7b/ --train qlora-all --mesh fsdp=4 tensor=2
 
 --output gets config.json, log.jsonl, TensorBoard's events, checkpoints and at the end results.json.
 Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
@@ -20,6 +19,7 @@ Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --r
 
 import importlib.metadata
 import math
+import platform
 import shlex
 import signal
 import sys
@@ -39,7 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lora import add_lora, apply_lora, combine, partition
 from models.attention import attention_platform
 from models.common import Compute
-from trainer.config import Config, all_fields, check, data_config, identity
+from trainer.config import Config, all_fields, check, data_config, identity, with_learning_rate
 from trainer.errors import DivergedError, UsageError
 from trainer.export import export
 from trainer.logs import Logs, Meter, peak_memory, postfix, summary
@@ -58,6 +58,7 @@ _PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix",
 
 def train(config: Config) -> dict[str, Any]:
     """Trains, evaluates, and returns what goes into results.json."""
+    config = with_learning_rate(config)
     check(config)
     if config.coordinator == "auto":
         jax.distributed.initialize()
@@ -88,8 +89,8 @@ def train(config: Config) -> dict[str, Any]:
     family, dtype = source.family, jnp.dtype(config.dtype)
     merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
     param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
-    platform = attention_platform(jax.devices()[0])
-    attention = choose_attention(sizes, platform, dtype, data.sequence_length)
+    on = attention_platform(jax.devices()[0])
+    attention = choose_attention(sizes, on, dtype, data.sequence_length)
     compute = Compute(config.method, dtype, param_dtype, attention, merged)
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))
@@ -97,7 +98,7 @@ def train(config: Config) -> dict[str, Any]:
     if merged:
         params = lm.merge_norm_affine(params, family.norm_rules(sizes))
     params = jax.tree.map(lambda x: x.astype(param_dtype), params)
-    model = family.model(sizes, compute, config.norm_residual)
+    model = family.build(sizes, compute, config.norm_residual)
     model = apply_lora(model, config.train, config.rank, config.alpha)
     if config.train != "full":
         params = add_lora(model, params, lora_key, *inputs)

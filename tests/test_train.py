@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tyro
 from train import check_loss, main, train
-from trainer.config import Config
+from trainer.config import Config, with_learning_rate
 from trainer.errors import DivergedError, UsageError
 from trainer.logs import summary
 from trainer.source import find_source
@@ -149,6 +149,19 @@ def test_resume_names_what_differs(whole_run, texts):
     again = arguments(texts, output, "--resume", "--log-every", 7, "--mesh", "fsdp=8")
     results = train(parse(*again))
     np.testing.assert_allclose(results["dev"]["loss"], whole_run[1]["dev"]["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), 1e-3),
+        (("--checkpoint", "bert", "--train", "lora-qv"), 1e-3),
+        (("--checkpoint", "bert"), 5e-5),
+        (("--checkpoint", "bert", "--learning-rate", 0.5), 0.5),
+    ],
+)
+def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
+    assert with_learning_rate(parse(*given)).optimizer.learning_rate == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import from_params
+from checkpoints import from_params, read_tensors
 from data.tasks import Task
 from lora import add_lora, apply_lora
 from models.common import Compute
@@ -46,7 +46,7 @@ def load(path, classes=10):
 
 
 def logits(family, config, params, **compute):
-    model = family.model(config, Compute(**compute))
+    model = family.build(config, Compute(**compute))
     return jax.jit(model.apply)({"params": params}, *batch_of(family))
 
 
@@ -121,6 +121,26 @@ def test_unusable_checkpoints_are_named(tmp_path):
         initial_params(source, source.config, inputs, jax.random.key(0))
 
 
+def test_a_llama_is_scanned_and_exported_by_layers(tmp_path):
+    family, config, inputs, params = load(TINY / "llama")
+    assert params["layers"]["query"]["kernel"].shape[0] == config.num_hidden_layers == 2
+    export(
+        tmp_path,
+        family,
+        config,
+        params,
+        merged=False,
+        lora_scale=1.0,
+        classes=(),
+        dtype=np.float32,
+        inputs=inputs,
+    )
+    exported, original = read_tensors(tmp_path), read_tensors(TINY / "llama")
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
+
+
 def test_models_have_attention_that_runs():
     for name, (family, config) in MODELS.items():
         assert choose_attention(config, "gpu", jnp.bfloat16, 128) == "cudnn", name
@@ -133,7 +153,7 @@ def test_models_have_attention_that_runs():
 def test_lora_is_exported_in_the_weights(what, tmp_path):
     family, config, inputs, params = load(TINY / "llama")
     merged = lm.merge_norm_affine(params, family.norm_rules(config))
-    model = apply_lora(family.model(config, Compute(merged=True)), what, rank=2, alpha=3.0)
+    model = apply_lora(family.build(config, Compute(merged=True)), what, rank=2, alpha=3.0)
     params = add_lora(model, merged, jax.random.key(0), *inputs)
     rng = np.random.default_rng(0)
     params = jax.tree_util.tree_map_with_path(
@@ -157,6 +177,6 @@ def test_lora_is_exported_in_the_weights(what, tmp_path):
     _, config, _, exported = load(tmp_path)
     np.testing.assert_allclose(logits(family, config, exported), expected, rtol=1e-3, atol=1e-3)
     assert (
-        np.abs(exported["layer_0"]["query"]["kernel"] - merged["layer_0"]["query"]["kernel"]).max()
+        np.abs(exported["layers"]["query"]["kernel"] - merged["layers"]["query"]["kernel"]).max()
         > 0.1
     )

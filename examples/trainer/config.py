@@ -11,6 +11,7 @@ from lora import Train
 from models.common import Method
 
 from trainer.errors import UsageError
+from trainer.models import NormResidual
 from trainer.source import Source
 from trainer.step import OptimizerConfig
 
@@ -26,6 +27,14 @@ class Data(DataConfig):
     normalization: Literal["half", "imagenet"] | None = None
     """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's. Default:
     what checkpoints of the model were trained with, imagenet for Swin and half for ViT."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer(OptimizerConfig):
+    """How parameters are changed."""
+
+    learning_rate: float | None = None
+    """At its peak. Default: 5e-5 where all of a checkpoint is trained, else 1e-3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +58,12 @@ class Config:
     merge: bool | None = None
     """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
     begins as the same function. Default: with the lowmembp methods."""
-    norm_residual: Literal["normalized", "output"] = "normalized"
+    norm_residual: NormResidual = "normalized"
     """What the lowmembp methods' norms keep where they are not merged: output, with a little
     rounding, is one array less."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the computation. Trained parameters are float32; float16 scales the loss."""
-    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = dataclasses.field(
-        default_factory=OptimizerConfig
-    )
+    optimizer: tyro.conf.OmitArgPrefixes[Optimizer] = dataclasses.field(default_factory=Optimizer)
     batch_size: int = 32
     """Examples a step of the optimizer, of all devices and of --accumulate batches together."""
     epochs: float = 4.0
@@ -111,6 +118,15 @@ def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
             value = list(value) if isinstance(value, tuple) else value
             fields[prefix + name] = str(value) if isinstance(value, Path) else value
     return fields
+
+
+def with_learning_rate(config: Config) -> Config:
+    """The config with a learning rate, the default where none is given."""
+    if config.optimizer.learning_rate is not None:
+        return config
+    tunes_all = config.checkpoint is not None and config.train == "full"
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=5e-5 if tunes_all else 1e-3)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def check(config: Config) -> None:

@@ -64,7 +64,10 @@ def _fold_lora(params: Params, scale: float) -> Params:
     for path, leaf in leaves.items():
         if path[-1].endswith(("_lora_a", "_lora_b")):
             continue
-        array = qwix.dequantize(leaf.array) if hasattr(leaf, "how") else leaf
+        array = leaf
+        if hasattr(leaf, "how"):  # stacked, where layers are scanned
+            dequantize = jax.vmap(qwix.dequantize) if "layers" in path else qwix.dequantize
+            array = dequantize(leaf.array)
         array = np.asarray(array).astype(np.float32)
         names = [(*path[:-1], f"{path[-1]}_lora_{part}") for part in "ab"]
         if names[0] in leaves:
@@ -85,7 +88,7 @@ def unmerge(
     """
     if not getattr(config, "qkv_bias", True):
         config = type(config)(**vars(config) | {"qkv_bias": True})
-    model = family.model(config, Compute())
+    model = family.build(config, Compute())
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     abstract = jax.eval_shape(model.init, jax.random.key(0), *zeros)["params"]
     expected = flatten_dict(abstract)

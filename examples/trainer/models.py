@@ -1,13 +1,15 @@
 """The models that the trainer knows: by family, and by name."""
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 from data.tasks import TaskName
 from models import bert, llama, roberta, swin, vit
 from models.attention import best_attention
-from models.common import Attention
+from models.common import Attention, Compute
+
+NormResidual = Literal["normalized", "output"]
 
 
 class Family(NamedTuple):
@@ -15,11 +17,18 @@ class Family(NamedTuple):
 
     name: str
     module: ModuleType
-    model: type[nn.Module]  # model(config, compute, norm_residual)
+    model: type[nn.Module]
     config: type
     task: TaskName
     head: tuple[str, ...]  # modules that are new where a checkpoint lacks them
     toy: Any  # sizes for a CPU
+
+    def build(
+        self, config: Any, compute: Compute, norm_residual: NormResidual = "normalized"
+    ) -> nn.Module:
+        """The model; the layers of a LLaMA in one scan, which compiles in the time of one."""
+        fields = {"scan_layers": True} if self.name == "llama" else {}
+        return self.model(config, compute, norm_residual, **fields)
 
     def norm_rules(self, config: Any) -> Any:
         """For `lm.merge_norm_affine`."""

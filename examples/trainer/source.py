@@ -151,7 +151,7 @@ def initial_params(
       UsageError: names every tensor of the checkpoint that does not fit.
     """
     family, _, checkpoint = source
-    model = family.model(config, Compute())
+    model = family.build(config, Compute())
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
 
     def draw(key):

@@ -63,8 +63,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
 
     learning_rate: float = 1e-3
-    """At its peak. The default suits LoRA and training from scratch; tuning all of a checkpoint
-    wants some 5e-5."""
+    """At its peak."""
     schedule: Literal["linear", "cosine"] = "linear"
     """How the learning rate falls to 0, after it has risen linearly."""
     warmup: float = 0.1
