@@ -141,10 +141,24 @@ def test_unknown_device_names_those_known():
 
 
 def test_missing_wheels_say_how_to_install_them(monkeypatch):
-    monkeypatch.setattr(lm.memory.devices, "_WHEELS", {"no_such_module": "no-such-wheel"})
+    monkeypatch.setattr(lm.memory.devices, "_WHEELS", ({"no_such_module": "no-such-wheel"},))
     lm.memory.topology.cache_clear()
     with pytest.raises(ImportError, match=r"needs no-such-wheel: pip install 'lowmembp_jax\[plan"):
         lm.memory.compile_for(loss, X)
+
+
+def test_wheels_of_either_cuda_will_do(monkeypatch):
+    there = {"jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13.bin"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    assert lm.memory.missing_wheels() == []
+    there.remove("nvidia.cu13.bin")
+    assert lm.memory.missing_wheels() == ["nvidia-cuda-nvcc"]
+    there.clear()
+    assert lm.memory.missing_wheels() == [
+        "jax-cuda12-plugin",
+        "jax-cuda12-pjrt",
+        "nvidia-cuda-nvcc-cu12",
+    ]
 
 
 @pytest.mark.gpu_compiler

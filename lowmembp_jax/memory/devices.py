@@ -60,11 +60,19 @@ _PALLAS_KINDS = {
     (12, 0): "NVIDIA RTX PRO 6000",
 }
 
-_WHEELS = {
-    "jax_cuda12_plugin": "jax-cuda12-plugin",
-    "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
-    "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
-}
+#: XLA's GPU compiler: modules and the wheels that have them, for CUDA 12 and for CUDA 13.
+_WHEELS = (
+    {
+        "jax_cuda12_plugin": "jax-cuda12-plugin",
+        "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
+        "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
+    },
+    {
+        "jax_cuda13_plugin": "jax-cuda13-plugin",
+        "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
+        "nvidia.cu13.bin": "nvidia-cuda-nvcc",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +107,10 @@ class Device:
 
 
 def missing_wheels() -> list[str]:
-    """The Python packages that compiling for a GPU needs and this environment lacks."""
+    """The Python packages that compiling for a GPU needs and this environment lacks.
+
+    Those of CUDA 12 or of CUDA 13, of which fewer are missing.
+    """
 
     def absent(module: str) -> bool:
         try:
@@ -107,7 +118,8 @@ def missing_wheels() -> list[str]:
         except ModuleNotFoundError:
             return True
 
-    return [wheel for module, wheel in _WHEELS.items() if absent(module)]
+    missing = [[w for module, w in wheels.items() if absent(module)] for wheels in _WHEELS]
+    return min(missing, key=len)
 
 
 def target_config(device: str | os.PathLike[str]) -> str:
