@@ -160,7 +160,7 @@ def train(config: Config) -> dict[str, Any]:
 
                 is_last = done == steps
                 is_logged = done % config.log_every == 0 or is_last
-                is_saved = done % config.checkpoint_every == 0 or is_last
+                is_saved = done % (config.checkpoint_every // 2) == 0 or is_last
                 # Several processes agree on it, and wait for one another.
                 stop = signals.received() if is_logged or jax.process_count() == 1 else 0
                 if is_logged or is_saved or stop:

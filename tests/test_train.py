@@ -22,7 +22,7 @@ from trainer.source import find_source
 from trainer.step import Metrics
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 60, 10
 
 
 def parse(*arguments):
@@ -125,8 +125,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
 
     results = train(parse(*arguments(texts, output, "--resume")))
     went_on = int(re.search(r"going on after step (\d+)", capsys.readouterr().out)[1])
-    # One interval, and what was being written when the kill came.
-    assert stopped < went_on and killed - went_on < 2 * EVERY
+    assert stopped < went_on and killed - went_on <= EVERY
     assert losses(output) == losses(whole_run[0])
     assert results["dev"] == whole_run[1]["dev"]
     saved = [int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdecimal()]

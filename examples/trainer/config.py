@@ -89,7 +89,8 @@ class Config:
     evaluate_every: int = 100
     """Steps between evaluations; there is one at the end."""
     checkpoint_every: int = 100
-    """Steps between checkpoints: what a kill loses, beside the time to write one."""
+    """The most steps that a kill loses. A checkpoint is begun in half as many, for the last may be
+    unfinished when the kill comes."""
     keep: int = 2
     """Checkpoints that are kept, the newest."""
     export: Path | None = None
@@ -132,11 +133,12 @@ def with_learning_rate(config: Config) -> Config:
 def check(config: Config) -> None:
     """Raises UsageError for the first argument that does not work."""
     values = vars(config) | vars(config.optimizer)
+    positive = ("rank", "batch_size", "log_every", "evaluate_every", "keep", "steps")
     ranges = {
-        **dict.fromkeys(("rank", "batch_size", "log_every", "keep"), (1, math.inf)),
-        **dict.fromkeys(("evaluate_every", "checkpoint_every", "steps"), (1, math.inf)),
+        **dict.fromkeys(positive, (1, math.inf)),
         **dict.fromkeys(("seed", "weight_decay"), (0, math.inf)),
-        **{"accumulate": (1, config.batch_size), "warmup": (0, 1), "beta2": (0, 1)},
+        **{"warmup": (0, 1), "beta2": (0, 1)},
+        **{"accumulate": (1, config.batch_size), "checkpoint_every": (2, math.inf)},
     }
     for name, (low, high) in ranges.items():
         value = values[name]
