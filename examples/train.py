@@ -195,6 +195,7 @@ def train(config: Config) -> dict[str, Any]:
                 classes=task.classes,
                 dtype=param_dtype,
                 inputs=inputs,
+                tokenizer=task.tokenizer,
             )
     return {
         "command": shlex.join(["python", *sys.argv]),

@@ -226,13 +226,13 @@ def test_digits_can_be_told_apart():
     assert not {image.tobytes() for image in train.images} & {i.tobytes() for i in dev.images}
 
     def features(images):
-        """The ink on its own, whatever the colours: distance from the border's mean."""
+        """The ink on its own, whatever the greys: distance from the border's mean."""
         border = np.concatenate([images[:, :2], images[:, -2:]], 1).mean((1, 2))
         ink = np.abs(images - border[:, None, None]).mean(-1).reshape(len(images), -1)
         return ink / np.linalg.norm(ink, axis=1, keepdims=True)
 
     nearest = (features(dev.images) @ features(train.images).T).argmax(1)
-    assert (train.labels[nearest] == dev.labels).mean() > 0.5  # chance is 0.1
+    assert (train.labels[nearest] == dev.labels).mean() > 0.8  # chance is 0.1
 
 
 def test_the_default_needs_no_file():

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
+from data.tasks import DataConfig, load_task
 from train import check_loss, main, train
-from trainer.config import Config, with_learning_rate
+from trainer.config import Config, Data, data_config, with_learning_rate
 from trainer.errors import DivergedError, UsageError
 from trainer.logs import summary
 from trainer.source import find_source
@@ -66,7 +67,7 @@ def whole_run(texts, tmp_path_factory):
     return output, train(parse(*arguments(texts, output, "--export", output / "exported")))
 
 
-def test_a_run_learns_and_writes_what_it_did(whole_run):
+def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     output, results = whole_run
     assert results["dev"]["accuracy"] == 1 and results["dev"]["loss"] < 0.1
     assert [step for step, _ in losses(output)] == list(range(1, STEPS + 1))
@@ -79,6 +80,10 @@ def test_a_run_learns_and_writes_what_it_did(whole_run):
     json.dumps(results)
     exported = find_source(None, output / "exported", "text-classification")
     assert exported.config.hidden_size == 128 and exported.config.num_labels == 2
+    again = DataConfig(train=texts, tokenizer=data_config(Data(), exported).tokenizer)
+    assert load_task(again).train.batch(np.arange(4)).input_ids.tolist() == (
+        load_task(DataConfig(train=texts)).train.batch(np.arange(4)).input_ids.tolist()
+    )
     assert results["config"]["optimizer.learning_rate"] == 1e-3
 
 

@@ -1,5 +1,6 @@
 """Models of the trainer: from names and checkpoints, fitted to the task, and back to files."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data.tasks import Task
 from lora import add_lora, apply_lora
 from models.common import Compute
 from models.vit_npz import npz_name
+from trainer.config import Data, data_config
 from trainer.errors import UsageError
 from trainer.export import export
 from trainer.models import FAMILIES, MODELS, choose_attention
@@ -139,6 +141,14 @@ def test_a_llama_is_scanned_and_exported_by_layers(tmp_path):
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
         np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
+
+
+def test_only_a_model_of_bytes_needs_no_tokenizer():
+    source = find_source(None, TINY / "llama", None)
+    with pytest.raises(UsageError, match=r"--data.tokenizer is needed, .*tokenizer.json is not"):
+        data_config(Data(), source)
+    config = dataclasses.replace(source.config, vocab_size=256)
+    assert data_config(Data(), source._replace(config=config)).tokenizer is None
 
 
 def test_models_have_attention_that_runs():

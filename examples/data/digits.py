@@ -1,7 +1,8 @@
-"""An image classification task that needs no download: printed digits, as they are not printed.
+"""An image classification task that needs no download: printed digits.
 
-The digits 0 to 9 in the DejaVu fonts that come with matplotlib, each of random font, size, place,
-angle and colours, on 32 x 32 pixels with noise.
+The digits 0 to 9 in the DejaVu fonts that come with matplotlib, dark on light, each of random font,
+size, place, angle and greys, on 32 x 32 pixels with noise. Easy enough for the smallest ViT, which
+knows 96% after four epochs; of coloured ones, light on dark among them, it knew 28%.
 """
 
 from pathlib import Path
@@ -14,10 +15,10 @@ from data.images import LabelledImages
 
 _SIZE = 32
 _FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Italic", "DejaVuSansMono")
-_POINTS = (16, 20, 24, 28)
-_MAX_ANGLE = 25  # degrees; more, and 6 and 9 come close
-_MAX_SHIFT = 4  # pixels
-_MIN_CONTRAST = 80  # of 255, mean over the colours
+_POINTS = (24, 28)
+_MAX_ANGLE = 10  # degrees
+_MAX_SHIFT = 2  # pixels
+_INK, _PAPER = (0, 80), (175, 255)  # greys, of 255
 _NOISE = 12  # of 255, standard deviation
 
 
@@ -46,10 +47,6 @@ def _draw(digit: str, fonts: list[ImageFont.FreeTypeFont], rng: np.random.Genera
     ImageDraw.Draw(ink).text(place, digit, fill=255, font=font, anchor="mm")
     angle = rng.uniform(-_MAX_ANGLE, _MAX_ANGLE)
     ink = np.asarray(ink.rotate(angle, Image.Resampling.BILINEAR)) / 255
-    while True:
-        colour, background = rng.uniform(0, 255, (2, 3))
-        if abs(colour.mean() - background.mean()) >= _MIN_CONTRAST:
-            break
-    image = background + ink[..., None] * (colour - background)
-    image += rng.normal(0, _NOISE, image.shape)
+    dark, light = rng.uniform(*_INK), rng.uniform(*_PAPER)
+    image = light + ink[..., None] * (dark - light) + rng.normal(0, _NOISE, (_SIZE, _SIZE, 3))
     return image.clip(0, 255).astype(np.uint8)

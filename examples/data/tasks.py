@@ -77,6 +77,7 @@ class Task:
       classes: names of the labels; none for language modelling.
       vocab_size: token ids are below it; 0 for images.
       source: where the data are from, to print.
+      tokenizer: the content of a tokenizer.json; None for bytes and images.
     """
 
     train: Dataset
@@ -84,6 +85,7 @@ class Task:
     classes: tuple[str, ...]
     vocab_size: int
     source: str
+    tokenizer: str | None = None
 
 
 def load_task(config: DataConfig) -> Task:
@@ -132,11 +134,12 @@ def _text_classification(config: DataConfig) -> Task:
         if config.tokenizer is None
         else load_tokenizer(config.tokenizer)
     )
+    as_json = tokenizer.to_str()  # without padding, which the task adds to it
     datasets = (
         TextDataset(tokenize(part, tokenizer, config.sequence_length, classes))
         for part in (train, dev)
     )
-    return Task(*datasets, tuple(classes), tokenizer.get_vocab_size(), source)
+    return Task(*datasets, tuple(classes), tokenizer.get_vocab_size(), source, as_json)
 
 
 def _image_classification(config: DataConfig) -> Task:
@@ -185,4 +188,6 @@ def _language_modelling(config: DataConfig) -> Task:
     else:
         dev_tokens = read(text_files(config.dev))
         dev = WindowDataset(dev_tokens, 0, len(dev_tokens), length, config.dev)
-    return Task(train, dev, (), 256 if tokenizer is None else tokenizer.get_vocab_size(), source)
+    if tokenizer is None:
+        return Task(train, dev, (), 256, source)
+    return Task(train, dev, (), tokenizer.get_vocab_size(), source, tokenizer.to_str())

@@ -176,7 +176,9 @@ def data_config(data: Data, source: Source) -> DataConfig:
         defaults["image_size"] = sizes.image_size
         defaults["normalization"] = "imagenet" if family.name == "swin" else "half"
     elif checkpoint is not None and data.tokenizer is None:
-        defaults["tokenizer"] = checkpoint.path / "tokenizer.json"
-        if not defaults["tokenizer"].exists():
-            raise UsageError(f"--data.tokenizer is needed, {defaults['tokenizer']} is not there")
+        path = checkpoint.path / "tokenizer.json"
+        if path.exists():
+            defaults["tokenizer"] = path
+        elif family.task != "language-modelling" or sizes.vocab_size != 256:  # of bytes
+            raise UsageError(f"--data.tokenizer is needed, {path} is not there")
     return DataConfig(**(defaults | given))

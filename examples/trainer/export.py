@@ -30,8 +30,9 @@ def export(
     classes: tuple[str, ...],
     dtype: Any,
     inputs: tuple[Any, ...],
+    tokenizer: str | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors.
+    """Writes config.json, model.safetensors and, of a model of text, tokenizer.json.
 
     Args:
       directory: is made.
@@ -42,6 +43,7 @@ def export(
       classes: names of the labels.
       dtype: of the tensors.
       inputs: of the model, `jax.ShapeDtypeStruct`s.
+      tokenizer: the content of tokenizer.json; None where there is none.
 
     Raises:
       UsageError: a norm that is merged and kept, as in BERT, has a scale of 0.
@@ -55,6 +57,8 @@ def export(
         tensors |= buffers(config)
     labels = {"id2label": dict(enumerate(classes))} if classes else {}
     write_tensors(directory, tensors, config.to_json() | labels)
+    if tokenizer is not None:
+        (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
 
 
 def _fold_lora(params: Params, scale: float) -> Params:
