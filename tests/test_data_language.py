@@ -78,11 +78,14 @@ def test_bytes_of_a_directory_with_its_end_held_out(tmp_path):
 
 def test_tokens_of_a_tokenizer(tmp_path, monkeypatch):
     text = "the cat sat\nthe mat sat\n\nthe cat\nand the mat and the cat and a dog\n" * 3
-    word_tokenizer([text], 100).save(str(tmp_path / "tokenizer.json"))
+    padded = word_tokenizer([text], 100)
+    padded.enable_padding(length=9)
+    padded.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path / "a.txt", text)
     task = load(train=tmp_path / "a.txt", tokenizer=tmp_path, sequence_length=5, dev_fraction=0.2)
     tokenizer = word_tokenizer([text], 100)
     assert task.vocab_size == tokenizer.get_vocab_size()
+    assert task.tokenizer == padded.to_str()  # though padding is not for reading
     expected = tokenizer.encode(text, add_special_tokens=False).ids
     window = task.train.batch(np.array([1])).tokens[0]
     assert window.dtype == np.int32 and window.tolist() == expected[5:11]

@@ -174,6 +174,7 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
         (["--accumulate", 3], "--batch-size must be a multiple of --accumulate 3, got 16"),
         (["--warmup", 2], "--warmup must be 0 to 1, got 2.0"),
+        (["--checkpoint-every", 1], "--checkpoint-every must be at least 2, got 1"),
         (["--learning-rate", -1], "--learning-rate must be above 0, got -1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
         (["--process-count", 2], "--process-count and --process-index go with --coordinator"),

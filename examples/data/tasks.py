@@ -169,6 +169,7 @@ def _image_classification(config: DataConfig) -> Task:
 
 def _language_modelling(config: DataConfig) -> Task:
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    as_json = None if tokenizer is None else tokenizer.to_str()  # before reading changes it
 
     def read(paths: list[Path]) -> "Bytes | np.ndarray":
         return Bytes(paths) if tokenizer is None else read_tokens(paths, tokenizer)
@@ -188,6 +189,5 @@ def _language_modelling(config: DataConfig) -> Task:
     else:
         dev_tokens = read(text_files(config.dev))
         dev = WindowDataset(dev_tokens, 0, len(dev_tokens), length, config.dev)
-    if tokenizer is None:
-        return Task(train, dev, (), 256, source)
-    return Task(train, dev, (), tokenizer.get_vocab_size(), source, tokenizer.to_str())
+    vocab_size = 256 if tokenizer is None else tokenizer.get_vocab_size()
+    return Task(train, dev, (), vocab_size, source, as_json)

@@ -34,8 +34,8 @@ def attention(
       k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each of their heads serves
         heads / kv_heads of q's, in order (grouped-query attention, arXiv:2305.13245).
       implementation: "xla" keeps probabilities, `[batch, heads, tokens, keys]`; "cudnn" keeps
-        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`; its output once more where
-        tokens or keys are odd); "chunked" keeps none
+        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`; with odd numbers of tokens
+        or keys it keeps padded copies of its arguments and its output); "chunked" keeps none
         anywhere, for some recomputation: FlashAttention (arXiv:2205.14135) over chunks of keys,
         sums in float32. It keeps its arguments, its output and a float32 a row.
       lengths: int32, 1 to keys: how many keys of each sequence there are, the rest is padding.
@@ -57,7 +57,7 @@ def attention(
     tokens = q.shape[1]
     if implementation == "cudnn" and (tokens % 2 or k.shape[1] % 2):
         q, k, v, lengths, bias = _even(q, k, v, lengths, bias)
-    return jax.nn.dot_product_attention(
+    out = jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -65,7 +65,9 @@ def attention(
         is_causal=causal,
         key_value_seq_lengths=lengths,
         implementation=implementation,
-    )[:, :tokens]
+    )
+    # Only then a slice: the Dense behind would keep it beside the output.
+    return out[:, :tokens] if out.shape[1] > tokens else out
 
 
 def _even(q, k, v, lengths, bias):

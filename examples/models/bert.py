@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 import lowmembp_jax as lm
 from models.attention import attention
 from models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
-from models.common import Compute, gelu, layer_norm, remat_layer
+from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 from models.post_norm import Hidden, post_norm, with_affine
 
 
@@ -67,7 +67,6 @@ CONFIGS = {
     "minilm": BertConfig(30522, 384, 6, 12, 1536),
 }
 
-NormResidual = Literal["normalized", "output"]
 
 #: For `lm.merge_norm_affine`. The residual branch needs the affine too: `keep`. The norms of the
 #: embeddings and of the last layer, whose output no Dense of a next layer takes, stay as they are.

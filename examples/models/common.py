@@ -13,6 +13,8 @@ import lowmembp_jax as lm
 #: How a model saves memory. All but the two of lowmembp_jax compute what plain Flax does.
 Method = Literal["default", "norm+activation", "dots", "full-remat", "lowmembp", "lowmembp+remat"]
 Attention = Literal["xla", "cudnn", "chunked"]
+#: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
+NormResidual = Literal["normalized", "output"]
 
 
 @dataclasses.dataclass(frozen=True)

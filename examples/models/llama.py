@@ -10,7 +10,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 from checkpoints import read_config
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 from models.attention import attention
-from models.common import Compute, remat_layer, rms_norm, silu
+from models.common import Compute, NormResidual, remat_layer, rms_norm, silu
 from models.language_head import cross_entropy, logits
 from models.rotary import Rotation, rotary_positions, rotate
 
@@ -157,7 +157,7 @@ class Llama(nn.Module):
 
     config: LlamaConfig
     compute: Compute = Compute()
-    norm_residual: Literal["normalized", "output"] = "normalized"
+    norm_residual: NormResidual = "normalized"
     scan_layers: bool = False
 
     @nn.compact

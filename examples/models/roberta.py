@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.bert import NORM_RULES as NORM_RULES
-from models.bert import Bert, BertConfig, NormResidual
+from models.bert import Bert, BertConfig
 from models.bert_names import LEAVES, encoder_name
-from models.common import Compute
+from models.common import Compute, NormResidual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ tokens classified. No dropout and no drop path, whatever the config says.
 """
 
 from functools import partial
-from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
 from models.attention import attention
-from models.common import Compute, gelu, layer_norm, remat_layer
+from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 from models.swin_checkpoint import CONFIGS as CONFIGS
 from models.swin_checkpoint import PREFIX as PREFIX
 from models.swin_checkpoint import UNUSED as UNUSED
@@ -185,7 +184,7 @@ class Swin(nn.Module):
 
     config: SwinConfig
     compute: Compute = Compute()
-    norm_residual: Literal["normalized", "output"] = "normalized"
+    norm_residual: NormResidual = "normalized"
 
     @nn.compact
     def __call__(

@@ -8,7 +8,7 @@ dropout. Checkpoints of Google's are read by `models.vit_npz`.
 import dataclasses
 import os
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 from models.attention import attention
-from models.common import Compute, gelu, layer_norm, remat_layer
+from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ViT(nn.Module):
 
     config: ViTConfig
     compute: Compute = Compute()
-    norm_residual: Literal["normalized", "output"] = "normalized"
+    norm_residual: NormResidual = "normalized"
 
     @nn.compact
     def __call__(

@@ -8,10 +8,9 @@ from typing import Any, Literal
 import tyro
 from data.tasks import DataConfig, TaskName
 from lora import Train
-from models.common import Method
+from models.common import Method, NormResidual
 
 from trainer.errors import UsageError
-from trainer.models import NormResidual
 from trainer.source import Source
 from trainer.step import OptimizerConfig
 

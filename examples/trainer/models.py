@@ -1,15 +1,13 @@
 """The models that the trainer knows: by family, and by name."""
 
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 from data.tasks import TaskName
 from models import bert, llama, roberta, swin, vit
 from models.attention import best_attention
-from models.common import Attention, Compute
-
-NormResidual = Literal["normalized", "output"]
+from models.common import Attention, Compute, NormResidual
 
 
 class Family(NamedTuple):
