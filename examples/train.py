@@ -237,7 +237,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except (UsageError, DataError, FileNotFoundError) as error:
+    except (UsageError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except DivergedError as error:

@@ -102,7 +102,7 @@ def test_npz_of_a_vit(tmp_path):
 
 
 def test_unusable_checkpoints_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config.json"):
+    with pytest.raises(UsageError, match=r"--checkpoint .*No such file .*config\.json"):
         find_source(None, tmp_path / "nothing", None)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UsageError, match="model_type 'gpt2', accepted are vit, swin, bert"):

@@ -44,8 +44,8 @@ def find_source(model: str | None, path: Path | None, task: TaskName | None) -> 
       task: which it shall be for; None for any.
 
     Raises:
-      UsageError: no such model, one for another task, or a checkpoint of none of the families.
-      FileNotFoundError: the checkpoint is not there.
+      UsageError: no such model, one for another task, or a checkpoint that is not there, cannot be
+        read, or is of none of the families.
     """
     if model is not None and path is not None:
         raise UsageError(f"--model {model} and --checkpoint {path}: expected only one of them")
@@ -81,7 +81,7 @@ def _read(path: Path) -> Source:
         tensors = current_names(read_tensors(path))
     except UsageError:
         raise
-    except (ValueError, NotADirectoryError) as error:
+    except (ValueError, OSError) as error:
         raise UsageError(f"--checkpoint {path}: {error}") from error
     return Source(FAMILIES[kind], config, Checkpoint(path, tensors, False))
 
