@@ -21,14 +21,20 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from data.labelled_text import DataError, read_tsv_pair, tokenize
-from data.stdlib_docs import load_stdlib_docs
-from finetuning.minilm import check_hidden_states, minilm_directory
-from finetuning.report import plot, print_table, write_json
-from finetuning.step_memory import METHODS, StepSize, make_model, measure_methods, missing_wheels
-from finetuning.training import finetune, make_optimizer
-from models.attention import attention_platform, best_attention
-from models.bert import load_pretrained
+from lowmembp_examples.data.labelled_text import DataError, read_tsv_pair, tokenize
+from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
+from lowmembp_examples.finetuning.minilm import check_hidden_states, minilm_directory
+from lowmembp_examples.finetuning.report import plot, print_table, write_json
+from lowmembp_examples.finetuning.step_memory import (
+    METHODS,
+    StepSize,
+    make_model,
+    measure_methods,
+    missing_wheels,
+)
+from lowmembp_examples.finetuning.training import finetune, make_optimizer
+from lowmembp_examples.models.attention import attention_platform, best_attention
+from lowmembp_examples.models.bert import load_pretrained
 from tokenizers import Tokenizer
 
 import lowmembp_jax as lm

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from data.images import ImageBatch
-from data.labelled_text import TextBatch
-from data.language import LanguageBatch
-from data.tasks import TaskName
 from jax.sharding import PartitionSpec as P
-from lora import Train, apply_lora, partition
-from models.common import Attention, Compute, Method
-from trainer.losses import make_loss
-from trainer.models import FAMILIES, choose_attention
-from trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+from lowmembp_examples.data.images import ImageBatch
+from lowmembp_examples.data.labelled_text import TextBatch
+from lowmembp_examples.data.language import LanguageBatch
+from lowmembp_examples.data.tasks import TaskName
+from lowmembp_examples.lora import Train, apply_lora, partition
+from lowmembp_examples.models.common import Attention, Compute, Method
+from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.models import FAMILIES, choose_attention
+from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
 

@@ -32,24 +32,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from data.batches import EvaluationBatches, TrainingBatches
-from data.files import DataError
-from data.tasks import load_task
 from jax.sharding import NamedSharding, PartitionSpec
-from lora import add_lora, apply_lora, combine, partition
-from models.attention import attention_platform
-from models.common import Compute
-from trainer.config import Config, all_fields, check, data_config, identity, with_learning_rate
-from trainer.errors import DivergedError, UsageError
-from trainer.export import export
-from trainer.logs import Logs, Meter, peak_memory, postfix, summary
-from trainer.losses import make_loss
-from trainer.models import choose_attention
-from trainer.run import Checkpoints, open_run, write_json
-from trainer.sharding import make_mesh, own_part, put, put_batch, shardings, to_host
-from trainer.signals import Stopped, StopSignals
-from trainer.source import find_source, fit, initial_params, model_inputs
-from trainer.step import init_state, learning_rate, make_optimizer, make_step
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.tasks import load_task
+from lowmembp_examples.lora import add_lora, apply_lora, combine, partition
+from lowmembp_examples.models.attention import attention_platform
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.config import (
+    Config,
+    all_fields,
+    check,
+    data_config,
+    identity,
+    with_learning_rate,
+)
+from lowmembp_examples.trainer.errors import DivergedError, UsageError
+from lowmembp_examples.trainer.export import export
+from lowmembp_examples.trainer.logs import Logs, Meter, peak_memory, postfix, summary
+from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.models import choose_attention
+from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
+from lowmembp_examples.trainer.sharding import (
+    make_mesh,
+    own_part,
+    put,
+    put_batch,
+    shardings,
+    to_host,
+)
+from lowmembp_examples.trainer.signals import Stopped, StopSignals
+from lowmembp_examples.trainer.source import find_source, fit, initial_params, model_inputs
+from lowmembp_examples.trainer.step import init_state, learning_rate, make_optimizer, make_step
 
 import lowmembp_jax as lm
 

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.attention import CHUNK, SHORT, attention, attention_platform, best_attention
+from lowmembp_examples.models.attention import (
+    CHUNK,
+    SHORT,
+    attention,
+    attention_platform,
+    best_attention,
+)
 
 import lowmembp_jax as lm
 

@@ -3,11 +3,11 @@
 import json
 import sys
 
-import attention
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowmembp_examples.benchmarks import attention
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import kernel_report
 import pytest
-from correctness import check
-from forward_backward import ForwardBackward
-from kernel_cases import KERNELS
-from timing import launches, moved_bytes, repeated
+from lowmembp_examples.benchmarks import kernel_report
+from lowmembp_examples.benchmarks.correctness import check
+from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
+from lowmembp_examples.benchmarks.kernel_cases import KERNELS
+from lowmembp_examples.benchmarks.timing import launches, moved_bytes, repeated
 
 import lowmembp_jax as lm
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import from_params, read_tensors, to_params, write_tensors
-from models.bert import (
+from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
+from lowmembp_examples.models.bert import (
     CONFIGS,
     NORM_RULES,
     UNUSED,
@@ -20,7 +20,7 @@ from models.bert import (
     hugging_face_name,
     load_pretrained,
 )
-from models.common import Compute
+from lowmembp_examples.models.common import Compute
 
 import lowmembp_jax as lm
 

@@ -7,7 +7,13 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import from_params, read_config, read_tensors, to_params, write_tensors
+from lowmembp_examples.checkpoints import (
+    from_params,
+    read_config,
+    read_tensors,
+    to_params,
+    write_tensors,
+)
 from safetensors import safe_open
 from safetensors.numpy import save_file
 

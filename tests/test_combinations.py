@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax.traverse_util import flatten_dict
-from lora import Train
-from planning import workload
+from lowmembp_examples.lora import Train
+from lowmembp_examples.planning import workload
 from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from encoder import block_units
+from lowmembp_examples.benchmarks.encoder import block_units
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from data.batches import EvaluationBatches, TrainingBatches, hold_out
-from data.files import DataError
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches, hold_out
+from lowmembp_examples.data.files import DataError
 
 
 class Rows(NamedTuple):
@@ -59,7 +59,7 @@ def test_another_process_sees_the_same_batch(request):
         "from test_data_batches import *; batch = TrainingBatches(Numbers(50), 8, seed=7).at(17);"
         "print(batch.index.tolist(), batch.noise.tolist())"
     )
-    paths = [str(request.config.rootpath / "examples"), str(request.path.parent)]
+    paths = [str(request.path.parent)]
     printed = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path += {paths}; {code}"],
         capture_output=True,

@@ -4,9 +4,9 @@ import pickle
 
 import numpy as np
 import pytest
-from data.cifar10 import CLASSES, read_cifar10
-from data.files import DataError
-from data.tasks import DataConfig, load_task
+from lowmembp_examples.data.cifar10 import CLASSES, read_cifar10
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.tasks import DataConfig, load_task
 
 PLANES = np.random.default_rng(0).integers(256, size=(7, 3072), dtype=np.uint8)
 LABELS = np.array([3, 0, 9, 9, 1, 2, 5])

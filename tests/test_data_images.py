@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from data.batches import EvaluationBatches, TrainingBatches
-from data.digits import draw_digits
-from data.files import DataError
-from data.image_files import read_folder, read_npz
-from data.images import ImageDataset, LabelledImages
-from data.tasks import DataConfig, load_task
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
+from lowmembp_examples.data.digits import draw_digits
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.image_files import read_folder, read_npz
+from lowmembp_examples.data.images import ImageDataset, LabelledImages
+from lowmembp_examples.data.tasks import DataConfig, load_task
 from PIL import Image
 
 HALF = ((0.5,) * 3, (0.5,) * 3)

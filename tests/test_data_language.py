@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from data import language
-from data.batches import EvaluationBatches, TrainingBatches
-from data.files import DataError
-from data.language import Bytes, WindowDataset, read_tokens, text_files
-from data.tasks import DataConfig, load_task
-from data.tokenizer import word_tokenizer
+from lowmembp_examples.data import language
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.language import Bytes, WindowDataset, read_tokens, text_files
+from lowmembp_examples.data.tasks import DataConfig, load_task
+from lowmembp_examples.data.tokenizer import word_tokenizer
 
 
 def write(path, content):

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from data.batches import EvaluationBatches, TrainingBatches
-from data.files import DataError
-from data.labelled_text import (
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.labelled_text import (
     LabelledText,
     class_names,
     read_jsonl,
@@ -14,8 +14,8 @@ from data.labelled_text import (
     read_tsv,
     tokenize,
 )
-from data.tasks import DataConfig, load_task
-from data.tokenizer import load_tokenizer, word_tokenizer
+from lowmembp_examples.data.tasks import DataConfig, load_task
+from lowmembp_examples.data.tokenizer import load_tokenizer, word_tokenizer
 from tokenizers import Tokenizer, models
 
 TEXTS = ["A fine film", "dull, dull mess", "fine and dull", "a mess of a film"]

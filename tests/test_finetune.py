@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 pytest.importorskip("tyro", reason="the examples' packages are not installed")
 
 import jax
-from data.labelled_text import (
+from lowmembp_examples.data.labelled_text import (
     DataError,
     LabelledText,
     Tokens,
@@ -23,10 +21,10 @@ from data.labelled_text import (
     shuffled_batches,
     tokenize,
 )
-from data.stdlib_docs import load_stdlib_docs
-from finetuning.minilm import check_hidden_states, minilm_directory
-from models.bert import Bert, load_pretrained
-from models.common import Compute
+from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
+from lowmembp_examples.finetuning.minilm import check_hidden_states, minilm_directory
+from lowmembp_examples.models.bert import Bert, load_pretrained
+from lowmembp_examples.models.common import Compute
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import from_params, read_tensors, to_params, write_tensors
-from models import language_head, llama
-from models.common import Compute
-from models.llama import Llama, LlamaConfig
+from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
+from lowmembp_examples.models import language_head, llama
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import Llama, LlamaConfig
 
 import lowmembp_jax as lm
 

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from lora import DENSES, add_lora, apply_lora, combine, partition
 from lora_reference import dense_weights, randomized
-from models.common import Compute
-from models.llama import CONFIGS, Llama
+from lowmembp_examples.lora import DENSES, add_lora, apply_lora, combine, partition
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import CONFIGS, Llama
 
 TINY = CONFIGS["llama-tiny"]
 IDS = jax.random.randint(jax.random.key(9), (2, 16), 0, TINY.vocab_size)

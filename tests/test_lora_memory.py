@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lora import add_lora, apply_lora, combine, partition
-from models.common import Compute
-from models.llama import CONFIGS, Llama, LlamaConfig
+from lowmembp_examples.lora import add_lora, apply_lora, combine, partition
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
 
 import lowmembp_jax as lm
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from lora import DENSES, add_lora, apply_lora, combine, partition
 from lora_reference import dense_weights, randomized
-from models.common import Compute
+from lowmembp_examples.lora import DENSES, add_lora, apply_lora, combine, partition
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.models import FAMILIES
 from tiny_models import TINY, inputs
-from trainer.models import FAMILIES
 
 import lowmembp_jax as lm
 

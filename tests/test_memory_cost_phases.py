@@ -6,7 +6,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from encoder import BATCH, FFN, HEAD_DIM, HEADS, HIDDEN, TOKENS, training_step
+from lowmembp_examples.benchmarks.encoder import (
+    BATCH,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    TOKENS,
+    training_step,
+)
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import get_device

@@ -3,7 +3,6 @@
 import itertools
 import json
 
-import encoder
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.plan import PARTS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from planning import MODELS
+from lowmembp_examples.planning import MODELS
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -66,8 +66,7 @@ def test_residuals_of_a_model_by_name(capsys):
 def test_large_llama_plans_in_little_memory(model):
     code = f"""
 import resource, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-from planning import MODELS
+from lowmembp_examples.planning import MODELS
 import lowmembp_jax as lm
 w = MODELS[{model!r}](method="lowmembp", train="lora-qv")
 plan = lm.memory.plan(w.step, *w.args, donate=w.donate_argnums)

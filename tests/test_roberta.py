@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import from_params, read_tensors, to_params, write_tensors
-from models.common import Compute
-from models.roberta import (
+from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.roberta import (
     CONFIGS,
     NORM_RULES,
     UNUSED,

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import from_params
 from image_classifiers import OPTIONS, Case, ImageClassifierTests, assert_close, step_gelu
-from models import swin
-from models.attention import attention
-from models.common import Compute
-from models.swin_checkpoint import buffers
-from models.windows import Windows, relative_position_index
+from lowmembp_examples.checkpoints import from_params
+from lowmembp_examples.models import swin
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.swin_checkpoint import buffers
+from lowmembp_examples.models.windows import Windows, relative_position_index
 
 import lowmembp_jax as lm
 

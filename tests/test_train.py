@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
-from data.tasks import DataConfig, load_task
-from train import check_loss, main, train
-from trainer.config import Config, Data, data_config, with_learning_rate
-from trainer.errors import DivergedError, UsageError
-from trainer.logs import summary
-from trainer.source import find_source
-from trainer.step import Metrics
+from lowmembp_examples.data.tasks import DataConfig, load_task
+from lowmembp_examples.train import check_loss, main, train
+from lowmembp_examples.trainer.config import Config, Data, data_config, with_learning_rate
+from lowmembp_examples.trainer.errors import DivergedError, UsageError
+from lowmembp_examples.trainer.logs import summary
+from lowmembp_examples.trainer.source import find_source
+from lowmembp_examples.trainer.step import Metrics
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 10

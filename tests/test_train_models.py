@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import from_params, read_tensors
-from data.tasks import Task
-from lora import add_lora, apply_lora
-from models.common import Compute
-from models.vit_npz import npz_name
-from trainer.config import Data, data_config
-from trainer.errors import UsageError
-from trainer.export import export
-from trainer.models import FAMILIES, MODELS, choose_attention
-from trainer.source import find_source, fit, initial_params, model_inputs
+from lowmembp_examples.checkpoints import from_params, read_tensors
+from lowmembp_examples.data.tasks import Task
+from lowmembp_examples.lora import add_lora, apply_lora
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.vit_npz import npz_name
+from lowmembp_examples.trainer.config import Data, data_config
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.export import export
+from lowmembp_examples.trainer.models import FAMILIES, MODELS, choose_attention
+from lowmembp_examples.trainer.source import find_source, fit, initial_params, model_inputs
 
 import lowmembp_jax as lm
 

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from data.images import ImageBatch
 from jax.sharding import PartitionSpec as P
-from lora import add_lora, apply_lora, partition
-from models.common import Compute
-from models.llama import CONFIGS, Llama
-from models.vit import ViT, ViTConfig
-from trainer.errors import UsageError
-from trainer.losses import make_loss
-from trainer.sharding import make_mesh, own_part, put, put_batch, shardings
-from trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+from lowmembp_examples.data.images import ImageBatch
+from lowmembp_examples.lora import add_lora, apply_lora, partition
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import CONFIGS, Llama
+from lowmembp_examples.models.vit import ViT, ViTConfig
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.sharding import make_mesh, own_part, put, put_batch, shardings
+from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 MESHES = [
     *(

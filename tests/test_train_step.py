@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from data.images import ImageBatch
-from models.common import Compute
-from models.vit import ViT, ViTConfig
-from trainer.losses import make_loss
-from trainer.step import OptimizerConfig, TrainState, init_state, learning_rate, make_optimizer
-from trainer.step import make_step as make_pure_step
+from lowmembp_examples.data.images import ImageBatch
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.vit import ViT, ViTConfig
+from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.step import (
+    OptimizerConfig,
+    TrainState,
+    init_state,
+    learning_rate,
+    make_optimizer,
+)
+from lowmembp_examples.trainer.step import make_step as make_pure_step
 
 import lowmembp_jax as lm
 

@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import validate_plan
-import validate_stages
-from data.images import ImageBatch
-from data.labelled_text import TextBatch
-from validate_arguments import materialize
-from validate_configurations import SMOKE, Configuration
-from validate_report import difference
+from lowmembp_examples.benchmarks import validate_plan, validate_stages
+from lowmembp_examples.benchmarks.validate_arguments import materialize
+from lowmembp_examples.benchmarks.validate_configurations import SMOKE, Configuration
+from lowmembp_examples.benchmarks.validate_report import difference
+from lowmembp_examples.data.images import ImageBatch
+from lowmembp_examples.data.labelled_text import TextBatch
 
 import lowmembp_jax as lm
 

@@ -2,12 +2,12 @@
 
 from typing import get_args
 
-import planning
 import pytest
-import validate_configurations
-from lora import Train
-from validate_configurations import CONFIGURATIONS, device_of, select
-from validate_report import difference, summary, table
+from lowmembp_examples import planning
+from lowmembp_examples.benchmarks import validate_configurations
+from lowmembp_examples.benchmarks.validate_configurations import CONFIGURATIONS, device_of, select
+from lowmembp_examples.benchmarks.validate_report import difference, summary, table
+from lowmembp_examples.lora import Train
 
 import lowmembp_jax as lm
 

@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import from_params, to_params
 from image_classifiers import Case, ImageClassifierTests, assert_close
-from models import vit
-from models.attention import attention
-from models.common import Compute
-from models.vit_npz import UNUSED_WITH_NEW_HEAD, npz_config, npz_name, resize_positions
+from lowmembp_examples.checkpoints import from_params, to_params
+from lowmembp_examples.models import vit
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.vit_npz import (
+    UNUSED_WITH_NEW_HEAD,
+    npz_config,
+    npz_name,
+    resize_positions,
+)
 
 import lowmembp_jax as lm
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from models import bert, llama, roberta, swin, vit
+from lowmembp_examples.models import bert, llama, roberta, swin, vit
 
 #: Two layers, of which the second takes the first one's merged norm in BERT, and is shifted in
 #: Swin, where patch merging and a stage more follow.

@@ -13,17 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiling import reason
-from models.attention import attention
-from models.common import Attention
-from results_file import nvidia_smi, versions, write_json
-from timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.compiling import reason
+from lowmembp_examples.benchmarks.results_file import nvidia_smi, versions, write_json
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Attention
 
 HERE = Path(__file__).resolve().parent
 #: Largest norm(result - reference) / norm(reference): probabilities are rounded to the dtype.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import encoder
+from lowmembp_examples.benchmarks import encoder
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm

@@ -10,11 +10,11 @@ import argparse
 import json
 from functools import partial
 
-import encoder
 import jax
 import jax.numpy as jnp
-from compiling import reason
-from timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks import encoder
+from lowmembp_examples.benchmarks.compiling import reason
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
 
 import lowmembp_jax as lm
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from compiling import compile_all, reason
-from forward_backward import split_all
-from kernel_cases import Kernel, is_ours
+from lowmembp_examples.benchmarks.compiling import compile_all, reason
+from lowmembp_examples.benchmarks.forward_backward import split_all
+from lowmembp_examples.benchmarks.kernel_cases import Kernel, is_ours
 
 #: Largest norm(result - reference) / norm(reference), and largest difference of one element over
 #: the largest of the reference. A bf16 result is rounded to 2^-9; Flax also computes GELU in bf16.

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import jax
-from compiling import reason
 from jax.extend.core import Jaxpr, Literal
+from lowmembp_examples.benchmarks.compiling import reason
 
 
 def _depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:

@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import references
-from compiling import reason
+from lowmembp_examples.benchmarks import references
+from lowmembp_examples.benchmarks.compiling import reason
 
 import lowmembp_jax as lm
 

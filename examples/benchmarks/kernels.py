@@ -20,20 +20,23 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
 # The blocks run in processes of their own beside this one and need memory too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
-import blocks
-import encoder
 import jax
 import jax.numpy as jnp
-import kernel_report
-from correctness import check
-from kernel_cases import KERNELS, Kernel, unavailable
-from measurement import DIRECTIONS, copy_bandwidth, identity, measure, shape_of
-from results_file import Run, nvidia_smi, versions
-from timing import SMOKE, Effort
+from lowmembp_examples.benchmarks import blocks, encoder, kernel_report
+from lowmembp_examples.benchmarks.correctness import check
+from lowmembp_examples.benchmarks.kernel_cases import KERNELS, Kernel, unavailable
+from lowmembp_examples.benchmarks.measurement import (
+    DIRECTIONS,
+    copy_bandwidth,
+    identity,
+    measure,
+    shape_of,
+)
+from lowmembp_examples.benchmarks.results_file import Run, nvidia_smi, versions
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort
 
 import lowmembp_jax as lm
 
@@ -123,7 +126,6 @@ def run_blocks(run: Run, smoke: bool) -> None:
         environment = os.environ | {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_COMPILATION_CACHE_DIR": cache,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
         }
         # What is measured after the blocks has the other half of the budget.
         reserve = run.results["budget_seconds"] / 2

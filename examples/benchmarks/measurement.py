@@ -4,11 +4,19 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-from compiling import compile_all, reason
-from correctness import random_inputs
-from forward_backward import split_all
-from kernel_cases import Kernel, is_ours
-from timing import MIB, Effort, launches, layout, moved_bytes, repeated, time_calls
+from lowmembp_examples.benchmarks.compiling import compile_all, reason
+from lowmembp_examples.benchmarks.correctness import random_inputs
+from lowmembp_examples.benchmarks.forward_backward import split_all
+from lowmembp_examples.benchmarks.kernel_cases import Kernel, is_ours
+from lowmembp_examples.benchmarks.timing import (
+    MIB,
+    Effort,
+    launches,
+    layout,
+    moved_bytes,
+    repeated,
+    time_calls,
+)
 
 DIRECTIONS = ("forward", "backward")
 

@@ -11,16 +11,14 @@ program, and the estimated time.
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from functools import partial
 
-from planning import MODELS
-from results_file import versions
+from lowmembp_examples.benchmarks.results_file import versions
+from lowmembp_examples.planning import MODELS
 from rich.console import Console
 from rich.table import Table
 

@@ -68,7 +68,7 @@ class Configuration:
           ValueError: `planning.workload` does not take this.
         """
         # Not above: the processes that only collect results need neither JAX nor the models.
-        from planning import MODELS
+        from lowmembp_examples.planning import MODELS
 
         arguments = asdict(self)
         return MODELS[arguments.pop("model")](**arguments, device=device)

@@ -44,10 +44,16 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from results_file import nvidia_smi, versions, write_json
+from lowmembp_examples.benchmarks.results_file import nvidia_smi, versions, write_json
+from lowmembp_examples.benchmarks.validate_configurations import (
+    CONFIGURATIONS,
+    SMOKE,
+    Configuration,
+    device_of,
+    select,
+)
+from lowmembp_examples.benchmarks.validate_report import summary, table
 from rich.console import Console
-from validate_configurations import CONFIGURATIONS, SMOKE, Configuration, device_of, select
-from validate_report import summary, table
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("plan", "measure")

@@ -11,18 +11,14 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
-from compiling import reason
-from results_file import nvidia_smi
-from timing import SMOKE, Effort, time_calls
-from trainer.models import MODELS as SIZES
-from validate_arguments import materialize
-from validate_configurations import Configuration
+from lowmembp_examples.benchmarks.compiling import reason
+from lowmembp_examples.benchmarks.results_file import nvidia_smi
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.validate_arguments import materialize
+from lowmembp_examples.benchmarks.validate_configurations import Configuration
+from lowmembp_examples.trainer.models import MODELS as SIZES
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.plan import PARTS

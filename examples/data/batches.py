@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int, UInt32
-
-from data.files import DataError
+from lowmembp_examples.data.files import DataError
 
 
 class Dataset(Protocol):

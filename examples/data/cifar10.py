@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
-
-from data.files import DataError, read_bytes
-from data.images import LabelledImages
+from lowmembp_examples.data.files import DataError, read_bytes
+from lowmembp_examples.data.images import LabelledImages
 
 CLASSES = (
     *("airplane", "automobile", "bird", "cat", "deer"),

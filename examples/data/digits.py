@@ -9,9 +9,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from lowmembp_examples.data.images import LabelledImages
 from PIL import Image, ImageDraw, ImageFont
-
-from data.images import LabelledImages
 
 _SIZE = 32
 _FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Italic", "DejaVuSansMono")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
+from lowmembp_examples.data.cifar10 import is_cifar10, read_cifar10
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.images import UNREADABLE, LabelledImages
 from PIL import Image
-
-from data.cifar10 import is_cifar10, read_cifar10
-from data.files import DataError
-from data.images import UNREADABLE, LabelledImages
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _DEV_NAMES = ("val", "valid", "validation", "dev", "test")

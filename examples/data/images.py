@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8, UInt32
+from lowmembp_examples.data.files import DataError
 from PIL import Image, ImageOps
-
-from data.files import DataError
 
 #: What Pillow raises for a file that is no image, or a broken one.
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)

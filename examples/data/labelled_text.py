@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
+from lowmembp_examples.data.files import DataError, read_text
+from lowmembp_examples.data.tokenizer import padding_id
 from tokenizers import Tokenizer
-
-from data.files import DataError, read_text
-from data.tokenizer import padding_id
 
 _TEXT_NAMES = ("text", "sentence")
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
+from lowmembp_examples.data.files import DataError, read_text
 from tokenizers import Tokenizer
-
-from data.files import DataError, read_text
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
 _PIECE = 1 << 20  # characters that are tokenized at once

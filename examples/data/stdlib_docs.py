@@ -11,7 +11,7 @@ import sysconfig
 from collections import defaultdict
 from pathlib import Path
 
-from data.labelled_text import LabelledText
+from lowmembp_examples.data.labelled_text import LabelledText
 
 # Not part of the library: tests, third-party packages, and programs that are written in it.
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}

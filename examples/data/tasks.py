@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-
-from data.batches import Dataset, hold_out
-from data.digits import draw_digits
-from data.files import DataError
-from data.image_files import read_images
-from data.images import ImageDataset, LabelledImages
-from data.labelled_text import (
+from lowmembp_examples.data.batches import Dataset, hold_out
+from lowmembp_examples.data.digits import draw_digits
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.image_files import read_images
+from lowmembp_examples.data.images import ImageDataset, LabelledImages
+from lowmembp_examples.data.labelled_text import (
     LabelledText,
     TextDataset,
     check_labels,
@@ -25,9 +24,9 @@ from data.labelled_text import (
     read_labelled_text,
     tokenize,
 )
-from data.language import Bytes, WindowDataset, read_tokens, text_files
-from data.stdlib_docs import load_stdlib_docs, stdlib_sources
-from data.tokenizer import load_tokenizer, word_tokenizer
+from lowmembp_examples.data.language import Bytes, WindowDataset, read_tokens, text_files
+from lowmembp_examples.data.stdlib_docs import load_stdlib_docs, stdlib_sources
+from lowmembp_examples.data.tokenizer import load_tokenizer, word_tokenizer
 
 TaskName = Literal["text-classification", "image-classification", "language-modelling"]
 

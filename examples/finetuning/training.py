@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from data.labelled_text import Tokens, shuffled_batches
 from jaxtyping import Array, Float
-from models.bert import BertClassifier
+from lowmembp_examples.data.labelled_text import Tokens, shuffled_batches
+from lowmembp_examples.models.bert import BertClassifier
 from tqdm import tqdm
 
 Step = Callable[[Any, Any, Tokens], tuple[Any, Any, Float[Array, ""]]]

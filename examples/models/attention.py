@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
-
-from models.common import Attention
+from lowmembp_examples.models.common import Attention
 
 #: Keys a step of "chunked", which holds scores of [batch, heads, tokens, CHUNK].
 CHUNK = 128

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Literal, Self
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from checkpoints import read_config, read_tensors, to_params
 from jaxtyping import Array, Float, Int
+from lowmembp_examples.checkpoints import read_config, read_tensors, to_params
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
+from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.post_norm import Hidden, post_norm, with_affine
 
 import lowmembp_jax as lm
-from models.attention import attention
-from models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
-from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
-from models.post_norm import Hidden, post_norm, with_affine
 
 
 @dataclasses.dataclass(frozen=True)

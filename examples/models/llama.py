@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
-from checkpoints import read_config
 from jaxtyping import Array, Float, Int
+from lowmembp_examples.checkpoints import read_config
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Compute, NormResidual, remat_layer, rms_norm, silu
+from lowmembp_examples.models.language_head import cross_entropy, logits
+from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
 
 import lowmembp_jax as lm
-from models.attention import attention
-from models.common import Compute, NormResidual, remat_layer, rms_norm, silu
-from models.language_head import cross_entropy, logits
-from models.rotary import Rotation, rotary_positions, rotate
 
 
 @dataclasses.dataclass(frozen=True)

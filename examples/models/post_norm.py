@@ -13,8 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from models.common import Compute, layer_norm
+from lowmembp_examples.models.common import Compute, layer_norm
 
 #: x, None; or y, (scale, bias) where x = y * scale + bias is still to be computed.
 Hidden = tuple[Float[Array, "batch tokens hidden"], Any]

@@ -10,11 +10,10 @@ from typing import ClassVar
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-from models.bert import NORM_RULES as NORM_RULES
-from models.bert import Bert, BertConfig
-from models.bert_names import LEAVES, encoder_name
-from models.common import Compute, NormResidual
+from lowmembp_examples.models.bert import NORM_RULES as NORM_RULES
+from lowmembp_examples.models.bert import Bert, BertConfig
+from lowmembp_examples.models.bert_names import LEAVES, encoder_name
+from lowmembp_examples.models.common import Compute, NormResidual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.swin_checkpoint import CONFIGS as CONFIGS
+from lowmembp_examples.models.swin_checkpoint import PREFIX as PREFIX
+from lowmembp_examples.models.swin_checkpoint import UNUSED as UNUSED
+from lowmembp_examples.models.swin_checkpoint import SwinConfig
+from lowmembp_examples.models.swin_checkpoint import hugging_face_name as hugging_face_name
+from lowmembp_examples.models.windows import Windows, relative_position_index
 
 import lowmembp_jax as lm
-from models.attention import attention
-from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
-from models.swin_checkpoint import CONFIGS as CONFIGS
-from models.swin_checkpoint import PREFIX as PREFIX
-from models.swin_checkpoint import UNUSED as UNUSED
-from models.swin_checkpoint import SwinConfig
-from models.swin_checkpoint import hugging_face_name as hugging_face_name
-from models.windows import Windows, relative_position_index
 
 #: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
 NORM_RULES = [

@@ -5,9 +5,8 @@ import os
 from typing import Any
 
 import numpy as np
-from checkpoints import read_config
-
-from models.windows import relative_position_index
+from lowmembp_examples.checkpoints import read_config
+from lowmembp_examples.models.windows import relative_position_index
 
 
 @dataclasses.dataclass(frozen=True)

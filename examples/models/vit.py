@@ -12,12 +12,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from checkpoints import read_config
 from jaxtyping import Array, Float, Int
+from lowmembp_examples.checkpoints import read_config
+from lowmembp_examples.models.attention import attention
+from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 
 import lowmembp_jax as lm
-from models.attention import attention
-from models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 
 
 @dataclasses.dataclass(frozen=True)

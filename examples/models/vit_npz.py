@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.ndimage
 from jaxtyping import Float
-
-from models.vit import ViTConfig
+from lowmembp_examples.models.vit import ViTConfig
 
 #: `unused` of `to_params` for a checkpoint with pretraining's head, whose Dense (`pre_logits`) the
 #: model does not have: right only where the head is new, `initial={"classifier": ...}`.

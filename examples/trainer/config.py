@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from data.tasks import DataConfig, TaskName
-from lora import Train
-from models.common import Method, NormResidual
-
-from trainer.errors import UsageError
-from trainer.source import Source
-from trainer.step import OptimizerConfig
+from lowmembp_examples.data.tasks import DataConfig, TaskName
+from lowmembp_examples.lora import Train
+from lowmembp_examples.models.common import Method, NormResidual
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.source import Source
+from lowmembp_examples.trainer.step import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
-from checkpoints import from_params, write_tensors
 from flax.traverse_util import flatten_dict, unflatten_dict
-from models.common import Compute
-from models.swin_checkpoint import buffers
+from lowmembp_examples.checkpoints import from_params, write_tensors
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.swin_checkpoint import buffers
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.models import Family
 
 import lowmembp_jax as lm
-from trainer.errors import UsageError
-from trainer.models import Family
 
 Params = dict[str, Any]
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from lowmembp_examples.trainer.step import Metrics
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
-
-from trainer.step import Metrics
 
 
 class Logs:

@@ -6,9 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
-from lora import combine
-
-from trainer.step import LossFn
+from lowmembp_examples.lora import combine
+from lowmembp_examples.trainer.step import LossFn
 
 #: What models take of a batch of `data.tasks`, by task.
 _INPUTS = {

@@ -4,10 +4,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-from data.tasks import TaskName
-from models import bert, llama, roberta, swin, vit
-from models.attention import best_attention
-from models.common import Attention, Compute, NormResidual
+from lowmembp_examples.data.tasks import TaskName
+from lowmembp_examples.models import bert, llama, roberta, swin, vit
+from lowmembp_examples.models.attention import best_attention
+from lowmembp_examples.models.common import Attention, Compute, NormResidual
 
 
 class Family(NamedTuple):

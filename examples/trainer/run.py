@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.step import TrainState
 from orbax.checkpoint.checkpoint_managers import preservation_policy
-
-from trainer.errors import UsageError
-from trainer.step import TrainState
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -8,15 +8,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from checkpoints import read_tensors, to_params
-from data.tasks import Task, TaskName
-from models import vit
-from models.bert_names import current_names
-from models.common import Compute
-from models.vit_npz import UNUSED_WITH_NEW_HEAD, npz_config, npz_name, resize_positions
-
-from trainer.errors import UsageError
-from trainer.models import FAMILIES, MODELS, Family
+from lowmembp_examples.checkpoints import read_tensors, to_params
+from lowmembp_examples.data.tasks import Task, TaskName
+from lowmembp_examples.models import vit
+from lowmembp_examples.models.bert_names import current_names
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.vit_npz import (
+    UNUSED_WITH_NEW_HEAD,
+    npz_config,
+    npz_name,
+    resize_positions,
+)
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.models import FAMILIES, MODELS, Family
 
 
 class Checkpoint(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -122,10 +123,9 @@ def load_factory(model: str) -> Factory:
 
 def example_models() -> Mapping[str, Callable[..., Any]]:
     """The models of the examples by name; none where the examples are not installed."""
-    spec = importlib.util.find_spec("lowmembp_examples")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        return _import_file(Path(folder) / "planning.py").MODELS
-    return {}
+    if importlib.util.find_spec("lowmembp_examples") is None:
+        return {}
+    return importlib.import_module("lowmembp_examples.planning").MODELS
 
 
 def _example(model: str) -> Factory:

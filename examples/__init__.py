@@ -1,0 +1,1 @@
+"""Models, data, a trainer and benchmarks that use lowmembp_jax."""

@@ -1,0 +1,1 @@
+"""What the methods cost and save, beside what else users have."""
