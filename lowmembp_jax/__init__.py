@@ -10,6 +10,8 @@ from lowmembp_jax.activations import (
 )
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable
+from lowmembp_jax.compressed_module import compress_module
+from lowmembp_jax.compression import compress, products_saveable
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merge_rules import MergeRule
@@ -31,12 +33,15 @@ __all__ = [
     "ReSiLU2",
     "StepTable",
     "checkpoint_policy",
+    "compress",
+    "compress_module",
     "memory",
     "merge_norm_affine",
     "ms_layer_norm",
     "ms_rms_norm",
     "pack_2bit",
     "patch",
+    "products_saveable",
     "regelu2",
     "resilu2",
     "set_implementation",

@@ -1,0 +1,287 @@
+"""Exact forward, residuals in 8 bits: for any function.
+
+The forward is that of `jax.checkpoint(fun, policy=policy)`. The arrays that it keeps are stored in
+a narrower dtype until the backward reads them, so gradients have their rounding error. Nothing is
+computed again that the policy alone would not compute again.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+from jaxtyping import Array
+
+from lowmembp_jax.storage import STORAGES, check_storage
+
+# Primitives whose results take a matrix product, a convolution or a kernel to compute again.
+_PRODUCTS = frozenset(
+    (
+        "conv_general_dilated",
+        "custom_partitioning",
+        "dot_general",
+        "dot_product_attention_fp8_fwd_wrapper",
+        "dot_product_attention_fwd_wrapper",
+        "ffi_call",
+        "pallas_call",
+        "ragged_dot_general",
+        "scaled_matmul_wrapper",
+        "triton_kernel_call",
+    )
+)
+
+#: Arrays of fewer elements are kept as they are.
+_SMALL = 1024
+# A result this many times smaller than what it was computed from is a statistic of it, such as a
+# logsumexp or the mean of a row: it is small, and rounding it would cost much.
+_STATISTIC = 8
+
+StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
+
+
+def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
+
+    Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
+    attention's with their statistics. Norms, activations and softmax are computed again.
+    `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
+    """
+    return prim.name in _PRODUCTS
+
+
+class _Fact(NamedTuple):
+    """What is known of a variable of the forward."""
+
+    active: bool = False  # depends on an activation that is differentiated
+    statistic: bool = False  # holds a number a row, or is computed from such arrays alone
+    name: str | None = None  # its `checkpoint_name`
+
+
+def _facts(jaxpr: core.Jaxpr, inputs: Sequence[_Fact]) -> list[_Fact]:
+    """What is known of a jaxpr's results, from what is known of its arguments."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom) -> _Fact:
+        return _Fact() if isinstance(atom, core.Literal) else known.get(atom, _Fact())
+
+    for eqn in jaxpr.eqns:
+        read = [atom for atom in eqn.invars if of(atom).active]
+        called = eqn.params.get("jaxpr")
+        if isinstance(called, core.ClosedJaxpr) and eqn.primitive.name in ("jit", "closed_call"):
+            results = _facts(called.jaxpr, [of(atom) for atom in eqn.invars])
+        elif not read:
+            results = [_Fact()] * len(eqn.outvars)
+        else:
+            most = max(math.prod(atom.aval.shape) for atom in read)
+            derived = all(of(atom).statistic for atom in read)
+            # A name is one for the array that gets it and for those that only pass it on.
+            passes = eqn.primitive.name in ("name", "reduce_precision")
+            name = eqn.params.get("name", of(read[0]).name) if passes else None
+            if passes:
+                known[read[0]] = of(read[0])._replace(name=name)
+            results = [
+                _Fact(True, derived or _STATISTIC * math.prod(var.aval.shape) <= most, name)
+                for var in eqn.outvars
+            ]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+@jax.tree_util.register_static
+class _Recipe(NamedTuple):
+    """How the backward gets the residuals back from what is stored."""
+
+    vjp: Hashable  # the tree of the function of the cotangents, whose leaves the residuals are
+    places: tuple[int, ...]  # for each leaf, which of the stored arrays it is
+    dtypes: tuple[tuple[Any, Any], ...]  # of each array: stored (None as it is), computed
+    varied: tuple[int, ...]  # which arguments are differentiated
+
+
+def compress(
+    fun: Callable[..., Any],
+    *,
+    dtype: StorageDtype = jnp.float8_e4m3fn,
+    policy: Callable[..., Any] | None = products_saveable,
+    params_argnums: int | Sequence[int] = 0,
+    static_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """`fun` with the same values, whose backward reads residuals stored in `dtype`.
+
+        block = lm.compress(block)          # block(params, x)
+        x = block(params, x)
+
+    Used like `jax.checkpoint`, around each block of a model and not around the whole of it: the
+    backward of a block has all of its residuals in their own dtype for as long as it runs.
+
+    Stored in `dtype` are the floating arrays that the backward needs and that depend on an
+    activation which is differentiated: results that `policy` keeps, and the activations among the
+    arguments, each once. As they are stay parameters and what is computed from them alone,
+    integers, booleans, keys, arrays under 1024 elements, and statistics of rows such as the
+    logsumexp of attention.
+
+    Args:
+      fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
+      dtype: of what is stored. `float8_e4m3fn`: values beyond +-448 are clipped to it, in the
+        residual only; models with larger activations take `float8_e5m2` (two mantissa bits) or
+        `int8` (a scale a row of the last axis). `int4`: a scale a group of 32 to 128, rounded at
+        random. None: as they are. A mapping from `checkpoint_name` to one of these, with None as
+        the key for all other arrays; what it does not name is stored as it is.
+      policy: what is kept, as in `jax.checkpoint`. None: what the operators of `fun` keep by
+        themselves. `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
+      params_argnums: positions of the arguments that are parameters, never quantised.
+      static_argnums: positions of arguments that are not traced. Leaves that are no arrays, such
+        as `deterministic=True`, are never traced.
+
+    Returns:
+      A function of the same arguments. Its values are those of `jax.checkpoint(fun,
+      policy=policy)`; gradients are approximate. It composes with jit, vmap, scan, `jax.checkpoint`
+      and shardings. Forward-mode and second-order differentiation are not defined.
+
+    Raises:
+      ValueError: `dtype` is no storage format.
+      TypeError: `fun` or `policy` is not callable.
+      NotImplementedError: a second derivative was asked for.
+    """
+    for key, given in dtype.items() if isinstance(dtype, Mapping) else [(None, dtype)]:
+        check_storage(given, "dtype" if key is None else f"dtype[{key!r}]")
+    for name, given in (("fun", fun), ("policy", policy)):
+        if not callable(given) and (given is not None or name == "fun"):
+            raise TypeError(f"compress: {name} must be callable, got {given!r}")
+    dtypes = dtype if isinstance(dtype, Mapping) else {None: dtype}
+    params, static = _positions(params_argnums), _positions(static_argnums)
+
+    @functools.wraps(fun)
+    def compressed(*args, **kwargs):
+        split = [((), arg) if i in static else (arg, ()) for i, arg in enumerate(args)]
+        traced, untraced = [a for a, _ in split], [a for _, a in split]
+        paths, tree = jax.tree.flatten_with_path((traced, kwargs))
+        leaves = [leaf for _, leaf in paths]
+        arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+        # Paths begin with 0, and the position, for positional arguments.
+        is_param = [paths[i][0][0].idx == 0 and paths[i][0][1].idx in params for i in arrays]
+
+        def run(*values):
+            filled = list(leaves)
+            for i, value in zip(arrays, values, strict=True):
+                filled[i] = value
+            positional, named = jax.tree.unflatten(tree, filled)
+            every = enumerate(zip(positional, untraced, strict=True))
+            return fun(*(no if i in static else yes for i, (yes, no) in every), **named)
+
+        values = [leaves[i] for i in arrays]
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
+        is_param = [True] * len(closed.consts) + is_param
+        name = getattr(fun, "__name__", type(fun).__name__)
+        call = _with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
+        return jax.tree.unflatten(jax.tree.structure(shape), call(*closed.consts, *values))
+
+    return compressed
+
+
+def _positions(argnums: int | Sequence[int]) -> frozenset[int]:
+    return frozenset([argnums] if isinstance(argnums, int) else argnums)
+
+
+def _with_stored_residuals(
+    jaxpr: core.Jaxpr,
+    policy: Callable[..., Any] | None,
+    dtypes: Mapping[Any, Any],
+    is_param: Sequence[bool],
+    name: str,
+) -> Callable[..., list[Any]]:
+    """`jaxpr` as a function of its constants and arguments, differentiated as `compress` says."""
+    count = len(jaxpr.constvars)
+
+    def plain(*values):
+        return jax.core.eval_jaxpr(jaxpr, values[:count], *values[count:])
+
+    kept = plain if policy is None else jax.checkpoint(plain, policy=policy)
+
+    def forward(*primals):
+        values = [primal.value for primal in primals]
+        varied = tuple(i for i, primal in enumerate(primals) if primal.perturbed)
+        tree: Any = None
+
+        def with_residuals(*values):
+            nonlocal tree
+
+            def of_varied(*given):
+                filled = dict(enumerate(values)) | dict(zip(varied, given, strict=True))
+                return kept(*filled.values())
+
+            y, vjp = jax.vjp(of_varied, *(values[i] for i in varied))
+            residuals, tree = jax.tree.flatten(vjp)
+            return y, residuals
+
+        closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
+        inputs = [_Fact(i in varied and not is_param[i]) for i in range(len(values))]
+        facts = _facts(closed.jaxpr, inputs)[len(y) :]
+        results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        y, residuals = results[: len(y)], results[len(y) :]
+        # By variable, and so once, however many equations of the backward read it.
+        keys = [id(v) if isinstance(v, core.Literal) else v for v in closed.jaxpr.outvars[len(y) :]]
+        unique = {
+            key: (fact, array) for key, fact, array in zip(keys, facts, residuals, strict=True)
+        }
+        places = {key: place for place, key in enumerate(unique)}
+        dtypes_of = tuple(
+            (_storage_dtype(*pair, dtypes), pair[1].dtype) for pair in unique.values()
+        )
+        recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
+        arrays = (array for _, array in unique.values())
+        stored = [_encode(x, to, name) for x, (to, _) in zip(arrays, dtypes_of, strict=True)]
+        return y, (stored, recipe)
+
+    def backward(stored, cotangents):
+        arrays, recipe = stored
+        # Or XLA would widen the arrays in the forward, and keep them wide.
+        arrays, cotangents = lax.optimization_barrier((arrays, [*map(_instantiate, cotangents)]))
+        wide = [
+            array if narrow is None else STORAGES[narrow].decode(array, dtype)
+            for array, (narrow, dtype) in zip(arrays, recipe.dtypes, strict=True)
+        ]
+        vjp = jax.tree.unflatten(recipe.vjp, [wide[place] for place in recipe.places])
+        gradients = dict(zip(recipe.varied, vjp(cotangents), strict=True))
+        return tuple(gradients.get(i) for i in range(len(is_param)))
+
+    call = jax.custom_vjp(kept)
+    call.defvjp(forward, backward, symbolic_zeros=True)
+    return call
+
+
+def _storage_dtype(fact: _Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
+    dtype = dtypes.get(fact.name, dtypes.get(None))
+    is_kept = not fact.active or fact.statistic or math.prod(array.shape) < _SMALL
+    if dtype is None or is_kept or not jnp.issubdtype(array.dtype, jnp.floating):
+        return None
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype.itemsize < array.dtype.itemsize else None
+
+
+def _encode(array: Array, narrow: jnp.dtype | None, name: str) -> Any:
+    if narrow is None:  # the very array: one that is in memory anyway is not copied
+        return array
+    encode = jax.custom_jvp(STORAGES[narrow].encode)
+
+    # The forward rule is differentiated by a second derivative alone.
+    @encode.defjvp
+    def encode_jvp(*_):
+        raise NotImplementedError(
+            f"lm.compress({name}) has no second derivative: its residuals are rounded"
+        )
+
+    return encode(array)
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(cotangent.shape, jax.dtypes.float0)
+    return jnp.zeros(cotangent.shape, cotangent.dtype)

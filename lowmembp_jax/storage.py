@@ -1,0 +1,105 @@
+"""How a floating array is stored in fewer bits between forward and backward.
+
+float8 is elementwise and has no scale: it shards, vmaps and scans as the array itself. int8 and
+int4 have a scale for each row or group of the last axis, so that an array split along its last axis
+is gathered for them. NaN and inf come back as NaN (float8_e5m2 has an inf).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt32
+
+
+class Storage(NamedTuple):
+    """A format: `decode(encode(x), x.dtype)` is x, rounded; `encode` gives a pytree."""
+
+    encode: Callable[[Array], Any]
+    decode: Callable[[Any, Any], Array]
+
+
+def _float8(dtype: Any) -> Storage:
+    most = float(jnp.finfo(dtype).max)
+
+    def encode(x):
+        # Clipped, or what is above the largest number would become NaN; an inf stays one, or NaN.
+        return jnp.where(jnp.isinf(x), x, jnp.clip(x, -most, most)).astype(dtype)
+
+    return Storage(encode, lambda stored, dtype: stored.astype(dtype))
+
+
+def _scale(x: Float[Array, "*rows n"], levels: int) -> Float[Array, "*rows 1"]:
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / levels
+    return jnp.where(scale == 0, jnp.float32(1), scale)  # NaN and inf stay
+
+
+def _scaled(stored: tuple[Array, Array], dtype: Any) -> Array:
+    integers, scale = stored
+    return (integers.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _encode_int8(x):
+    scale = _scale(x, 127)
+    return jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale
+
+
+def _group(width: int) -> int:
+    """Elements a scale: the most, from 32 to 128, that divide the last axis; else all of it."""
+    return next((size for size in range(128, 31, -1) if width % size == 0), width)
+
+
+def _encode_int4(x):
+    size = _group(x.shape[-1])
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    scale = _scale(x, 7)
+    # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
+    random = _hash(x).astype(jnp.float32) * jnp.float32(2**-32)
+    integers = jnp.floor(x.astype(jnp.float32) / scale + random)
+    return jnp.clip(integers, -7, 7).astype(jnp.int4), scale
+
+
+def _hash(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Bits of each element's value and place, mixed as by MurmurHash3's last steps.
+
+    Not `jax.random`: bits that depend on no data would be hoisted out of a `lax.scan`, at full
+    size. Every factor here is small or depends on x.
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1 + 2 * axis)
+        bits = bits * jnp.uint32(0x85EBCA6B) ^ lax.broadcast_in_dim(place, x.shape, (axis,))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)
+
+
+def _decode_int4(stored, dtype):
+    x = _scaled(stored, dtype)
+    return x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))
+
+
+#: The formats by dtype.
+STORAGES: dict[Any, Storage] = {
+    jnp.dtype(jnp.float8_e4m3fn): _float8(jnp.float8_e4m3fn),
+    jnp.dtype(jnp.float8_e5m2): _float8(jnp.float8_e5m2),
+    jnp.dtype(jnp.int8): Storage(_encode_int8, _scaled),
+    jnp.dtype(jnp.int4): Storage(_encode_int4, _decode_int4),
+}
+
+
+def check_storage(dtype: Any, name: str) -> None:
+    """Raises unless `dtype` is None or the dtype of a storage format.
+
+    Raises:
+      ValueError: names the argument and what is accepted.
+    """
+    try:
+        known = dtype is None or jnp.dtype(dtype) in STORAGES
+    except TypeError:
+        known = False
+    if not known:
+        accepted = ", ".join(str(dtype) for dtype in STORAGES)
+        raise ValueError(f"{name}={dtype!r} is not accepted: choose None or one of {accepted}")

@@ -1,0 +1,322 @@
+"""lm.compress: exact forward, residuals in 8 bits."""
+
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+
+F8 = jnp.dtype(jnp.float8_e4m3fn)
+NOTHING = jax.checkpoint_policies.nothing_saveable
+#: Largest relative error of the gradients of `block`, in one use of it.
+ERRORS = {"float8_e4m3fn": 0.05, "float8_e5m2": 0.1, "int8": 0.02, "int4": 0.2}
+each_dtype = pytest.mark.parametrize("dtype", ERRORS)
+
+
+def params(key=0, width=64, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(key), 2)
+    up = jax.random.normal(keys[0], (width, 4 * width)) / width**0.5
+    down = jax.random.normal(keys[1], (4 * width, width)) / width**0.5 / 2
+    return {"up": up.astype(dtype), "down": down.astype(dtype)}
+
+
+def normal(*shape, key=7, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(key), shape).astype(dtype)
+
+
+def block(params, x):
+    h = checkpoint_name(x @ params["up"], "hidden")
+    return x + jnp.tanh(h) @ params["down"]
+
+
+def loss(block, params, x):
+    return jnp.sum(jnp.square(block(params, x)).astype(jnp.float32))
+
+
+def gradients(block, params, x):
+    return jax.grad(partial(loss, block), argnums=(0, 1))(params, x)
+
+
+def error(got, want):
+    flat = [
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    ]
+    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+
+
+def kept(function, *args):
+    """dtypes and shapes of what the backward keeps beyond the arguments."""
+    rows = lm.memory.residuals(function, *args).rows
+    return sorted((row.dtype, row.shape) for row in rows if row.kind == "kept")
+
+
+@each_dtype
+@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):
+    p, x = params(), normal(32, 64)
+    compressed = lm.compress(block, dtype=dtype, policy=policy)
+    plain = block if policy is None else jax.checkpoint(block, policy=policy)
+    np.testing.assert_array_equal(jax.jit(compressed)(p, x), jax.jit(plain)(p, x))
+    value = jax.value_and_grad(partial(loss, compressed))(p, x)[0]
+    assert value == loss(block, p, x)
+    assert 0 < error(gradients(compressed, p, x), gradients(block, p, x)) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+def test_without_a_dtype_gradients_are_exact(policy):
+    p, x = params(), normal(32, 64)
+    compressed = lm.compress(block, dtype=None, policy=policy)
+    assert error(gradients(compressed, p, x), gradients(block, p, x)) < 1e-6
+
+
+def test_kept_are_the_input_and_the_products_in_eight_bits():
+    p, x = params(dtype=jnp.bfloat16), normal(32, 64, dtype=jnp.bfloat16)
+    run = partial(loss, lm.compress(block))
+    assert kept(run, p, x) == [
+        ("bfloat16", (32, 64)),  # the loss's own
+        (F8.name, (32, 64)),
+        (F8.name, (32, 256)),
+    ]
+
+
+def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded():
+    """softmax's maximum and sum are statistics, the cast of a weight is a parameter's."""
+
+    def function(p, x):
+        h = jnp.sin(x) @ p["up"].astype(jnp.bfloat16)
+        a = jnp.exp(h - jnp.max(h, -1, keepdims=True))
+        a = a / jnp.sum(a, -1, keepdims=True)
+        return jnp.cos(a) + a * a  # reads `a` three times
+
+    p, x = params(), normal(32, 64, dtype=jnp.bfloat16)
+    rows = kept(lambda *args: lm.compress(function, policy=None)(*args).sum(), p, x)
+    wide = [shape for dtype, shape in rows if dtype != F8.name]
+    assert set(wide) <= {(32, 1), (32,), (64, 256)}
+    plain = kept(lambda *args: function(*args).sum(), p, x)
+    large = [shape for _, shape in plain if np.prod(shape) >= 1024]
+    assert len(rows) - len(wide) <= len(large)
+
+
+def test_what_is_not_differentiated_is_not_kept_or_as_it_is():
+    p, x = params(), normal(32, 64)
+
+    def scaled(p, x, mask, count):
+        return block(p, x) * mask * count
+
+    mask, count = jnp.ones((32, 64)), jnp.arange(64).reshape(1, 64) + jnp.zeros((32, 1), jnp.int32)
+    compressed = lm.compress(scaled, params_argnums=0)
+    frozen = lambda x: compressed(p, x, mask, count.astype(jnp.float32)).sum()  # noqa: E731
+    # Neither the input nor anything in float32 but arguments: only tanh's own input.
+    assert [row for row in kept(frozen, x) if row[0] == F8.name] == [(F8.name, (32, 256))]
+    got = jax.grad(frozen)(x)
+    want = jax.grad(lambda x: scaled(p, x, mask, count.astype(jnp.float32)).sum())(x)
+    assert error(got, want) < 0.05
+
+
+def test_a_mapping_chooses_by_name():
+    p, x = params(), normal(32, 64)
+
+    def stored(dtype):
+        return [row for row in kept(partial(loss, lm.compress(block, dtype=dtype)), p, x)]
+
+    assert ("int8", (32, 256)) in stored({"hidden": jnp.int8})
+    assert (F8.name, (32, 64)) not in stored({"hidden": jnp.int8})
+    both = stored({"hidden": None, None: jnp.float8_e4m3fn})
+    assert (F8.name, (32, 64)) in both and (F8.name, (32, 256)) not in both
+
+
+def test_closed_over_arrays_are_parameters():
+    p, x = params(), normal(32, 64)
+
+    def through_closure(p, x):
+        return loss(lambda _, x: lm.compress(lambda x: block(p, x), params_argnums=())(x), p, x)
+
+    got = jax.jit(jax.grad(through_closure, argnums=(0, 1)))(p, x)
+    assert error(got, gradients(lm.compress(block), p, x)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_transformations(dtype):
+    p, x = params(), normal(3, 32, 64)
+    run = lm.compress(block, dtype=dtype)
+    each = [gradients(run, p, row)[1] for row in x]
+    mapped = jax.vmap(lambda x: gradients(run, p, x)[1])
+    for got in (mapped(x), jax.jit(mapped)(x)):
+        np.testing.assert_allclose(got, np.stack(each), rtol=1e-5, atol=1e-5)
+    got = gradients(jax.vmap(run, in_axes=(None, 0)), p, x)[1]
+    np.testing.assert_allclose(got, np.stack(each), rtol=1e-5, atol=1e-5)
+    for outer in (jax.checkpoint(run), jax.checkpoint(run, policy=lm.products_saveable)):
+        np.testing.assert_allclose(gradients(outer, p, x[0])[1], each[0], rtol=1e-5, atol=1e-5)
+    inner = lm.compress(lambda p, x: jax.checkpoint(block)(p, x), dtype=dtype)
+    assert error(gradients(inner, p, x[0]), gradients(block, p, x[0])) < 0.05
+
+
+def test_scan_over_layers_stacks_eight_bits():
+    layers = jax.tree.map(lambda *a: jnp.stack(a), *(params(key) for key in range(4)))
+    run = lm.compress(block)
+
+    def scanned(block, layers, x):
+        return lax.scan(lambda x, p: (block(p, x), None), x, layers)[0]
+
+    x = normal(32, 64)
+    got = gradients(partial(scanned, run), layers, x)
+    assert error(got, gradients(partial(scanned, block), layers, x)) < 0.05
+    rows = lm.memory.residuals(partial(loss, partial(scanned, run)), layers, x).rows
+    stacked = sorted((r.dtype, r.shape) for r in rows if r.kind == "kept" and r.times == 4)
+    assert stacked == [(F8.name, (32, 64)), (F8.name, (32, 256))]
+
+
+def test_random_numbers_are_the_same_in_forward_and_backward():
+    def dropped(key, x):
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(keep, jnp.sin(x), 0) * 2
+
+    key, x = jax.random.key(3), normal(32, 64)
+    y, vjp = jax.vjp(partial(lm.compress(dropped, policy=NOTHING), key), x)
+    np.testing.assert_array_equal(vjp(jnp.ones_like(x))[0] == 0, y == 0)
+
+
+@each_dtype
+def test_large_values_nan_and_inf(dtype):
+    def gate(_, x):
+        return x * jnp.cos(x) + jnp.square(x)
+
+    x = normal(32, 64).at[0, 0].set(5000.0)
+    dx = jax.grad(lambda x: lm.compress(gate, dtype=dtype, policy=NOTHING)(0.0, x).sum())(x)
+    assert np.isfinite(dx).all()
+    limit = {"float8_e4m3fn": 448, "float8_e5m2": 5000}.get(dtype, 5000)
+    np.testing.assert_allclose(dx[0, 0], jax.grad(lambda x: gate(0, x))(limit * 1.0), rtol=0.25)
+    for bad in (np.nan, np.inf, -np.inf):
+        dx = jax.grad(lambda x: lm.compress(gate, dtype=dtype, policy=NOTHING)(0.0, x).sum())(
+            x.at[3, 5].set(bad)
+        )
+        assert not np.isfinite(dx[3, 5])
+
+
+def test_second_order_raises_but_not_beside_it():
+    p, x = params(), normal(32, 64)
+    run = lm.compress(block)
+    with pytest.raises(
+        NotImplementedError, match=r"lm\.compress\(block\) has no second derivative"
+    ):
+        jax.grad(lambda x: jnp.sum(gradients(run, p, x)[1] ** 2))(x)
+    # Linear in c: x does not depend on it.
+    by_scale = jax.grad(lambda c: jnp.sum(gradients(lambda p, x: c * run(p, x), p, x)[1]))
+    assert np.isfinite(by_scale(2.0))
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")])
+def test_float8_adds_no_collective(mode, spec):
+    def elementwise(scale, x):
+        return jnp.tanh(jnp.sin(x) * scale["s"])
+
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(normal(8, 16, 640), NamedSharding(mesh, spec))
+        scale = {"s": jax.device_put(jnp.float32(2), NamedSharding(mesh, P()))}
+
+        def compiled(run):
+            if mode == "shard_map":
+                run = jax.shard_map(run, mesh=mesh, in_specs=(P(), spec), out_specs=spec)
+            step = jax.grad(lambda x: jnp.sum(run(scale, x)))
+            return jax.jit(step).lower(x).compile()
+
+        run = compiled(lm.compress(elementwise, policy=None))
+        assert not re.findall(kinds, run.as_text())
+        dx = run(x)
+        assert dx.sharding.is_equivalent_to(x.sharding, 3)
+        assert error(dx, compiled(elementwise)(x)) < 0.05
+
+
+class Block(nn.Module):
+    width: int = 64
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        h = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+        h = nn.Dropout(0.5)(h, deterministic=deterministic)
+        return x + nn.BatchNorm(use_running_average=deterministic)(nn.Dense(self.width)(h))
+
+
+class Model(nn.Module):
+    block: type
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        for _ in range(2):
+            x = self.block()(x, deterministic)
+        return x
+
+
+def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
+    x, rngs = normal(4, 8, 64), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    plain, ours = Model(Block), Model(lm.compress_module(Block))
+    variables = plain.init(rngs, x)
+    jax.tree.map(np.testing.assert_array_equal, ours.init(rngs, x), variables)
+
+    def run(model, params):
+        state = {"params": params, "batch_stats": variables["batch_stats"]}
+        y, updated = model.apply(state, x, False, rngs=rngs, mutable=["batch_stats"])
+        return jnp.sum(jnp.square(y)), (y, updated)
+
+    (grads, aux), (want, want_aux) = (
+        jax.grad(partial(run, model), has_aux=True)(variables["params"]) for model in (ours, plain)
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), aux, want_aux)
+    assert error(grads, want) < 0.05
+
+
+def test_modules_under_nn_scan():
+    scanned = {
+        cls: nn.scan(
+            cls,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+            length=3,
+        )()
+        for cls in (Body, lm.compress_module(Body))
+    }
+    x = normal(4, 8, 64)
+    plain, ours = scanned.values()
+    variables = plain.init(jax.random.key(0), x)
+
+    def run(model, params):
+        return jnp.sum(jnp.square(model.apply(params, x)[0]))
+
+    got, want = (jax.grad(partial(run, model))(variables) for model in (ours, plain))
+    assert error(got, want) < 0.1
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(64)(jnp.tanh(nn.Dense(256)(x))), None
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: lm.compress(block, dtype=jnp.float16), ValueError, "dtype=.*float16.*int8"),
+        (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype='nonsense'"),
+        (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]"),
+        (lambda: lm.compress(block, policy=3), TypeError, "policy must be callable, got 3"),
+        (lambda: lm.compress(3), TypeError, "fun must be callable, got 3"),
+        (lambda: lm.compress_module(Block, dtype=jnp.int32), ValueError, "int32"),
+    ],
+)
+def test_errors_name_the_argument(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
