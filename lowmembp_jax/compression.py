@@ -201,7 +201,7 @@ def _with_stored_residuals(
     def plain(*values):
         return jax.core.eval_jaxpr(jaxpr, values[:count], *values[count:])
 
-    kept = plain if policy is None else jax.checkpoint(plain, policy=policy)
+    kept = plain if policy is None else jax.checkpoint(plain, policy=policy, prevent_cse=False)
 
     def forward(*primals):
         values = [primal.value for primal in primals]

@@ -10,8 +10,18 @@ from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
 
-#: How a model saves memory. All but the two of lowmembp_jax compute what plain Flax does.
-Method = Literal["default", "norm+activation", "dots", "full-remat", "lowmembp", "lowmembp+remat"]
+#: How a model saves memory. Values are those of plain Flax; gradients are approximate from
+#: "compress" on.
+Method = Literal[
+    "default",
+    "norm+activation",
+    "dots",
+    "full-remat",
+    "compress",
+    "compress+remat",
+    "lowmembp",
+    "lowmembp+remat",
+]
 Attention = Literal["xla", "cudnn", "chunked"]
 #: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
 NormResidual = Literal["normalized", "output"]
@@ -24,7 +34,8 @@ class Compute:
     Attributes:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
         "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
-        keeping nothing; "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
+        keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
+        its input in float8, and "compress+remat", its input alone; "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
         `jax.checkpoint` with `lm.checkpoint_policy()`.
       dtype: of the computation.
       param_dtype: of the parameters.
@@ -91,15 +102,19 @@ def _activation(compute: Compute, function, x):
 
 
 def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.Module]:
-    """The class of a layer, in `jax.checkpoint` where the method says so.
+    """The class of a layer, in `jax.checkpoint` or `lm.compress` where the method says so.
 
     `kwargs` are those of `nn.remat`, such as `prevent_cse=False` inside `nn.scan`.
     """
+    nothing = jax.checkpoint_policies.nothing_saveable
+    compressed = {"compress": lm.products_saveable, "compress+remat": nothing}
     policies = {
         "dots": jax.checkpoint_policies.dots_saveable,
-        "full-remat": jax.checkpoint_policies.nothing_saveable,
+        "full-remat": nothing,
         "lowmembp+remat": lm.checkpoint_policy(),
     }
-    if compute.method not in policies:
-        return layer
-    return nn.remat(layer, policy=policies[compute.method], **kwargs)
+    if compute.method in compressed:
+        return lm.compress_module(layer, policy=compressed[compute.method])
+    if compute.method in policies:
+        return nn.remat(layer, policy=policies[compute.method], **kwargs)
+    return layer

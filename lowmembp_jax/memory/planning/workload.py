@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Ways to save memory that `compare` and the `lowmembp` command know; first Flax as it comes.
-METHODS = ("default", "norm+activation", "dots", "full-remat", "lowmembp", "lowmembp+remat")
+METHODS = (
+    "default",
+    "norm+activation",
+    "dots",
+    "full-remat",
+    "compress",
+    "compress+remat",
+    "lowmembp",
+    "lowmembp+remat",
+)
 
 
 @dataclass(frozen=True)
