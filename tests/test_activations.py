@@ -147,8 +147,15 @@ class StepActivations:
 
     @pytest.mark.parametrize(
         ("shape", "dtype"),
-        [((), "float32"), ((0,), "float32"), ((3, 0), "bfloat16"), ((5, 1023), "float32")]
-        + [((5, 1023), "float16"), ((2, 3, 1, 64), "bfloat16"), ((2,) * 10, "float32")],
+        [
+            ((), "float32"),
+            ((0,), "float32"),
+            ((3, 0), "bfloat16"),
+            ((5, 1023), "float32"),
+            ((5, 1023), "float16"),
+            ((2, 3, 1, 64), "bfloat16"),
+            ((2,) * 10, "float32"),
+        ],
     )
     def test_shapes(self, shape, dtype):
         x = (4 * jax.random.normal(jax.random.key(1), shape)).astype(dtype)
@@ -203,7 +210,7 @@ class StepActivations:
     @pytest.mark.parametrize("way", SECOND)
     def test_second_order_raises(self, way):
         op = self.op("resilu2")
-        with pytest.raises(NotImplementedError, match="lm.resilu2 .*no second derivative"):
+        with pytest.raises(NotImplementedError, match=r"lm.resilu2 .*no second derivative"):
             SECOND[way](lambda x: jnp.sum(op(jnp.sin(x))))(jnp.ones(3))
 
 
