@@ -6,12 +6,11 @@ from typing import Any
 import jax
 
 CODES = "lowmembp_codes"
-NAN_MARKS = "lowmembp_nan_marks"
 NORM_OUTPUT = "lowmembp_norm_output"
 NORM_RSTD = "lowmembp_norm_rstd"
 
 #: The `checkpoint_name` of every residual that the operators of this library keep.
-RESIDUAL_NAMES: tuple[str, ...] = (CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD)
+RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_RSTD)
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:

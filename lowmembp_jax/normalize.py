@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from lowmembp_jax import kernels
+from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import compute_dtype
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 
@@ -146,7 +146,7 @@ def _row(parameter: Array | None) -> Array | None:
 
 def _forward_kernel(spec: NormSpec, x: Array, scale, bias):
     keeps_output = _keeps_output(spec, scale, bias)
-    out, normalized, rstd = kernels.norm_forward(
+    out, normalized, rstd = kernel_calls.norm_forward(
         x,
         _row(scale),
         _row(bias),
@@ -165,7 +165,7 @@ def _forward_kernel(spec: NormSpec, x: Array, scale, bias):
 
 def _backward_kernel(spec: NormSpec, residuals, g: Array):
     kept, rstd, scale, bias = residuals
-    dx, *sums = kernels.norm_backward(
+    dx, *sums = kernel_calls.norm_backward(
         kept,
         rstd,
         g,

@@ -10,7 +10,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
-from lowmembp_jax.codes import encode, find_nans, mark_nans, slopes
+from lowmembp_jax.codes import encode
 from pallas_kernels import activation, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
@@ -61,100 +61,48 @@ def hard_values(table, shape, dtype):
     return jnp.asarray(x.reshape(shape)).astype(dtype)
 
 
-def gradient(x, g, group=None):
-    """The jnp path's, without the NaNs if there are no groups."""
-    codes = encode(x.astype(jnp.float32), RESILU2_TABLE)
-    nans = jnp.zeros(x.shape, bool)
-    if group:
-        grouped = x.reshape(-1, group)
-        nans = find_nans(mark_nans(grouped), codes.reshape(grouped.shape)).reshape(x.shape)
-    slope = slopes(codes, nans, RESILU2_TABLE, jnp.float32)
-    return (g.astype(jnp.float32) * slope).astype(g.dtype)
-
-
-def run_activation(function, x, g, group, **options):
-    table = FUNCTIONS[function][1]
+def check_activation(function, size, dtype, cores=None):
+    """Bit for bit the jnp path; the codes four to a byte as `lm.pack_2bit` has them."""
+    op, table = FUNCTIONS[function]
+    x, g = hard_values(table, (size,), dtype), normal(1, (size,), dtype)
+    options = {"cores": cores, "interpret": True}
 
     @jax.jit
     def run(x, g):
-        forward = activation_forward(
-            x, function, table.thresholds, group, interpret=True, **options
-        )
-        _, packed, marks = forward
-        dx = activation_backward(packed, marks, g, table.levels, group, interpret=True, **options)
-        return *forward, dx
+        y, packed = activation_forward(x, function, table.thresholds, **options)
+        return y, packed, activation_backward(packed, g, table.levels, **options)
 
-    return run(x, g)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("dtype", "shape", "group"),
-    list(zip(DTYPES, [(5, 2, 1024), (7, 512), (9, 256)], [128, 64, 32], strict=True)),
-)
-def test_activation_is_the_jnp_path_bit_for_bit(function, dtype, shape, group):
-    op, table = FUNCTIONS[function]
-    x, g = hard_values(table, shape, dtype), normal(1, shape, dtype)
-    y, packed, marks, dx = run_activation(function, x, g, group)
-
+    y, packed, dx = run(x, g)
     expected, vjp = jax.vjp(jax.jit(op), x)
     assert_same(y, expected)
+    assert_same(packed, lm.pack_2bit(encode(x.astype(jnp.float32), table)))
     assert_same(dx, vjp(g)[0])
-    wide = x.astype(jnp.float32)
-    assert_same(packed, lm.pack_2bit(encode(wide, table)))
-    assert_same(marks, mark_nans(wide).reshape(marks.shape))
 
 
 @pytest.mark.parametrize(
-    ("size", "cores", "dtype"),
+    ("function", "size", "dtype", "cores"),
     [
-        (1, None, jnp.float32),
-        (3, None, jnp.float32),
-        (4, None, jnp.bfloat16),
-        (511, None, jnp.float32),
-        (2049, None, jnp.bfloat16),
-        (8197, 1, jnp.float16),
+        ("gelu_tanh", 10 * 1024, jnp.float32, None),
+        ("gelu_erf", 7 * 512, jnp.bfloat16, None),
+        ("silu", 9 * 256, jnp.float16, None),
+        ("silu", 1, jnp.float32, None),
+        ("gelu_tanh", 3, jnp.float32, None),
+        ("silu", 4, jnp.bfloat16, None),
+        ("gelu_erf", 511, jnp.float32, None),
+        ("silu", 2049, jnp.bfloat16, None),
+        ("silu", 8197, jnp.float16, 1),
     ],
 )
-def test_activation_of_any_size(size, cores, dtype):
-    x, g = hard_values(RESILU2_TABLE, (size,), dtype), normal(1, (size,), dtype)
-    y, packed, marks, dx = run_activation("silu", x, g, None, cores=cores)
-    assert marks is None
-    assert_same(y, jax.jit(lm.resilu2)(x))
-    assert_same(packed, lm.pack_2bit(encode(x.astype(jnp.float32), RESILU2_TABLE)))
-    assert_same(dx, jax.jit(gradient)(x, g))
+def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
+    check_activation(function, size, dtype, cores)
 
 
-def test_activation_of_a_large_array(monkeypatch):
+@pytest.mark.parametrize("size", [2050, 1024 + 32])
+def test_activation_of_a_large_array(monkeypatch, size):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
     monkeypatch.setattr(activation, "_MOST_MASKED", 0)
     monkeypatch.setattr(activation, "_MOST_BYTES", 0)
-    for size, group in ((2050, None), (1024 + 32, 32)):
-        x, g = hard_values(RESILU2_TABLE, (size,), jnp.float32), normal(1, (size,))
-        y, packed, marks, dx = run_activation("silu", x, g, group)
-        assert_same(y, jax.jit(lm.resilu2)(x))
-        assert_same(packed, lm.pack_2bit(encode(x, RESILU2_TABLE)))
-        if group:
-            assert_same(marks, mark_nans(x.reshape(-1, 32)).reshape(-1))
-        plain = jax.jit(functools.partial(gradient, group=group))(x, g)
-        assert_same(dx, plain)
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 128)])
-def test_activation_of_nothing(shape):
-    x = jnp.zeros(shape, jnp.bfloat16)
-    y, packed, marks, dx = run_activation("gelu_tanh", x, x, 128)
-    assert_same(y, x)
-    assert_same(dx, x)
-    assert (packed.shape, packed.dtype) == ((0,), jnp.uint8)
-    assert (marks.shape, marks.dtype) == ((0,), jnp.uint16)
-
-
-def test_activation_under_vmap():
-    x, g = normal(0, (3, 1024), scale=4.0), normal(1, (3, 1024))
-    run = functools.partial(run_activation, "gelu_tanh", group=128)
-    for actual, expected in zip(jax.vmap(run)(x, g), run(x, g), strict=True):
-        assert_same(actual.reshape(-1), expected.reshape(-1))
+    check_activation("silu", size, jnp.float32)
 
 
 def test_erfc_is_that_of_jax():
@@ -171,24 +119,18 @@ def test_erfc_is_that_of_jax():
 def test_activation_arguments():
     x = jnp.zeros((4, 32))
     for call, error, message in (
-        (lambda: activation_forward(x, "relu", (0.0,), None), ValueError, "function='relu'"),
-        (lambda: activation_forward(x, "silu", (0.0,), 48), ValueError, "group=48"),
-        (lambda: activation_forward(x[:1, :5], "silu", (0.0,), 32), ValueError, "group=32"),
-        (lambda: activation_forward(x, "silu", (0.0,) * 4, None), ValueError, "thresholds"),
+        (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function='relu'"),
+        (lambda: activation_forward(x, "silu", (0.0,) * 4), ValueError, "thresholds"),
+        (lambda: activation_forward(x.astype(int), "silu", (0.0,)), TypeError, "must be float32"),
         (
-            lambda: activation_forward(x.astype(jnp.int32), "silu", (0.0,), None),
-            TypeError,
-            "x must be float32",
-        ),
-        (
-            lambda: activation_backward(jnp.zeros(3, jnp.uint8), None, x, (0.0, 1.0), None),
+            lambda: activation_backward(jnp.zeros(3, jnp.uint8), x, (0.0, 1.0)),
             ValueError,
             r"packed must be uint8 \(32,\)",
         ),
         (
-            lambda: activation_backward(jnp.zeros(32, jnp.uint8), None, x, (0.0, 1.0), 32),
+            lambda: activation_backward(jnp.zeros(32, jnp.uint8), x, (0.0,)),
             ValueError,
-            "marks must be",
+            "levels must be 2 to 4",
         ),
     ):
         with pytest.raises(error, match=message):

@@ -31,13 +31,13 @@ POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "uint8": "*u8", "uint16": "
 
 
 def _activation(size, dtype, function):
-    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS, 128)
+    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS)
     return launch, [dtype]
 
 
 def _activation_backward(size, dtype):
-    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS, 128)
-    return launch, ["uint8", "uint16", dtype]
+    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS)
+    return launch, ["uint8", dtype]
 
 
 def _norm(width, dtype, affine):
@@ -139,7 +139,7 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
     # All programs that `row_launches` counts on are resident at once.
     if "PROGRAMS" in launch.constants and launch.kernel is not row_launches.wide_rows.sums_kernel:
         assert used["REG"] <= 128
-    # Codes, marks and rstd are what is narrow: an eighth of the bytes at most.
+    # Codes and rstd are what is narrow: an eighth of the bytes at most.
     if "1023" not in case:
         accesses = _access_bytes(compiled.asm["ptx"])
         narrow = sum(size for size in accesses if size < 16)
@@ -175,8 +175,8 @@ def test_calls_compile_for_an_h200(monkeypatch):
         out, rstd, kept, _ = normalization.norm_forward(
             x, scale, bias, x, center=True, epsilon=1e-6, dtype=x.dtype, keep_normalized=True
         )
-        y, packed, marks = activation.activation_forward(out, "silu", THRESHOLDS, 128)
-        g = activation.activation_backward(packed, marks, y, LEVELS, 128)
+        y, packed = activation.activation_forward(out, "silu", THRESHOLDS)
+        g = activation.activation_backward(packed, y, LEVELS)
         return normalization.norm_backward(
             kept, rstd, g, scale, bias, center=True, x_dtype=x.dtype, recover=False
         )

@@ -21,7 +21,7 @@ import pytest
 
 from lowmembp_jax import ms_layer_norm, ms_rms_norm, pack_2bit
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
-from lowmembp_jax.codes import encode, find_nans, mark_nans, slopes
+from lowmembp_jax.codes import encode
 
 for _module in ("torch", "triton"):
     if importlib.util.find_spec(_module) is None:
@@ -89,52 +89,25 @@ def _values(shape, dtype, table=REGELU2_TABLE):
     return x.reshape(shape).astype(dtype)
 
 
-def _marks(x, group):
-    nans = np.isnan(np.float32(x)).reshape(-1, group)
-    return np.sum(nans * (256 + np.arange(group)), axis=1).astype(np.uint16)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    "shape, group",
-    [
-        ((1,), None),
-        ((5, 7), None),
-        ((3, 1023), None),
-        ((3, 32), 32),
-        ((5, 192), 64),
-        ((4, 1024), 128),
-    ],
-)
-def test_activation_forward_is_that_of_the_jnp_path(kernels, function, shape, group, dtype):
+@pytest.mark.parametrize("shape", [(1,), (5, 7), (4, 1024)])
+def test_activation_forward_is_that_of_the_jnp_path(kernels, function, shape, dtype):
+    """At the thresholds too, and the codes four to a byte as `pack_2bit` has them."""
     reference, table = FUNCTIONS[function]
     x = _values(shape, dtype, table)
-    y, packed, marks = kernels(
-        "activation", "activation_forward", x, function, table.thresholds, group
-    )
+    y, packed = kernels("activation", "activation_forward", x, function, table.thresholds)
     wide = jnp.asarray(x).astype(jnp.float32)
     expected = reference(jnp.maximum(wide, jnp.finfo(jnp.float32).min)).astype(dtype)
     assert y.dtype == dtype and y.shape == shape
     _assert_close(y, expected, TOLERANCE[dtype.name])
     np.testing.assert_array_equal(packed, pack_2bit(encode(wide, table)))
-    if group is None:
-        assert marks is None
-    else:
-        np.testing.assert_array_equal(marks, _marks(x, group))
-
-
-def test_marks_are_those_of_the_jnp_path(kernels):
-    x = _values((4, 1024), DTYPES[0])
-    x[1, 128:256] = np.nan
-    marks = kernels("activation", "activation_forward", x, "silu", (0.0,), 128)[2]
-    np.testing.assert_array_equal(marks, np.ravel(mark_nans(jnp.asarray(x))))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_activation_is_accurate_where_one_plus_tanh_would_cancel(kernels, function):
     x = np.linspace(-9, 9, 4001, dtype=np.float32)
-    y = kernels("activation", "activation_forward", x, function, (0.0,), None)[0]
+    y = kernels("activation", "activation_forward", x, function, (0.0,))[0]
     x = np.float64(x)
     cubic = 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
     expected = {
@@ -147,32 +120,11 @@ def test_activation_is_accurate_where_one_plus_tanh_would_cancel(kernels, functi
     np.testing.assert_allclose(y, expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("table", [REGELU2_TABLE, RESILU2_TABLE], ids=["regelu2", "resilu2"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape, group", [((1,), None), ((3, 1023), None), ((4, 1024), 128)])
-def test_activation_backward_is_that_of_the_jnp_path(kernels, shape, group, dtype, table):
-    rng = np.random.default_rng(0)
-    codes = jnp.asarray(rng.integers(0, 4, shape), jnp.uint8)
-    g = rng.normal(size=shape).astype(dtype)
-    nans, marks = jnp.zeros(shape, bool), None
-    if group is not None:
-        x = np.zeros(shape, np.float32)
-        x[0, 5] = x[1, 128] = x[2, 3] = x[2, 100] = x[3, 1023] = np.nan
-        marks = mark_nans(jnp.asarray(x))
-        nans, marks = find_nans(marks, codes), np.ravel(marks)
-    dx = kernels(
-        "activation", "activation_backward", pack_2bit(codes), marks, g, table.levels, group
-    )
-    expected = np.float32(g) * np.float32(slopes(codes, nans, table, jnp.float32))
-    assert dx.dtype == dtype and dx.shape == shape
-    _assert_close(dx, expected.astype(dtype), TOLERANCE[dtype.name])
-
-
 def test_tables_of_fewer_thresholds(kernels):
     x = np.array([-1.0, 0.0, 1.0, np.inf], np.float32)
-    packed = kernels("activation", "activation_forward", x, "silu", (0.0,), None)[1]
+    packed = kernels("activation", "activation_forward", x, "silu", (0.0,))[1]
     np.testing.assert_array_equal(packed, [0b01010000])
-    dx = kernels("activation", "activation_backward", packed, None, x, (0.25, 2.0), None)
+    dx = kernels("activation", "activation_backward", packed, x, (0.25, 2.0))
     np.testing.assert_array_equal(dx, [-0.25, 0.0, 2.0, np.inf])
 
 
@@ -266,15 +218,6 @@ def test_parameter_gradients_of_many_programs(kernels):
         np.testing.assert_allclose(dbias, np.sum(g, axis=0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 8)])
-def test_empty_activation(kernels, shape):
-    x = np.zeros(shape, np.float32)
-    y, packed, marks = kernels("activation", "activation_forward", x, "silu", (0.0,), 32)
-    assert y.shape == shape and packed.shape == marks.shape == (0,)
-    dx = kernels("activation", "activation_backward", packed, marks, x, (0.0, 1.0), 32)
-    assert dx.shape == shape
-
-
 def test_norm_of_no_rows(kernels):
     x, scale = np.zeros((0, 8), np.float32), np.ones(8, np.float32)
     out, rstd, normalized, summed = kernels(
@@ -293,23 +236,14 @@ def test_norm_of_no_rows(kernels):
 @pytest.mark.parametrize("size", [96, 33], ids=["folded", "looped"])
 def test_vmap_of_activations(kernels, size):
     x = _values((3, size), DTYPES[0])
-    group = 32 if size == 96 else None
-    axes = (0, None, None, None)
-    _, packed, marks = kernels(
-        "activation", "activation_forward", x, "silu", (0.0, 1.0), group, vmap=[axes]
-    )
+    thresholds, levels = (0.0, 1.0), (0.5, 1.0, 2.0)
+    forward = ("activation", "activation_forward")
+    packed = kernels(*forward, x, "silu", thresholds, vmap=[(0, None, None)])[1]
     for i, row in enumerate(x):
-        np.testing.assert_array_equal(
-            packed[i],
-            kernels("activation", "activation_forward", row, "silu", (0.0, 1.0), group)[1],
-        )
-    levels = (0.5, 1.0, 2.0)
-    axes = (0, None if marks is None else 0, 0, None, None)
-    g = np.ones_like(x)
-    dx = kernels("activation", "activation_backward", packed, marks, g, levels, group, vmap=[axes])
-    slope = np.float32(levels)[(x > 0).astype(int) + (x > 1)]
-    expected = np.where(np.isnan(x) & (group is not None), np.nan, slope)
-    np.testing.assert_array_equal(dx, expected)
+        np.testing.assert_array_equal(packed[i], kernels(*forward, row, "silu", thresholds)[1])
+    axes, g = (0, 0, None), np.ones_like(x)
+    dx = kernels("activation", "activation_backward", packed, g, levels, vmap=[axes])
+    np.testing.assert_array_equal(dx, np.float32(levels)[(x > 0).astype(int) + (x > 1)])
 
 
 @pytest.mark.parametrize(
@@ -365,11 +299,10 @@ def test_vmap_of_vmap_of_norms(kernels):
 @pytest.mark.parametrize(
     "name, args, error, match",
     [
-        ("activation_forward", (np.zeros(4, int), "silu", (0.0,), None), TypeError, "float32"),
-        ("activation_forward", (np.zeros(4, "f4"), "relu", (0.0,), None), ValueError, "relu"),
-        ("activation_forward", (np.zeros(4, "f4"), "silu", (0.0,), 32), ValueError, "group"),
-        ("activation_backward", (np.zeros(1, "u1"), None, np.zeros(5, "f4"), (0.0, 1.0), None),
-         ValueError, "packed"),
+        ("activation_forward", (np.zeros(4, int), "silu", (0.0,)), TypeError, "float32"),
+        ("activation_forward", (np.zeros(4, "f4"), "relu", (0.0,)), ValueError, "relu"),
+        ("activation_backward", (np.zeros(1, "u1"), np.zeros(5, "f4"), (0.0, 1.0)), ValueError,
+         "packed"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(kernels, name, args, error, match):

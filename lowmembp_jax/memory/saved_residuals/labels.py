@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lowmembp_jax.checkpointing import CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.checkpointing import CODES, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 
-_OURS = {CODES: "codes", NAN_MARKS: "NaN marks", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
+_OURS = {CODES: "codes", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
 
 # Frames of these are not the user's.
 _LIBRARIES = ("jax", "jaxlib", "flax", "qwix", "lowmembp_jax", "pallas_kernels")
