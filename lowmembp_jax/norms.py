@@ -65,11 +65,11 @@ def normalize(
     Raises ValueError where `mask` does not broadcast to x, or a kernel has no such norm.
     """
     if mask is not None:
-        mask = jnp.asarray(mask, bool)
-        mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+        given, mask = jnp.shape(mask), jnp.asarray(mask, bool)
+        mask = mask.reshape((1,) * (x.ndim - len(given)) + given)
         sizes = zip(mask.shape, x.shape, strict=False)
         if mask.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
-            raise ValueError(f"mask must broadcast to x, {x.shape}, got shape {mask.shape}")
+            raise ValueError(f"mask must broadcast to x, {x.shape}, got shape {given}")
     if spec.implementation != "xla":
         split = any(a is not None and a.size != x.shape[-1] for a in (scale, bias))
         if mask is not None or spec.axes != (x.ndim - 1,) or split:
