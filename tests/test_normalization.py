@@ -115,7 +115,8 @@ class Norms:
             error = np.linalg.norm(np.float64(a) - b)
             # In a row of one element dx is a difference of numbers as large as rstd.
             size = np.linalg.norm(b) + (1e3 if shape[-1] == 1 else 0)
-            assert error < 3 * max(eps, float(jnp.finfo(a.dtype).eps)) * size
+            # Sums over rows are in float32, in an order of the implementation's.
+            assert error < (3 * max(eps, float(jnp.finfo(a.dtype).eps)) + 1e-6) * size
 
     @each_op
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
