@@ -12,9 +12,8 @@ from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
-from lowmembp_jax.merge_rules import MergeRule
-from lowmembp_jax.merging import merge_norm_affine
-from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
+from lowmembp_jax.merging import MergeRule, merge_norm_affine
+from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.patching import PatchReport, patch
 
 __all__ = [

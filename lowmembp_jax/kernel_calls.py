@@ -105,7 +105,7 @@ def norm_forward(
     def local(x, *parameters):
         rest = iter(parameters)
         scale, bias = (next(rest) if there else None for there in given)
-        out = kernel(x.reshape(_rows(x.shape)), scale, bias, None)
+        out = kernel(x.reshape(_rows(x.shape)), scale, bias)
         rstd = out.rstd.reshape(x.shape[:-1])
         normalized = (out.normalized.reshape(x.shape),) if keeps else ()
         return (out.out.reshape(x.shape), *normalized, rstd)

@@ -10,8 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, _apply_norm
-from lowmembp_jax.normalization import ms_rms_norm
-from lowmembp_jax.normalize import Residual
+from lowmembp_jax.norms import Residual, ms_rms_norm
 
 # RMSNorms of `transformers`, classes of its own with a `weight` and an `epsilon`, and what each
 # adds to the weight.
@@ -63,8 +62,6 @@ def why_not_swapped(module: nn.Module, x=None, mask=None, **others) -> str | Non
     for field, supported in _SUPPORTED.items():
         if (given := getattr(module, field)) != supported:
             return f"{field}={given!r}"
-    if mask is not None:
-        return "called with a mask"
     if x is None or others:
         return "called with arguments that are not Flax's"
     if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):

@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.normalize import RESIDUALS, Residual
+from lowmembp_jax.norms import RESIDUALS, Residual
 from lowmembp_jax.patched_activations import swapped_activations
 from lowmembp_jax.patched_norms import call_norm, norm_op, why_not_swapped
 

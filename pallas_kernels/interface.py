@@ -14,12 +14,11 @@ FUNCTIONS = ("gelu_tanh", "gelu_erf", "silu")
 
 
 class NormForward(NamedTuple):
-    """Results of `norm_forward`; None where not asked for."""
+    """Results of `norm_forward`; `normalized` is None where not asked for."""
 
     out: Array  # [rows, width], dtype
     rstd: Array  # [rows], float32
     normalized: Array | None  # [rows, width], dtype
-    summed: Array | None  # [rows, width], dtype of x
 
 
 def power_of_two(size: int) -> int:
