@@ -20,6 +20,7 @@ from jaxtyping import Array
 from lowmembp_jax import kernels
 from lowmembp_jax.arrays import compute_dtype
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.jax_internals import varying
 
 Residual = Literal["normalized", "output"]
 RESIDUALS: tuple[str, ...] = ("normalized", "output")
@@ -61,11 +62,6 @@ def _affine(spec: NormSpec, x: Array, rstd: Array, scale, bias) -> Array:
     return (y if bias is None else y + bias.astype(y.dtype)).astype(spec.dtype)
 
 
-def _varying(x: Array) -> frozenset[str]:
-    """Axes of the mesh along which x differs, inside shard_map."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None) -> Array:
     """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes."""
     args = (x, scale, bias)
@@ -79,10 +75,10 @@ def normalize(spec: NormSpec, x: Array, scale: Array | None, bias: Array | None)
             )
     # Inside shard_map: parameters that are the same on every device get their gradients summed
     # over the devices by the transpose of this cast.
-    varying = frozenset().union(*(_varying(a) for a in args if a is not None))
+    axes = varying(*(a for a in args if a is not None))
     cast = (
         a
-        if a is None or not (missing := varying - _varying(a))
+        if a is None or not (missing := axes - varying(a))
         else lax.pcast(a, tuple(missing), to="varying")
         for a in args
     )
