@@ -59,7 +59,7 @@ def _flax(original, seen, dtype, residual, module, x, **mask):
     given |= {"dtype": dtype or module.dtype, "residual": residual, "parent": None}
     try:
         if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
-            raise ValueError("complex input")
+            raise ValueError(f"{x.dtype} input")
         swapped = ours(**given)
     except ValueError as reason:
         seen(op, str(reason))
