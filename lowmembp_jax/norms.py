@@ -19,10 +19,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from lowmembp_jax import kernels
+from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import compute_dtype, real_array
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.implementations import choose_implementation
+from lowmembp_jax.jax_internals import varying
 
 Residual = Literal["normalized", "output"]
 RESIDUALS: tuple[str, ...] = get_args(Residual)
@@ -81,21 +82,16 @@ def normalize(
     # Inside shard_map: parameters that are the same on every device get their gradients summed
     # over the devices by the transpose of this cast.
     args = (x, scale, bias, mask)
-    varying = frozenset().union(*(_varying(a) for a in args if a is not None))
+    axes = varying(*(a for a in args if a is not None))
     cast = (
         a
-        if a is None or not (missing := varying - _varying(a))
+        if a is None or not (missing := axes - varying(a))
         else lax.pcast(a, tuple(missing), to="varying")
         for a in args
     )
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
     return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    """Axes of the mesh along which x differs, inside shard_map."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array]:
@@ -125,7 +121,7 @@ def _row(parameter: Array | None) -> Array | None:
 
 
 def _run_kernel(spec: NormSpec, x: Array, scale, bias) -> tuple[Array, Array | None, Array]:
-    return kernels.norm_forward(
+    return kernel_calls.norm_forward(
         x,
         _row(scale),
         _row(bias),
@@ -168,7 +164,7 @@ def _backward(spec: NormSpec, residuals, g: Array):
     if spec.implementation != "xla":
         static = dict(center=spec.center, x_dtype=spec.x_dtype, recover=recover)
         rows = (kept, rstd, g, _row(scale), _row(bias))
-        dx, *sums = kernels.norm_backward(*rows, spec.implementation, **static)
+        dx, *sums = kernel_calls.norm_backward(*rows, spec.implementation, **static)
         shaped = (
             None if gradient is None else gradient.reshape(parameter.shape)
             for gradient, parameter in zip(sums, (scale, bias), strict=True)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import jax
 from jax import lax
-from jax._src.config import _check_vma
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
+
+from lowmembp_jax.jax_internals import check_vma, varying
 
 Specs = tuple[P, ...]
 
@@ -87,14 +88,13 @@ class Partitioned:
         return local
 
     def _manual(self, *args: Array) -> tuple[Array, ...]:
-        varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
-        if not varying:
+        if not (axes := varying(*args)):
             return tuple(self.local(*args))
         # Kernels know nothing of the axes along which their arrays differ, and would be refused
         # under check_vma=True: their results differ along those of all arguments.
-        with _check_vma(False):
+        with check_vma(False):
             results = self.local(*args)
-        return tuple(lax.pcast(r, tuple(varying), to="varying") for r in results)
+        return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
 
     def _explicit(self, *args: Array) -> tuple[Array, ...]:
         given = [jax.typeof(a).sharding.spec for a in args]
