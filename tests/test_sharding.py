@@ -217,12 +217,14 @@ def test_activations_of_any_width_exchange_nothing(devices, implementation, kind
 def test_a_width_that_does_not_divide_by_the_devices():
     """Only meshes with automatic axes take it, within jit: what plain JAX exchanges, no more."""
     mesh = mesh_of(16)
-    x = jax.ShapeDtypeStruct((4, 16, 1000), jnp.float32, sharding=NamedSharding(mesh, P()))
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((4, 16, 1000), jnp.float32, sharding=whole)
 
     def compiled(op):
         def split(x):
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS["hidden"]))
 
-        return jax.jit(partial(gradients, lambda x: split(op(split(x))))).lower(x).compile()
+        run = partial(gradients, lambda x: split(op(split(x))))
+        return jax.jit(run, out_shardings=whole).lower(x).compile()
 
     assert_adds_none(compiled(lm.regelu2), compiled(partial(nn.gelu, approximate=True)))
