@@ -83,8 +83,8 @@ def test_values_that_no_model_has(tmp_path, family, change, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"config\.json: not JSON: Expecting value at column 1"),
-        (b'{\n"a": x}', r"config\.json: not JSON: Expecting value at line 2, column 6"),
+        (b"", r"config\.json: not JSON: Expecting value: column 1"),
+        (b'{\n"a": x}', r"config\.json: not JSON: Expecting value: line 2, column 6"),
         (b"[]", r"config\.json: expected a JSON object, found \[\]"),
         (b'{"a": "\xff"}', r"config\.json:1: not UTF-8"),
         (b'{"a": ' + b"[" * 100_000, r"config\.json: JSON that is nested too deep"),

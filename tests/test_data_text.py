@@ -71,7 +71,7 @@ def test_numbers_are_ordered_as_numbers():
         ("a.tsv", "text\tlabel\na\tx\n\ty\n", "a.tsv:3: the text is empty"),
         ("a.tsv", "a\tx\n\nb\ty\n", "a.tsv:2: expected 2 columns, text<TAB>label, found 1"),
         ("a.tsv", b"a\tx\r\nb\ty\r\n\xe9\tz\r\n", "a.tsv:3: not UTF-8: "),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON: .* at column"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON: .*: column"),
         ("a.jsonl", "[1, 2]\n", r"a.jsonl:1: expected a JSON object, found \[1, 2\]"),
         ("a.jsonl", '{"a": ' + "[" * 10**5, "a.jsonl:1: JSON .* nested too deep"),
         ("a.jsonl", '{"txt": "a", "label": 1}\n', r"a.jsonl:1: expected a string .*'txt'"),

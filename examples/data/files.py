@@ -53,7 +53,7 @@ def parse_json(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, " * (error.lineno > 1) + f"column {error.colno}"
-        raise ValueError(f"not JSON: {error.msg} at {place}") from error
+        raise ValueError(f"not JSON: {error.msg}: {place}") from error
     except RecursionError as error:
         raise ValueError("JSON that is nested too deep") from error
     if not isinstance(value, dict):

@@ -1,6 +1,7 @@
 """Where the trainer's model comes from: a name or a checkpoint, fitted to the task."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,10 +90,13 @@ def _read(path: Path, new_head: bool) -> Source:
         kind = given.get("model_type")
         if kind not in [*FAMILIES]:
             accepted = ", ".join(FAMILIES)
-            raise DataError(f"config.json has model_type {kind!r}, accepted are {accepted}")
+            raise DataError(f"config.json has model_type {reprlib.repr(kind)}, accepted are {accepted}")
         family, name_of = FAMILIES[kind], FAMILIES[kind].module.hugging_face_name
         config, names = family.config.from_json(path / "config.json"), label_names(given)
         tensors = current_names(read_tensors(path))
+        layers = sum(getattr(config, "depths", ())) or config.num_hidden_layers
+        if layers > len(tensors):  # tracing a model of so many would take minutes
+            raise DataError(f"config.json has {layers} layers, the files {len(tensors)} tensors")
     head = ()
     if family.head:
         kernel, bias = (name_of(("classifier", leaf)) for leaf in ("kernel", "bias"))
