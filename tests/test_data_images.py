@@ -149,12 +149,11 @@ def test_broken_archives(tmp_path):
 
 
 def test_a_header_that_claims_petabytes(tmp_path):
+    file = io.BytesIO()
+    header = {"descr": "|u1", "fortran_order": False, "shape": (2**25, 2**25)}
+    np.lib.format.write_array_header_1_0(file, header)
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        for shape in ((2**50,), (2**25, 2**25)):
-            file = io.BytesIO()
-            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            archive.writestr("images.npy", file.getvalue() + bytes(100))
+        archive.writestr("images.npy", file.getvalue() + bytes(100))
     with pytest.raises(DataError, match=r"a\.npz: not a .* buffer is smaller than requested"):
         load(train=tmp_path / "a.npz")
 

@@ -90,7 +90,8 @@ def _read(path: Path, new_head: bool) -> Source:
         kind = given.get("model_type")
         if kind not in [*FAMILIES]:
             accepted = ", ".join(FAMILIES)
-            raise DataError(f"config.json has model_type {reprlib.repr(kind)}, accepted are {accepted}")
+            found = reprlib.repr(kind)
+            raise DataError(f"config.json has model_type {found}, accepted are {accepted}")
         family, name_of = FAMILIES[kind], FAMILIES[kind].module.hugging_face_name
         config, names = family.config.from_json(path / "config.json"), label_names(given)
         tensors = current_names(read_tensors(path))
