@@ -62,7 +62,13 @@ from lowmembp_examples.trainer.sharding import (
     to_host,
 )
 from lowmembp_examples.trainer.signals import Stopped, StopSignals
-from lowmembp_examples.trainer.source import find_source, fit, initial_params, model_inputs
+from lowmembp_examples.trainer.source import (
+    find_source,
+    fit,
+    initial_params,
+    match_classes,
+    model_inputs,
+)
 from lowmembp_examples.trainer.step import init_state, learning_rate, make_optimizer, make_step
 
 import lowmembp_jax as lm
@@ -85,13 +91,13 @@ def train(config: Config) -> dict[str, Any]:
     open_run(config.output, identity(config), config.resume)
 
     # The data, and a model that fits them.
-    source = find_source(config.model, config.checkpoint, config.data.task)
+    source = find_source(config.model, config.checkpoint, config.data.task, config.new_head)
     data = data_config(config.data, source)
     try:
-        task = load_task(data)
+        task = load_task(data, partial(match_classes, source, say))
         batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
         dev = EvaluationBatches(task.dev, config.batch_size // accumulate, *part)
-    except DataError:
+    except (DataError, UsageError):
         raise
     except ValueError as error:
         raise UsageError(f"--data, --batch-size: {error}") from error

@@ -1,7 +1,6 @@
 """LLaMA against PyTorch: logits, loss and gradients, scanned or not, merged or not."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -138,32 +137,6 @@ def test_tied_head_is_refused_by_the_rules_of_others():
     _, params, _ = load("llama_gqa")
     with pytest.raises(ValueError, match="lm_head"):
         lm.merge_norm_affine(params, llama.NORM_RULES)
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_parameters=.*yarn"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
-def test_unsupported_configs(tmp_path, change, error):
-    given = json.loads((DATA / "llama/config.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given | change))
-    with pytest.raises(ValueError, match=error):
-        LlamaConfig.from_json(path)
-
-
-def test_config_of_transformers_5(tmp_path):
-    given = json.loads((DATA / "llama/config.json").read_text())
-    del given["rope_theta"], given["rope_scaling"]
-    given["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
-    assert LlamaConfig.from_json(path).rope_theta == 5e5
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])

@@ -1,14 +1,13 @@
 """Text with labels: from TSV and JSONL files to token ids in batches."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
-from lowmembp_examples.data.files import DataError, read_text
+from lowmembp_examples.data.files import DataError, parse_json, read_text
 from lowmembp_examples.data.tokenizer import padding_id
 from tokenizers import Tokenizer
 
@@ -106,12 +105,7 @@ def read_jsonl(path: Path) -> LabelledText:
     """
 
     def parse(line: str) -> tuple[str, str]:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"expected an object, found {line.strip()[:40]}")
+        record = parse_json(line)
         text = next((record[name] for name in _TEXT_NAMES if name in record), None)
         label = record.get("label")
         if not isinstance(text, str):

@@ -43,6 +43,8 @@ class Config:
     """vit-b16, bert-base, llama-7b, ... with random parameters. Default: the task's smallest."""
     checkpoint: Path | None = None
     """In place of --model: a Hugging Face directory, or Google's .npz of a ViT."""
+    new_head: bool = False
+    """Begin a new classifier in place of the checkpoint's, for labels that it does not know."""
     data: Data = Data()
     train: Train = "full"
     """What is trained: everything, or LoRA in query and value (qv) or in all Denses; fa: with A
