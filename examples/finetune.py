@@ -75,7 +75,8 @@ class Config:
     dev: Path | None = None
     """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
     checkpoint: Path | None = None
-    """Directory of another BERT: config.json, model.safetensors, tokenizer.json."""
+    """Directory of another BERT: config.json, model.safetensors, tokenizer.json. A classifier that
+    it has is not used."""
     output: Path = Path("results/finetune")
     """Directory for results.json and results.png."""
     classes: int = 8
@@ -182,6 +183,9 @@ def run(config: Config) -> dict[str, Any]:
     check_arguments(config)
     directory = config.checkpoint or minilm_directory()
     source = find_source(None, directory, "text-classification")
+    tensors = source.checkpoint.tensors.items()
+    encoder = {name: tensor for name, tensor in tensors if not name.startswith("classifier.")}
+    source = source._replace(checkpoint=source.checkpoint._replace(tensors=encoder))
     if source.family.name == "bert":
         source = source._replace(family=_MINILM)
     check_arguments(config, source.config.max_tokens)

@@ -32,7 +32,8 @@ def defaults():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Options for a small run: corners of MiniLM's matrices, 2 layers of 2 heads; two files."""
+    """Options for a small run: corners of MiniLM's matrices, 2 layers of 2 heads, with a classifier
+    of another task; two files."""
     directory = tmp_path_factory.mktemp("bert")
     minilm = minilm_directory()
     (directory / "tokenizer.json").symlink_to(minilm / "tokenizer.json")
@@ -46,6 +47,8 @@ def small(tmp_path_factory):
         for name, tensor in load_file(minilm / "model.safetensors").items()
         if not any(f"layer.{index}." in name for index in range(2, 6))
     }
+    tensors["classifier.weight"] = np.zeros((2, 32), np.float32)
+    tensors["classifier.bias"] = np.array([100, -100], np.float32)
     save_file(tensors, directory / "model.safetensors")
     lines = "what a fine film\tgood\na dull mess\tbad\n"
     (directory / "train.tsv").write_text(4 * lines)
@@ -85,6 +88,7 @@ def test_runs_end_to_end(small, command, tmp_path):
     # One forward, one seed, one order; gradients differ.
     plain, ours = (run["train_losses"] for run in results["runs"].values())
     assert plain[0] == pytest.approx(ours[0], abs=1e-5) and plain != ours
+    assert plain[0] < 10  # the checkpoint's classifier is not used
     for size in results["memory"]:
         kept = size["kept_bytes"]
         plain, ours, checkpointed, _, full = (kept[name] for name in finetune.METHODS)
