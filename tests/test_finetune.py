@@ -43,7 +43,7 @@ def small(tmp_path_factory):
     (directory / "config.json").write_text(json.dumps(config))
     sizes = {384: 32, 1536: 64}
     tensors = {
-        name: tensor[tuple(slice(sizes.get(size, size)) for size in tensor.shape)].copy()
+        f"bert.{name}": tensor[tuple(slice(sizes.get(size, size)) for size in tensor.shape)].copy()
         for name, tensor in load_file(minilm / "model.safetensors").items()
         if not any(f"layer.{index}." in name for index in range(2, 6))
     }
