@@ -1,4 +1,4 @@
-"""examples/data: labelled text from TSV and JSONL files (more of TSV in test_finetune.py)."""
+"""examples/data: labelled text from TSV and JSONL files."""
 
 import json
 
@@ -69,6 +69,8 @@ def test_numbers_are_ordered_as_numbers():
         ("a.tsv", "id\ttext\tlabel\n0\ta\tx\na\tx\n", r"a.tsv:3: expected 3 columns, id<TAB>text"),
         ("a.tsv", "text\tlabel\n", "a.tsv: the file has a header and no line after it"),
         ("a.tsv", "text\tlabel\na\tx\n\ty\n", "a.tsv:3: the text is empty"),
+        ("a.tsv", "a\tx\tz\n", "a.tsv:1: expected 2 columns, text<TAB>label, found 3"),
+        ("a.tsv", "a\tx\nb\t\n", "a.tsv:2: the label is empty"),
         ("a.tsv", "a\tx\n\nb\ty\n", "a.tsv:2: expected 2 columns, text<TAB>label, found 1"),
         ("a.tsv", b"a\tx\r\nb\ty\r\n\xe9\tz\r\n", "a.tsv:3: not UTF-8: "),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON: .*: column"),

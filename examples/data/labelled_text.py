@@ -1,7 +1,7 @@
 """Text with labels: from TSV and JSONL files to token ids in batches."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,17 +145,6 @@ def _parse_lines(
     return data
 
 
-def read_tsv_pair(train: Path, dev: Path) -> tuple[LabelledText, LabelledText]:
-    """Both files of a task.
-
-    Raises:
-      DataError: as for `read_tsv` and `check_labels`.
-    """
-    pair = read_tsv(train), read_tsv(dev)
-    check_labels(train, pair[0], dev, pair[1])
-    return pair
-
-
 def check_labels(train: Path, train_data: LabelledText, dev: Path, dev_data: LabelledText) -> None:
     """Checks that a classifier of `train`'s labels can be evaluated on `dev`.
 
@@ -192,20 +181,3 @@ def tokenize(
         np.array([sum(encoding.attention_mask) for encoding in encodings], np.int32),
         np.array([numbers[label] for label in data.labels], np.int32),
     )
-
-
-def shuffled_batches(tokens: Tokens, batch_size: int, steps: int, seed: int) -> Iterator[Tokens]:
-    """`steps` batches, epoch after epoch, each in an order of its own given by `seed`.
-
-    What is left of an epoch after its last whole batch is not used. `tokens` must hold at least
-    one batch.
-    """
-    rng = np.random.default_rng(seed)
-    while steps > 0:
-        order = rng.permutation(len(tokens.labels))
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            if steps == 0:
-                return
-            steps -= 1
-            chosen = order[start : start + batch_size]
-            yield Tokens(*(array[chosen] for array in tokens))

@@ -31,7 +31,6 @@ from lowmembp_examples.data.tokenizer import id_count, load_tokenizer, word_toke
 
 TaskName = Literal["text-classification", "image-classification", "language-modelling"]
 
-_STDLIB_CLASSES = 8
 _WORDS = 8192
 #: Mean and standard deviation of red, green, blue: of ViT's and of Swin's checkpoints.
 _NORMALIZATION = {
@@ -64,6 +63,8 @@ class DataConfig:
     """Pixels; images of other sizes are resized."""
     normalization: Literal["half", "imagenet"] = "half"
     """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's."""
+    classes: int = 8
+    """Packages of the standard library to tell apart, for text classification without --train."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
 
@@ -125,7 +126,7 @@ def load_task(config: DataConfig, order: Order = tuple) -> Task:
 def _text_classification(config: DataConfig, order: Order) -> Task:
     if config.train is None:
         source = f"docstrings of Python {platform.python_version()}'s standard library"
-        train, dev = load_stdlib_docs(_STDLIB_CLASSES)
+        train, dev = load_stdlib_docs(config.classes)
     else:
         source = str(config.train)
         train = read_labelled_text(config.train)

@@ -5,17 +5,15 @@ it: post-LayerNorm, absolute positions, GELU in the erf form. No dropout.
 """
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from lowmembp_examples.checkpoints import read_tensors, to_params
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
+from lowmembp_examples.models.bert_names import PREFIX as PREFIX
+from lowmembp_examples.models.bert_names import UNUSED as UNUSED
+from lowmembp_examples.models.bert_names import hugging_face_name as hugging_face_name
 from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
 from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.post_norm import Hidden, post_norm, with_affine
@@ -220,19 +218,3 @@ def _mean(hidden, lengths):
     used = (jnp.arange(tokens)[None] < lengths[:, None]).astype(hidden.dtype)
     total = jnp.einsum("bth,bt->bh", hidden, used, preferred_element_type=jnp.float32)
     return total / lengths[:, None].astype(jnp.float32)
-
-
-def load_pretrained(directory: str | os.PathLike) -> tuple[BertConfig, dict[str, Any]]:
-    """Config and `Bert`'s parameters, float32, from a Hugging Face directory, of any head.
-
-    Raises:
-      ValueError: config.json or the tensors are not there, or are not of a BERT that `Bert` can
-        run; names every wrong tensor.
-    """
-    config = BertConfig.from_json(Path(directory) / "config.json")
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(Bert(config).init, jax.random.key(0), ids)["params"]
-    tensors = current_names(read_tensors(directory))
-    unused = (*UNUSED, "bert.pooler.*", "classifier.*")
-    params = to_params(tensors, {"bert": abstract}, hugging_face_name, unused, prefix=PREFIX)
-    return config, params["bert"]
