@@ -1,13 +1,27 @@
-"""Kernels against float64 on fresh random inputs, into memory that holds something else before."""
+"""Kernels against float64 on fresh random inputs, into memory that holds something else before.
 
+A stage of `on_gpu.py`: a case is an implementation of ours, or what users have today.
+"""
+
+import secrets
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.benchmarks.compiling import compile_all, reason
 from lowmembp_examples.benchmarks.forward_backward import split_all
-from lowmembp_examples.benchmarks.kernel_cases import Kernel, is_ours
+from lowmembp_examples.benchmarks.kernel_cases import (
+    DTYPES,
+    KERNELS,
+    SMOKE_KERNELS,
+    Kernel,
+    contenders,
+    is_ours,
+)
+from lowmembp_examples.benchmarks.stages import Cases, Machine, main
 
 #: Largest norm(result - reference) / norm(reference), and largest difference of one element over
 #: the largest of the reference. A bf16 result is rounded to 2^-9; Flax also computes GELU in bf16.
@@ -135,3 +149,21 @@ def _verdict(errors: dict, tolerances: tuple[float, float], exact: bool) -> dict
         "written_and_codes_equal": exact,
         "passed": within and exact,
     }
+
+
+def check_all(who: str, names: tuple[str, ...], rows: int) -> Iterator[dict]:
+    seed = secrets.randbits(31)
+    for number, kernel in enumerate(KERNELS[name] for name in names):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        for dtype in DTYPES:
+            for record in check(kernel, contenders(kernel, who), dtype, rows, key):
+                yield record | {"seed": seed}
+
+
+def cases(machine: Machine) -> Cases:
+    names, rows = (SMOKE_KERNELS, 16) if machine.smoke else (tuple(KERNELS), 253)
+    return {who: partial(check_all, who, names, rows) for who in machine.contenders}
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases))

@@ -1,19 +1,26 @@
 """Plans beside measurements: differences, where they come from, and whether the ranking holds."""
 
-from statistics import median
-
-from rich.table import Table
-from scipy.stats import spearmanr
+from statistics import correlation, median
 
 MIB = 2**20
 #: Share of the measured peak that the plan may be off.
 TARGET = 0.03
 
 
-def done(record: dict, stage: str) -> dict | None:
-    """What a stage found, if it went well."""
-    found = record.get(stage, {})
-    return found if found.get("status") == "done" else None
+def steps(results: dict) -> dict[str, dict]:
+    """By configuration: its group, "plan" and "measure" where they are known, and failures."""
+    found: dict[str, dict] = {}
+    for job, one in results["jobs"].items():
+        stage, _, name = job.partition("/")
+        if stage not in ("validate_plan", "validate_measure"):
+            continue
+        step = found.setdefault(name, {"failed": {}})
+        kind = stage.removeprefix("validate_")
+        if one["status"].startswith("failed"):
+            step["failed"][kind] = one["status"]
+        for record in one["records"]:
+            step |= {kind: record, "group": record["group"]}
+    return found
 
 
 def difference(record: dict) -> dict | None:
@@ -25,7 +32,7 @@ def difference(record: dict) -> dict | None:
     alive. `allocator`: the step took more than its program asks for: rounding, chunks that are
     not split, and what XLA's runtime and libraries allocate while it runs.
     """
-    plan, measured = done(record, "plan"), done(record, "measure")
+    plan, measured = record.get("plan"), record.get("measure")
     if not plan or not measured or not measured["after"]:
         return None
     program, before, after = measured["program"], measured["before"], measured["after"]
@@ -79,10 +86,9 @@ def summary(records: dict[str, dict]) -> dict:
         "hidden": [n for n, r in records.items() if "hidden" in (difference(r) or {})],
         "other_program": [n for n, d in found.items() if not d["same_jaxpr"]],
         "failed": {
-            f"{name}, {stage}": record[stage]["status"]
+            f"{name}, {kind}": why
             for name, record in records.items()
-            for stage in ("plan", "measure")
-            if record.get(stage, {}).get("status", "").startswith("failed")
+            for kind, why in record["failed"].items()
         },
         "measured_over_estimated": {
             "median": median(ratios),
@@ -121,18 +127,16 @@ def _rank(records: list[dict], numbers) -> float | None:
     if len(records) < 2:
         return None
     planned, measured = zip(*map(numbers, records), strict=True)
-    return float(spearmanr(planned, measured).statistic)
+    return correlation(*([sorted(each).index(x) for x in each] for each in (planned, measured)))
 
 
-def table(records: dict[str, dict], device: str) -> Table:
+def rows(records: dict[str, dict]) -> list[list[str]]:
     """A row a configuration; empty where nothing was measured."""
-    out = Table(title=f"Planned for {device} and measured: MiB, milliseconds")
-    out.add_column("model, trained, method")
-    columns = ("planned", "measured", "plan is off", "compiler", "residents", "allocator")
-    for column in (*columns, "estimated", "timed", "ratio"):
-        out.add_column(column, justify="right")
+    causes = ("compiler", "residents", "allocator")
+    out = [["planned and measured: MiB, ms", "planned", "measured", "plan is off", *causes]]
+    out[0] += ["estimated", "timed", "ratio"]
     for name, record in records.items():
-        plan, measured = done(record, "plan"), done(record, "measure")
+        plan, measured = record.get("plan"), record.get("measure")
         found, cells = difference(record) or {}, [""] * 9
         if plan:
             cells[0] = f"{plan['peak'] / MIB:,.0f}"
@@ -142,10 +146,9 @@ def table(records: dict[str, dict], device: str) -> Table:
         elif found:
             cells[1] = f"{found['measured'] / MIB:,.0f}"
             cells[2] = f"{found['relative']:+.2%}"
-            for place, cause in enumerate(("compiler", "residents", "allocator"), 3):
-                cells[place] = f"{found[cause] / MIB:+,.1f}"
+            cells[3:6] = (f"{found[cause] / MIB:+,.1f}" for cause in causes)
         if measured and measured["after"]:  # a time of a CPU means nothing
             cells[7] = f"{measured['timing']['seconds'] * 1e3:.1f}"
             cells[8] = f"{_ratio(record):.2f}" if plan else ""
-        out.add_row(name, *cells)
+        out.append([name, *cells])
     return out
