@@ -16,7 +16,7 @@ Records are in `on_gpu.json` under --output as soon as they are known. When the 
 the process that runs is killed, and what was not run is said. Started again with the same --output,
 it goes on where it stopped; what failed comes last. `--select` runs a part:
 
-    python examples/benchmarks/on_gpu.py --output results/gpu --select "blocks/ViT-B*" attention
+    python examples/benchmarks/on_gpu.py --output results/gpu --select blocks/ViT-B attention
 
 The plans may be made on another machine with the same JAX, before or after, with the same folder:
 
@@ -66,11 +66,13 @@ def run_process(
     command: list[str], environment: dict[str, str], seconds: float, add: Callable[[dict], None]
 ) -> str:
     """Gives each record that a process prints to `add`, at once; returns how it ended."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
+    killed = threading.Event()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        killed = threading.Event()
+        ) as process,
+    ):
         timer = threading.Timer(seconds, lambda: (killed.set(), process.kill()))
         timer.start()
         try:
@@ -81,7 +83,6 @@ def run_process(
         finally:
             timer.cancel()
             process.kill()
-            process.wait()
         errors.seek(0)
         last = errors.read().strip().rpartition("\n")[2][-400:]
     if killed.is_set():
@@ -133,18 +134,17 @@ def load(path: Path, gpu: str | None) -> dict:
 
 
 def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]:
-    """ "stage/case" of all that can run here, or of what the patterns match."""
-    jobs = [
-        f"{s}/{case}" for s, names in stages.items() if isinstance(names, list) for case in names
-    ]
-    for pattern in patterns:
-        if not any(fnmatch(job, pattern) or job.startswith(f"{pattern}/") for job in jobs):
+    """Names, "stage/case", of all that can run here, or of what starts with one of the patterns.
+
+    Raises:
+      ValueError: a pattern matches none.
+    """
+    jobs = [f"{stage}/{case}" for stage, c in stages.items() if isinstance(c, list) for case in c]
+    chosen = {pattern: [job for job in jobs if fnmatch(job, f"{pattern}*")] for pattern in patterns}
+    for pattern, matched in chosen.items():
+        if not matched:
             raise ValueError(f"--select: {pattern!r} matches none of {', '.join(jobs)}")
-    return [
-        job
-        for job in jobs
-        if not patterns or any(fnmatch(job, p) or job.startswith(f"{p}/") for p in patterns)
-    ]
+    return [job for job in jobs if not chosen or any(job in each for each in chosen.values())]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,8 +157,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
     where = ["--smoke"] * options.smoke + (["--device", options.device] if options.device else [])
-    # A scheduler's signal ends the process that runs, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "lowmembp_examples").symlink_to(ROOT / "examples")
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -167,10 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
         if options.smoke:
             # Compiling is most of it, and less of it serves.
-            environment |= {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            }
+            environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+            environment["JAX_PLATFORMS"] = "cpu"
 
         def python(module: str, *more: str) -> list[str]:
             return [sys.executable, "-m", f"lowmembp_examples.benchmarks.{module}", *more]
@@ -234,4 +230,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A scheduler's signal ends the process that runs, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 from lowmembp_examples.benchmarks.compiling import reason
-from lowmembp_examples.benchmarks.on_gpu import STAGES
+from lowmembp_examples.benchmarks.on_gpu import ROOT, STAGES
 
 import lowmembp_jax as lm
 import pallas_kernels.triton
@@ -115,14 +115,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def nvidia_smi(field: str) -> str | None:
-    """Of the first GPU, such as "driver_version"; None without a driver."""
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+def first_line(*command: str) -> str | None:
+    """What a command such as nvidia-smi says first; None without it."""
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return next(iter(found.splitlines()), None)
+
+
+def nvidia_smi(field: str) -> str | None:
+    """Of the first GPU, such as "driver_version"; None without a driver."""
+    return first_line("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
 
 
 def describe() -> dict[str, Any]:
@@ -143,6 +147,7 @@ def describe() -> dict[str, Any]:
         "platform": jax.devices()[0].client.platform_version,
         "driver": nvidia_smi("driver_version"),
         "versions": versions(),
+        "commit": first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "triton": pallas_kernels.triton.unavailable_reason() or "available",
         "devices": list(lm.memory.DEVICES),
         "stages": stages,

@@ -123,11 +123,10 @@ def _ratio(record: dict) -> float:
 
 
 def _rank(records: list[dict], numbers) -> float | None:
-    """Spearman's rank correlation, 1 for the same order; None of fewer than two."""
-    if len(records) < 2:
-        return None
-    planned, measured = zip(*map(numbers, records), strict=True)
-    return correlation(*([sorted(each).index(x) for x in each] for each in (planned, measured)))
+    """Spearman's rank correlation, 1 for the same order; None where there is none."""
+    columns = list(zip(*map(numbers, records), strict=True))
+    ranks = [[sorted(column).index(x) for x in column] for column in columns]
+    return correlation(*ranks) if ranks and all(len(set(r)) > 1 for r in ranks) else None
 
 
 def rows(records: dict[str, dict]) -> list[list[str]]:
