@@ -77,7 +77,7 @@ def test_smoke(tmp_path):
         assert planned["estimated_seconds"] > 0 and planned["bytes_moved"] > planned["peak"]
         # What was measured is known to be the same step.
         assert planned["jaxpr"] == measured["jaxpr"]
-    assert "gelu_tanh forward bfloat16" in done.stdout and "not measured: right" in done.stdout
+    assert "MiB, gelu_tanh forward bfloat16" in done.stdout and "not measured: right" in done.stdout
 
 
 def test_without_a_gpu_it_says_so(tmp_path):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from lowmembp_examples.benchmarks import encoder
 from lowmembp_examples.benchmarks.stages import Cases, Machine, main
 from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.validate_arguments import floats
 from lowmembp_examples.models.attention import attention_platform
 
 import lowmembp_jax as lm
@@ -63,16 +64,6 @@ MODELS = {
 }
 
 
-def _random(shapes, factor: float, seed: int):
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        (factor * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-
 def _peak() -> int | None:
     stats = jax.local_devices()[0].memory_stats()
     return stats and stats["peak_bytes_in_use"]
@@ -84,7 +75,9 @@ def measure(model: str, method: str, implementation: str | None, effort: Effort)
     step, shapes = build(method, batch, tokens, layers, attention)
     with lm.set_implementation(implementation):
         compiled = jax.jit(step).lower(*shapes).compile()
-    args = _random(shapes[0], 0.02, 0), _random(shapes[1], 1.0, 1)
+    leaves, tree = jax.tree.flatten(shapes)
+    drawn = [floats(jnp.uint32(seed), leaf.shape, leaf.dtype) for seed, leaf in enumerate(leaves)]
+    args = jax.tree.unflatten(tree, [*drawn[:-1], 50 * drawn[-1]])  # x is the last
     before = _peak()
     loss = float(compiled(*args)[0])
     peak = _peak()

@@ -10,9 +10,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from lowmembp_examples.benchmarks.compiling import compile_all, reason
+from lowmembp_examples.benchmarks.compiling import Jobs, compile_all, reason
 from lowmembp_examples.benchmarks.correctness import random_inputs
-from lowmembp_examples.benchmarks.forward_backward import split_all
+from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
 from lowmembp_examples.benchmarks.kernel_cases import (
     DIRECTIONS,
     DTYPES,
@@ -71,24 +71,27 @@ def measure(
     drawn = [[random_inputs(kernel, shape, dtype, k) for k in row] for row in keys]
     sets = [[args for args, _ in row] for row in drawn]
     args = jax.eval_shape(lambda: sets[0][0])
-    splits, untraced = split_all(contenders(kernel, who), args)
-    jobs = {}
-    for name, split in splits.items():
-        jobs[name, "constants"] = jax.jit(split.constants), args
-        jobs[name, "forward"] = jax.jit(repeated(split.forward)), ([args] * plan.copies,)
-        jobs[name, "backward"] = jax.jit(repeated(split.backward)), ([split.inputs] * plan.copies,)
-    programs, failed = compile_all(jobs, _options(plan.copies))
+
+    def jobs_of(split: ForwardBackward) -> Jobs:
+        return {
+            "constants": (jax.jit(split.constants), args),
+            "forward": (jax.jit(repeated(split.forward)), ([args] * plan.copies,)),
+            "backward": (jax.jit(repeated(split.backward)), ([split.inputs] * plan.copies,)),
+        }
+
+    ops = contenders(kernel, who)
+    programs, failed = compile_all(ops, args, jobs_of, _options(plan.copies))
 
     def inputs_of_backward(name):
-        constants = programs[name, "constants"](*sets[0][0])
+        constants = programs[name]["constants"](*sets[0][0])
         for row, own in zip(drawn, sets, strict=True):
-            results = programs[name, "forward"](own)
+            results = programs[name]["forward"](own)
             yield [
                 (args, *kept, constants, g) for (args, g), kept in zip(row, results, strict=True)
             ]
 
     def time_one(name, direction):
-        program = programs[name, direction]
+        program = programs[name][direction]
         started = launches(program) if jax.default_backend() == "gpu" else None
         if started is not None and started < plan.copies:
             raise RuntimeError(f"XLA made {started} launches of {plan.copies} runs in one program")
@@ -111,14 +114,13 @@ def measure(
             "share_of_copy": by_hand * elements / seconds / copies,
         }
 
-    for name in contenders(kernel, who):
-        why = [untraced.get(name), *(failed.get((name, s)) for s in ("constants", *DIRECTIONS))]
+    for name in ops:
         for direction in DIRECTIONS:
             record = {"kernel": kernel.name, "contender": name, "direction": direction}
             record |= {"dtype": dtype.name, "size_mib": size_mib, "shape": shape}
             try:
-                if first := next(filter(None, why), None):
-                    raise RuntimeError(first)
+                if name in failed:
+                    raise RuntimeError(failed[name])
                 yield record | time_one(name, direction)
             except Exception as error:  # out of memory, say: the next goes on
                 yield record | {"status": f"failed: {reason(error)}", "passed": False}

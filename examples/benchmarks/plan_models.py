@@ -20,25 +20,13 @@ from functools import partial
 from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.report import table
 from lowmembp_examples.benchmarks.stages import versions
+from lowmembp_examples.benchmarks.validate_configurations import SIZES
 from lowmembp_examples.planning import MODELS
 
 import lowmembp_jax as lm
 
 OUTPUT = Path(__file__).parent / "results" / "plan_models.json"
 DEVICE = "h200"
-
-#: Batch size and tokens (images have their own) by model.
-SIZES = {
-    "vit-b16": (64, None),
-    "llama-7b": (4, 2048),
-    "roberta-base": (64, 128),
-    "bert-base": (64, 128),
-    "vit-l16": (64, None),
-    "llama-13b": (4, 2048),
-    "bert-large": (64, 128),
-    "swin-t": (64, None),
-    "swin-s": (64, None),
-}
 
 
 def trained_parts(model: str) -> tuple[str, ...]:

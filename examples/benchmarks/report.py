@@ -1,19 +1,24 @@
 """What the results of `on_gpu.py` say, in tables and against the targets.
 
-python examples/benchmarks/report.py results/gpu/on_gpu.json [--plot bandwidth.png]
+python examples/benchmarks/report.py results/gpu/on_gpu.json
 """
 
 import argparse
 import json
-from itertools import product
 from pathlib import Path
 
 from lowmembp_examples.benchmarks import validate_report
 
 MIB = 2**20
-#: Targets, those of the kernels for an x of at least so many MiB.
+#: The least of each; those of the kernels are for an x of at least so many MiB.
 LARGE = 256
-COPY_SHARE, FORWARD_SPEEDUP, BACKWARD_SPEEDUP, STEP_SPEEDUP = 0.9, 1.4, 1.5, 1.0
+TARGETS = {
+    "right against float64": 1,
+    "share of copy bandwidth": 0.9,
+    "activation forward, times the jnp path": 1.4,
+    "norm backward, times the jnp path": 1.5,
+    "step, times default Flax": 1,
+}
 
 
 def records(results: dict, stage: str, status: str) -> list[dict]:
@@ -30,65 +35,54 @@ def table(rows: list[list[str]]) -> str:
     )
 
 
-def _target(target: str, who: str, limit: float, ratios: list[tuple[float, str]]) -> str:
-    """`ratios`: what was reached, and where. The lowest decides."""
-    if not ratios:
-        return f"not measured: {target}, {who}"
-    number, where = min(ratios)
-    verdict = "met" if number >= limit else "missed"
-    return (
-        f"{verdict}: {number:.3g} (wanted {limit:g}) {target}, {who}; lowest of {len(ratios)}, in "
-        f"{where}; {sum(ratio >= limit for ratio, _ in ratios)} reach it"
-    )
-
-
 def _name(case: dict) -> str:
-    return f"{case['kernel']} {case['direction']} {case['dtype']} {case['size_mib']:g} MiB"
+    return f"{case['kernel']} {case['direction']} {case['dtype']}"
 
 
 def targets(results: dict) -> list[str]:
-    """A line for each target and each of our implementations that was run."""
-    checks = records(results, "correctness", "checked")
-    large = [r for r in records(results, "kernels", "timed") if r["size_mib"] >= LARGE]
-    jnp_path = {_name(r): r["microseconds"] for r in large if r["contender"] == "xla"}
-    steps = {
-        (r["model"], r["method"], r["implementation"]): r["milliseconds"]
-        for r in records(results, "blocks", "timed")
+    """A line for each target and implementation: the lowest that was reached decides."""
+    right, share, forward, backward, step = TARGETS
+    reached: dict[tuple[str, str], list[tuple[float, str]]] = {
+        (target, who): []
+        for who in ("xla", "pallas", "triton")
+        for target in (TARGETS if who != "xla" else (right, step))
     }
-    lines = []
-    for who in ("xla", "pallas", "triton"):
-        right = [
-            (float(r["passed"]), f"{r['kernel']} {r['direction']} {r['dtype']}")
-            for r in checks
-            if r["contender"] == who
-        ]
-        lines.append(_target("right against float64", who, 1, right))
-        own = [r for r in large if r["contender"] == who]
-        faster = {
-            direction: [
-                (jnp_path[_name(r)] / r["microseconds"], _name(r))
-                for r in own
-                if (r["direction"], "norm" in r["kernel"]) == (direction, direction == "backward")
-                and _name(r) in jnp_path
-            ]
-            for direction in ("forward", "backward")
-        }
-        if who != "xla":
-            copy = f"share of copy bandwidth, {LARGE} MiB and above"
-            shares = [(r["share_of_copy"], _name(r)) for r in own]
-            forward, backward = "activation forward: times", "norm backward: times"
-            lines += [
-                _target(copy, who, COPY_SHARE, shares),
-                _target(f"{forward} the jnp path", who, FORWARD_SPEEDUP, faster["forward"]),
-                _target(f"{backward} the jnp path", who, BACKWARD_SPEEDUP, faster["backward"]),
-            ]
-        speedups = [
-            (default / steps[model, "lowmembp_jax", who], f"a step of {model}")
-            for (model, method, _), default in steps.items()
-            if method == "default" and (model, "lowmembp_jax", who) in steps
-        ]
-        lines.append(_target("step: times default Flax", who, STEP_SPEEDUP, speedups))
-    return lines
+
+    def add(target, who, ratio, where):
+        if (target, who) in reached:
+            reached[target, who].append((ratio, where))
+
+    for r in records(results, "correctness", "checked"):
+        add(right, r["contender"], float(r["passed"]), _name(r))
+    large = [r for r in records(results, "kernels", "timed") if r["size_mib"] >= LARGE]
+    jnp_path = {(_name(r), r["size_mib"]): r for r in large if r["contender"] == "xla"}
+    for r in large:
+        where = f"{_name(r)} {r['size_mib']:g} MiB"
+        add(share, r["contender"], r["share_of_copy"], where)
+        kind = {("forward", False): forward, ("backward", True): backward}.get(
+            (r["direction"], "norm" in r["kernel"]), ""
+        )
+        if slower := jnp_path.get((_name(r), r["size_mib"])):
+            add(kind, r["contender"], slower["microseconds"] / r["microseconds"], where)
+    steps = records(results, "blocks", "timed")
+    default = {r["model"]: r["milliseconds"] for r in steps if r["method"] == "default"}
+    for r in steps:
+        if r["method"] == "lowmembp_jax" and r["model"] in default:
+            ratio = default[r["model"]] / r["milliseconds"]
+            add(step, r["implementation"], ratio, f"a step of {r['model']}")
+    return [_target(*key, ratios) for key, ratios in reached.items()]
+
+
+def _target(target: str, who: str, ratios: list[tuple[float, str]]) -> str:
+    if not ratios:
+        return f"not measured: {target}, {who}"
+    limit, (number, where) = TARGETS[target], min(ratios)
+    verdict = "met" if number >= limit else "missed"
+    count = sum(ratio >= limit for ratio, _ in ratios)
+    return (
+        f"{verdict}: {number:.3g} (wanted {limit:g}) {target}, {who}; in {where}, the lowest; "
+        f"{count} of {len(ratios)} reach it"
+    )
 
 
 def attention_table(results: dict) -> str:
@@ -117,57 +111,23 @@ def blocks_table(results: dict) -> str:
 
 
 def kernels_table(results: dict) -> str:
-    """Microseconds and share of copy bandwidth, at the size that was measured most."""
-    timed = records(results, "kernels", "timed")
-    sizes = [r["size_mib"] for r in timed]
-    size = max(sizes, key=lambda s: (s == LARGE, sizes.count(s)), default=LARGE)
+    """Microseconds and share of copy bandwidth."""
     cells = {
-        (f"{r['kernel']} {r['direction']} {r['dtype']}", r["contender"]): (
+        (f"{r['size_mib']:g} MiB, {_name(r)}", r["contender"]): (
             f"{r['microseconds']:.0f} ({r['share_of_copy']:.0%})"
         )
-        for r in timed
-        if r["size_mib"] == size
+        for r in records(results, "kernels", "timed")
     }
     contenders = list(dict.fromkeys(who for _, who in cells))
-    rows = [[f"us (share of copy), x of {size:g} MiB", *contenders]]
+    rows = [["size of x, kernel: us (share of copy)", *contenders]]
     for kernel in dict.fromkeys(kernel for kernel, _ in cells):
         rows.append([kernel, *(cells.get((kernel, who), "") for who in contenders)])
     return table(rows)
 
 
-def plot(results: dict, path: Path) -> None:
-    """Bandwidth against size: a panel a kernel, dtype and direction, a line a contender."""
-    from matplotlib.figure import Figure
-
-    timed = records(results, "kernels", "timed")
-    kernels = list(dict.fromkeys(r["kernel"] for r in timed))
-    panels = list(product(("bfloat16", "float32"), ("forward", "backward")))
-    figure = Figure(figsize=(3 * len(kernels), 2.6 * len(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), len(kernels), sharex=True, sharey=True, squeeze=False)
-    lines = {"copy": records(results, "kernels", "copy")}
-    lines |= {
-        who: [r for r in timed if r["contender"] == who] for who in ("xla", "pallas", "triton")
-    }
-    for (row, panel), (column, kernel) in product(enumerate(panels), enumerate(kernels)):
-        axis = axes[row, column]
-        axis.set_title(f"{kernel}\n{', '.join(panel)}", fontsize=8)
-        for who, points in lines.items():
-            known = {
-                p["size_mib"]: p["bytes_per_second"] / 1e12
-                for p in points
-                if who == "copy" or (p["kernel"], p["dtype"], p["direction"]) == (kernel, *panel)
-            }
-            axis.plot(*zip(*sorted(known.items()), strict=True) if known else [], label=who)
-        axis.set(xscale="log", ylim=(0, None), xlabel="MiB of x", ylabel="TB/s")
-    axes[0, 0].legend(fontsize=7)
-    figure.suptitle(f"{results['gpu']}: bytes that must move, over time")
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="on_gpu.json")
-    parser.add_argument("--plot", type=Path, help="an image of bandwidth against size")
     options = parser.parse_args()
     results = json.loads(options.results.read_text())
     steps = validate_report.steps(results)
@@ -175,8 +135,6 @@ def main() -> None:
     parts += [table(validate_report.rows(steps)), "\n".join(targets(results))]
     parts.append(json.dumps(validate_report.summary(steps), indent=1))
     print("", *parts, sep="\n\n")
-    if options.plot:
-        plot(results, options.plot)
 
 
 if __name__ == "__main__":

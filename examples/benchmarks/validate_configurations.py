@@ -73,12 +73,17 @@ class Configuration:
         return MODELS[arguments.pop("model")](**arguments, device=device)
 
 
-_SIZES = {
+#: Batch size, and tokens of a text, by model: the most telling first.
+SIZES = {
     "vit-b16": (64, None),
     "llama-7b": (4, 2048),
-    "bert-base": (64, 128),
     "roberta-base": (64, 128),
+    "bert-base": (64, 128),
+    "vit-l16": (64, None),
+    "llama-13b": (4, 2048),
+    "bert-large": (64, 128),
     "swin-t": (64, None),
+    "swin-s": (64, None),
 }
 _TWO = ("default", "lowmembp")
 _OTHERS = ("norm+activation", "dots", "full-remat", "lowmembp+remat")
@@ -95,7 +100,7 @@ _ORDER = (
     *(("swin-t", "full", method) for method in _TWO),
 )
 CONFIGURATIONS = tuple(
-    Configuration(model, method, train, *_SIZES[model]) for model, train, method in _ORDER
+    Configuration(model, method, train, *SIZES[model]) for model, train, method in _ORDER
 )
 #: For a CPU, to see that all of it works.
 SMOKE = Configuration("llama-tiny", "lowmembp", "qlora-qv", 2, 32, "chunked")
