@@ -1,8 +1,12 @@
 """The stages of examples/benchmarks/on_gpu.py, as far as no GPU allows."""
 
+import importlib
+import sys
+import types
 import warnings
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,7 @@ from lowmembp_examples.benchmarks.correctness import check
 from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
 from lowmembp_examples.benchmarks.kernel_cases import DIRECTIONS, KERNELS, SMOKE_KERNELS, contenders
 from lowmembp_examples.benchmarks.timing import SMOKE, launches, moved_bytes, repeated
+from lowmembp_examples.models.common import Compute
 
 import lowmembp_jax as lm
 
@@ -96,3 +101,15 @@ def test_timed_programs_compiled_for_an_h200(name, implementation):
             by_hand = kernel.bytes_an_element(direction, dtype, rows)
             moved = moved_bytes(once) / (rows * kernel.width)
             assert by_hand == pytest.approx(moved, rel=0.01)
+
+
+def test_full_training_needs_no_qwix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    for name in ("lora", "lora_provider"):
+        monkeypatch.delitem(sys.modules, f"lowmembp_examples.{name}", raising=False)
+    lora = importlib.import_module("lowmembp_examples.lora")
+    model = nn.Dense(2)
+    assert lora.apply_lora(model, "full") is model
+    model = types.SimpleNamespace(compute=Compute())
+    with pytest.raises(ModuleNotFoundError, match="qwix"):
+        lora.apply_lora(model, "lora-qv")
