@@ -25,7 +25,7 @@ def run(*arguments, path=""):
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(path)},
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=900,
     )
 
 
@@ -170,6 +170,16 @@ def test_it_goes_on_where_it_stopped(main):
     assert (code, started) == (2, []) and "'attention' matches none of correctness/" in said.err
     code, started, _, said = main(gpu="NVIDIA B200")
     assert (code, started) == (2, []) and "is of 'NVIDIA H200', this is 'NVIDIA B200'" in said.err
+
+
+def test_order():
+    small = ["kernels/64 MiB, xla", "kernels/1 MiB, xla"]
+    large = ["kernels/256 MiB, xla", "kernels/1024 MiB, xla"]
+    stages = {"kernels": [job.partition("/")[2] for job in large + small]}
+    stages |= {"validate_measure": ["a"], "blocks": ["ViT-B", "LLaMA"], "attention": "no GPU"}
+    jobs = on_gpu.select(stages, [])
+    assert jobs == ["blocks/ViT-B", "blocks/LLaMA", *large, "validate_measure/a", *small]
+    assert on_gpu.select(stages, ["blocks/L", "*MiB, x"]) == ["blocks/LLaMA", *large, *small]
 
 
 def test_numbers_that_are_no_json():

@@ -9,7 +9,7 @@ In this order, each case in a process of its own:
     attention         cuDNN's attention and the others, values and gradients, against float32
     blocks            step time and peak memory of ViT-B and LLaMA-7B blocks, by method
     kernels           bandwidth of every kernel, beside copies and what users have today
-    validate_measure  peak memory and step time of whole training steps
+    validate_measure  peak memory and step time of whole training steps (before small kernels)
     validate_plan     what the planner says of the same steps; needs its wheels and no GPU
 
 Records are in `on_gpu.json` under --output as soon as they are known. When the minutes are over,
@@ -42,7 +42,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Modules of this package, most important first, and whether they need a GPU.
+#: Modules of this package, and whether they need a GPU.
 STAGES = {
     "correctness": True,
     "attention": True,
@@ -51,6 +51,11 @@ STAGES = {
     "validate_measure": True,
     "validate_plan": False,
 }
+#: What starts with the first comes first: bandwidths of small arrays can wait.
+ORDER = (
+    *("correctness", "attention", "blocks", "kernels/256", "kernels/1024", "validate_measure"),
+    *("kernels", "validate_plan"),
+)
 #: A process that takes longer hangs. With less left, none is started.
 MOST_SECONDS, LEAST_SECONDS = {"validate_plan": 1800}, 15
 
@@ -140,6 +145,7 @@ def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]
       ValueError: a pattern matches none.
     """
     jobs = [f"{stage}/{case}" for stage, c in stages.items() if isinstance(c, list) for case in c]
+    jobs.sort(key=lambda job: [job.startswith(prefix) for prefix in ORDER].index(True))
     chosen = {pattern: [job for job in jobs if fnmatch(job, f"{pattern}*")] for pattern in patterns}
     for pattern, matched in chosen.items():
         if not matched:
