@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.benchmarks import references
-from lowmembp_examples.benchmarks.compiling import reason
 
 import lowmembp_jax as lm
 
@@ -125,6 +124,9 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
+SMOKE_KERNELS = ("gelu_tanh", "layer_norm affine")
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+DIRECTIONS = ("forward", "backward")
 
 
 def is_ours(contender: str) -> bool:
@@ -132,11 +134,8 @@ def is_ours(contender: str) -> bool:
     return contender in lm.IMPLEMENTATIONS
 
 
-def unavailable(implementation: str) -> str | None:
-    """Why an implementation does not run here, None if it compiles."""
-    op = partial(lm.regelu2, implementation=implementation)
-    try:
-        jax.jit(op).lower(jax.ShapeDtypeStruct((8, 128), jnp.float32)).compile()
-    except Exception as error:  # whatever is in its way is the reason
-        return reason(error)
-    return None
+def contenders(kernel: Kernel, who: str) -> dict[str, Callable]:
+    """An implementation of ours, or all the "baselines", by name."""
+    return (
+        kernel.baselines if who == "baselines" else {who: partial(kernel.ours, implementation=who)}
+    )

@@ -5,7 +5,7 @@ it: post-LayerNorm, absolute positions, GELU in the erf form. No dropout.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
