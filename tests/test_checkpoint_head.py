@@ -49,7 +49,7 @@ def test_other_names_are_an_error_or_a_new_head(tmp_path, names):
     listed = ", ".join(names)
     with pytest.raises(UsageError, match=f"zebra, ant, cat; the data have {listed}.* --new-head"):
         match(path, names)
-    said = f"head: new, for {listed}; the checkpoint's: none"
+    said = f"head: new, for {listed}"
     assert match(path, names, new_head=True) == (tuple(names), said)
 
 
@@ -64,7 +64,7 @@ def test_a_name_that_stands_twice_is_no_name(tmp_path):
     ("names", "expected", "said"),
     [
         ("abc", "abc", "head: the checkpoint's, which has no names; in order, it is for a, b, c"),
-        ("ab", "ab", "head: new, for a, b; the checkpoint's: for 3, without names"),
+        ("ab", "ab", "head: new, for a, b; the checkpoint's is for 3, without names"),
         (["LABEL_2"], HUGGING_FACE, "head: the checkpoint's, for LABEL_0, LABEL_1, LABEL_2"),
     ],
 )

@@ -133,10 +133,11 @@ def test_a_tokenizer_without_its_unknown_token_is_refused(tmp_path):
         (("padding",), {"pad_id": 900}, 901),
         (("padding",), {"pad_id": 10**9}, "padding: numbers must be at most 4194304, found 10000"),
         (("padding",), {"strategy": {"Fixed": 10**9}}, "padding: numbers must be at most"),
+        (("post_processor", "special_tokens"), {}, "no entry found for key"),  # Rust panics
         (("model", "vocab", "gap"), 2**31, "token ids must be at most 4194304, found 2147483648"),
     ],
 )
-def test_ids_above_the_number_of_tokens(tmp_path, path, value, count):
+def test_ids_that_no_table_has(tmp_path, path, value, count):
     content = json.loads(word_tokenizer(TEXTS, 100).to_str())
     inner = content
     for key in path[:-1]:

@@ -111,7 +111,7 @@ def read_jsonl(path: Path) -> LabelledText:
         if not isinstance(text, str):
             raise ValueError(f'expected a string "text" or "sentence", found {sorted(record)}')
         if isinstance(label, bool) or not isinstance(label, str | int):
-            raise ValueError(f'"label" must be a string or an integer, found {label!r}')
+            raise ValueError(f'"label" must be a string or an integer, found {repr(label)[:40]}')
         text.encode()  # a ValueError for half of a surrogate pair, which no tokenizer takes
         return text, str(label)
 

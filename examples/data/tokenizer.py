@@ -28,7 +28,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer.encode("\N{HUGGING FACE}")  # fails where the token for unknown words is missing
         if (highest := id_count(tokenizer) - 1) > _HIGHEST:
             raise ValueError(f"token ids must be at most {_HIGHEST}, found {highest}")
-    except Exception as error:  # the library raises Exception and no class of its own
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what Rust panics with is no Exception
         raise DataError(f"{path}: not a usable tokenizer.json: {error}") from error
     return tokenizer
 

@@ -150,8 +150,8 @@ def match_classes(
     if len(head) == len(names):
         say(f"head: the checkpoint's, which has no names; in order, it is for {_listed(names)}")
     else:
-        found = f"for {len(head)}, without names" if head else "none"
-        say(f"head: new, for {_listed(names)}; the checkpoint's: {found}")
+        other = f"; the checkpoint's is for {len(head)}, without names" if head else ""
+        say(f"head: new, for {_listed(names)}{other}")
     return tuple(names)
 
 
