@@ -182,10 +182,7 @@ def run(config: Config) -> dict[str, Any]:
     """Trains and measures; writes results.json whenever more is known, and returns it."""
     check_arguments(config)
     directory = config.checkpoint or minilm_directory()
-    source = find_source(None, directory, "text-classification")
-    tensors = source.checkpoint.tensors.items()
-    encoder = {name: tensor for name, tensor in tensors if not name.startswith("classifier.")}
-    source = source._replace(checkpoint=source.checkpoint._replace(tensors=encoder))
+    source = find_source(None, directory, "text-classification", new_head=True)
     if source.family.name == "bert":
         source = source._replace(family=_MINILM)
     check_arguments(config, source.config.max_tokens)
