@@ -20,12 +20,7 @@ import jax.numpy as jnp
 from lowmembp_jax.activations import own_copy, regelu2, resilu2
 from lowmembp_jax.jax_internals import cache_miss
 
-
-class _Thread(threading.local):
-    seen: Callable[[str, str | None], None] | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 # The Python functions; `jax.nn.silu` is one under `jax.jit`.
 _gelu: Any = inspect.unwrap(jax.nn.gelu)
@@ -37,7 +32,7 @@ _plain_missed = _silu_missed.cell_contents
 
 
 def _run(op: str, x, *approximate):
-    if _thread.seen is None:
+    if (seen := getattr(_thread, "seen", None)) is None:
         return _plain[op](x, *approximate)
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # such as nnx.Param
         x = x.__jax_array__()
@@ -48,7 +43,7 @@ def _run(op: str, x, *approximate):
     elif aval.weak_type:
         # The result would be strongly typed and promote what it meets.
         reason = "weakly typed input, as Python numbers are"
-    _thread.seen(op, reason)
+    seen(op, reason)
     return (_plain if reason else _ours)[op](x, *approximate)
 
 
@@ -66,7 +61,7 @@ def _silu_body(x):
 
 
 def _missed(*args, **kwargs):
-    if _thread.seen is None:
+    if getattr(_thread, "seen", None) is None:
         return _plain_missed(*args, **kwargs)
     return _silu(*args, **kwargs), None, False
 
@@ -86,11 +81,11 @@ def _count(change: int) -> None:
 
 @contextlib.contextmanager
 def swapped_activations(seen: Callable[[str, str | None], None] | None) -> Iterator[None]:
-    """Swaps gelu and silu in this thread; None runs the originals.
+    """Swaps gelu and silu in this thread and tells `seen`; None runs the originals.
 
-    `seen` is told of every call: operator, and why the original runs, None where it is swapped.
+    Told are the operator, and why the original runs, None where it is swapped.
     """
-    outer, _thread.seen = _thread.seen, seen
+    outer, _thread.seen = getattr(_thread, "seen", None), seen
     _count(1)
     try:
         yield

@@ -71,10 +71,7 @@ class _Entry:
 
     def seen(self, op: str, reason: str | None) -> None:
         if _of_coroutine.get() is not self:
-            raise RuntimeError(
-                "patch: another coroutine of this thread is inside `with lm.patch()`, which holds "
-                "for the whole thread: do not await inside it"
-            )
+            raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
         if reason is not None:
             self.report.skipped.setdefault(op, {}).setdefault(self.place, reason)
         elif self.place not in self.report.swapped.setdefault(op, []):
@@ -118,8 +115,7 @@ def _patch(settings: _Settings) -> Iterator[PatchReport]:
         yield entry.report
     except TypeError as error:
         if entry.report.swapped and "custom_vjp" in str(error):
-            swapped = ", ".join(entry.report.swapped)
-            error.add_note(f"lm.patch swapped {swapped}: these now have a custom_vjp")
+            error.add_note(f"lm.patch swapped {', '.join(entry.report.swapped)} for a custom_vjp")
         raise
     finally:
         # Generators may leave in another order than they entered, which JAX and Flax forbid: what
