@@ -17,12 +17,25 @@ More:
 Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
 """
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+
+    def interrupted(*_: object) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(130)
+
+    # Before the imports below, which take seconds. A shell starts background jobs with Ctrl-C
+    # ignored; this one can always be stopped.
+    signal.signal(signal.SIGINT, interrupted)
+
 import importlib.metadata
 import math
 import platform
 import shlex
-import signal
-import sys
+import tempfile
 import time
 from contextlib import closing
 from functools import partial
@@ -78,11 +91,21 @@ def train(config: Config) -> dict[str, Any]:
         jax.distributed.initialize()
     elif config.coordinator is not None:
         jax.distributed.initialize(config.coordinator, config.process_count, config.process_index)
+    with open_run(config.output, identity(config), config.resume):
+        if config.export is not None and jax.process_index() == 0:
+            try:
+                config.export.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=config.export).close()
+            except OSError as error:
+                raise UsageError(f"--export {config.export}: {error.strerror}") from error
+        return _train(config)
+
+
+def _train(config: Config) -> dict[str, Any]:
     say = print if jax.process_index() == 0 else lambda *_: None
     mesh = make_mesh(config.mesh, jax.devices())
     accumulate = config.optimizer.accumulate
     part = own_part(mesh, config.batch_size // accumulate)
-    open_run(config.output, identity(config), config.resume)
 
     # The data, and a model that fits them.
     source = find_source(config.model, config.checkpoint, config.data.task)
@@ -97,6 +120,8 @@ def train(config: Config) -> dict[str, Any]:
         raise UsageError(f"--data, --batch-size: {error}") from error
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
+    if steps * accumulate >= 2**31:  # counted in int32
+        raise UsageError(f"--steps, --epochs: must be fewer than 2^31 batches, got {steps:.1e}")
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     # The model and its parameters: those that are trained, and those that are frozen.
@@ -149,12 +174,15 @@ def train(config: Config) -> dict[str, Any]:
         )
         totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
 
-        def evaluate(state) -> dict[str, float]:
+        def evaluate(state, step: int) -> dict[str, float | None]:
             sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
             loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+            loss = loss / count
+            if not math.isfinite(loss):
+                raise DivergedError(f"step {step}: the loss of the evaluation is not a number")
             if family.task == "language-modelling":
-                return {"loss": loss / count, "perplexity": math.exp(loss / count)}
-            return {"loss": loss / count, "accuracy": correct / count}
+                return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None}
+            return {"loss": loss, "accuracy": correct / count}
 
         is_text = family.task != "image-classification"
         meter = Meter(config.batch_size, data.sequence_length if is_text else None)
@@ -174,7 +202,7 @@ def train(config: Config) -> dict[str, Any]:
 
                 is_last = done == steps
                 is_logged = done % config.log_every == 0 or is_last
-                is_saved = done % (config.checkpoint_every // 2) == 0 or is_last
+                is_saved = done % (config.checkpoint_every // 2) == 0
                 # Several processes agree on it, and wait for one another.
                 stop = signals.received() if is_logged or jax.process_count() == 1 else 0
                 if is_logged or is_saved or stop:
@@ -186,14 +214,15 @@ def train(config: Config) -> dict[str, Any]:
                     logs.write("train", done, values)
                     logs.bar.set_postfix_str(postfix(values))
                     check_loss(values, done)
-                if is_saved or stop:
+                if done % config.evaluate_every == 0 and not (is_last or stop):
+                    logs.write("dev", done, evaluate(state, done))
+                    meter.restart()
+                if (is_saved and not is_last) or stop:
                     checkpoints.save(state, int(state.step))
                 if stop:
                     raise Stopped(stop)
-                if done % config.evaluate_every == 0 and not is_last:
-                    logs.write("dev", done, evaluate(state))
-                    meter.restart()
-            final = evaluate(state)
+            final = evaluate(state, steps)
+            checkpoints.save(state, int(state.step))
             seconds = time.perf_counter() - start
             logs.write("dev", steps, final)
     if config.export is not None:
@@ -230,20 +259,19 @@ def check_loss(values: dict[str, Any], step: int) -> None:
     """Raises DivergedError where going on makes no sense."""
     if values.get("loss_scale", 1.0) < 1e-4:
         raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
-    if values["loss"] is None and "loss_scale" not in values:
+    if values["loss"] is None and not values["skipped"]:
         raise DivergedError(f"step {step}: the loss is not a number; a smaller --learning-rate?")
 
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    # A shell starts background jobs with Ctrl-C ignored; this one can always be stopped.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = tyro.cli(Config, description=__doc__)
     try:
+        config = tyro.cli(Config, description=__doc__)
         results = train(config)
         if jax.process_index() == 0:
             write_json(config.output / "results.json", results)
-            scores = ", ".join(f"{name} {value:.4f}" for name, value in results["dev"].items())
+            dev = {name: value for name, value in results["dev"].items() if value is not None}
+            scores = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
             print(f"dev: {scores}; written: {config.output / 'results.json'}")
     except Stopped as error:
         print(f"{error}: checkpoint written, --resume goes on", file=sys.stderr)
@@ -254,7 +282,7 @@ def main() -> int:
     except (UsageError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except DivergedError as error:
+    except (DivergedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

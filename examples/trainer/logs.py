@@ -3,8 +3,9 @@
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ class Logs:
         self._writes = jax.process_index() == 0
         if self._writes:
             path = directory / "log.jsonl"
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= first]
             part = path.with_name("log.jsonl.part")
-            part.write_text("".join(f"{line}\n" for line in kept))
+            part.write_text("".join(f"{line}\n" for line in _lines(path, first)))
             os.replace(part, path)
             self._file = path.open("a", buffering=1)
             self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first + 1)
@@ -41,7 +41,8 @@ class Logs:
         """Appends a record: of `kind` "train" or "dev"; None is not a number."""
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        record = {"step": step, "kind": kind, **values}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         for name, value in values.items():
             if value is not None:
                 self._events.add_scalar(f"{kind}/{name}", value, step)
@@ -53,9 +54,15 @@ class Logs:
             self._events.close()
 
 
-def _lines(path: Path) -> list[str]:
-    """The complete lines: of the last one a kill may have left a part."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
+def _lines(path: Path, last: int) -> Iterator[str]:
+    """The lines of steps up to `last`; says which are no records. The last may be a part."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)["step"] <= last:
+                yield line
+        except (ValueError, TypeError, KeyError):
+            print(f"{path}:{number}: not a record of the log, dropped", file=sys.stderr)
 
 
 def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
