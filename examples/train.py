@@ -32,6 +32,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, interrupted)
 
 import importlib.metadata
+import logging
 import math
 import platform
 import shlex
@@ -121,7 +122,7 @@ def _train(config: Config) -> dict[str, Any]:
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
     if steps * accumulate >= 2**31:  # counted in int32
-        raise UsageError(f"--steps, --epochs: must be fewer than 2^31 batches, got {steps:.1e}")
+        raise UsageError(f"--steps, --epochs: must be fewer than 2^31 batches, got {steps}")
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     # The model and its parameters: those that are trained, and those that are frozen.
@@ -265,8 +266,11 @@ def check_loss(values: dict[str, Any], step: int) -> None:
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
+    config = tyro.cli(Config, description=__doc__)
+    # What libraries log of an error, with its traceback, is said below in a line.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        config = tyro.cli(Config, description=__doc__)
         results = train(config)
         if jax.process_index() == 0:
             write_json(config.output / "results.json", results)
@@ -282,8 +286,12 @@ def main() -> int:
     except (UsageError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (DivergedError, OSError) as error:
+    except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where, reason = error.filename or config.output, error.strerror or error
+        print(f"error: {where}: {reason}", file=sys.stderr)
         return 1
     return 0
 

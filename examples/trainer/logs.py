@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 from lowmembp_examples.trainer.step import Metrics
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 
@@ -32,7 +34,10 @@ class Logs:
             part.write_text("".join(f"{line}\n" for line in _lines(path, first)))
             os.replace(part, path)
             self._file = path.open("a", buffering=1)
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first + 1)
+            (directory / "tensorboard").mkdir(exist_ok=True)
+            # Not `SummaryWriter`, whose thread hangs when a disk is full.
+            self._events = EventsWriter(str(directory / "tensorboard" / "events"))
+            self._add_event(first + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(
             initial=first, total=steps, unit="step", disable=not self._writes, mininterval=0.5
         )
@@ -43,9 +48,15 @@ class Logs:
             return
         record = {"step": step, "kind": kind, **values}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        for name, value in values.items():
-            if value is not None:
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+        scalars = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in values.items()
+            if value is not None
+        ]
+        self._add_event(step, summary=Summary(value=scalars))
+
+    def _add_event(self, step: int, **content: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
         self.bar.close()

@@ -186,8 +186,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # of several libraries and types
-            message = str(error).splitlines()[0]
-            raise OSError(f"{self._directory}: no checkpoint can be written: {message}") from error
+            reason = str(error).splitlines()[0].rsplit(": ", 1)[-1]
+            raise OSError(f"no checkpoint can be written: {reason}") from error
 
 
 @jax.jit
