@@ -64,7 +64,7 @@ from lowmembp_examples.trainer.config import (
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.export import export
 from lowmembp_examples.trainer.logs import Logs, Meter, peak_memory, postfix, summary
-from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.losses import Totals, make_loss, scores
 from lowmembp_examples.trainer.models import choose_attention
 from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
 from lowmembp_examples.trainer.sharding import (
@@ -177,13 +177,11 @@ def _train(config: Config) -> dict[str, Any]:
 
         def evaluate(state, step: int) -> dict[str, float | None]:
             sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
-            loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-            loss = loss / count
-            if not math.isfinite(loss):
+            sums = Totals(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
+            values = scores(family.task, sums)
+            if not math.isfinite(values["loss"]):
                 raise DivergedError(f"step {step}: the loss of the evaluation is not a number")
-            if family.task == "language-modelling":
-                return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None}
-            return {"loss": loss, "accuracy": correct / count}
+            return values
 
         is_text = family.task != "image-classification"
         meter = Meter(config.batch_size, data.sequence_length if is_text else None)

@@ -123,7 +123,7 @@ class Checkpoints:
 
     def _write_checksums(self) -> None:
         """In process 0, before Orbax renames the directory and notes in it when that was."""
-        for directory in self._directory.glob("*.orbax-checkpoint-tmp"):
+        for directory in self._directory.glob("*.orbax-checkpoint-tmp*"):
             files = (path for path in directory.rglob("*") if path.is_file())
             names = {str(path.relative_to(directory)) for path in files} - {"_CHECKPOINT_METADATA"}
             write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in names})
