@@ -185,7 +185,9 @@ class Checkpoints:
     def _one_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of several libraries and types
+        except OSError:
+            raise
+        except Exception as error:  # TensorStore's are of several types
             reason = str(error).splitlines()[0].rsplit(": ", 1)[-1]
             raise OSError(f"no checkpoint can be written: {reason}") from error
 
