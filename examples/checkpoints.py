@@ -9,63 +9,25 @@ axis of the parameter then runs over tensors whose names hold 0, 1, 2, ... in it
     write_tensors(directory, from_params(params, llama.hugging_face_name), config)
 """
 
-import dataclasses
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
+from lowmembp_examples.data.files import DataError, read_json
 from safetensors.numpy import load_file, save_file
 
 NameOf = Callable[[tuple[str, ...]], str]
 Layout = Literal["torch", "flax"]
-Config = TypeVar("Config")
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def read_config(path: str | os.PathLike, config: type[Config], **supported: Any) -> Config:
-    """A dataclass from a config.json with keys of the same names.
-
-    Args:
-      path: the JSON file.
-      config: the dataclass. Fields that it has a default for may be absent; lists become tuples;
-        `num_labels` is counted from `id2label` where only that is given (2 without either).
-      **supported: the only value of a key that the model computes; one of several where it is a
-        tuple. An absent key is as it should be.
-
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: not a JSON object, a key is missing, or a value is not supported.
-    """
-    path = Path(path)
-    try:
-        given = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(given).__name__}")
-    given.setdefault("num_labels", len(given.get("id2label") or range(2)))
-    fields = dataclasses.fields(config)  # pyright: ignore[reportArgumentType]
-    required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in given]:
-        raise ValueError(f"{path}: keys are missing: {', '.join(missing)}")
-    for key, accepted in supported.items():
-        accepted = accepted if isinstance(accepted, tuple) else (accepted,)
-        if key in given and given[key] not in accepted:
-            raise ValueError(
-                f"{path}: {key}={given[key]!r} is not supported, "
-                f"only {' or '.join(map(repr, accepted))}"
-            )
-    values = {field.name: given[field.name] for field in fields if field.name in given}
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    return config(**values)
 
 
 def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
@@ -75,35 +37,36 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
       directory: has model.safetensors, or model.safetensors.index.json and its shards.
 
     Raises:
-      FileNotFoundError: neither is there, or a shard is not.
-      ValueError: a file is not in the format, or a shard lacks a tensor that the index has in it.
+      DataError: neither is there, or a shard is not; a file is not in the format; a shard lacks a
+        tensor that the index has in it, or is not in the directory.
     """
     directory = Path(directory)
+    index = directory / _INDEX
     if (directory / _FILE).exists():
         return _read_file(directory / _FILE)
-    index = directory / _INDEX
     if not index.exists():
-        raise FileNotFoundError(f"{directory} has neither {_FILE} nor {_INDEX}")
-    try:
-        shard_of = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index}: expected JSON with an object weight_map: {error!r}") from error
+        raise DataError(f"{directory} has neither {_FILE} nor {_INDEX}")
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise DataError(f"{index}: expected an object weight_map")
+    for name, shard in shard_of.items():
+        if not isinstance(shard, str) or shard != Path(shard).name:
+            found = reprlib.repr(shard)
+            raise DataError(f"{index}: {name} must be in a file of this directory, found {found}")
     tensors = {}
     for shard in sorted(set(shard_of.values())):
         read = _read_file(directory / shard)
         if missing := sorted(n for n, of in shard_of.items() if of == shard and n not in read):
-            raise ValueError(f"{directory / shard}: lacks what {_INDEX} has in it: {missing}")
+            raise DataError(f"{directory / shard}: lacks what {_INDEX} has in it: {missing}")
         tensors |= read
     return tensors
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
     try:
         return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a safetensors file: {error}") from error
+    except Exception as error:  # the library has an error of its own, and others for its dtypes
+        raise DataError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def write_tensors(
@@ -148,7 +111,7 @@ def to_params(
         without a head.
 
     Raises:
-      ValueError: names every tensor that is missing, unknown or of a wrong shape.
+      ValueError: names every tensor that is missing, unknown or of a wrong shape or dtype.
     """
     initial = initial or {}
     if unknown := sorted(initial.keys() - abstract_params.keys()):
@@ -173,6 +136,8 @@ def to_params(
                 problems.append(f"missing {name}")
             elif tensors[name].shape != expected:
                 problems.append(f"{name} has shape {tensors[name].shape}, expected {expected}")
+            elif not jnp.issubdtype(tensors[name].dtype, jnp.floating):
+                problems.append(f"{name} has dtype {tensors[name].dtype}, expected a floating one")
             else:
                 tensor = _from_layout(layout, keys, tensors[name], shape)
                 layers.append(tensor if dtype is None else tensor.astype(dtype))

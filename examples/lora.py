@@ -16,17 +16,13 @@ Zhang et al. 2023 (arXiv:2308.03303), A frozen too. QLoRA: Dettmers et al. 2023
 (arXiv:2305.14314), W in 4-bit NormalFloat.
 """
 
-import math
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import lax
 
 Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,8 +36,6 @@ DENSES = (
 )
 #: Modules that no pretrained encoder has: the Dense before RoBERTa's classifier is another one.
 HEADS = ("dense", "classifier")
-#: Weights of one output that share a scale of NF4, or the largest divisor of it that fits.
-BLOCK = 64
 
 
 def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -> Model:
@@ -73,69 +67,20 @@ def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -
             f"train={train!r} with param_dtype={jnp.dtype(compute.param_dtype)} and "
             f"dtype={jnp.dtype(compute.dtype)}, accepted are equal ones"
         )
+    # Here: a model that is trained in full needs no qwix.
+    import qwix
+    from lowmembp_examples.lora_provider import Provider
+
     targets = ("query", "value") if train.endswith("qv") else DENSES
     weights = {"weight_qtype": "nf4"} if train.startswith("qlora") else {}
     rules = [qwix.LoraRule(module_path=_modules(targets), rank=rank, alpha=alpha, **weights)]
     if weights:
         rules.append(qwix.QuantizationRule(module_path=_modules(DENSES), **weights))
-    return qwix.apply_lora_to_model(model, _Provider(rules))
+    return qwix.apply_lora_to_model(model, Provider(rules))
 
 
 def _modules(names: tuple[str, ...]) -> str:
     return rf"(.*/)?({'|'.join(names)})"
-
-
-class _Provider(qwix.LoraProvider):
-    def __init__(self, rules):
-        super().__init__(rules)
-        # What PtqProvider takes as arguments and LoraProvider, one of its kind, does not pass on.
-        self._qarray_module = SimpleNamespace(quantize=_quantize)
-        self._dot_general_fn = _dot_general
-
-    def dot_general(self, lhs, rhs, *args, **kwargs):
-        rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
-        if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
-            # Initializing. qwix replaces the weight and then looks for it by its shape, unless
-            # it is a reshape of another, as DenseGeneral's first values are. It looks no further
-            # than an op of two arguments.
-            rhs = lax.optimization_barrier((lhs, rhs))[1]
-        return super().dot_general(lhs, rhs, *args, **kwargs)
-
-
-def _quantize(weight: jax.Array, how: Any) -> Any:
-    """Blocks of `BLOCK` inputs along the last axis of inputs, as QLoRA has them.
-
-    qwix would share one scale among all heads of the Dense after attention.
-    """
-    *others, last = (axis for axis in range(weight.ndim) if axis not in how.channelwise_axes)
-    tiles = dict.fromkeys(others, 1) | {last: math.gcd(BLOCK, weight.shape[last])}
-    return qwix.quantize(
-        weight.astype(jnp.float32),
-        how.qtype,
-        channelwise_axes=how.channelwise_axes,
-        tiled_axes=tiles,
-        scale_dtype=weight.dtype,
-    )
-
-
-def _dot_general(x, weight, dimension_numbers, **kwargs):
-    """The product, from whose forward the backward keeps the 4-bit weight and nothing else.
-
-    Differentiated by JAX it would keep the weight in 16 bits, all layers' of them.
-    """
-    inputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    def dot(x, weight):
-        return qwix.dot_general(x, weight, dimension_numbers, **kwargs)
-
-    def backward(weight, g):
-        # XLA would find that it has the 16 bits from the forward, and keep them.
-        weight, g = lax.optimization_barrier((weight, g))
-        return *jax.linear_transpose(lambda x: dot(x, weight), inputs)(g), None
-
-    product = jax.custom_vjp(dot)
-    product.defvjp(lambda x, weight: (dot(x, weight), weight), backward)
-    return product(x, weight)
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
@@ -175,8 +120,10 @@ def _quantize_like(abstract: Any, weight: Any) -> Any:
     if not hasattr(abstract, "how"):
         return weight
 
+    from lowmembp_examples.lora_provider import quantize as quantize_array
+
     def quantize(weight):
-        return abstract.replace(array=_quantize(weight, abstract.how))
+        return abstract.replace(array=quantize_array(weight, abstract.how))
 
     # nn.scan stacked the layers, qwix saw one.
     if jax.eval_shape(quantize, weight) != abstract:

@@ -17,7 +17,7 @@ from lowmembp_examples.data.tasks import TaskName
 from lowmembp_examples.lora import Train, apply_lora, partition
 from lowmembp_examples.models.common import Attention, Compute, Method
 from lowmembp_examples.trainer.losses import make_loss
-from lowmembp_examples.trainer.models import FAMILIES, choose_attention
+from lowmembp_examples.trainer.models import FAMILIES, Family, choose_attention
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
@@ -32,7 +32,7 @@ _TOKENS: dict[TaskName, int] = {"text-classification": 128, "language-modelling"
 
 
 def workload(
-    family_name: str,
+    family: Family,
     config: Any,
     *,
     batch: int,
@@ -49,7 +49,7 @@ def workload(
     """The step of one model.
 
     Args:
-      family_name: of `trainer.models.FAMILIES`.
+      family: one of `trainer.models.FAMILIES`.
       config: its sizes, such as one of the family's `CONFIGS`.
       batch: examples a step.
       method: see `models.common.Compute`.
@@ -65,9 +65,8 @@ def workload(
     Raises:
       ValueError: tokens for a model of images.
     """
-    family = FAMILIES[family_name]
     if tokens is not None and family.task not in _TOKENS:
-        raise ValueError(f"tokens={tokens}: {family_name} takes images, whose tokens are fixed")
+        raise ValueError(f"tokens={tokens}: {family.name} takes images, whose tokens are fixed")
     tokens = tokens or _TOKENS.get(family.task, 0)
     if attention is None:
         # cuDNN's flash attention needs compute capability 8.0.
@@ -115,7 +114,7 @@ def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, t
 
 #: What `--model` takes by name.
 MODELS = {
-    name: partial(workload, family_name, config, batch=_BATCH[family.task])
-    for family_name, family in FAMILIES.items()
+    name: partial(workload, family, config, batch=_BATCH[family.task])
+    for family in FAMILIES.values()
     for name, config in family.module.CONFIGS.items()
 }

@@ -9,15 +9,13 @@ from lowmembp_jax.activations import (
     step_activation,
 )
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
-from lowmembp_jax.codes import StepTable
+from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
 from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.compression import compress, products_saveable
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
-from lowmembp_jax.merge_rules import MergeRule
-from lowmembp_jax.merging import merge_norm_affine
-from lowmembp_jax.normalization import ms_layer_norm, ms_rms_norm
-from lowmembp_jax.packing import pack_2bit, unpack_2bit
+from lowmembp_jax.merging import MergeRule, merge_norm_affine
+from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.patching import PatchReport, patch
 
 __all__ = [

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
-from lowmembp_jax import kernels
+from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import compute_dtype, real_array
-from lowmembp_jax.checkpointing import CODES, NAN_MARKS
-from lowmembp_jax.codes import StepTable, encode, find_nans, mark_nans, slopes, whole_group
+from lowmembp_jax.checkpointing import CODES
+from lowmembp_jax.codes import StepTable, encode, slopes
 from lowmembp_jax.implementations import choose_implementation
 
 
@@ -49,6 +49,7 @@ RESILU2_TABLE = _published(
 
 @dataclass(frozen=True)
 class _Step:
+    name: str
     function: Callable[[Array], Array]
     table: StepTable
     implementation: str
@@ -67,39 +68,66 @@ def _step_activation(step: _Step, x: Array) -> Array:
     return step.compute(x)[1].astype(x.dtype)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiated_once(name: str, x: Array) -> Array:
+    return x
+
+
+@_differentiated_once.defjvp
+def _differentiated_twice(name: str, primals, tangents):
+    raise NotImplementedError(
+        f"{name} keeps codes of x for its backward, not x, and has no second derivative: "
+        "where a gradient is differentiated, use the exact activation"
+    )
+
+
 def _forward(step: _Step, x: Array):
+    # JAX differentiates this function only where it differentiates the gradient.
+    x = _differentiated_once(step.name, x)
     if step.implementation != "xla":
-        y, codes, marks = kernels.activation_forward(
+        y, codes = kernel_calls.activation_forward(
             x, _KERNEL_FUNCTIONS[step.function], step.table, step.implementation
         )
-        marks = mark_nans(x) if marks is None else marks
-        return y, (checkpoint_name(codes, CODES), checkpoint_name(marks, NAN_MARKS))
+        return y, checkpoint_name(codes, CODES)
     wide, y = step.compute(x)
     # Without the barrier XLA recomputes codes and y in the backward from an x that is still
     # there, and then keeps x (ViT-B block, full tuning, unrolled: 16 units in place of 10.5).
-    codes, marks, y = lax.optimization_barrier(
-        (encode(wide, step.table), mark_nans(wide), y.astype(x.dtype))
-    )
-    return y, (checkpoint_name(codes, CODES), checkpoint_name(marks, NAN_MARKS))
+    codes, y = lax.optimization_barrier((encode(wide, step.table), y.astype(x.dtype)))
+    return y, checkpoint_name(codes, CODES)
 
 
-def _backward(step: _Step, residuals, g: Array):
-    codes, marks = residuals
+def _backward(step: _Step, codes: Array, g: Array):
     if step.implementation != "xla":
-        whole = whole_group(g.shape) is not None
-        dx = kernels.activation_backward(
-            codes, marks if whole else None, g, step.table, step.implementation
-        )
-        return (dx if whole else jnp.where(find_nans(marks, codes), jnp.nan, dx),)
+        return (kernel_calls.activation_backward(codes, g, step.table, step.implementation),)
     wide = compute_dtype(g.dtype)
-    slope = slopes(codes, find_nans(marks, codes), step.table, wide)
-    return ((g.astype(wide) * slope).astype(g.dtype),)
+    return ((g.astype(wide) * slopes(codes, step.table, wide)).astype(g.dtype),)
 
 
 _step_activation.defvjp(_forward, _backward)
 
 
 _jitted = jax.jit(_step_activation, static_argnums=0, inline=True)
+
+
+def _activate(
+    name: str,
+    x: ArrayLike,
+    function: Callable[[Array], Array],
+    table: StepTable,
+    implementation: str | None,
+) -> Array:
+    x, implementation = real_array(x), choose_implementation(implementation)
+    if implementation != "xla" and function not in _KERNEL_FUNCTIONS:
+        raise ValueError(
+            f"implementation={implementation!r} has no kernel for function={function!r}, only for "
+            f"those of lm.regelu2 and lm.resilu2: choose 'xla'"
+        )
+    try:
+        return _jitted(_Step(name, function, table, implementation), x)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            error.add_note(f"{name} has a gradient only, from codes of x: jax.grad, not jax.jvp")
+        raise
 
 
 def step_activation(
@@ -121,23 +149,17 @@ def step_activation(
         `lm.regelu2` and `lm.resilu2`.
 
     Returns:
-      `[*shape]` in x's dtype. Kept for the backward: the codes, `jnp.uint2[*shape]`, and
-      `uint16` marks of the NaNs in x, one for 32 to 128 elements. The gradient is NaN where x
-      or the cotangent is, and `levels[0]` and `levels[-1]` times the cotangent at -inf and
-      +inf. (Where several of one group's elements are NaN, those of its elements that lie
-      below the first threshold have a NaN gradient too.)
+      `[*shape]` in x's dtype. Kept for the backward: the codes, `jnp.uint2[*shape]`. The gradient
+      is `levels[0]` and `levels[-1]` times the cotangent at -inf and +inf. A NaN in x is NaN in
+      the result; its code is 0, and its gradient is NaN where the cotangent is, as it is for a
+      loss that is not linear.
 
     Raises:
       TypeError: x is complex; a kernel is asked for and x is float64.
       ValueError, RuntimeError: no such implementation, or it cannot run here, and why.
+      NotImplementedError: the gradient is differentiated with respect to x.
     """
-    x, implementation = real_array(x), choose_implementation(implementation)
-    if implementation != "xla" and function not in _KERNEL_FUNCTIONS:
-        raise ValueError(
-            f"implementation={implementation!r} has no kernel for function={function!r}, only for "
-            f"those of lm.regelu2 and lm.resilu2: choose 'xla'"
-        )
-    return _jitted(_Step(function, table, implementation), x)
+    return _activate("lm.step_activation", x, function, table, implementation)
 
 
 def own_copy(function: Any) -> Callable[..., Array]:
@@ -171,7 +193,7 @@ def regelu2(
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
     """
     function = _gelu_tanh if approximate else _gelu_erf
-    return step_activation(x, function, REGELU2_TABLE, implementation=implementation)
+    return _activate("lm.regelu2", x, function, REGELU2_TABLE, implementation)
 
 
 def resilu2(
@@ -189,4 +211,4 @@ def resilu2(
     Returns:
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
     """
-    return step_activation(x, _silu, RESILU2_TABLE, implementation=implementation)
+    return _activate("lm.resilu2", x, _silu, RESILU2_TABLE, implementation)

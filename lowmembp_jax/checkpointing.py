@@ -4,23 +4,28 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
-NAN_MARKS = "lowmembp_nan_marks"
 NORM_OUTPUT = "lowmembp_norm_output"
 NORM_RSTD = "lowmembp_norm_rstd"
 
 #: The `checkpoint_name` of every residual that the operators of this library keep.
-RESIDUAL_NAMES: tuple[str, ...] = (CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD)
+RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_RSTD)
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
     """A `jax.checkpoint` policy that keeps this library's residuals and what `policies` keep.
 
     Inside `jax.checkpoint(block, policy=lm.checkpoint_policy())` the backward finds the 2-bit
-    codes, the norms' outputs and `rstd` in memory and recomputes everything else. Each policy
-    given is asked in turn for what those names do not cover, so
-    `lm.checkpoint_policy(jax.checkpoint_policies.dots_saveable)` also keeps matrix products.
+    codes, the norms' outputs and `rstd` in memory and recomputes everything else. A value is kept
+    where one policy or more keeps it: `lm.checkpoint_policy(jax.checkpoint_policies.dots_saveable)`
+    also keeps matrix products. What a policy offloads is offloaded, this library's residuals
+    included:
+
+        lm.checkpoint_policy(jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=lm.RESIDUAL_NAMES,
+            offload_src="device", offload_dst="pinned_host"))
 
     Args:
       *policies: policies of `jax.checkpoint_policies`, or any callable of the same kind,
@@ -28,6 +33,8 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
       TypeError: one of `policies` is not callable.
+      ValueError: two of `policies` disagree: one saves a value that another offloads, or they
+        offload it to different memories. Raised when a `jax.checkpoint` is differentiated.
     """
     for policy in policies:
         if not callable(policy):
@@ -35,12 +42,21 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
                 f"checkpoint_policy: policies must be callables such as those of "
                 f"jax.checkpoint_policies, got {policy!r}"
             )
-    keep = (jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES), *policies)
+    keep_ours = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
-    def policy(prim, *args, **params):
-        for ask in keep:
-            if answer := ask(prim, *args, **params):
-                return answer
-        return False
+    def combined(prim, *args, **params):
+        answers = [policy(prim, *args, **params) for policy in policies]
+        kept = [Saveable if a is True else a for a in answers if a not in (False, Recompute)]
+        if other := [answer for answer in kept if answer != kept[0]]:
+            raise ValueError(
+                f"checkpoint_policy: policies disagree on a result of {prim} "
+                f"{params.get('name', '')!r}: one answers {_name(kept[0])}, another "
+                f"{_name(other[0])}; accepted is one answer besides Recompute"
+            )
+        return kept[0] if kept else keep_ours(prim, *args, **params)
 
-    return policy
+    return combined
+
+
+def _name(answer: Any) -> str:
+    return "Saveable" if answer is Saveable else repr(answer)

@@ -34,7 +34,7 @@ from lowmembp_jax.memory.sizes import parse_bytes
 OK, USAGE, DOES_NOT_FIT, MISSING_PACKAGE, INTERRUPTED = 0, 2, 3, 4, 130
 
 _IMAGES = (".png", ".svg", ".pdf")
-_NEEDED = ("matplotlib", "rich", "tqdm", "tyro")
+_NEEDED = ("matplotlib", "rich", "tyro")
 
 
 class UsageError(ValueError):

@@ -1,16 +1,15 @@
-"""2-bit codes, from values and to slopes, and the NaNs that two bits cannot hold.
-
-Two bits hold the four slopes of a step table and nothing else, so a NaN input would vanish in
-its code. The NaNs are therefore kept beside the codes: one `uint16` for a group of 32 to 128
-elements of the last axis, computed in the same pass over x, 0.125 to 0.5 bits an element.
-"""
+"""2-bit codes: from values, to slopes, and four to a byte."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Integer, UInt16
+import numpy as np
+from jaxtyping import Array, Float, Integer, UInt8
+
+_SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -49,80 +48,69 @@ class StepTable:
 
 
 def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shape"]:
-    """The code of every element, `jnp.uint2`: how many thresholds are strictly below it."""
+    """The code of every element, `jnp.uint2`: how many thresholds are strictly below it.
+
+    It is 0 for NaN.
+    """
     codes = sum((x > threshold).astype(jnp.uint8) for threshold in table.thresholds)
     return jnp.asarray(codes).astype(jnp.uint2)
 
 
-def slopes(
-    codes: Integer[Array, "*shape"], nans: Bool[Array, "*shape"], table: StepTable, dtype
-) -> Float[Array, "*shape"]:
-    """The level of every code, NaN where `nans` says that the input was NaN."""
-    codes = codes.astype(jnp.uint8)
-    slope = jnp.full(codes.shape, table.levels[-1], dtype)
+def slopes(codes: Integer[Array, "*shape"], table: StepTable, dtype) -> Float[Array, "*shape"]:
+    """The level of every code."""
+    # Scalars, not full arrays: under an explicit mesh those would not be sharded as the codes.
+    codes, slope = codes.astype(jnp.uint8), jnp.asarray(table.levels[-1], dtype)
     for code, level in reversed(list(enumerate(table.levels[:-1]))):
         slope = jnp.where(codes == code, jnp.asarray(level, dtype), slope)
-    return jnp.where(nans, jnp.asarray(jnp.nan, dtype), slope)
+    return slope
 
 
-# A group's mark is the sum of 256 + i over its NaNs, i counting from 0 within the group:
-# 0 none, below 512 exactly one and where, else several.
-_ONE = 256
-_SEVERAL = 512
+def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:
+    """Packs codes 0 to 3 four to a byte, least significant bits first.
 
+    Element i of the flattened array is in byte i >> 2, bits 2 (i & 3) and up; the last byte's
+    unused bits are 0. Only the two low bits of each code are used.
 
-def _group_size(width: int) -> int:
-    """Elements a mark: the most, to 128, that leave whole groups when 8 devices split the axis."""
-    return next((size for size in (128, 64, 32) if width % (8 * size) == 0), 128)
+    Args:
+      codes: `[*shape]`, any integer dtype, `jnp.uint2` included; any shape and size.
 
+    Returns:
+      uint8 `[ceil(size / 4)]`.
 
-def whole_group(shape: tuple[int, ...]) -> int | None:
-    """The elements a mark for an array of this shape, None where its groups are not all whole."""
-    if not shape or shape[-1] < 32 or shape[-1] % _group_size(shape[-1]):
-        return None
-    return _group_size(shape[-1])
-
-
-def _grouped(x: Array) -> Array:
-    """Splits the last axis into groups, `[..., groups, size]`, padded with zeros (False).
-
-    Rows under 32 elements are joined first: their marks would outweigh their codes.
+    Raises:
+      TypeError: codes are not integers.
     """
-    width = x.shape[-1] if x.ndim and x.shape[-1] >= 32 else x.size
-    x = x.reshape(*(x.shape[:-1] if width != x.size else ()), width)
-    size = _group_size(width)
-    if padding := -width % size:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
-    return x.reshape(*x.shape[:-1], (width + padding) // size, size)
+    codes = jnp.asarray(codes)
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise TypeError(f"pack_2bit: codes must be integers, got {codes.dtype}")
+    flat = codes.reshape(codes.size).astype(jnp.uint8) & jnp.uint8(3)
+    quads = jnp.pad(flat, (0, -flat.size % 4)).reshape((flat.size + 3) // 4, 4)
+    return jnp.sum(quads << _SHIFTS, axis=-1, dtype=jnp.uint8)
 
 
-def mark_nans(x: Float[Array, "*shape"]) -> UInt16[Array, "*groups"]:
-    """Where the NaNs of x are, one `uint16` a group; exact for up to one NaN a group."""
-    nans = _grouped(jnp.isnan(x)).astype(jnp.uint16)
-    # A product with the positions and not a masked iota: `lax.scan` computes what depends on
-    # no loop variable ahead of the loop, a full-size iota included, and keeps it there.
-    positions = jnp.arange(nans.shape[-1], dtype=jnp.uint16) + jnp.uint16(_ONE)
-    return lax.dot_general(
-        nans,
-        positions,
-        (((nans.ndim - 1,), (0,)), ((), ())),
-        preferred_element_type=jnp.uint16,
-    )
+def unpack_2bit(packed: UInt8[Array, " bytes"], size: int | Sequence[int]) -> UInt8[Array, "*size"]:
+    """Inverse of `pack_2bit`.
 
+    Args:
+      packed: uint8 `[ceil(n / 4)]`.
+      size: the number n of codes, or the shape to give them.
 
-def find_nans(
-    marks: UInt16[Array, "*groups"], codes: Integer[Array, "*shape"]
-) -> Bool[Array, "*shape"]:
-    """Inverse of `mark_nans`, from the codes of the same array.
+    Returns:
+      uint8 codes, `[n]` or of the shape asked for.
 
-    Exact where a group held one NaN. Where it held several, all of its elements with code 0,
-    the code of NaN, are taken for NaN: those below the first threshold with them.
+    Raises:
+      TypeError: packed is not uint8.
+      ValueError: packed does not hold `size` codes.
     """
-    grouped = _grouped(codes.astype(jnp.uint8))
-    position = lax.broadcasted_iota(jnp.uint16, grouped.shape, grouped.ndim - 1)
-    marks = marks[..., None]
-    marked = (marks >= _SEVERAL) | (marks == position + jnp.uint16(_ONE))
-    nans = marked & (grouped == 0)
-    nans = nans.reshape(*nans.shape[:-2], nans.shape[-2] * nans.shape[-1])
-    rows = math.prod(nans.shape[:-1])
-    return nans[..., : codes.size // rows if rows else 0].reshape(codes.shape)
+    packed = jnp.asarray(packed)
+    if packed.dtype != jnp.uint8:
+        raise TypeError(f"unpack_2bit: packed must be uint8, got {packed.dtype}")
+    shape = (size,) if isinstance(size, SupportsIndex) else tuple(size)
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or packed.shape != ((count + 3) // 4,):
+        raise ValueError(
+            f"unpack_2bit: size={size} needs packed of shape ({(count + 3) // 4},), "
+            f"got {packed.shape}"
+        )
+    codes = (packed[:, None] >> _SHIFTS) & jnp.uint8(3)
+    return codes.reshape(4 * packed.size)[:count].reshape(shape)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
 from lowmembp_jax.implementations import check_implementation, choose_implementation
-from lowmembp_jax.normalize import NormSpec, check_residual, normalize
+from lowmembp_jax.norms import NormSpec, check_residual, normalize
 
 
 class ReGELU2(nn.Module):
@@ -72,10 +72,6 @@ def _check_norm(norm: nn.Module) -> None:
 
 def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -> Array:
     """Creates the parameters as Flax's own norms do and applies `normalize`."""
-    if mask is not None:
-        raise ValueError(
-            f"{type(norm).__qualname__}: mask is not supported: got an array, accepted is None"
-        )
     x = real_array(x)
     features = _axes(x.ndim, norm.feature_axes)
     own_shape = tuple(x.shape[axis] for axis in features)
@@ -96,7 +92,7 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
         residual=norm.residual,
         implementation=choose_implementation(norm.implementation),
     )
-    return normalize(spec, x, scale, bias)
+    return normalize(spec, x, scale, bias, mask)
 
 
 class MSLayerNorm(nn.LayerNorm):
@@ -112,7 +108,7 @@ class MSLayerNorm(nn.LayerNorm):
 
     Raises:
       ValueError: at construction for `axis_name`, `axis_index_groups` and
-        `force_float32_reductions=False`; at the call for a `mask`.
+        `force_float32_reductions=False`; at the call for a `mask` that does not broadcast to x.
     """
 
     residual: str = "normalized"

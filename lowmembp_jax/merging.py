@@ -1,13 +1,52 @@
 """The affine of a norm, folded into the Denses that follow, for whole parameter trees."""
 
+import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lowmembp_jax.merge_rules import MergeRule, as_rules, resolve
+# {name}, or {name+1} and {name-1} on the Denses' side.
+_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)([+-]\d+)?\}")
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """One norm, or one pattern of norms, and the Denses that consume its output.
+
+    Attributes:
+      norm: path of the norm's module in the parameter tree, joined by "/". `{name}` stands for
+        one or more characters other than "/".
+      denses: paths of the Denses, or one of them. `{name}` is what it was in the norm's path;
+        `{name+1}` and `{name-1}` count on from it, as the norm that ends a post-LN layer feeds
+        the next one; a name that the norm's path does not have stands for anything.
+      keep: leave scale and bias where they are, for a residual branch that applies them itself
+        (post-LN); the Denses must still get the output without them.
+      add_bias: give a bias, in the kernel's dtype, to Denses that have none and follow a norm
+        with one.
+      skip_unconsumed: pass over norms that have none of their Denses, such as the last layer's
+        in front of `{i+1}`. At least one norm must have them.
+    """
+
+    norm: str
+    denses: str | Sequence[str]
+    keep: bool = False
+    add_bias: bool = False
+    skip_unconsumed: bool = False
+
+    def __post_init__(self):
+        denses = (self.denses,) if isinstance(self.denses, str) else tuple(self.denses)
+        if not denses:
+            raise self.error("names no Dense, expected one path or more")
+        object.__setattr__(self, "denses", denses)
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"merge_norm_affine: rule {self.norm!r}: {message}")
 
 
 def merge_norm_affine(
@@ -20,22 +59,18 @@ def merge_norm_affine(
     section 5, merging the affine of MS-LN.
 
         params = lm.merge_norm_affine(params, {
-            "encoder/layer_{i}/norm1": [
-                "encoder/layer_{i}/attn/query",
-                "encoder/layer_{i}/attn/key",
-                "encoder/layer_{i}/attn/value",
-            ],
-            "encoder/layer_{i}/norm2": "encoder/layer_{i}/mlp/fc1",
-            "encoder/norm": "head",
+            "layer_{i}/norm1": ["layer_{i}/query", "layer_{i}/key", "layer_{i}/value"],
+            "layer_{i}/norm2": "layer_{i}/fc1",
+            "norm": "head",
         })
 
     Post-LN, where the residual branch applies the affine again:
 
         params = lm.merge_norm_affine(params, [
-            lm.MergeRule("layer_{i}/attn_norm", "layer_{i}/mlp/fc1", keep=True),
+            lm.MergeRule("layer_{i}/attn_norm", "layer_{i}/fc1", keep=True),
             lm.MergeRule("layer_{i}/out_norm",
-                         ["layer_{i+1}/attn/query", "layer_{i+1}/attn/key",
-                          "layer_{i+1}/attn/value"], keep=True, skip_unconsumed=True),
+                         ["layer_{i+1}/query", "layer_{i+1}/key", "layer_{i+1}/value"],
+                         keep=True, skip_unconsumed=True),
         ])
 
     The merged model has `use_scale=False, use_bias=False` at the norms: their parameters, and
@@ -69,29 +104,42 @@ def merge_norm_affine(
     if not isinstance(params, Mapping):
         raise TypeError(f"merge_norm_affine: params must be a mapping, got {type(params).__name__}")
     if isinstance(params.get("params"), Mapping):
-        merged = merge_norm_affine(params["params"], rules)
-        return _like(params, {**params, "params": merged})
+        return _like(params, {**params, "params": merge_norm_affine(params["params"], rules)})
     modules = dict(_modules(params, ""))
     # Every check comes before the arithmetic, which takes minutes on a large model.
-    merges, norm_rules, dense_norms = [], {}, {}
-    for rule in as_rules(rules):
-        for norm, denses in resolve(rule, modules):
-            if norm in norm_rules:
-                raise rule.error(f"norm {norm!r} has a rule already, {norm_rules[norm].norm!r}")
-            norm_rules[norm] = rule
+    norms, merges = {}, {}
+    for rule in _as_rules(rules):
+        for norm, denses in _resolve(rule, modules):
+            if norm in norms:
+                raise rule.error(f"norm {norm!r} has a rule already, {norms[norm].norm!r}")
+            norms[norm] = rule
             for dense in denses:
                 checked = _check(rule, norm, dense, modules)
-                if dense in dense_norms:
+                if dense in merges:
                     raise rule.error(
-                        f"Dense {dense!r} is merged twice, with norm {dense_norms[dense]!r} "
+                        f"Dense {dense!r} is merged twice, with norm {merges[dense][0]!r} "
                         f"and with norm {norm!r}; expected one norm to a Dense"
                     )
-                dense_norms[dense] = norm
-                merges.append((rule, dense, checked))
-    edits: dict[str, Mapping] = {norm: {} for norm, rule in norm_rules.items() if not rule.keep}
-    for rule, dense, checked in merges:
-        edits[dense] = _fold(rule, dense, modules[dense], *checked)
+                merges[dense] = norm, checked
+    edits: dict[str, Mapping] = {norm: {} for norm, rule in norms.items() if not rule.keep}
+    for dense, (norm, checked) in merges.items():
+        edits[dense] = _fold(norms[norm], dense, modules[dense], *checked)
     return _rebuild(params, "", edits)
+
+
+def _as_rules(rules) -> list[MergeRule]:
+    if isinstance(rules, Mapping):
+        rules = [MergeRule(norm, denses) for norm, denses in rules.items()]
+    rules = [rules] if isinstance(rules, MergeRule) else list(rules)
+    for rule in rules:
+        if not isinstance(rule, MergeRule):
+            raise TypeError(
+                f"merge_norm_affine: rules must be a mapping from norm to Denses or "
+                f"lm.MergeRule objects, got {rule!r}"
+            )
+    if not rules:
+        raise ValueError("merge_norm_affine: no rules given, expected one or more")
+    return rules
 
 
 def _modules(node: Mapping, prefix: str) -> Iterator[tuple[str, Mapping]]:
@@ -99,6 +147,72 @@ def _modules(node: Mapping, prefix: str) -> Iterator[tuple[str, Mapping]]:
         if isinstance(child, Mapping):
             yield prefix + str(key), child
             yield from _modules(child, f"{prefix}{key}/")
+
+
+def _resolve(rule: MergeRule, modules: Mapping) -> Iterator[tuple[str, list[str]]]:
+    """The norms that a rule names, each with its Denses."""
+    norms = [match for match in map(_regex(rule, rule.norm).fullmatch, modules) if match]
+    if not norms:
+        raise rule.error(f"no module of that path in params; {_near(rule.norm, modules)}")
+    consumed = False
+    for norm in norms:
+        patterns = [_substitute(rule, pattern, norm.groupdict()) for pattern in rule.denses]
+        found = [list(filter(_regex(rule, pattern).fullmatch, modules)) for pattern in patterns]
+        if rule.skip_unconsumed and not any(found):
+            continue
+        if not all(found):
+            missing = patterns[found.index([])]
+            hint = "" if any(found) else " (skip_unconsumed=True passes it over)"
+            raise rule.error(
+                f"norm {norm[0]!r}{hint}: no Dense {missing!r} in params; {_near(missing, modules)}"
+            )
+        consumed = True
+        yield norm[0], [dense for denses in found for dense in denses]
+    if not consumed:
+        raise rule.error(
+            f"none of the {len(norms)} norms it matches has any of the Denses {rule.denses}"
+        )
+
+
+def _regex(rule: MergeRule, pattern: str) -> re.Pattern[str]:
+    regex, names = "", set()
+    # `split` gives text, name, offset, text, name, offset, ..., text.
+    parts = [*_CAPTURE.split(pattern), None, None]
+    for text, name, offset in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        if "{" in text or "}" in text:
+            raise rule.error(
+                f"braces in {pattern!r} must hold a name, {{i}}, or {{i+1}} in a Dense"
+            )
+        if offset:
+            raise rule.error(
+                f"{{{name}{offset}}} in {pattern!r}: expected {{{name}}} without {offset}; only "
+                f"Denses count on from a name in the norm's path"
+            )
+        regex += re.escape(text)
+        if name:
+            regex += f"(?P={name})" if name in names else f"(?P<{name}>[^/]+)"
+            names.add(name)
+    return re.compile(regex)
+
+
+def _substitute(rule: MergeRule, pattern: str, captured: Mapping[str, str]) -> str:
+    """A Dense's pattern with the names that the norm's path gave a value."""
+
+    def value(capture: re.Match) -> str:
+        name, offset = capture.groups()
+        given = captured.get(name, capture[0])
+        if name not in captured or not offset:
+            return given
+        if not given.isdecimal():
+            raise rule.error(f"{capture[0]} in {pattern!r}: {given!r} is not a number")
+        return str(int(given) + int(offset)).zfill(len(given))
+
+    return _CAPTURE.sub(value, pattern)
+
+
+def _near(path: str, modules: Mapping) -> str:
+    near = difflib.get_close_matches(path, modules, n=4, cutoff=0.5)
+    return f"nearest are {near}" if near else f"params has {sorted(modules)[:8]}"
 
 
 def _array(rule: MergeRule, path: str, module: Mapping, name: str) -> Any:
@@ -109,7 +223,7 @@ def _array(rule: MergeRule, path: str, module: Mapping, name: str) -> Any:
     leaves = jax.tree.leaves(module[name])
     if len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
         raise rule.error(f"{path}/{name} must be one array, got {type(module[name]).__name__}")
-    if not jax.numpy.issubdtype(leaves[0].dtype, np.floating):
+    if not jnp.issubdtype(leaves[0].dtype, np.floating):
         raise rule.error(f"{path}/{name} has dtype {leaves[0].dtype}, expected a floating one")
     return leaves[0]
 
@@ -124,13 +238,12 @@ def _check(rule: MergeRule, norm: str, dense: str, modules: Mapping) -> tuple[li
         raise rule.error(
             f"norm {norm!r} holds {extra or 'nothing'}, expected a scale, a bias or both only"
         )
-    extra = sorted(map(str, modules[dense].keys() - {"kernel", "bias"}))
     if kernel is None:
         raise rule.error(
             f"{dense!r} has no kernel, it holds {sorted(map(str, modules[dense]))}; expected a "
             f"Dense (a head tied to the embedding must be untied first)"
         )
-    if extra:
+    if extra := sorted(map(str, modules[dense].keys() - {"kernel", "bias"})):
         raise rule.error(
             f"Dense {dense!r} has the leaf {extra[0]!r}, expected kernel and bias only: what else "
             f"takes the norm's output, as LoRA does, must be added after merging"
@@ -172,21 +285,19 @@ def _fold(
     shape = kernel.shape
     out_shape = shape[:stack] + shape[stop:]
     if isinstance(kernel, jax.ShapeDtypeStruct):
-        if bias is not None and shift is None:
-            return {**module, "bias": jax.ShapeDtypeStruct(out_shape, kernel.dtype)}
-        return module
+        added = {"bias": jax.ShapeDtypeStruct(out_shape, kernel.dtype)}
+        return module if bias is None or shift is not None else {**module, **added}
     layers, inputs, outputs = map(math.prod, (shape[:stack], shape[stack:stop], shape[stop:]))
     weight = _float64(kernel).reshape(layers, inputs, outputs)
     new = dict(module)
     if bias is not None:
         moved = (_float64(bias).reshape(layers, 1, inputs) @ weight).reshape(out_shape)
-        if shift is not None:
-            moved += _float64(shift)
+        moved = moved if shift is None else moved + _float64(shift)
         like = kernel if shift is None else shift
-        new["bias"] = _boxed(module.get("bias", like), _round(rule, f"{dense}/bias", moved, like))
+        new["bias"] = _replace(rule, f"{dense}/bias", module.get("bias", like), like, moved)
     if scale is not None:
         weight = (weight * _float64(scale).reshape(layers, inputs, 1)).reshape(shape)
-        new["kernel"] = _boxed(module["kernel"], _round(rule, f"{dense}/kernel", weight, kernel))
+        new["kernel"] = _replace(rule, f"{dense}/kernel", module["kernel"], kernel, weight)
     return new
 
 
@@ -194,8 +305,8 @@ def _float64(leaf: Any) -> np.ndarray:
     return np.asarray(leaf).astype(np.float64)
 
 
-def _round(rule: MergeRule, path: str, value: np.ndarray, like: Any) -> Any:
-    """`value` in the dtype of `like`, and where that is a JAX array, on its devices."""
+def _replace(rule: MergeRule, path: str, box: Any, like: Any, value: np.ndarray) -> Any:
+    """`value` in the box and the dtype of `like`, and where that is a JAX array, on its devices."""
     with np.errstate(over="ignore"):
         if like.dtype not in (np.float64, np.float32, np.float16):
             # ml_dtypes rounds to float32 first, which rounds twice. Rounded to odd on the way,
@@ -210,13 +321,9 @@ def _round(rule: MergeRule, path: str, value: np.ndarray, like: Any) -> Any:
         raise rule.error(
             f"{path} reaches {np.abs(value).max():.3g}, too large for its dtype {like.dtype}"
         )
-    if not isinstance(like, jax.Array):
-        return rounded
-    return jax.device_put(rounded, like.sharding if like.committed else None)
-
-
-def _boxed(box: Any, leaf: Any) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(box), [leaf])
+    if isinstance(like, jax.Array):
+        rounded = jax.device_put(rounded, like.sharding if like.committed else None)
+    return jax.tree.unflatten(jax.tree.structure(box), [rounded])
 
 
 def _like(node: Mapping, children: Mapping) -> Any:

@@ -8,16 +8,16 @@ Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax import lax
-from jax._src.config import _check_vma
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
+
+from lowmembp_jax.jax_internals import check_vma, varying
 
 Specs = tuple[P, ...]
 
@@ -29,18 +29,16 @@ class Partitioned:
     Attributes:
       local: the function, on whole arrays or on one device's parts.
       inputs: the names of each argument's axes, a letter an axis. Axes of one name are split
-        alike. A capital is an axis of that many groups, of `group` elements each.
+        alike.
       outputs: the same of each result. An axis of the arguments that does not occur in a result
         was summed over by `local`, and is summed over the devices where it is split.
       whole: names of axes that must not be split.
-      group: elements a group.
     """
 
     local: Callable[..., Sequence[Array]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     whole: str = ""
-    group: int = 1
 
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -67,17 +65,17 @@ class Partitioned:
         split: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for axes, spec in zip(self.inputs, given, strict=True):
-            for name, entry in zip(axes.lower(), spec, strict=False):
+            for name, entry in zip(axes, spec, strict=False):
                 mesh_axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
                 if name not in self.whole and name not in split and not used & set(mesh_axes):
                     split[name] = mesh_axes
                     used |= set(mesh_axes)
 
         def spec_of(axes: str) -> P:
-            return P(*(split.get(name) or None for name in axes.lower()))
+            return P(*(split.get(name) or None for name in axes))
 
         def summed(axes: str) -> tuple[str, ...]:
-            return tuple(a for name in split if name not in axes.lower() for a in split[name])
+            return tuple(a for name in split if name not in axes for a in split[name])
 
         inputs = tuple(map(spec_of, self.inputs))
         return inputs, tuple(map(spec_of, self.outputs)), tuple(map(summed, self.outputs))
@@ -90,14 +88,13 @@ class Partitioned:
         return local
 
     def _manual(self, *args: Array) -> tuple[Array, ...]:
-        varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
-        if not varying:
+        if not (axes := varying(*args)):
             return tuple(self.local(*args))
         # Kernels know nothing of the axes along which their arrays differ, and would be refused
         # under check_vma=True: their results differ along those of all arguments.
-        with _check_vma(False):
+        with check_vma(False):
             results = self.local(*args)
-        return tuple(lax.pcast(r, tuple(varying), to="varying") for r in results)
+        return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
 
     def _explicit(self, *args: Array) -> tuple[Array, ...]:
         given = [jax.typeof(a).sharding.spec for a in args]
@@ -112,12 +109,8 @@ class Partitioned:
         return run(*args)
 
     def _rule(self) -> str:
-        """The axes as a Shardy rule: `abH, ab -> h` is `a b (h k), a b -> h`."""
-
-        def axes(names: str) -> str:
-            return " ".join(f"({n.lower()} k)" if n.isupper() else n for n in names)
-
-        return " -> ".join(", ".join(map(axes, side)) for side in (self.inputs, self.outputs))
+        """The axes as a Shardy rule: `abm, ab -> m` is `a b m, a b -> m`."""
+        return " -> ".join(", ".join(map(" ".join, side)) for side in (self.inputs, self.outputs))
 
     def _auto(self) -> Callable:
         def partition(mesh, arg_shapes, result_shapes):
@@ -131,13 +124,11 @@ class Partitioned:
             outputs = self._specs([a.sharding.spec for a in arg_shapes])[1]
             return tuple(NamedSharding(mesh, spec) for spec in outputs)
 
-        sizes: dict[str, Any] = {"k": self.group} if self.group > 1 else {}
         run = custom_partitioning(lambda *args: tuple(self.local(*args)))
         run.def_partition(
             partition,
             infer_sharding_from_operands=infer,
             sharding_rule=self._rule(),
             need_replication_factors=tuple(self.whole),
-            **sizes,
         )
         return run

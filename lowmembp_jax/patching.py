@@ -9,17 +9,19 @@ every cache of traces and programs: nothing traced inside serves outside, nor th
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.normalize import RESIDUALS, Residual
+from lowmembp_jax.norms import RESIDUALS, Residual
 from lowmembp_jax.patched_activations import swapped_activations
-from lowmembp_jax.patched_norms import call_norm, norm_op, why_not_swapped
+from lowmembp_jax.patched_norms import norm_op, swap_norm
 
 
 @dataclass
@@ -56,78 +58,88 @@ class _Settings:
     norm_residual: Residual
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """One `with lm.patch()` that a thread is in."""
 
     settings: _Settings
-    report: PatchReport
     place: str
-    silu_traced: bool = False
+    outer: "_Entry | None"
+    report: PatchReport = field(default_factory=PatchReport)
+    contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    left: bool = False
 
     def seen(self, op: str, reason: str | None) -> None:
-        self.silu_traced |= op == "silu"
+        if _of_coroutine.get() is not self:
+            raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
         if reason is not None:
-            self.report.skipped.setdefault(op, {})[self.place] = reason
+            self.report.skipped.setdefault(op, {}).setdefault(self.place, reason)
         elif self.place not in self.report.swapped.setdefault(op, []):
             self.report.swapped[op].append(self.place)
 
 
-class _Thread(threading.local):
-    entry: _Entry | None = None
-
-
-_thread = _Thread()
+_of_thread = threading.local()
+_of_coroutine: ContextVar[_Entry | None] = ContextVar("patch", default=None)
 _trace_context = jax.make_user_context(None)
 
 
 def _intercept(entry: _Entry, next_fun, args, kwargs, context):
-    if _thread.entry is not entry:  # a patch further inside decides
+    if _of_thread.entries[-1] is not entry:  # a patch further inside decides
         return next_fun(*args, **kwargs)
     module, settings, outer = context.module, entry.settings, entry.place
     entry.place = "" if module.scope is None else "/".join(module.path)
+    swaps = settings.norms and context.method_name == "__call__"
     try:
-        op = norm_op(module) if settings.norms and context.method_name == "__call__" else None
-        if op is None:
-            return next_fun(*args, **kwargs)
-        reason = why_not_swapped(module, *args, **kwargs)
-        entry.seen(op, reason)
-        if reason is not None:
-            return next_fun(*args, **kwargs)
-        return call_norm(
-            module, *args, dtype=settings.norm_dtype, residual=settings.norm_residual, **kwargs
-        )
+        if swaps:
+            swap_norm(context, entry.seen, settings.norm_dtype, settings.norm_residual)
+        out = next_fun(*args, **kwargs)
+        op = norm_op(module) if swaps else None
+        if op is not None and entry.place not in entry.report.swapped.get(op, ()):
+            cls = type(module)
+            entry.seen(op, f"{cls.__module__}.{cls.__qualname__} has a __call__ of its own")
+        return out
     finally:
         entry.place = outer
-        if entry.silu_traced:
-            # jax.nn.silu is jitted: the next module would get it from its cache, unreported.
-            jax.nn.silu.clear_cache()
-            entry.silu_traced = False
 
 
 @contextlib.contextmanager
 def _patch(settings: _Settings) -> Iterator[PatchReport]:
-    outer = _thread.entry
-    entry = _Entry(settings, PatchReport(), outer.place if outer else "")
-    with (
-        _trace_context(settings),
-        nn.intercept_methods(partial(_intercept, entry)),
-        swapped_activations(entry.seen if settings.activations else None),
-    ):
-        _thread.entry = entry
-        try:
-            yield entry.report
-        finally:
-            _thread.entry = outer
+    entries = _of_thread.__dict__.setdefault("entries", [])
+    entry = _Entry(settings, entries[-1].place if entries else "", _of_coroutine.get())
+    entry.contexts.enter_context(_trace_context(settings))
+    entry.contexts.enter_context(nn.intercept_methods(partial(_intercept, entry)))
+    entry.contexts.enter_context(swapped_activations(entry.seen if settings.activations else None))
+    entries.append(entry)
+    _of_coroutine.set(entry)
+    try:
+        yield entry.report
+    except TypeError as error:
+        if entry.report.swapped and "custom_vjp" in str(error):
+            error.add_note(f"lm.patch swapped {', '.join(entry.report.swapped)} for a custom_vjp")
+        raise
+    finally:
+        # Generators may leave in another order than they entered, which JAX and Flax forbid: what
+        # is left early goes when all that was entered after it has been left too.
+        entry.left = True
+        innermost = _of_coroutine.get()
+        while innermost and innermost.left:
+            innermost = innermost.outer
+        _of_coroutine.set(innermost)
+        if _of_thread.__dict__.get("entries") is not entries:
+            raise RuntimeError("patch: left in another thread than entered, which stays patched")
+        while entries and entries[-1].left:
+            entries.pop().contexts.close()
 
 
 def patch(
+    function: Callable | None = None,
+    /,
     *,
     activations: bool = True,
     norms: bool = True,
     norm_dtype: jax.typing.DTypeLike | None = None,
     norm_residual: Residual = "normalized",
-) -> contextlib._GeneratorContextManager[PatchReport]:
+) -> contextlib._GeneratorContextManager[PatchReport] | Any:
     """Runs this library's operators in Flax code that is traced inside, without editing it.
 
         with lm.patch(norm_dtype=jnp.bfloat16) as report:
@@ -135,7 +147,7 @@ def patch(
         print(report)
 
         @jax.jit
-        @lm.patch()
+        @lm.patch
         def train_step(state, batch): ...
 
     Swapped are, with their parameters as they are:
@@ -145,17 +157,22 @@ def patch(
       in a `partial`, a registry such as the `ACT2FN` of `transformers`, a field of a module.
       The forward is the original's, computed in float32 for 16-bit inputs; forward-mode
       differentiation raises JAX's error for `custom_vjp`.
-    - `nn.LayerNorm` for `lm.MSLayerNorm`, `nn.RMSNorm` for `lm.MSRMSNorm`, subclasses that
-      leave `__call__` alone, and the RMSNorms of the Llama, Mistral and Gemma of `transformers`.
-      Not: `nnx.LayerNorm` and `nnx.RMSNorm`, norms with a mask or an `axis_name`. The report
-      names the linen norms that were met and left.
+    - `nn.LayerNorm` for `lm.MSLayerNorm`, `nn.RMSNorm` for `lm.MSRMSNorm`, also where a subclass
+      calls them, and the RMSNorms of the Llama, Mistral and Gemma of `transformers`. Not:
+      `nnx.LayerNorm`, `nnx.RMSNorm`, norms with an `axis_name`. The report names the linen norms
+      that were met and left: classes that are named so and hold no other modules.
 
     What counts is where a call is traced: in this thread, inside. A function that was jitted and
     traced outside is traced again when it is called inside, and the other way round, so decorate
     the train step or call it inside; a `jax.jit` inside whose result is called outside is plain.
     A nested `patch` replaces all settings of the outer one until it exits.
 
+    A generator that yields inside leaves its caller patched until it goes on or is closed. A
+    coroutine must not await inside: JAX's contexts are a thread's, and the operators of another
+    coroutine that is traced meanwhile raise a RuntimeError.
+
     Args:
+      function: what `@lm.patch` decorates: no generator and no coroutine, which run later.
       activations: swap gelu and silu.
       norms: swap LayerNorm and RMSNorm.
       norm_dtype: output dtype of the swapped norms, None for the model's own choice. Many
@@ -167,9 +184,12 @@ def patch(
       A context manager for one `with`, which gives a `PatchReport`; also a decorator.
 
     Raises:
-      TypeError: `activations` or `norms` is not a bool; `norm_dtype` is not a floating dtype.
+      TypeError: `function` is no function; `activations` or `norms` is not a bool; `norm_dtype`
+        is not a floating dtype.
       ValueError: unknown `norm_residual`; nothing to swap.
     """
+    if function is not None and not callable(function):
+        raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
     for name, given in (("activations", activations), ("norms", norms)):
         if not isinstance(given, bool):
             raise TypeError(f"patch: {name}={given!r} is not accepted, only True and False")
@@ -180,19 +200,13 @@ def patch(
             f"patch: norm_residual={norm_residual!r} is not known: "
             f"accepted are {', '.join(map(repr, RESIDUALS))}"
         )
-    return _patch(_Settings(activations, norms, _floating(norm_dtype), norm_residual))
-
-
-def _floating(norm_dtype) -> jnp.dtype | None:
-    if norm_dtype is None:
-        return None
-    try:
-        dtype = jnp.dtype(norm_dtype)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    with contextlib.suppress(TypeError):
+        norm_dtype = norm_dtype if norm_dtype is None else jnp.dtype(norm_dtype)
+    is_dtype = isinstance(norm_dtype, jnp.dtype)
+    if norm_dtype is not None and not (is_dtype and jnp.issubdtype(norm_dtype, jnp.floating)):
         raise TypeError(
             f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
             f"such as jnp.bfloat16"
         )
-    return dtype
+    patched = _patch(_Settings(activations, norms, norm_dtype, norm_residual))
+    return patched if function is None else patched(function)

@@ -1,7 +1,7 @@
 """Step activations in one pass: y and packed 2-bit codes forward, the gradient backward.
 
 In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of codes) and the backward
-as many; marks of NaNs add 1/64 to 1/16. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, UInt8, UInt16
+from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import step_table
-from pallas_kernels.interface import DEFAULT_CORES, check_activation, check_float, check_group
+from pallas_kernels.interface import DEFAULT_CORES, check_activation, check_codes, check_float
 from pallas_kernels.launch import launch
 
 FORWARD_NAME = "lowmembp_activation_forward"
@@ -81,6 +81,12 @@ def _padded(size: int) -> int:
     return size if size <= _MOST_MASKED else pl.cdiv(size, _BLOCKS[-1]) * _BLOCKS[-1]
 
 
+def _pad(flat: Array, size: int, value: float = 0) -> Array:
+    if flat.size == size:
+        return flat
+    return jnp.pad(flat, (0, size - flat.size), constant_values=value)
+
+
 def _warps(tiling: _Tiling, dtype) -> int:
     return tiling.block * jnp.dtype(dtype).itemsize // (32 * _BYTES_PER_THREAD)
 
@@ -89,7 +95,7 @@ def _load(ref, mask) -> Array:
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
 
 
-def _forward_kernel(x_ref, y_ref, packed_ref, *marks_ref, tiling, function, thresholds, group):
+def _forward_kernel(x_ref, y_ref, packed_ref, *, tiling, function, thresholds):
     mask = tiling.mask(1)
     x = _load(x_ref, mask).astype(jnp.float32)
     y = step_table.activate(function, x)
@@ -99,21 +105,12 @@ def _forward_kernel(x_ref, y_ref, packed_ref, *marks_ref, tiling, function, thre
         codes = jnp.where(mask, codes, 0)
     packed = step_table.pack(codes, tiling.per_word)
     plgpu.store(packed_ref, packed.astype(packed_ref.dtype), mask=tiling.mask(tiling.per_word))
-    if group is not None:
-        marks = step_table.mark_nans(jnp.isnan(x), group)
-        plgpu.store(marks_ref[0], marks.astype(jnp.uint16), mask=tiling.mask(group))
 
 
-def _backward_kernel(packed_ref, g_ref, *refs, tiling, levels, group):
-    *marks_ref, dx_ref = refs
+def _backward_kernel(packed_ref, g_ref, dx_ref, *, tiling, levels):
     mask = tiling.mask(1)
     words = _load(packed_ref, tiling.mask(tiling.per_word)).astype(jnp.int32)
-    codes = step_table.unpack(words, tiling.per_word)
-    zero_level = None
-    if group is not None:
-        marks = _load(marks_ref[0], tiling.mask(group)).astype(jnp.int32)
-        zero_level = step_table.zero_level(marks, group, levels[0])
-    slope = step_table.slopes(codes, levels, zero_level)
+    slope = step_table.slopes(step_table.unpack(words, tiling.per_word), levels)
     dx = _load(g_ref, mask).astype(jnp.float32) * slope
     plgpu.store(dx_ref, dx.astype(dx_ref.dtype), mask=mask)
 
@@ -122,12 +119,11 @@ def activation_forward(
     x: Float[Array, "*shape"],
     function: str,
     thresholds: Sequence[float],
-    group: int | None,
     *,
     cores: int | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"], UInt16[Array, " groups"] | None]:
-    """`function(x)`, with the 2-bit codes of x and marks of its NaNs, in one pass.
+) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
+    """`function(x)` and the 2-bit codes of x, in one pass.
 
     Args:
       x: `[*shape]`, n elements, float32, bfloat16 or float16.
@@ -135,30 +131,24 @@ def activation_forward(
         -inf is that at the lowest finite number, -0.
       thresholds: at most 3, ascending. An element's code is how many are strictly below
         float32(x); 0 for NaN.
-      group: 32, 64 or 128, dividing n: elements a mark. None: no marks.
       cores: multiprocessors of the device that is compiled for; None for 132.
       interpret: run on the CPU, without Triton.
 
     Returns:
       y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]`, element i in byte i >> 2, bits
-      2 (i & 3) and up, unused bits 0; the marks, uint16 `[n / group]`, the sum of 256 + i over the
-      NaNs of each group, i within the group, or None.
+      2 (i & 3) and up, unused bits 0.
 
     Raises:
-      TypeError: another dtype. ValueError: another function or group, more than 3 thresholds.
+      TypeError: another dtype. ValueError: another function, more than 3 thresholds.
     """
     check_float("x", x.dtype)
-    check_group(group, x.size)
     check_activation(function, thresholds)
     if x.size == 0:
-        marks = None if group is None else jnp.zeros((0,), jnp.uint16)
-        return x, jnp.zeros((0,), jnp.uint8), marks
-    flat = x.reshape(x.size)
-    if padding := _padded(x.size) - x.size:
-        flat = jnp.pad(flat, (0, padding), constant_values=-jnp.inf)  # code 0
+        return x, jnp.zeros((0,), jnp.uint8)
+    flat = _pad(x.reshape(x.size), _padded(x.size), -jnp.inf)  # code 0
     tiling = _tiling(flat.size, cores)
-    each = [1, tiling.per_word] + ([] if group is None else [group])
-    y, packed, *marks = launch(
+    each = (1, tiling.per_word)
+    y, packed = launch(
         _forward_kernel,
         name=FORWARD_NAME,
         programs=tiling.programs,
@@ -166,87 +156,64 @@ def activation_forward(
         out_specs=[tiling.spec(count) for count in each],
         out_shape=[
             jax.ShapeDtypeStruct(tiling.shape(count), dtype)
-            for count, dtype in zip(each, (x.dtype, tiling.words, jnp.uint16), strict=False)
+            for count, dtype in zip(each, (x.dtype, tiling.words), strict=True)
         ],
         warps=_warps(tiling, x.dtype),
         interpret=interpret,
         tiling=tiling,
         function=function,
         thresholds=tuple(thresholds),
-        group=group,
     )(flat.reshape(tiling.shape(1)))
     if packed.dtype != jnp.uint8:
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
     packed = packed.reshape(packed.size)[: pl.cdiv(x.size, 4)]
-    y = y.reshape(flat.size)[: x.size].reshape(x.shape)
-    return y, packed, marks[0].reshape(marks[0].size)[: x.size // group] if marks else None
+    return y.reshape(flat.size)[: x.size].reshape(x.shape), packed
 
 
 def activation_backward(
     packed: UInt8[Array, " bytes"],
-    marks: UInt16[Array, " groups"] | None,
     g: Float[Array, "*shape"],
     levels: Sequence[float],
-    group: int | None,
     *,
     cores: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*shape"]:
-    """`g` times the level of every code, NaN where the input of the forward was NaN.
+    """`g` times the level of every code.
 
     Args:
-      packed, marks: as `activation_forward` returned them.
+      packed: the codes as `activation_forward` returned them.
       g: `[*shape]`, n elements, float32, bfloat16 or float16; multiplied in float32.
       levels: the slope for each code, at most 4.
-      group: elements a mark, None if marks is None.
       cores, interpret: as for `activation_forward`.
 
     Returns:
-      `[*shape]` in g's dtype. NaN at code 0 where the group's mark is 256 + i, i the place within
-      the group, or at least 512 (several NaNs).
+      `[*shape]` in g's dtype. NaN wherever g is, at a level of 0 too.
 
     Raises:
-      TypeError: another dtype. ValueError: shapes or group that do not belong together.
+      TypeError: another dtype. ValueError: `packed` of another shape, more than 4 levels.
     """
     check_float("g", g.dtype)
-    check_group(group, g.size)
-    if packed.dtype != jnp.uint8 or packed.shape != (pl.cdiv(g.size, 4),):
-        raise ValueError(
-            f"packed must be uint8 ({pl.cdiv(g.size, 4)},) for {g.size} elements, "
-            f"got {packed.dtype} {packed.shape}"
-        )
-    if (group is None) != (marks is None) or (
-        marks is not None and (marks.dtype != jnp.uint16 or marks.shape != (g.size // group,))
-    ):
-        got = None if marks is None else (marks.dtype, marks.shape)
-        raise ValueError(f"marks must be uint16, one for each group={group}, got {got}")
-    if not 2 <= len(levels) <= 4:
-        raise ValueError(f"levels must be 2 to 4 numbers, got {levels}")
+    check_codes(packed, g.size, levels)
     if g.size == 0:
         return g
-    flat = g.reshape(g.size)
     size = _padded(g.size)
     tiling = _tiling(size, cores)
-    operands = [(tiling.per_word, packed), (1, flat)] + ([] if marks is None else [(group, marks)])
-    views = []
-    for each, operand in operands:
-        length = pl.cdiv(size, each) * (each // 4 if operand is packed else 1)
-        if padding := length - operand.size:
-            operand = jnp.pad(operand, (0, padding))
-        if operand.dtype == jnp.uint8 and tiling.words != jnp.uint8:
-            operand = lax.bitcast_convert_type(operand.reshape(operand.size // 2, 2), tiling.words)
-        views.append(operand.reshape(tiling.shape(each)))
+    flat = _pad(g.reshape(g.size), size)
+    words = pl.cdiv(size, tiling.per_word)
+    packed = _pad(packed, words * tiling.per_word // 4)
+    if tiling.words != jnp.uint8:
+        packed = lax.bitcast_convert_type(packed.reshape(words, 2), tiling.words)
+    each = (tiling.per_word, 1)
     (dx,) = launch(
         _backward_kernel,
         name=BACKWARD_NAME,
         programs=tiling.programs,
-        in_specs=[tiling.spec(each) for each, _ in operands],
+        in_specs=[tiling.spec(count) for count in each],
         out_specs=[tiling.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(tiling.shape(1), g.dtype)],
         warps=_warps(tiling, g.dtype),
         interpret=interpret,
         tiling=tiling,
         levels=tuple(levels),
-        group=group,
-    )(*views)
+    )(packed.reshape(tiling.shape(tiling.per_word)), flat.reshape(tiling.shape(1)))
     return dx.reshape(size)[: g.size].reshape(g.shape)

@@ -9,18 +9,16 @@ from jaxtyping import Array
 #: Multiprocessors assumed where the caller does not say: H100, H200.
 DEFAULT_CORES = 132
 
-#: Activations that have a kernel, and elements of which one mark says where the NaNs are.
+#: Activations that have a kernel.
 FUNCTIONS = ("gelu_tanh", "gelu_erf", "silu")
-GROUPS = (32, 64, 128)
 
 
 class NormForward(NamedTuple):
-    """Results of `norm_forward`; None where not asked for."""
+    """Results of `norm_forward`; `normalized` is None where not asked for."""
 
     out: Array  # [rows, width], dtype
     rstd: Array  # [rows], float32
     normalized: Array | None  # [rows, width], dtype
-    summed: Array | None  # [rows, width], dtype of x
 
 
 def power_of_two(size: int) -> int:
@@ -36,18 +34,23 @@ def check_float(name: str, dtype) -> jnp.dtype:
     return dtype
 
 
-def check_group(group: int | None, size: int) -> None:
-    """Raises ValueError unless `group` is None or divides an array of `size` elements."""
-    if group is not None and (group not in GROUPS or size % group):
-        raise ValueError(f"group={group} must be one of {GROUPS} and divide the size, {size}")
-
-
 def check_activation(function: str, thresholds: Sequence[float]) -> None:
     """Raises ValueError for a function without a kernel or more thresholds than 2 bits count."""
     if function not in FUNCTIONS:
         raise ValueError(f"function={function!r} is not one of {FUNCTIONS}")
     if not 1 <= len(thresholds) <= 3:
         raise ValueError(f"thresholds must be 1 to 3 numbers, got {thresholds}")
+
+
+def check_codes(packed: Array, size: int, levels: Sequence[float]) -> None:
+    """Raises ValueError unless `packed` has the codes of `size` elements, `levels` 2 to 4."""
+    shape = (-(-size // 4),)
+    if packed.dtype != jnp.uint8 or packed.shape != shape:
+        raise ValueError(
+            f"packed must be uint8 {shape} for {size} elements, got {packed.dtype} {packed.shape}"
+        )
+    if not 2 <= len(levels) <= 4:
+        raise ValueError(f"levels must be 2 to 4 numbers, got {levels}")
 
 
 def check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:

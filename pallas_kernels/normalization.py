@@ -38,19 +38,14 @@ def _parameters(scale_ref, bias_ref, mask, policy=None) -> tuple[Array | None, A
     return scale, None if bias_ref is None else _load(bias_ref, mask, policy=policy)
 
 
-def _forward_kernel(x_ref, *refs, tiling, residual, scale, bias, center, epsilon, keep_normalized):
+def _forward_kernel(x_ref, *refs, tiling, scale, bias, center, epsilon, keep_normalized):
     refs = list(refs)
     columns, rows = tiling.column_mask(), tiling.row_mask(pl.program_id(0), 0)
     mask = both(rows, columns, (tiling.tile_rows, tiling.columns))
     x = _load(x_ref, mask)
-    if residual:
-        x = (x + _load(refs.pop(0), mask)).astype(x_ref.dtype)
     scale_ref, bias_ref = (refs.pop(0) if given else None for given in (scale, bias))
     scale, bias = _parameters(scale_ref, bias_ref, columns)
     out_ref, rstd_ref, *refs = refs
-    if residual:
-        _store(refs.pop(), x, mask)
-        x = x.astype(jnp.float32)
     x, rstd = row_norm.standardize(x, columns, tiling.width, center=center, epsilon=epsilon)
     _store(out_ref, row_norm.affine(x, rstd, scale, bias), mask)
     if keep_normalized:
@@ -59,13 +54,10 @@ def _forward_kernel(x_ref, *refs, tiling, residual, scale, bias, center, epsilon
     _store(rstd_ref, rstd.reshape(tiling.tile_rows), rows)
 
 
-def _backward_kernel(
-    kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, center, recover, residual
-):
+def _backward_kernel(kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, center, recover):
     refs = list(refs)
     columns = tiling.column_mask()
     shape = (tiling.tile_rows, tiling.columns)
-    residual_ref = refs.pop(0) if residual else None
     scale_ref, bias_ref = (refs.pop(0) if given else None for given in (scale, bias))
     dx_ref, *sum_refs = refs
     program = pl.program_id(0)  # here, as there is none in a loop that is interpreted
@@ -97,10 +89,7 @@ def _backward_kernel(
         rstd = _load(rstd_ref.at[tile], None if rows is None else rows.reshape(tiling.tile_rows))
         gradients = ([g * y] if scale else []) + ([g] if bias else [])
         sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
-        dx = row_norm.input_gradient(y, rstd[:, None], inner, means)
-        if residual:
-            dx = dx + _load(residual_ref.at[tile, :], mask)
-        _store(dx_ref.at[tile, :], dx, mask)
+        _store(dx_ref.at[tile, :], row_norm.input_gradient(y, rstd[:, None], inner, means), mask)
         return sums
 
     sums = [jnp.zeros(shape, jnp.float32) for _ in sum_refs]
@@ -113,7 +102,6 @@ def norm_forward(
     x: Float[Array, "rows width"],
     scale: Float[Array, " width"] | None,
     bias: Float[Array, " width"] | None,
-    residual: Float[Array, "rows width"] | None,
     *,
     center: bool,
     epsilon: float,
@@ -122,13 +110,11 @@ def norm_forward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> NormForward:
-    """The norm of every row of x, or of x + residual, in one pass.
+    """The norm of every row of x, in one pass.
 
     Args:
       x: `[rows, width]`, float32, bfloat16 or float16, as are the other arrays.
       scale, bias: `[width]` or None.
-      residual: `[rows, width]` or None. Added to x in float32; the sum is rounded to x's dtype,
-        and the norm is that of the rounded sum.
       center: LayerNorm (True) or RMSNorm.
       epsilon: added to the variance.
       dtype: of the output.
@@ -144,40 +130,32 @@ def norm_forward(
       ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     dtype = check_float("dtype", dtype)
-    check_rows(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    check_rows(x.shape, x=x, scale=scale, bias=bias)
     keep_normalized = keep_normalized and not (scale is None and bias is None)
     rows, width = x.shape
     if x.size == 0:
         empty, rstd = jnp.zeros(x.shape, dtype), jnp.full((rows,), jnp.nan, jnp.float32)
-        kept = empty if keep_normalized else None
-        return NormForward(empty, rstd, kept, None if residual is None else x)
+        return NormForward(empty, rstd, empty if keep_normalized else None)
     tiling = row_tiling(rows, width, cores, sums=False)
-    matrices = [x] if residual is None else [x, residual]
     parameters = [p.reshape(1, width) for p in (scale, bias) if p is not None]
-    extra = [dtype] * keep_normalized + [x.dtype] * (residual is not None)
-    out, rstd, *rest = launch(
+    matrix = jax.ShapeDtypeStruct(x.shape, dtype)
+    out, rstd, *normalized = launch(
         _forward_kernel,
         name=FORWARD_NAME,
         programs=tiling.programs,
-        in_specs=[tiling.matrix() for _ in matrices] + [tiling.parameter() for _ in parameters],
-        out_specs=[tiling.matrix(), tiling.vector()] + [tiling.matrix() for _ in extra],
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, dtype),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            *(jax.ShapeDtypeStruct(x.shape, kind) for kind in extra),
-        ],
+        in_specs=[tiling.matrix()] + [tiling.parameter() for _ in parameters],
+        out_specs=[tiling.matrix(), tiling.vector()] + [tiling.matrix()] * keep_normalized,
+        out_shape=[matrix, jax.ShapeDtypeStruct((rows,), jnp.float32)] + [matrix] * keep_normalized,
         warps=tiling.warps,
         interpret=interpret,
         tiling=tiling,
-        residual=residual is not None,
         scale=scale is not None,
         bias=bias is not None,
         center=center,
         epsilon=float(epsilon),
         keep_normalized=keep_normalized,
-    )(*matrices, *parameters)
-    summed = None if residual is None else rest.pop()
-    return NormForward(out, rstd, rest.pop() if keep_normalized else None, summed)
+    )(x, *parameters)
+    return NormForward(out, rstd, normalized[0] if keep_normalized else None)
 
 
 def norm_backward(
@@ -190,7 +168,6 @@ def norm_backward(
     center: bool,
     x_dtype: jax.typing.DTypeLike,
     recover: bool,
-    residual_cotangent: Float[Array, "rows width"] | None = None,
     cores: int | None = None,
     interpret: bool = False,
 ) -> tuple[
@@ -206,8 +183,6 @@ def norm_backward(
       center: LayerNorm (True) or RMSNorm.
       x_dtype: dtype of dx.
       recover: kept is the output; y = (kept - bias) / scale is computed from it.
-      residual_cotangent: `[rows, width]` or None, added to dx in float32: the cotangent of
-        `summed`, so that dx is that of x and of the residual alike.
       cores: multiprocessors of the device that is compiled for; None for 132. The order in which
         parameter gradients are summed depends on it, and on nothing else.
       interpret: run on the CPU, without Triton.
@@ -221,32 +196,19 @@ def norm_backward(
       ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
     """
     x_dtype = check_float("x_dtype", x_dtype)
-    check_rows(
-        kept.shape,
-        kept=kept,
-        rstd=rstd,
-        g=g,
-        scale=scale,
-        bias=bias,
-        residual_cotangent=residual_cotangent,
-    )
+    check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)
     rows, width = kept.shape
     given = [p for p in (scale, bias) if p is not None]
     if kept.size == 0:
         dx, sums = jnp.zeros(kept.shape, x_dtype), [jnp.zeros_like(p) for p in given]
     else:
         tiling = row_tiling(rows, width, cores, sums=bool(given))
-        matrices = [g] if residual_cotangent is None else [g, residual_cotangent]
         dx, *partials = launch(
             _backward_kernel,
             name=BACKWARD_NAME,
             programs=tiling.programs,
-            in_specs=[
-                tiling.matrix(),
-                tiling.vector(),
-                *(tiling.matrix() for _ in matrices),
-                *(tiling.parameter() for _ in given),
-            ],
+            in_specs=[tiling.matrix(), tiling.vector(), tiling.matrix()]
+            + [tiling.parameter() for _ in given],
             out_specs=[tiling.matrix()] + [tiling.partial() for _ in given],
             out_shape=[jax.ShapeDtypeStruct(kept.shape, x_dtype)]
             + [jax.ShapeDtypeStruct((tiling.programs, width), jnp.float32) for _ in given],
@@ -257,8 +219,7 @@ def norm_backward(
             bias=bias is not None,
             center=center,
             recover=recover,
-            residual=residual_cotangent is not None,
-        )(kept, rstd, *matrices, *(p.reshape(1, width) for p in given))
+        )(kept, rstd, g, *(p.reshape(1, width) for p in given))
         sums = [
             jnp.sum(partial, axis=0).astype(p.dtype)
             for partial, p in zip(partials, given, strict=True)

@@ -10,11 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int32
-
-# A group's mark is the sum of this + i over its NaNs, i counting from 0 within the group.
-NAN_MARK = 256
-_SEVERAL = 2 * NAN_MARK
+from jaxtyping import Array, Float32, Int32
 
 # Cephes' erff and erfcf, highest power first, by which XLA expands `lax.erfc` too: in x^2 for
 # abs(x) < 1, in 1 / x^2 below and above 2.
@@ -102,14 +98,11 @@ def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Ar
     return codes
 
 
-def slopes(
-    codes: Int32[Array, "*shape"], levels: Sequence[float], zero_level: Array | None = None
-) -> Float32[Array, "*shape"]:
-    """The level of every code; for code 0 from `zero_level` where it is given."""
+def slopes(codes: Int32[Array, "*shape"], levels: Sequence[float]) -> Float32[Array, "*shape"]:
+    """The level of every code."""
     slope = jnp.full(codes.shape, levels[-1], jnp.float32)
     for code, level in reversed(list(enumerate(levels[:-1]))):
-        level = zero_level if code == 0 and zero_level is not None else jnp.float32(level)
-        slope = jnp.where(codes == code, level, slope)
+        slope = jnp.where(codes == code, jnp.float32(level), slope)
     return slope
 
 
@@ -126,21 +119,3 @@ def unpack(words: Int32[Array, " n"], per_word: int) -> Int32[Array, " n*per_wor
     shifts = 2 * lax.broadcasted_iota(jnp.int32, shape, 1)
     codes = (jnp.broadcast_to(words[:, None], shape) >> shifts) & 3
     return codes.reshape(words.size * per_word)
-
-
-def mark_nans(nans: Bool[Array, " n"], group: int) -> Int32[Array, " n//group"]:
-    """Where the NaNs are: the sum of 256 + i over the NaNs of a group, i within the group."""
-    grouped = nans.astype(jnp.int32).reshape(nans.size // group, group)
-    positions = lax.broadcasted_iota(jnp.int32, grouped.shape, 1)
-    return jnp.sum(grouped * (positions + NAN_MARK), axis=1, dtype=jnp.int32)
-
-
-def zero_level(
-    marks: Int32[Array, " groups"], group: int, level: float
-) -> Float32[Array, " groups*group"]:
-    """The slope that code 0 stands for: the level, or NaN at and in doubt of a NaN."""
-    shape = (marks.size, group)
-    marks = jnp.broadcast_to(marks[:, None], shape)
-    positions = lax.broadcasted_iota(jnp.int32, shape, 1)
-    marked = (marks >= _SEVERAL) | (marks == positions + NAN_MARK)
-    return jnp.where(marked, jnp.float32(jnp.nan), jnp.float32(level)).reshape(marks.size)

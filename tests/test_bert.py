@@ -18,9 +18,9 @@ from lowmembp_examples.models.bert import (
     BertClassifier,
     BertConfig,
     hugging_face_name,
-    load_pretrained,
 )
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.source import find_source, initial_params
 
 import lowmembp_jax as lm
 
@@ -206,8 +206,9 @@ def test_encoder_of_any_head(tmp_path):
     pretraining = {"cls.predictions.bias": np.zeros(120, np.float32)}
     write_tensors(tmp_path / "pretraining", tensors | pretraining, CONFIG.to_json())
     for directory in (DIRECTORY, tmp_path / "bare", tmp_path / "pretraining"):
-        params = load_pretrained(directory)[1]
-        jax.tree.map(np.testing.assert_array_equal, params, PARAMS["bert"])
+        source = find_source(None, directory, None)
+        params = initial_params(source, CONFIG, INPUTS[:2], jax.random.key(0))
+        jax.tree.map(np.testing.assert_array_equal, params["bert"], PARAMS["bert"])
 
 
 def test_tensors_are_named_in_errors():
@@ -222,21 +223,9 @@ def test_tensors_are_named_in_errors():
     assert "classifier.weight has shape (2, 48), expected (3, 48)" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "key_value",
-    ["hidden_act=relu", "position_embedding_type=relative_key", "model_type=roberta"],
-)
-def test_other_models_are_refused(tmp_path, key_value):
-    key, value = key_value.split("=")
-    config = json.loads((DIRECTORY / "config.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**config, key: value}))
-    with pytest.raises(ValueError, match=f"{key}='{value}' is not supported"):
-        BertConfig.from_json(path)
-    del config["vocab_size"]
-    path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"keys are missing: vocab_size"):
-        BertConfig.from_json(path)
+def test_a_text_that_is_too_long():
+    with pytest.raises(ValueError, match="input_ids have 41 tokens, there are positions for 40"):
+        BertClassifier(CONFIG).apply({"params": PARAMS}, jnp.zeros((1, 41), jnp.int32))
 
 
 @pytest.mark.parametrize(

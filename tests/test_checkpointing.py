@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
@@ -27,7 +28,20 @@ def kept(policy):
     return sorted(str(a.dtype) + str(a.shape) for a, where in residuals if "argument" not in where)
 
 
-OURS = ["float32(16, 1)", "float32(16, 128)", "uint16(16, 8)", "uint2(16, 512)"]
+OURS = ["float32(16, 1)", "float32(16, 128)", "uint2(16, 512)"]
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+def offload(*names, to="pinned_host"):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst=to,
+    )
+
+
+OFFLOAD = offload(*lm.RESIDUAL_NAMES)
 
 
 def test_policy_keeps_codes_norm_output_and_rstd_alone():
@@ -35,9 +49,8 @@ def test_policy_keeps_codes_norm_output_and_rstd_alone():
 
 
 def test_policy_composes_with_those_of_jax():
-    dots = lm.checkpoint_policy(jax.checkpoint_policies.dots_saveable)
-    # The marks are a small matrix product, which that policy keeps before it has its name too.
-    assert kept(dots) == sorted([*OURS, "float32(16, 512)", "uint16(16, 8)"])
+    dots = lm.checkpoint_policy(DOTS)
+    assert kept(dots) == sorted([*OURS, "float32(16, 512)"])
     assert kept(lm.checkpoint_policy(jax.checkpoint_policies.nothing_saveable)) == sorted(OURS)
 
 
@@ -46,17 +59,90 @@ def test_names_work_with_the_policies_of_jax():
     assert kept(only_codes) == ["uint2(16, 512)"]
 
 
-def test_gradients_do_not_depend_on_the_policy():
+def test_offloading_composes():
+    """Order does not matter, and what is not offloaded is kept by the other policy or by ours."""
+    output = lm.RESIDUAL_NAMES.index("lowmembp_norm_output")
+    for policies in ((OFFLOAD, DOTS), (DOTS, OFFLOAD)):
+        # Offloaded copies are results of device_put, in host memory: see below.
+        assert "float32(16, 512)" in kept(lm.checkpoint_policy(*policies))
+    only_output = lm.checkpoint_policy(offload(lm.RESIDUAL_NAMES[output]))
+    assert "uint2(16, 512)" in kept(only_output) and "float32(16, 1)" in kept(only_output)
+
+
+@pytest.mark.parametrize(
+    ("policies", "words"),
+    [
+        (
+            (OFFLOAD, jax.checkpoint_policies.everything_saveable),
+            "name '.*dst='pinned_host'.*, another Saveable",
+        ),
+        (
+            (OFFLOAD, offload(*lm.RESIDUAL_NAMES, to="unpinned_host")),
+            "name '.*'pinned_host'.*'unpinned_host'",
+        ),
+        (
+            (DOTS, jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
+            "dot_general .*Saveable, another Offloadable",
+        ),
+    ],
+)
+def test_policies_that_disagree_raise(policies, words):
+    with pytest.raises(ValueError, match=f"checkpoint_policy: policies disagree.*{words}"):
+        kept(lm.checkpoint_policy(*policies))
+
+
+def test_an_answer_that_jax_does_not_know_raises():
+    with pytest.raises(TypeError, match="policy should be a bool"):
+        kept(lm.checkpoint_policy(lambda *_, **__: "yes"))
+
+
+def scanned(policy):
+    """Gradients of three blocks under `lax.scan`."""
+    op = jax.checkpoint(block, policy=policy)
+
+    def loss(x, w1, w2):
+        return jnp.sum(lax.scan(lambda x, w: (op(x, *w), None), x, (w1, w2))[0] ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def arrays():
     keys = jax.random.split(jax.random.key(0), 3)
-    args = [jax.random.normal(k, a.shape) / 8 for k, a in zip(keys, ARGS, strict=True)]
+    shapes = [ARGS[0].shape, *((3, *a.shape) for a in ARGS[1:])]
+    return [jax.random.normal(k, shape) / 8 for k, shape in zip(keys, shapes, strict=True)]
 
-    def gradients(op):
-        return jax.grad(lambda *a: jnp.sum(op(*a) ** 2), argnums=(0, 1, 2))(*args)
 
-    plain = gradients(block)
-    for policy in (None, lm.checkpoint_policy(), jax.checkpoint_policies.dots_saveable):
-        for a, b in zip(gradients(jax.checkpoint(block, policy=policy)), plain, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+EVERY_POLICY = {
+    "none": None,
+    "ours": lm.checkpoint_policy(),
+    "dots": DOTS,
+    "offload": OFFLOAD,
+    "ours, offloaded": lm.checkpoint_policy(OFFLOAD),
+    "ours, offloaded, and dots": lm.checkpoint_policy(OFFLOAD, DOTS),
+}
+
+
+@pytest.mark.parametrize("policy", EVERY_POLICY)
+def test_gradients_do_not_depend_on_the_policy(policy):
+    args = arrays()
+    gradients = jax.jit(scanned(EVERY_POLICY[policy]))
+    plain = jax.jit(scanned(jax.checkpoint_policies.everything_saveable))(*args)
+    for a, b in zip(gradients(*args), plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)
+    offloads = "<host>" in str(jax.make_jaxpr(gradients)(*args))
+    assert offloads == ("offload" in policy)
+
+
+@pytest.mark.gpu_compiler
+def test_offloaded_residuals_are_in_host_memory_on_a_gpu():
+    def memory(policy):
+        return lm.memory.compile_for(scanned(policy), *arrays(), device="h200").memory_analysis()
+
+    saved, offloaded = memory(lm.checkpoint_policy()), memory(lm.checkpoint_policy(OFFLOAD))
+    residuals = 3 * (16 * 128 * 4 + 16 * 4 + 16 * 512 // 4)
+    assert saved.host_temp_size_in_bytes == 0
+    assert offloaded.host_temp_size_in_bytes >= residuals
+    assert saved.temp_size_in_bytes - offloaded.temp_size_in_bytes >= residuals / 2
 
 
 def test_error_names_the_argument():

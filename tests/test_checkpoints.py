@@ -1,19 +1,14 @@
 """examples/checkpoints.py: files, names, layouts and what is wrong with them."""
 
-import dataclasses
 import json
+import struct
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from lowmembp_examples.checkpoints import (
-    from_params,
-    read_config,
-    read_tensors,
-    to_params,
-    write_tensors,
-)
+from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
+from lowmembp_examples.data.files import DataError
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -120,21 +115,40 @@ def test_shards(tmp_path):
 
 
 def test_bad_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(DataError, match=r"neither model\.safetensors nor"):
         read_tensors(tmp_path)
     write_shards(tmp_path)
     second = tmp_path / "model-00002.safetensors"
     second.unlink()
-    with pytest.raises(FileNotFoundError, match=r"model-00002\.safetensors"):
+    with pytest.raises(DataError, match=r"model-00002\.safetensors: .*No such file"):
         read_tensors(tmp_path)
     save_file({"other": normal(2)}, second)
-    with pytest.raises(ValueError, match=r"model-00002\.safetensors: lacks.*\['b'\]"):
+    with pytest.raises(DataError, match=r"model-00002\.safetensors: lacks.*\['b'\]"):
         read_tensors(tmp_path)
-    second.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    with pytest.raises(ValueError, match=r"model-00002\.safetensors: not a safetensors file"):
-        read_tensors(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"index\.json: expected JSON with an object weight_map"):
+    for dtype, shape, size in (("F32", [2**50], 2**52), ("F32", [1] * 99, 4), ("F8_E4M3", [4], 4)):
+        header = {"b": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
+        text = json.dumps(header).encode()
+        second.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        with pytest.raises(
+            DataError, match=r"model-00002\.safetensors: not a readable safetensors file"
+        ):
+            read_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], r"expected a JSON object, found \[\]"),
+        ({"weight_map": [["a", "b"]]}, "expected an object weight_map"),
+        ({"weight_map": {"a": 5}}, "a must be in a file of this directory, found 5"),
+        ({"weight_map": {"a": ["x"]}}, r"a must be in a file .* found \['x'\]"),
+        ({"weight_map": {"a": "../x.safetensors"}}, r"a must be .* found '\.\./x"),
+        ({"weight_map": {"a": "/x.safetensors"}}, "a must be .* found '/x"),
+    ],
+)
+def test_bad_indices_are_named(tmp_path, index, message):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=rf"index\.json: {message}"):
         read_tensors(tmp_path)
 
 
@@ -143,10 +157,12 @@ def test_every_problem_is_named():
     tensors["layer_1.query.weight"] = tensors.pop("layer_1.query.kernel")
     tensors["embed.embedding"] = tensors["embed.embedding"].T
     tensors["rotary.inv_freq"] = np.zeros(3)
+    tensors["layer_0.norm.scale"] = np.ones(6, int)
     with pytest.raises(ValueError) as error:
         to_params(tensors, PARAMS, name_of, ["rotary.*"])
     assert str(error.value).split(": ", 1)[1].split("; ") == [
         "embed.embedding has shape (6, 7), expected (7, 6)",
+        "layer_0.norm.scale has dtype int64, expected a floating one",
         "missing layer_1.query.kernel",
         "unknown layer_1.query.weight",
     ]
@@ -171,43 +187,3 @@ def test_initial():
     assert_equal(params, {**PARAMS, "head": new})
     with pytest.raises(ValueError, match=r"initial: \['haed'\] are not in the model"):
         to_params(tensors, PARAMS, name_of, initial={"haed": new})
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    hidden_size: int
-    depths: tuple[int, ...] = (2, 2)
-    num_labels: int = 1000
-
-
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({"hidden_size": 8}, Config(8, num_labels=2)),
-        ({"hidden_size": 8, "depths": [1, 3], "extra": None}, Config(8, (1, 3), 2)),
-        ({"hidden_size": 8, "id2label": {"0": "a", "1": "b", "2": "c"}}, Config(8, num_labels=3)),
-        ({"hidden_size": 8, "num_labels": 4, "hidden_act": "gelu"}, Config(8, num_labels=4)),
-    ],
-)
-def test_config(tmp_path, given, expected):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
-    assert read_config(path, Config, hidden_act=("gelu", "relu")) == expected
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("{", "not JSON"),
-        ("[]", "expected a JSON object, got list"),
-        ("{}", "keys are missing: hidden_size"),
-        ('{"hidden_size": 8, "hidden_act": "tanh"}', "'tanh' is not supported, only 'gelu' or"),
-        ('{"hidden_size": 8, "model_type": "t5"}', "'t5' is not supported, only 'bert'"),
-    ],
-)
-def test_bad_config(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
-        read_config(path, Config, hidden_act=("gelu", "relu"), model_type="bert")
-    assert str(path) in str(error.value)

@@ -13,6 +13,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from lowmembp_examples.lora import Train
 from lowmembp_examples.planning import workload
+from lowmembp_examples.trainer import models
 from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
@@ -52,7 +53,8 @@ def cases(*methods, needs=()):
 def make(family, method, train):
     """Of a batch so large that activations take more than weights."""
     tokens = None if family in ("vit", "swin") else TOKENS
-    return workload(family, TINY[family], batch=64, method=method, train=train, tokens=tokens)
+    fields = {"batch": 64, "method": method, "train": train, "tokens": tokens}
+    return workload(models.FAMILIES[family], TINY[family], **fields)
 
 
 class Step(NamedTuple):

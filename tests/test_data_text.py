@@ -1,4 +1,4 @@
-"""examples/data: labelled text from TSV and JSONL files (more of TSV in test_finetune.py)."""
+"""examples/data: labelled text from TSV and JSONL files."""
 
 import json
 
@@ -69,10 +69,13 @@ def test_numbers_are_ordered_as_numbers():
         ("a.tsv", "id\ttext\tlabel\n0\ta\tx\na\tx\n", r"a.tsv:3: expected 3 columns, id<TAB>text"),
         ("a.tsv", "text\tlabel\n", "a.tsv: the file has a header and no line after it"),
         ("a.tsv", "text\tlabel\na\tx\n\ty\n", "a.tsv:3: the text is empty"),
+        ("a.tsv", "a\tx\tz\n", "a.tsv:1: expected 2 columns, text<TAB>label, found 3"),
+        ("a.tsv", "a\tx\nb\t\n", "a.tsv:2: the label is empty"),
         ("a.tsv", "a\tx\n\nb\ty\n", "a.tsv:2: expected 2 columns, text<TAB>label, found 1"),
         ("a.tsv", b"a\tx\r\nb\ty\r\n\xe9\tz\r\n", "a.tsv:3: not UTF-8: "),
-        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON: .* at column"),
-        ("a.jsonl", "[1, 2]\n", r"a.jsonl:1: expected an object, found \[1, 2\]"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON: .*: column"),
+        ("a.jsonl", "[1, 2]\n", r"a.jsonl:1: expected a JSON object, found \[1, 2\]"),
+        ("a.jsonl", '{"a": ' + "[" * 10**5, "a.jsonl:1: JSON .* nested too deep"),
         ("a.jsonl", '{"txt": "a", "label": 1}\n', r"a.jsonl:1: expected a string .*'txt'"),
         ("a.jsonl", '{"text": 5, "label": 1}\n', "a.jsonl:1: expected a string"),
         ("a.jsonl", '{"text": "a"}\n', 'a.jsonl:1: "label" must be a string or an integer, .*None'),
@@ -122,6 +125,36 @@ def test_a_tokenizer_without_its_unknown_token_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "count"),
+    [
+        (("model", "vocab", "gap"), 700, 701),
+        (("post_processor", "special_tokens", "[CLS]", "ids"), [800], 801),
+        (("padding",), {"pad_id": 900}, 901),
+        (("padding",), {"pad_id": 10**9}, "padding: numbers must be at most 4194304, found 10000"),
+        (("padding",), {"strategy": {"Fixed": 10**9}}, "padding: numbers must be at most"),
+        (("post_processor", "special_tokens"), {}, "no entry found for key"),  # Rust panics
+        (("model", "vocab", "gap"), 2**31, "token ids must be at most 4194304, found 2147483648"),
+    ],
+)
+def test_ids_that_no_table_has(tmp_path, path, value, count):
+    content = json.loads(word_tokenizer(TEXTS, 100).to_str())
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    if path == ("padding",):
+        padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+        value = {**padding, "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]", **value}
+    inner[path[-1]] = value
+    tokenizer = write(tmp_path / "tokenizer.json", json.dumps(content))
+    config = DataConfig(train=tsv(tmp_path / "a.tsv"), tokenizer=tokenizer, dev_fraction=0.5)
+    if isinstance(count, int):
+        assert load_task(config).vocab_size == count
+    else:
+        with pytest.raises(DataError, match=rf"tokenizer\.json: not a usable .*: {count}"):
+            load_task(config)
+
+
 def test_words_of_the_training_texts():
     tokenizer = word_tokenizer([*TEXTS, "Film!"], 100)
     assert tokenizer.to_str() == word_tokenizer([*TEXTS, "Film!"], 100).to_str()
@@ -159,6 +192,13 @@ def test_task_of_files(tmp_path):
     assert evaluated.lengths[:4].tolist() == [5, 6, 5, 6]
     used = np.arange(6) < evaluated.lengths[:, None]
     assert (evaluated.input_ids[used] != 0).all() and (evaluated.input_ids[~used] == 0).all()
+
+
+def test_classes_in_the_order_of_a_head(tmp_path):
+    train = tsv(tmp_path / "train.tsv")
+    task = load_task(DataConfig(train=train, dev=train), lambda names: ("ugly", "good", *names[:1]))
+    assert task.classes == ("ugly", "good", "bad")
+    assert task.dev.batch(np.arange(4)).labels.tolist() == [1, 2, 2, 2]
 
 
 def test_a_part_is_held_out_where_there_is_no_dev(tmp_path):

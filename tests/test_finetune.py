@@ -7,135 +7,115 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-
-pytest.importorskip("tyro", reason="the examples' packages are not installed")
-
-import jax
-from lowmembp_examples.data.labelled_text import (
-    DataError,
-    LabelledText,
-    Tokens,
-    read_tsv_pair,
-    shuffled_batches,
-    tokenize,
-)
+from lowmembp_examples import finetune
+from lowmembp_examples.data.labelled_text import LabelledText, tokenize
+from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
-from lowmembp_examples.finetuning.minilm import check_hidden_states, minilm_directory
-from lowmembp_examples.models.bert import Bert, load_pretrained
+from lowmembp_examples.data.tokenizer import load_tokenizer
+from lowmembp_examples.models.bert import Bert
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.source import find_source, initial_params, model_inputs
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[1]
-METHODS = [
-    "plain Flax",
-    "lowmembp_jax",
-    "plain, norms and GELUs checkpointed",
-    "plain, dots policy per layer",
-    "plain, full remat per layer",
-]
-GOLDEN = np.load(ROOT / "tests" / "data" / "minilm_small.npz")
-SST2 = Path("/work/shared/data/sst2")
+PLAIN, OURS = "plain Flax", "lowmembp_jax"
 
 
-def start(*arguments):
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "finetune.py")]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    return subprocess.Popen(
-        [*command, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finetune(*arguments):
-    process = start(*arguments)
-    out, err = process.communicate(timeout=500)
-    return process.returncode, out, err
-
-
-def write(path, *lines):
-    path.write_text("".join(f"{line}\n" for line in lines))
-    return path
+@pytest.fixture(autouse=True)
+def defaults():
+    """JAX's, under which the command runs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture(scope="module")
-def pretrained():
-    return load_pretrained(minilm_directory())
-
-
-@pytest.fixture
-def tsv(tmp_path):
-    good, bad = ("what a fine film\tgood", "a dull mess\tbad")
-    return write(tmp_path / "train.tsv", *(good, bad) * 4), write(tmp_path / "dev.tsv", good, bad)
-
-
-def test_runs_end_to_end(tmp_path, tsv):
-    train, dev = tsv
-    arguments = ("--train", train, "--dev", dev, "--output", tmp_path / "out", "--no-plan")
-    code, out, err = finetune(*arguments, "--steps", 3, "--batch-size", 4, "--max-tokens", 8)
-    assert code == 0, err
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.json", "results.png"]
-    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert list(results["methods"]) == METHODS
-    assert results["data"]["classes"] == ["bad", "good"]
-    assert set(results["versions"]) > {"python", "jax", "flax", "lowmembp_jax"}
-    runs = [results["methods"][name]["run"] for name in METHODS[:2]]
-    for run in runs:
-        assert 0 <= run["accuracy"] <= 1 and run["loss"] > 0 and len(run["train_losses"]) == 3
-    # One forward, one seed, one order; gradients differ.
-    assert runs[0]["train_losses"][0] == pytest.approx(runs[1]["train_losses"][0], abs=1e-5)
-    assert runs[0]["train_losses"] != runs[1]["train_losses"]
-    kept = {
-        name: method["memory"]["training"]["kept_bytes"]
-        for name, method in results["methods"].items()
-    }
-    plain, ours, checkpointed, _, full = kept.values()
-    assert full < ours < checkpointed < plain
-    assert all(name.split(",")[0] in out for name in METHODS)
-    assert "within" in out and "PyTorch" in out
-
-
-def tiny_checkpoint(directory):
-    """Corners of MiniLM's matrices: 2 layers, 2 heads of 16."""
-    directory.mkdir()
+def small(tmp_path_factory):
+    """Options for a small run: corners of MiniLM's matrices, 2 layers of 2 heads, with a classifier
+    of another task; two files."""
+    directory = tmp_path_factory.mktemp("bert")
     minilm = minilm_directory()
     (directory / "tokenizer.json").symlink_to(minilm / "tokenizer.json")
     config = json.loads((minilm / "config.json").read_text())
     config |= {"hidden_size": 32, "intermediate_size": 64}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     (directory / "config.json").write_text(json.dumps(config))
-    small = {384: 32, 1536: 64}
+    sizes = {384: 32, 1536: 64}
     tensors = {
-        name: tensor[tuple(slice(small.get(size, size)) for size in tensor.shape)].copy()
+        f"bert.{name}": tensor[tuple(slice(sizes.get(size, size)) for size in tensor.shape)].copy()
         for name, tensor in load_file(minilm / "model.safetensors").items()
         if not any(f"layer.{index}." in name for index in range(2, 6))
     }
+    tensors["classifier.weight"] = np.zeros((2, 32), np.float32)
+    tensors["classifier.bias"] = np.array([100, -100], np.float32)
     save_file(tensors, directory / "model.safetensors")
-    return directory
+    lines = "what a fine film\tgood\na dull mess\tbad\n"
+    (directory / "train.tsv").write_text(4 * lines)
+    (directory / "dev.tsv").write_text(lines)
+    files = ("--train", directory / "train.tsv", "--dev", directory / "dev.tsv")
+    return ("--checkpoint", directory, *files, "--batch-size", 4, "--max-tokens", 8)
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path, tsv):
-    train, dev = tsv
-    arguments = (
-        "--train",
-        train,
-        "--dev",
-        dev,
-        "--output",
-        tmp_path / "out",
-        "--steps",
-        100_000,
-        "--batch-size",
-        2,
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Runs it in this process: exit status, results.json, and what it printed."""
+
+    def run(*arguments):
+        arguments = ("finetune.py", "--output", tmp_path / "out", *arguments)
+        monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+        try:
+            status = finetune.main()
+        except SystemExit as error:
+            status = error.code
+        path = tmp_path / "out" / "results.json"
+        results = json.loads(path.read_text()) if path.exists() else None
+        return status, results, "".join(capsys.readouterr())
+
+    return run
+
+
+def test_runs_end_to_end(small, command, tmp_path):
+    status, results, printed = command(*small, "--steps", 3, "--no-plan")
+    assert status == 0, printed
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.json", "results.png"]
+    assert (tmp_path / "out" / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert results["classes"] == ["bad", "good"]
+    assert set(results["versions"]) > {"python", "jax", "flax", "lowmembp_jax"}
+    assert list(results["runs"]) == [PLAIN, OURS]
+    for run in results["runs"].values():
+        assert 0 <= run["accuracy"] <= 1 and run["loss"] > 0 and len(run["train_losses"]) == 3
+    # One forward, one seed, one order; gradients differ.
+    plain, ours = (run["train_losses"] for run in results["runs"].values())
+    assert plain[0] == pytest.approx(ours[0], abs=1e-5) and plain != ours
+    assert plain[0] < 10  # the checkpoint's classifier is not used
+    for size in results["memory"]:
+        kept = size["kept_bytes"]
+        plain, ours, checkpointed, _, full = (kept[name] for name in finetune.METHODS)
+        assert full < ours < checkpointed < plain
+    assert all(name.split(",")[0] in printed for name in finetune.METHODS)
+
+
+@pytest.mark.gpu_compiler
+def test_the_memory_of_a_gpu_is_planned(small, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(finetune, "METHODS", {PLAIN: ("default", True), OURS: ("lowmembp", True)})
+    source = find_source(None, small[1], None)
+    size = {"batch": 512, "tokens": 32, "dtype": "float32"}
+    memory = finetune.measure(source, size, "h200", plan=True)
+    assert memory["kept_bytes"][OURS] < memory["kept_bytes"][PLAIN]
+    assert memory["peak_bytes"][OURS] < 0.9 * memory["peak_bytes"][PLAIN]
+
+
+def test_ctrl_c_ends_it_at_once(small, tmp_path):
+    script = Path(finetune.__file__).resolve()
+    arguments = (*small, "--steps", 100_000, "--output", tmp_path / "out")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(script), *map(str, arguments)],
+        env={**os.environ, "XLA_FLAGS": ""},
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    checkpoint = tiny_checkpoint(tmp_path / "bert")
-    process = start(*arguments, "--checkpoint", checkpoint, "--steps", 100_000)
     try:
         seen = ""
         while "loss=" not in seen:  # the progress bar of the training
@@ -151,67 +131,60 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, tsv):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_what_is_known_is_written_at_once(small, command, monkeypatch):
+    def train(name, *_):
+        if name == OURS:
+            raise KeyboardInterrupt
+        return {"accuracy": 0.5}
+
+    monkeypatch.setattr(finetune, "finetune", train)
+    status, results, _ = command(*small)
+    assert status == 130 and results["runs"] == {PLAIN: {"accuracy": 0.5}}
+
+
+def test_a_run_that_diverges_says_so(small, command):
+    status, results, printed = command(*small, "--steps", 9, "--learning-rate", 1e30)
+    assert status == 1 and results is None
+    assert "error: plain Flax, step " in printed and "the loss is nan" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--batch-size", 0), "--batch-size must be at least 1, got 0"),
+        (("--batch-size", 9), "batch_size must be at most 8, the number of training examples"),
+        (("--max-tokens", 513), "--max-tokens must be 3 to 512, got 513"),
+        (("--learning-rate", "inf"), "--learning-rate must be at least 1e-30, got inf"),
+        (("--seed", 10**24), "--seed must be 0 to 4294967295, got 1"),
         (("--dtype", "float8"), "float8"),
-        (("--train", "train.tsv"), "--train and --dev go together"),
+        (("--device", "h300"), "--device must be one of t4, l4, "),
+        (("--train", "none.tsv"), "none.tsv: No such file"),
+        (("--checkpoint", "none"), "--checkpoint none"),
     ],
 )
-def test_bad_arguments_are_named(tmp_path, arguments, message):
-    code, out, err = finetune(*arguments, "--output", tmp_path / "out")
-    assert code == 2
-    assert message in out + err and "Traceback" not in err
+def test_bad_arguments_are_named(small, command, arguments, message):
+    status, results, printed = command(*small, *arguments)
+    assert (status, results) == (2, None)
+    assert message in printed
 
 
-@pytest.mark.parametrize("method", ["default", "lowmembp"])
-def test_hidden_states_are_pytorchs(pretrained, method):
-    config, params = pretrained
-    tokenizer = Tokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
-    size = GOLDEN["input_ids"].shape[1]
-    text = LabelledText(list(GOLDEN["sentences"]), ["a", "b"])
-    tokens = tokenize(text, tokenizer, size, ["a", "b"])
-    np.testing.assert_array_equal(tokens.input_ids, GOLDEN["input_ids"])
-    bert = Bert(config, Compute(method))
-    hidden = jax.jit(bert.apply)({"params": params}, tokens.input_ids, tokens.lengths)
-    used = GOLDEN["attention_mask"].astype(bool)
-    np.testing.assert_allclose(hidden[used], GOLDEN["last_hidden_state"][used], atol=2e-5)
-
-
-def test_a_wrong_checkpoint_is_noticed(pretrained):
-    config, params = pretrained
-    broken = {**params, "embeddings_norm": {**params["embeddings_norm"]}}
-    broken["embeddings_norm"]["scale"] = 1.1 * params["embeddings_norm"]["scale"]
+def test_hidden_states_are_pytorchs():
+    source = find_source(None, minilm_directory(), None)
+    inputs = model_inputs("text-classification", 9, 0)
+    params = initial_params(source, source.config, inputs, jax.random.key(0))["bert"]
+    golden = np.load(GOLDEN)
+    text = LabelledText(list(golden["sentences"]), ["a", "b"])
+    tokens = tokenize(text, load_tokenizer(minilm_directory()), 9, ["a", "b"])
+    np.testing.assert_array_equal(tokens.input_ids, golden["input_ids"])
+    for method in ("default", "lowmembp"):
+        assert check_hidden_states(Bert(source.config, Compute(method)), params) < 2e-5
+    params["embeddings_norm"]["scale"] = 1.1 * params["embeddings_norm"]["scale"]
     with pytest.raises(RuntimeError, match="away from PyTorch's"):
-        check_hidden_states(config, broken, tolerance=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("train", "dev", "message"),
-    [
-        (b"a\tx\nb y\n", b"a\tx\n", r"train.tsv:2: expected 2 columns, .* found 1"),
-        (b"a\tx\tz\nb\ty\n", b"a\tx\n", r"train.tsv:1: expected 2 columns, .* found 3"),
-        (b"a\tx\n \ty\n", b"a\tx\n", r"train.tsv:2: the text is empty"),
-        (b"a\tx\nb\t\n", b"a\tx\n", r"train.tsv:2: the label is empty"),
-        (b"a\tx\n\xff\ty\n", b"a\tx\n", r"train.tsv:2: not UTF-8"),
-        (b"", b"a\tx\n", r"train.tsv: the file is empty"),
-        (b"a\tx\nb\tx\n", b"a\tx\n", r"train.tsv: .* at least 2 labels"),
-        (b"a\tx\nb\ty\n", b"a\tx\nb\tz\n", r"dev.tsv:2: the label 'z' does not occur in"),
-        (b"a\tx\nb\ty\n", None, r"dev.tsv: No such file"),
-    ],
-)
-def test_bad_files_are_named_with_the_line(tmp_path, train, dev, message):
-    for name, content in (("train.tsv", train), ("dev.tsv", dev)):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_tsv_pair(tmp_path / "train.tsv", tmp_path / "dev.tsv")
+        check_hidden_states(Bert(source.config), params)
 
 
 def test_stdlib_docs_are_balanced_split_and_do_not_name_their_package():
     train, dev = splits = load_stdlib_docs(5)
-    assert load_stdlib_docs(5) == splits
     names = set(train.labels)
     assert len(names) == 5 and set(dev.labels) == names
     for split in splits:
@@ -221,28 +194,14 @@ def test_stdlib_docs_are_balanced_split_and_do_not_name_their_package():
     assert len(set(train.texts)) == len(train.texts) > 300
 
 
-def test_batches_are_whole_and_repeat_with_the_seed():
-    tokens = Tokens(*(np.arange(10) for _ in range(3)))
-    first, again = (
-        [batch.labels.tolist() for batch in shuffled_batches(tokens, 4, 5, seed=1)]
-        for _ in range(2)
-    )
-    assert first == again and [len(set(batch)) for batch in first] == [4] * 5
-    assert not set(first[0]) & set(first[1])
-
-
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
-def test_the_whole_comparison_on_sst2(tmp_path):
-    if not SST2.exists():
-        pytest.skip(f"{SST2} is not here")
-    files = ("--train", SST2 / "train.tsv", "--dev", SST2 / "dev.tsv")
-    code, _, err = finetune(*files, "--steps", 60, "--max-tokens", 32, "--output", tmp_path)
-    assert code == 0, err
-    methods = json.loads((tmp_path / "results.json").read_text())["methods"]
-    plain, ours = methods["plain Flax"], methods["lowmembp_jax"]
-    assert min(plain["run"]["accuracy"], ours["run"]["accuracy"]) > 0.7
-    assert abs(plain["run"]["accuracy"] - ours["run"]["accuracy"]) < 0.05
-    peaks = {name: method["memory"]["gpu"]["peak_bytes"] for name, method in methods.items()}
-    assert peaks["lowmembp_jax"] < 0.6 * peaks["plain Flax"]
-    assert peaks["lowmembp_jax"] < peaks["plain, norms and GELUs checkpointed"]
+def test_the_whole_comparison(command):
+    status, results, printed = command("--steps", 64)
+    assert status == 0, printed
+    assert "hidden states of lowmembp_jax: within" in printed
+    plain, ours = (results["runs"][name]["accuracy"] for name in (PLAIN, OURS))
+    assert min(plain, ours) > 0.7 and abs(plain - ours) < 0.05
+    peaks = results["memory"][1]["peak_bytes"]
+    assert peaks[OURS] < 0.6 * peaks[PLAIN]
+    assert peaks[OURS] < peaks["plain, norms and GELUs checkpointed"]

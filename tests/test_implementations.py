@@ -1,8 +1,6 @@
-"""One set of tests for every implementation, against the jnp path; and how one is chosen."""
+"""How an implementation is chosen, and kernels in a scan of remat."""
 
-import importlib.util
 import os
-import subprocess
 import sys
 from functools import partial
 
@@ -15,13 +13,6 @@ from jax import lax
 import lowmembp_jax as lm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-SHAPES = [(), (3,), (0, 128), (4, 1024), (7, 1023), (2, 3, 768)]
-ACTIVATIONS = {
-    "gelu_tanh": lm.regelu2,
-    "gelu_erf": partial(lm.regelu2, approximate=False),
-    "silu": lm.resilu2,
-}
-NORMS = {"layer_norm": lm.ms_layer_norm, "rms_norm": lm.ms_rms_norm}
 
 
 def normal(shape, dtype=jnp.float32, seed=0):
@@ -43,107 +34,18 @@ def assert_close(got, want, ulps):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
 
 
-class Operators:
-    """What an implementation has to do, with the jnp path as the specification."""
+@pytest.mark.parametrize("policy", [None, lm.checkpoint_policy()])
+def test_scan_of_remat(policy):
+    def model(implementation, x):
+        def block(x, _):
+            y = lm.ms_layer_norm(x, implementation=implementation)
+            return x + lm.regelu2(y, implementation=implementation), None
 
-    implementation: str
-    # Kernels sum and round in another order; Triton's interpreter truncates to bfloat16.
-    ulps = 16
+        return lax.scan(jax.checkpoint(block, policy=policy), x, length=3)[0]
 
-    def compare(self, op, *args):
-        got = run(partial(op, implementation=self.implementation), *args)
-        assert_close(got, run(partial(op, implementation="xla"), *args), self.ulps)
-        return got
-
-    @pytest.mark.parametrize("shape", SHAPES)
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_activations(self, name, shape, dtype):
-        self.compare(ACTIVATIONS[name], normal(shape, dtype))
-
-    @pytest.mark.parametrize("width", [512, 1023])
-    def test_nan_and_inf(self, width):
-        x = normal((4, width)).at[0, 5].set(jnp.nan).at[2, 7].set(jnp.inf).at[2, 9].set(-jnp.inf)
-        _, dx = self.compare(lm.regelu2, x)
-        np.testing.assert_array_equal(np.isnan(dx), np.isnan(x))
-
-    @pytest.mark.parametrize("shape", [(5,), (0, 128), (3, 0), (4, 1024), (7, 1023), (2, 3, 768)])
-    @pytest.mark.parametrize("residual", ["normalized", "output"])
-    @pytest.mark.parametrize("name", NORMS)
-    def test_norms(self, name, shape, residual):
-        x, scale = normal(shape), 2 + jnp.tanh(normal(shape[-1:], seed=1))
-        bias = (scale / 3,) if name == "layer_norm" else ()
-        op = partial(NORMS[name], residual=residual)
-        self.compare(op, x)
-        self.compare(op, x, scale)
-        self.compare(op, x, scale, *bias)
-        self.compare(partial(op, dtype=jnp.bfloat16), x, scale, *bias)
-
-    def test_vmap(self):
-        x, scale = normal((4, 6, 256)), 2 + jnp.tanh(normal((4, 256), seed=1))
-
-        def activation(x, implementation):
-            return jax.vmap(partial(lm.resilu2, implementation=implementation), 1, 1)(x)
-
-        def norm(x, scale, implementation):
-            return jax.vmap(partial(lm.ms_rms_norm, implementation=implementation))(x, scale)
-
-        self.compare(activation, x)
-        self.compare(norm, x, scale)
-
-    @pytest.mark.parametrize("policy", [None, lm.checkpoint_policy()])
-    def test_scan_of_remat(self, policy):
-        def model(x, implementation):
-            def block(x, _):
-                y = lm.ms_layer_norm(x, implementation=implementation)
-                return x + lm.regelu2(y, implementation=implementation), None
-
-            return lax.scan(jax.checkpoint(block, policy=policy), x, length=3)[0]
-
-        self.compare(
-            lambda x, implementation: jax.jit(partial(model, implementation=implementation))(x),
-            normal((6, 256)),
-        )
-
-    def test_through_linen(self):
-        def apply(x, implementation):
-            norm = lm.MSLayerNorm(implementation=implementation)
-            return norm.apply(norm.init(jax.random.key(0), x), x)
-
-        self.compare(apply, normal((6, 256)))
-
-
-class TestXLA(Operators):
-    implementation = "xla"
-
-
-class TestPallas(Operators):
-    implementation = "pallas_interpret"
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_triton, with TRITON_INTERPRET=1")
-class TestTriton(Operators):
-    implementation = "triton"
-
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or importlib.util.find_spec("torch") is None,
-    reason="triton or torch, for its interpreter, is not installed",
-)
-
-
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_triton():
-    """In a process of its own: the variable acts when triton is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        [*command, "-k", "TestTriton"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+    x = normal((6, 256))
+    got, want = (run(jax.jit(partial(model, i)), x) for i in ("pallas_interpret", "xla"))
+    assert_close(got, want, ulps=16)
 
 
 def uses_pallas(op, *args):

@@ -1,7 +1,6 @@
 """LLaMA against PyTorch: logits, loss and gradients, scanned or not, merged or not."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -140,32 +139,6 @@ def test_tied_head_is_refused_by_the_rules_of_others():
         lm.merge_norm_affine(params, llama.NORM_RULES)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling=.*llama3"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_parameters=.*yarn"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
-def test_unsupported_configs(tmp_path, change, error):
-    given = json.loads((DATA / "llama/config.json").read_text())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given | change))
-    with pytest.raises(ValueError, match=error):
-        LlamaConfig.from_json(path)
-
-
-def test_config_of_transformers_5(tmp_path):
-    given = json.loads((DATA / "llama/config.json").read_text())
-    del given["rope_theta"], given["rope_scaling"]
-    given["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(given))
-    assert LlamaConfig.from_json(path).rope_theta == 5e5
-
-
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_block_keeps_what_the_arithmetic_says(scan_layers):
     """In units of tokens x hidden x 2 bytes: the paper's 15.4375 at a ratio of 2.7, without the
@@ -185,8 +158,8 @@ def test_a_block_keeps_what_the_arithmetic_says(scan_layers):
     unit = batch * tokens * hidden * 2
     # Norm outputs 2, q, k, v 3, attention's output 1; silu, up and their product; codes.
     units = 6 + 3 * ratio + ratio / 8
-    # float32: rstd of two norms, a logsumexp a head. NaN marks: 16 bits for 128 codes.
-    rows = (2 + 4) * batch * tokens * 4 + batch * tokens * ratio * hidden / 128 * 2
+    # float32: rstd of two norms, a logsumexp a head.
+    rows = (2 + 4) * batch * tokens * 4
     fewer, more = (2, 3) if scan_layers else (1, 2)
     assert kept(more) - kept(fewer) == pytest.approx(units * unit + rows, rel=1e-3)
 

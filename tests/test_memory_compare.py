@@ -1,6 +1,7 @@
 """Comparisons of methods, and the cache of plans."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +54,13 @@ def compiled(monkeypatch):
 
 
 @pytest.mark.gpu_compiler
-def test_rows_cache_and_report(compiled):
+def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     methods = ["lowmembp", "default"]
-    comparison = lm.memory.compare(factory, methods, batch=65536, device="h100", progress=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # no dependency
+    comparison = lm.memory.compare(factory, methods, batch=65536, device="h100")
+    assert (
+        capsys.readouterr().err == "planning lowmembp, batch 65536\nplanning default, batch 65536\n"
+    )
     assert [one.method for one in comparison] == methods
     assert comparison.batch == 65536
     assert comparison.budget == lm.memory.get_device("h100").usable_bytes()

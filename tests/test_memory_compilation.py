@@ -1,6 +1,10 @@
 """Compiling for GPUs that are not there."""
 
 import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import jax
@@ -138,6 +142,23 @@ def test_axes_that_the_mesh_lacks():
 def test_unknown_device_names_those_known():
     with pytest.raises(ValueError, match=r"device='h20' is not known.*h100, h200"):
         lm.memory.compile_for(loss, X, device="h20")
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("first", ["", "jnp.ones(1)"])
+def test_the_environment_is_left_as_it_was(first):
+    """JAX may have looked for CUDA before, and given it up: it starts without its plugin."""
+    program = f"""
+        import os, jax, jax.numpy as jnp
+        {first}
+        before = dict(os.environ)
+        import lowmembp_jax as lm
+        lm.memory.compile_for(lambda x: x + 1, jax.ShapeDtypeStruct((2,), jnp.float32))
+        assert os.environ == before
+    """
+    without = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, env=without, check=True, timeout=240)
 
 
 def test_missing_wheels_say_how_to_install_them(monkeypatch):

@@ -43,9 +43,8 @@ def test_elementwise_reads_and_writes_once():
 def test_codes_are_a_quarter_of_a_byte():
     n = 4096 * 1024
     total = compiled(lambda x: jax.vjp(lm.regelu2, x), array(4096, 1024))
-    # y, codes, and 16 bits for each 128 elements; each of XLA's fusions reads x.
-    assert total.bytes_written == n * 2 + n // 4 + n // 128 * 2
-    assert total.bytes_read == n * 2 * total.launches
+    assert total.launches == 1
+    assert (total.bytes_read, total.bytes_written) == (n * 2, n * 2 + n // 4)
 
 
 def test_pallas_kernel_is_its_operands_and_results():
@@ -55,7 +54,7 @@ def test_pallas_kernel_is_its_operands_and_results():
         total = compiled(lambda x: jax.vjp(lm.regelu2, x), array(4096, 1024))
     (kernel,) = total.kernels
     assert (kernel.kind, kernel.flops) == ("custom call", 0)
-    assert (total.bytes_read, total.bytes_written) == (2 * n, n * 2 + n // 4 + n // 128 * 2)
+    assert (total.bytes_read, total.bytes_written) == (2 * n, n * 2 + n // 4)
     assert "FLOPs of Pallas, Triton and other custom kernels" in total.notes[0]
 
 

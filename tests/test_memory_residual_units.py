@@ -46,8 +46,6 @@ def small_terms(sizes: reference.Sizes, ops: str, lora: str) -> int:
     total += len(lora) * sizes.rows * reference.RANK * 2  # x A, input of B, bf16
     if ops == "ours":
         total += 2 * sizes.rows * 4  # rstd of two norms, float32
-        # One uint16 for 128 of the activation's inputs says where a NaN is.
-        total += sizes.rows * -(-sizes.ffn // 128) * 2
     return total
 
 

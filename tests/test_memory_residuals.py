@@ -84,7 +84,7 @@ def test_scan_stacks():
 def test_activation_and_gelu():
     x = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
     ours = saved_bytes(lm.regelu2, x)
-    assert 128 * 64 // 4 <= ours <= 128 * 64 // 4 * 1.25  # codes, and marks of NaNs
+    assert ours == 128 * 64 // 4  # codes
     assert saved_bytes(partial(jax.nn.gelu, approximate=False), x) > 10 * ours
 
 

@@ -1,6 +1,6 @@
-"""ms_layer_norm and ms_rms_norm."""
+"""ms_layer_norm and ms_rms_norm: one class for every implementation, then what is common."""
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import only_interpreted, run_in_triton_interpreter
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -15,23 +16,31 @@ import lowmembp_jax as lm
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
 OPS = {"ms_layer_norm": lm.ms_layer_norm, "ms_rms_norm": lm.ms_rms_norm}
+# Shape, dtype of x, dtype of the output. Triton's kernels read 20000 columns in chunks.
+ARGUMENTS = [
+    ((37, 129), "float32", "float32"),
+    ((37, 129), "bfloat16", "bfloat16"),
+    ((37, 40), "float16", "float16"),
+    ((37, 129), "float32", "bfloat16"),
+    ((3, 1023), "bfloat16", "float32"),
+    ((2, 3, 768), "float32", "float32"),
+    ((600, 8), "float32", "float32"),
+    ((2, 16384), "bfloat16", "bfloat16"),
+    ((2, 20000), "float32", "float32"),
+    ((3, 1), "float32", "float32"),
+    ((5,), "float32", "float32"),
+    ((0, 7), "float32", "float32"),
+    ((3, 0), "float32", "float32"),
+]
 each_op = pytest.mark.parametrize("name", OPS)
 each_residual = pytest.mark.parametrize("residual", ["normalized", "output"])
 
 
-def golden(name, key):
-    return jnp.asarray(GOLDEN[f"{name}.{key}"], jnp.float32)
-
-
-def affine(name, width=None, dtype=jnp.float32):
-    """scale and, for LayerNorm, bias; of the golden file or random."""
-    keys = ("scale", "bias") if name == "ms_layer_norm" else ("scale",)
-    if width is None:
-        return tuple(golden(name, key) for key in keys)
-    return tuple(
-        (1 + jax.random.normal(jax.random.key(i), (width,)) / 4).astype(dtype)
-        for i, _ in enumerate(keys)
-    )
+def affine(name, width):
+    """scale and, for LayerNorm, bias."""
+    keys = jax.random.split(jax.random.key(7))
+    scale = 1 + jnp.tanh(jax.random.normal(keys[0], (width,))) / 2
+    return (scale, jax.random.normal(keys[1], (width,)))[: 2 if name == "ms_layer_norm" else 1]
 
 
 def reference(name, x, *parameters):
@@ -39,162 +48,193 @@ def reference(name, x, *parameters):
     x = x - x.mean(-1, keepdims=True) if name == "ms_layer_norm" else x
     y = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
     for parameter, combine in zip(parameters, (jnp.multiply, jnp.add), strict=False):
-        y = combine(y, parameter[None])
+        y = combine(y, parameter.reshape((1,) * (x.ndim - 1) + parameter.shape))
     return y
 
 
-@each_op
-def test_golden_without_affine(name):
-    y, vjp = jax.vjp(OPS[name], golden(name, "x"))
-    np.testing.assert_allclose(y, GOLDEN[f"{name}.y"], atol=1e-6)
-    np.testing.assert_allclose(vjp(golden(name, "g"))[0], GOLDEN[f"{name}.dx"], atol=2e-7)
-
-
-@each_op
-@each_residual
-def test_golden_with_affine(name, residual):
-    op = partial(OPS[name], residual=residual)
-    y, vjp = jax.vjp(op, golden(name, "x"), *affine(name))
-    gradients = vjp(golden(name, "g"))
-    affine_y, d_bias = GOLDEN[f"{name}.affine_y"], GOLDEN[f"{name}.dbias"]
-    if name == "ms_rms_norm":
-        y = y + golden(name, "bias")[None] if np.abs(y - affine_y).max() > 1e-3 else y
-    np.testing.assert_allclose(y, affine_y, atol=2e-6)
-    np.testing.assert_allclose(gradients[0], GOLDEN[f"{name}.affine_dx"], atol=4e-7)
-    np.testing.assert_allclose(gradients[1], GOLDEN[f"{name}.dscale"], atol=2e-5)
-    if name == "ms_layer_norm":
-        np.testing.assert_allclose(gradients[2], d_bias, atol=2e-5)
-
-
-@each_op
-@each_residual
-@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-def test_gradients_against_float64(name, residual, x_dtype, out_dtype):
-    x = jax.random.normal(jax.random.key(0), (37, 129)).astype(x_dtype) * 3
-    g = jax.random.normal(jax.random.key(1), x.shape).astype(out_dtype)
-    parameters = affine(name, 129)
-    op = partial(OPS[name], dtype=out_dtype, residual=residual)
-    y, vjp = jax.vjp(op, x, *parameters)
-    got = vjp(g)
+@cache
+def example(name, shape, x_dtype, dtype, with_affine):
+    """Arguments, cotangent, and the float64 output and gradients."""
+    x = (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(x_dtype)
+    g = jax.random.normal(jax.random.key(1), shape).astype(dtype)
+    args = (x, *(affine(name, shape[-1]) if with_affine else ()))
     with jax.enable_x64(True):
-        args = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, *parameters)]
-        y64, vjp64 = jax.vjp(partial(reference, name), *args)
-        want = vjp64(jnp.asarray(np.asarray(g, np.float64)))
-    assert y.dtype == out_dtype
-    eps = float(jnp.finfo(out_dtype).eps)
-    np.testing.assert_allclose(np.asarray(y, np.float64), np.asarray(y64), rtol=eps, atol=1e-6)
-    for a, b, argument in zip(got, want, (x, *parameters), strict=True):
-        assert a.dtype == argument.dtype and a.shape == argument.shape
-        b = np.asarray(b)
-        error = np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
-        assert error < 2 * max(eps, float(jnp.finfo(a.dtype).eps)), error
+        y, vjp = jax.vjp(partial(reference, name), *(np.asarray(a, np.float64) for a in args))
+        gradients = vjp(jnp.asarray(np.asarray(g, np.float64)))
+    return args, g, *jax.tree.map(np.asarray, (y, gradients))
+
+
+def gradients(op, *args):
+    """For a cotangent that is not constant."""
+    y, vjp = jax.vjp(op, *args)
+    return vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+
+class Norms:
+    """What every implementation has to do."""
+
+    implementation: str
+
+    def op(self, name, **options):
+        return partial(OPS[name], implementation=self.implementation, **options)
+
+    @each_op
+    @pytest.mark.parametrize("residual", [None, "normalized", "output"])
+    def test_golden_float64_values(self, name, residual):
+        def golden(key):
+            return jnp.asarray(GOLDEN[f"{name}.{key}"], jnp.float32)
+
+        if residual is None:
+            y, vjp = jax.vjp(self.op(name), golden("x"))
+            got, want = (y, *vjp(golden("g"))), ("y", "dx")
+        else:
+            scale, bias = golden("scale"), golden("bias")
+            parameters = (scale, bias) if name == "ms_layer_norm" else (scale,)
+            y, vjp = jax.vjp(self.op(name, residual=residual), golden("x"), *parameters)
+            got, want = (y, *vjp(golden("g"))), ("affine_y", "affine_dx", "dscale", "dbias")
+        for value, key in zip(got, want, strict=False):
+            np.testing.assert_allclose(value, GOLDEN[f"{name}.{key}"], rtol=1e-6, atol=2e-5)
+
+    @each_op
+    @pytest.mark.parametrize("residual", [None, "normalized", "output"])
+    @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
+    def test_output_and_gradients_against_float64(self, name, shape, x_dtype, dtype, residual):
+        args, g, want_y, want = example(name, shape, x_dtype, dtype, residual is not None)
+        op = self.op(name, dtype=dtype, residual=residual or "normalized")
+        y, vjp = jax.vjp(op, *args)
+        got = vjp(g)
+        assert y.dtype == dtype and y.shape == shape
+        if not y.size:
+            assert all(a.shape == b.shape for a, b in zip(got, args, strict=True))
+            return
+        eps = float(jnp.finfo(dtype).eps)
+        # Triton's interpreter rounds to bfloat16 towards zero.
+        np.testing.assert_allclose(np.float64(y), want_y, rtol=2 * eps, atol=2e-6)
+        for a, b, argument in zip(got, want, args, strict=True):
+            assert a.dtype == argument.dtype and a.shape == argument.shape
+            error = np.linalg.norm(np.float64(a) - b)
+            # In a row of one element dx is a difference of numbers as large as rstd.
+            size = np.linalg.norm(b) + (1e3 if shape[-1] == 1 else 0)
+            # Sums over rows are in float32, in an order of the implementation's.
+            assert error < (3 * max(eps, float(jnp.finfo(a.dtype).eps)) + 1e-6) * size
+
+    @each_op
+    @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+    def test_nan_and_inf_poison_their_row_only(self, name, bad):
+        x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
+        y, vjp = jax.vjp(self.op(name), x)
+        dx = vjp(jnp.ones_like(y))[0]
+        assert jnp.isnan(dx[1]).all() and jnp.isfinite(dx[jnp.array([0, 2])]).all()
+        assert not jnp.isfinite(vjp(jnp.ones_like(y).at[2, 3].set(bad))[0][2]).any()
+
+    @each_op
+    def test_variance_of_a_shifted_row_does_not_cancel(self, name):
+        x = jax.random.normal(jax.random.key(0), (4, 512)) + 4096.0
+        with jax.enable_x64(True):
+            want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
+        np.testing.assert_allclose(self.op(name)(x), want, rtol=2e-3, atol=2e-3)
+
+    @each_op
+    @pytest.mark.parametrize("batched_scale", [False, True])
+    def test_vmap(self, name, batched_scale):
+        """Parameter gradients stay apart for each element of the batch."""
+        x = jax.random.normal(jax.random.key(0), (2, 2, 3, 48))
+        scale = 1 + jax.random.uniform(jax.random.key(1), (2, 48))
+        scale = scale if batched_scale else scale[0]
+        run = jax.jit(partial(gradients, self.op(name)))
+        inner = jax.vmap(run, (0, None))
+        got = jax.vmap(inner, (0, 0 if batched_scale else None))(x, scale)
+        for i in range(2):
+            for j in range(2):
+                one = run(x[i, j], scale[i] if batched_scale else scale)
+                for a, b in zip(got, one, strict=True):
+                    np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
+
+    @each_op
+    def test_transformations_agree(self, name):
+        x = jax.random.normal(jax.random.key(0), (4, 6, 64))
+        args, op = (x, *affine(name, 64)), self.op(name)
+        want = gradients(op, *args)
+        for transformed in (
+            jax.jit(jax.checkpoint(op, policy=lm.checkpoint_policy())),
+            lambda x, *p: lax.map(lambda x: jax.checkpoint(op)(x, *p), x),
+        ):
+            for a, b in zip(gradients(transformed, *args), want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)
+
+
+class TestXLA(Norms):
+    implementation = "xla"
+
+
+class TestPallas(Norms):
+    implementation = "pallas_interpret"
+
+
+@only_interpreted
+class TestTriton(Norms):
+    implementation = "triton"
+
+
+def test_triton():
+    run_in_triton_interpreter(__file__)
 
 
 @each_op
 def test_scale_of_zero(name):
     """The normalized residual is exact there; the output holds nothing to recover y from."""
-    x, g = golden(name, "x"), golden(name, "g")
-    scale, *bias = affine(name)
+    (x, scale, *bias), g, _, want = example(name, (37, 129), "float32", "float32", True)
     scale = scale.at[5].set(0)
     exact = jax.vjp(OPS[name], x, scale, *bias)[1](g)
-    np.testing.assert_allclose(exact[1], GOLDEN[f"{name}.dscale"], atol=2e-5)
+    np.testing.assert_allclose(exact[1], want[1], atol=2e-5)
     recovered = jax.vjp(partial(OPS[name], residual="output"), x, scale, *bias)[1](g)
     assert jnp.isnan(recovered[1][5])
-
-
-@each_op
-@pytest.mark.parametrize("shape", [(1,), (5,), (0, 7), (3, 0), (2, 3, 1023), (4, 1), (2, 16384)])
-def test_shapes(name, shape):
-    x = jax.random.normal(jax.random.key(0), shape) + 1
-    y, vjp = jax.vjp(OPS[name], x)
-    assert y.shape == vjp(y)[0].shape == shape
-    if x.size:
-        np.testing.assert_allclose(
-            y, reference(name, x.reshape(-1, shape[-1])).reshape(shape), atol=1e-5
-        )
-
-
-@each_op
-def test_variance_of_a_shifted_row_does_not_cancel(name):
-    x = jax.random.normal(jax.random.key(0), (4, 512)) + 4096.0
-    with jax.enable_x64(True):
-        want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
-    np.testing.assert_allclose(OPS[name](x), want, rtol=2e-3, atol=2e-3)
-
-
-@each_op
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_nan_and_inf_poison_their_row_only(name, bad):
-    x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
-    y, vjp = jax.vjp(OPS[name], x)
-    dx = vjp(jnp.ones_like(y))[0]
-    assert jnp.isnan(dx[1]).any() and jnp.isfinite(dx[jnp.array([0, 2])]).all()
-    g = jnp.ones_like(y).at[2, 3].set(bad)
-    assert not jnp.isfinite(vjp(g)[0][2]).any()
 
 
 def kept(op, *args):
     return sorted((str(a.dtype), a.shape) for a, _ in saved_residuals(op, *args))
 
 
+X = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
+W = jax.ShapeDtypeStruct((1024, 8), jnp.bfloat16)
+SCALE = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+
 @each_op
 def test_residuals_are_output_and_rstd(name):
-    x = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
     op = partial(OPS[name], dtype=jnp.bfloat16)
-    assert kept(op, x) == [("bfloat16", (16, 1024)), ("float32", (16, 1))]
+    assert kept(op, X) == [("bfloat16", (16, 1024)), ("float32", (16, 1))]
 
 
 @each_op
-def test_the_residual_is_the_array_that_the_next_dense_keeps(name):
-    """One bf16 array for both, by the dtype of the output; two when a cast comes in between."""
-    x = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
-    w = jax.ShapeDtypeStruct((1024, 8), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "with_scale", "residual", "arrays"),
+    [
+        (jnp.bfloat16, False, "normalized", 1),
+        (jnp.float32, False, "normalized", 2),  # a cast comes in between
+        (jnp.bfloat16, True, "normalized", 2),
+        (jnp.bfloat16, True, "output", 1),
+    ],
+)
+def test_the_residual_is_the_array_that_the_next_dense_keeps(
+    name, dtype, with_scale, residual, arrays
+):
+    def layer(x, w, *scale):
+        return OPS[name](x, *scale, dtype=dtype, residual=residual).astype(jnp.bfloat16) @ w
 
-    def arrays(dtype, **affine):
-        def layer(x, w, affine):
-            return OPS[name](x, dtype=dtype, **affine).astype(jnp.bfloat16) @ w
-
-        return sum(shape == (16, 1024) for _, shape in kept(layer, x, w, affine))
-
-    assert arrays(jnp.bfloat16) == 1
-    assert arrays(jnp.float32) == 2
-    scale = {"scale": jax.ShapeDtypeStruct((1024,), jnp.float32)}
-    assert arrays(jnp.bfloat16, **scale) == 2
-
-
-@each_op
-def test_output_residual_is_shared_despite_an_affine(name):
-    x = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
-    s = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    w = jax.ShapeDtypeStruct((1024, 8), jnp.bfloat16)
-    op = partial(OPS[name], dtype=jnp.bfloat16, residual="output")
-    shapes = [shape for _, shape in kept(lambda x, s, w: op(x, s) @ w, x, s, w)]
-    assert shapes.count((16, 1024)) == 1
+    shapes = [shape for _, shape in kept(layer, X, W, *[SCALE] * with_scale)]
+    assert shapes.count((16, 1024)) == arrays
 
 
 @each_op
-def test_transformations_agree(name):
-    x = jax.random.normal(jax.random.key(0), (4, 6, 64))
-    parameters = affine(name, 64)
+def test_second_order_is_exact(name):
+    def loss(norm, x):
+        return jnp.sum(jnp.sin(norm(x)))
 
-    def gradients(op, x):
-        return jax.grad(lambda *a: jnp.sum(op(*a) ** 3), argnums=range(1 + len(parameters)))(
-            x, *parameters
-        )
-
-    want = gradients(OPS[name], x)
-    axes = (0,) + (None,) * len(parameters)
-    for op in (
-        jax.vmap(OPS[name], axes),
-        jax.checkpoint(OPS[name]),
-        jax.checkpoint(OPS[name], policy=lm.checkpoint_policy()),
-        jax.jit(OPS[name]),
-        lambda x, *p: lax.map(lambda x: OPS[name](x, *p), x),
-    ):
-        jax.tree.map(
-            partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), gradients(op, x), want
-        )
+    x = jax.random.normal(jax.random.key(0), (3, 5))
+    want = jax.hessian(partial(loss, partial(reference, name)))(x)
+    got = jax.jacrev(jax.grad(partial(loss, OPS[name])))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @each_op
@@ -203,28 +243,44 @@ def test_forward_mode_raises_jax_error(name):
         jax.jvp(OPS[name], (jnp.ones((2, 3)),), (jnp.ones((2, 3)),))
 
 
-def test_layer_norm_is_bit_equal_to_flax_under_jit():
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
+def test_forward_is_bit_equal_to_flax(wrap):
     x = jax.random.normal(jax.random.key(0), (64, 768))
-    flax = nn.LayerNorm(use_scale=False, use_bias=False, use_fast_variance=False)
-    np.testing.assert_array_equal(
-        jax.jit(lm.ms_layer_norm)(x), jax.jit(lambda x: flax.apply({}, x))(x)
-    )
+    layer = nn.LayerNorm(use_scale=False, use_bias=False, use_fast_variance=False)
+    rms = nn.RMSNorm(use_scale=False)
+    for ours, flax in ((lm.ms_layer_norm, layer), (lm.ms_rms_norm, rms)):
+        expected = wrap(lambda x, flax=flax: flax.apply({}, x))(x)
+        np.testing.assert_array_equal(wrap(ours)(x), expected)
+
+
+def test_a_mask_says_which_positions_count():
+    """Where the statistics do not count x, even NaN has no effect; nothing counts: a row is NaN."""
+    x = jax.random.normal(jax.random.key(0), (4, 6))
+    mask = jnp.arange(6) < 4
+    y = lm.ms_layer_norm(jnp.where(mask[None], x, jnp.nan), mask=mask)
+    np.testing.assert_allclose(y[:, :4], lm.ms_layer_norm(x[:, :4]), rtol=1e-6, atol=1e-6)
+    y, vjp = jax.vjp(partial(lm.ms_rms_norm, mask=jnp.arange(4)[:, None] != 2), x)
+    for rows in (y, vjp(jnp.ones_like(y))[0]):
+        np.testing.assert_array_equal(jnp.isnan(rows), jnp.arange(24).reshape(4, 6) // 6 == 2)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda x: lm.ms_layer_norm(x, jnp.ones(3)), ValueError, r"scale must have shape \(4,\)"),
-        (
-            lambda x: lm.ms_layer_norm(x, None, jnp.ones(4)[None]),
-            ValueError,
-            "bias must have shape",
-        ),
+        (lambda x: lm.ms_layer_norm(x, None, x[:1]), ValueError, "bias must have shape"),
         (lambda x: lm.ms_layer_norm(jnp.float32(1)), ValueError, "x must have at least one axis"),
         (lambda x: lm.ms_rms_norm(x.astype(jnp.complex64)), TypeError, "x must be a real array"),
         (lambda x: lm.ms_rms_norm(x, dtype=jnp.int8), TypeError, "dtype must be floating.*int8"),
         (lambda x: lm.ms_rms_norm(x, residual="x"), ValueError, "residual='x'.*'normalized'"),
         (lambda x: lm.ms_rms_norm(x, implementation="?"), ValueError, "implementation='?'"),
+        (lambda x: lm.ms_rms_norm(x, mask=x[0, :3] > 0), ValueError, r"mask .*x, \(2, 4\).*\(3,\)"),
+        (lambda x: lm.ms_rms_norm(x, mask=x[None] > 0), ValueError, r"mask .*got shape \(1, 2, 4"),
+        (
+            lambda x: lm.ms_rms_norm(x, mask=x > 0, implementation="pallas"),
+            ValueError,
+            r"implementation='pallas'.* no mask, got .*mask=\(2, 4\): choose 'xla'",
+        ),
     ],
 )
 def test_errors_name_the_argument(call, error, words):

@@ -10,7 +10,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
-from lowmembp_jax.codes import encode, find_nans, mark_nans, slopes
+from lowmembp_jax.codes import encode
 from pallas_kernels import activation, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
@@ -61,100 +61,48 @@ def hard_values(table, shape, dtype):
     return jnp.asarray(x.reshape(shape)).astype(dtype)
 
 
-def gradient(x, g, group=None):
-    """The jnp path's, without the NaNs if there are no groups."""
-    codes = encode(x.astype(jnp.float32), RESILU2_TABLE)
-    nans = jnp.zeros(x.shape, bool)
-    if group:
-        grouped = x.reshape(-1, group)
-        nans = find_nans(mark_nans(grouped), codes.reshape(grouped.shape)).reshape(x.shape)
-    slope = slopes(codes, nans, RESILU2_TABLE, jnp.float32)
-    return (g.astype(jnp.float32) * slope).astype(g.dtype)
-
-
-def run_activation(function, x, g, group, **options):
-    table = FUNCTIONS[function][1]
+def check_activation(function, size, dtype, cores=None):
+    """Bit for bit the jnp path; the codes four to a byte as `lm.pack_2bit` has them."""
+    op, table = FUNCTIONS[function]
+    x, g = hard_values(table, (size,), dtype), normal(1, (size,), dtype)
+    options = {"cores": cores, "interpret": True}
 
     @jax.jit
     def run(x, g):
-        forward = activation_forward(
-            x, function, table.thresholds, group, interpret=True, **options
-        )
-        _, packed, marks = forward
-        dx = activation_backward(packed, marks, g, table.levels, group, interpret=True, **options)
-        return *forward, dx
+        y, packed = activation_forward(x, function, table.thresholds, **options)
+        return y, packed, activation_backward(packed, g, table.levels, **options)
 
-    return run(x, g)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("dtype", "shape", "group"),
-    list(zip(DTYPES, [(5, 2, 1024), (7, 512), (9, 256)], [128, 64, 32], strict=True)),
-)
-def test_activation_is_the_jnp_path_bit_for_bit(function, dtype, shape, group):
-    op, table = FUNCTIONS[function]
-    x, g = hard_values(table, shape, dtype), normal(1, shape, dtype)
-    y, packed, marks, dx = run_activation(function, x, g, group)
-
+    y, packed, dx = run(x, g)
     expected, vjp = jax.vjp(jax.jit(op), x)
     assert_same(y, expected)
+    assert_same(packed, lm.pack_2bit(encode(x.astype(jnp.float32), table)))
     assert_same(dx, vjp(g)[0])
-    wide = x.astype(jnp.float32)
-    assert_same(packed, lm.pack_2bit(encode(wide, table)))
-    assert_same(marks, mark_nans(wide).reshape(marks.shape))
 
 
 @pytest.mark.parametrize(
-    ("size", "cores", "dtype"),
+    ("function", "size", "dtype", "cores"),
     [
-        (1, None, jnp.float32),
-        (3, None, jnp.float32),
-        (4, None, jnp.bfloat16),
-        (511, None, jnp.float32),
-        (2049, None, jnp.bfloat16),
-        (8197, 1, jnp.float16),
+        ("gelu_tanh", 10 * 1024, jnp.float32, None),
+        ("gelu_erf", 7 * 512, jnp.bfloat16, None),
+        ("silu", 9 * 256, jnp.float16, None),
+        ("silu", 1, jnp.float32, None),
+        ("gelu_tanh", 3, jnp.float32, None),
+        ("silu", 4, jnp.bfloat16, None),
+        ("gelu_erf", 511, jnp.float32, None),
+        ("silu", 2049, jnp.bfloat16, None),
+        ("silu", 8197, jnp.float16, 1),
     ],
 )
-def test_activation_of_any_size(size, cores, dtype):
-    x, g = hard_values(RESILU2_TABLE, (size,), dtype), normal(1, (size,), dtype)
-    y, packed, marks, dx = run_activation("silu", x, g, None, cores=cores)
-    assert marks is None
-    assert_same(y, jax.jit(lm.resilu2)(x))
-    assert_same(packed, lm.pack_2bit(encode(x.astype(jnp.float32), RESILU2_TABLE)))
-    assert_same(dx, jax.jit(gradient)(x, g))
+def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
+    check_activation(function, size, dtype, cores)
 
 
-def test_activation_of_a_large_array(monkeypatch):
+@pytest.mark.parametrize("size", [2050, 1024 + 32])
+def test_activation_of_a_large_array(monkeypatch, size):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
     monkeypatch.setattr(activation, "_MOST_MASKED", 0)
     monkeypatch.setattr(activation, "_MOST_BYTES", 0)
-    for size, group in ((2050, None), (1024 + 32, 32)):
-        x, g = hard_values(RESILU2_TABLE, (size,), jnp.float32), normal(1, (size,))
-        y, packed, marks, dx = run_activation("silu", x, g, group)
-        assert_same(y, jax.jit(lm.resilu2)(x))
-        assert_same(packed, lm.pack_2bit(encode(x, RESILU2_TABLE)))
-        if group:
-            assert_same(marks, mark_nans(x.reshape(-1, 32)).reshape(-1))
-        plain = jax.jit(functools.partial(gradient, group=group))(x, g)
-        assert_same(dx, plain)
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0, 128)])
-def test_activation_of_nothing(shape):
-    x = jnp.zeros(shape, jnp.bfloat16)
-    y, packed, marks, dx = run_activation("gelu_tanh", x, x, 128)
-    assert_same(y, x)
-    assert_same(dx, x)
-    assert (packed.shape, packed.dtype) == ((0,), jnp.uint8)
-    assert (marks.shape, marks.dtype) == ((0,), jnp.uint16)
-
-
-def test_activation_under_vmap():
-    x, g = normal(0, (3, 1024), scale=4.0), normal(1, (3, 1024))
-    run = functools.partial(run_activation, "gelu_tanh", group=128)
-    for actual, expected in zip(jax.vmap(run)(x, g), run(x, g), strict=True):
-        assert_same(actual.reshape(-1), expected.reshape(-1))
+    check_activation("silu", size, jnp.float32)
 
 
 def test_erfc_is_that_of_jax():
@@ -171,24 +119,18 @@ def test_erfc_is_that_of_jax():
 def test_activation_arguments():
     x = jnp.zeros((4, 32))
     for call, error, message in (
-        (lambda: activation_forward(x, "relu", (0.0,), None), ValueError, "function='relu'"),
-        (lambda: activation_forward(x, "silu", (0.0,), 48), ValueError, "group=48"),
-        (lambda: activation_forward(x[:1, :5], "silu", (0.0,), 32), ValueError, "group=32"),
-        (lambda: activation_forward(x, "silu", (0.0,) * 4, None), ValueError, "thresholds"),
+        (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function='relu'"),
+        (lambda: activation_forward(x, "silu", (0.0,) * 4), ValueError, "thresholds"),
+        (lambda: activation_forward(x.astype(int), "silu", (0.0,)), TypeError, "must be float32"),
         (
-            lambda: activation_forward(x.astype(jnp.int32), "silu", (0.0,), None),
-            TypeError,
-            "x must be float32",
-        ),
-        (
-            lambda: activation_backward(jnp.zeros(3, jnp.uint8), None, x, (0.0, 1.0), None),
+            lambda: activation_backward(jnp.zeros(3, jnp.uint8), x, (0.0, 1.0)),
             ValueError,
             r"packed must be uint8 \(32,\)",
         ),
         (
-            lambda: activation_backward(jnp.zeros(32, jnp.uint8), None, x, (0.0, 1.0), 32),
+            lambda: activation_backward(jnp.zeros(32, jnp.uint8), x, (0.0,)),
             ValueError,
-            "marks must be",
+            "levels must be 2 to 4",
         ),
     ):
         with pytest.raises(error, match=message):
@@ -196,189 +138,88 @@ def test_activation_arguments():
 
 
 @functools.partial(jax.jit, static_argnames=("center", "recover", "cores"))
-def run_norm(
-    x, g, scale, bias, *, center, recover=False, residual=None, cotangent=None, cores=None
-):
-    """norm_forward, and norm_backward from what it kept."""
+def run_norm(x, g, scale, bias, *, center, recover, cores=None):
+    """Gradients of `norm_backward` from what `norm_forward` kept."""
+    options = dict(center=center, cores=cores, interpret=True)
     forward = norm_forward(
-        x,
-        scale,
-        bias,
-        residual,
-        center=center,
-        epsilon=1e-6,
-        dtype=g.dtype,
-        keep_normalized=not recover,
-        cores=cores,
-        interpret=True,
+        x, scale, bias, epsilon=1e-6, dtype=g.dtype, keep_normalized=not recover, **options
     )
-    gradients = norm_backward(
-        forward.out if forward.normalized is None else forward.normalized,
+    assert (forward.normalized is None) == recover
+    return norm_backward(
+        forward.out if recover else forward.normalized,
         forward.rstd,
         g,
         scale,
         bias,
-        center=center,
         x_dtype=x.dtype,
         recover=recover,
-        residual_cotangent=cotangent,
-        cores=cores,
-        interpret=True,
+        **options,
     )
-    return forward, gradients
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def norm_and_gradients(op, g, *arguments):
-    out, vjp = jax.vjp(op, *arguments)
-    return out, vjp(g)
-
-
-def norm_op(center, scale, bias, dtype, recover=False):
-    """The jnp path as a function of x and of the parameters that there are."""
-    names = [name for name, p in (("scale", scale), ("bias", bias)) if p is not None]
-    op = lm.ms_layer_norm if center else lm.ms_rms_norm
-    residual = "output" if recover else "normalized"
-
-    def run(x, *parameters):
-        parameters = dict(zip(names, parameters, strict=True))
-        return op(x, **parameters, dtype=dtype, residual=residual, implementation="xla")
-
-    return run
-
-
-def check_norm(rows, width, x_dtype, dtype, *, center, affine, recover=False, **options):
-    x, g = normal(0, (rows, width), x_dtype, loc=0.5), normal(1, (rows, width), dtype)
-    scale = normal(2, (width,), dtype, 0.2, 1.0) if "scale" in affine else None
-    bias = normal(3, (width,), dtype) if "bias" in affine else None
-    given = [p for p in (scale, bias) if p is not None]
-    forward, (dx, *gradients) = run_norm(
-        x, g, scale, bias, center=center, recover=recover, **options
+@functools.partial(jax.jit, static_argnames=("center", "recover"))
+def expected_norm(x, g, *parameters, center, recover):
+    op = functools.partial(
+        lm.ms_layer_norm if center else lm.ms_rms_norm,
+        dtype=g.dtype,
+        residual="output" if recover else "normalized",
+        implementation="xla",
     )
-    out, (expected_dx, *expected) = norm_and_gradients(
-        norm_op(center, scale, bias, dtype, recover), g, x, *given
-    )
-    # Sums in another order, and the rounding that follows from them.
-    units = 8 if dtype == jnp.float32 else 1
-    assert_close(forward.out, out, units)
-    assert (forward.normalized is None) == (recover or not affine)
-    assert_close(dx, expected_dx, 8 if x_dtype == jnp.float32 == dtype else 2)
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    for gradient, reference in zip(gradients, expected, strict=True):
-        assert_close(gradient, reference, units)
-    wide = x.astype(jnp.float32)
-    if center:
-        wide = wide - wide.mean(axis=1, keepdims=True)
-    rstd = jax.lax.rsqrt((wide * wide).mean(axis=1) + 1e-6)
-    np.testing.assert_allclose(forward.rstd, rstd, rtol=1e-6)
+    return jax.vjp(op, x, *parameters)[1](g)
 
 
-F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-@pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize(("x_dtype", "dtype"), [(F32, F32), (BF16, BF16), (F32, BF16)])
-@pytest.mark.parametrize("affine", [False, True])
-def test_norm_is_the_jnp_path(x_dtype, dtype, center, affine):
-    affine = ("scale bias" if center else "scale") if affine else ""
-    check_norm(37, 100, x_dtype, dtype, center=center, affine=affine)
-
-
-@pytest.mark.parametrize("center", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "width"), [(0, 8), (1, 1), (3, 1), (5, 3), (1, 1023), (2, 16384), (600, 8)]
+    ("rows", "width", "dtype"),
+    [
+        (1000, 64, jnp.float32),
+        (1001, 100, jnp.bfloat16),
+        (5, 16384, jnp.float32),
+        (9, 1023, jnp.float16),
+    ],
 )
-def test_norm_of_any_shape(rows, width, center):
-    if width == 1 and center:  # x - mean is 0, and so is all but the gradients of the parameters
-        x, g = normal(0, (rows, 1)), normal(1, (rows, 1))
-        forward, (dx, d_scale, d_bias) = run_norm(x, g, x[0], x[0], center=True)
-        assert_same(forward.out, jnp.broadcast_to(x[0], x.shape))
-        assert_same(dx, jnp.zeros_like(x))
-        assert_same(d_scale, jnp.zeros_like(x[0]))
-        assert_close(d_bias, g.sum(axis=0), 1)
-        return
-    check_norm(rows, width, F32, F32, center=center, affine="scale bias" if center else "scale")
-
-
-@pytest.mark.parametrize(("rows", "width"), [(1000, 64), (1001, 100), (5, 16384), (9, 1023)])
 @pytest.mark.parametrize("center", [True, False])
-def test_parameter_gradients_summed_over_many_tiles(rows, width, center):
-    affine = "scale bias" if center else "scale"
-    check_norm(rows, width, F32, F32, center=center, affine=affine, cores=1)
-
-
-@pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize(("dtype", "width"), [(jnp.float32, 100), (BF16, 64), (jnp.float16, 100)])
-def test_norm_recovered_from_its_output(dtype, center, width):
-    affine = "scale bias" if center else "scale"
-    check_norm(37, width, dtype, dtype, center=center, affine=affine, recover=True, cores=1)
+@pytest.mark.parametrize("recover", [True, False])
+def test_parameter_gradients_summed_over_many_tiles(rows, width, dtype, center, recover):
+    """As on a device of one multiprocessor; what is common to all is in test_normalization.py."""
+    x, g = normal(0, (rows, width), dtype, loc=0.5), normal(1, (rows, width), dtype)
+    scale = normal(2, (width,), dtype, 0.2, 1.0)
+    bias = normal(3, (width,), dtype) if center else None
+    got = run_norm(x, g, scale, bias, center=center, recover=recover, cores=1)
+    parameters = [p for p in (scale, bias) if p is not None]
+    want = expected_norm(x, g, *parameters, center=center, recover=recover)
+    for actual, expected in zip(got, want, strict=False):
+        # Sums in another order, and the rounding that follows from them.
+        assert_close(actual, expected, 8 if dtype == jnp.float32 else 2)
 
 
 def test_rows_that_do_not_exist_leave_no_trace():
     """Padded rows and columns recover y = -bias / scale, infinite here; sums must not see it."""
     x, g = normal(0, (3, 5)), normal(1, (3, 5))
     scale, bias = jnp.full(5, 1e-30), jnp.full(5, 1e-30).at[0].set(1e30)
-    _, gradients = run_norm(x, g, scale, bias, center=True, recover=True)
-    op = norm_op(True, scale, bias, jnp.float32, recover=True)
-    reference = norm_and_gradients(op, g, x, scale, bias)[1]
-    for actual, expected in zip(gradients, reference, strict=True):
+    got = run_norm(x, g, scale, bias, center=True, recover=True)
+    want = expected_norm(x, g, scale, bias, center=True, recover=True)
+    for actual, expected in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("affine", [False, True])
-def test_residual_is_added_before_the_norm(dtype, affine):
-    x, residual, g, cotangent = (normal(seed, (37, 100), dtype) for seed in range(4))
-    scale, bias = (normal(4, (100,)), normal(5, (100,))) if affine else (None, None)
-    forward, (dx, d_scale, d_bias) = run_norm(
-        x, g, scale, bias, center=True, residual=residual, cotangent=cotangent
-    )
-    summed = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(dtype)
-    assert_same(forward.summed, summed)
-    plain, (plain_dx, *plain_gradients) = run_norm(summed, g, scale, bias, center=True)
-    assert plain.summed is None
-    for actual, expected in zip(forward[:3], plain[:3], strict=True):
-        assert (actual is None) == (expected is None)
-        if actual is not None:
-            assert_close(actual, expected, 2)
-    for actual, expected in zip((d_scale, d_bias), plain_gradients, strict=True):
-        assert (actual is None) == (expected is None)
-        if actual is not None:
-            assert_close(actual, expected, 4)
-    expected = plain_dx.astype(jnp.float32) + cotangent.astype(jnp.float32)
-    assert_close(dx, expected.astype(dtype), 2)
-
-
-def test_nan_stays_in_its_row():
-    x = normal(0, (4, 100)).at[1, 7].set(jnp.nan).at[2, 3].set(jnp.inf)
-    forward, (dx, _, _) = run_norm(x, jnp.ones_like(x), None, None, center=True)
-    for array in (forward.out, dx):
-        np.testing.assert_array_equal(np.isnan(array).all(axis=1), [False, True, True, False])
-        np.testing.assert_array_equal(np.isnan(array).any(axis=1), [False, True, True, False])
-
-
-def test_norm_under_vmap():
-    x, g, scale = normal(0, (3, 37, 64)), normal(1, (3, 37, 64)), normal(2, (64,))
-
-    def run(x, g):
-        forward, (dx, d_scale, _) = run_norm(x, g, scale, None, center=True)
-        return forward.out, dx, d_scale
-
-    for actual, *expected in zip(jax.vmap(run)(x, g), *map(run, x, g), strict=True):
-        assert_close(actual, jnp.stack(expected), 1)
-
-
-def test_norm_arguments():
-    x, wrong = jnp.zeros((4, 8)), jnp.zeros((4,))
-    forward = functools.partial(
-        norm_forward, center=True, epsilon=1e-6, dtype=jnp.float32, keep_normalized=True
-    )
-    for call, error, message in (
-        (lambda: forward(wrong, None, None, None), ValueError, r"\[rows, width\]"),
-        (lambda: forward(x, wrong, None, None), ValueError, r"scale must have shape \(8,\)"),
-        (lambda: forward(x, None, None, wrong), ValueError, r"residual must have shape \(4, 8\)"),
-        (lambda: forward(x.astype(int), None, None, None), TypeError, "x must be float32"),
-        (lambda: forward(jnp.zeros((1, 65537)), None, None, None), ValueError, "too large"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ([(4,)], ValueError, r"\[rows, width\]"),
+        ([(4, 8), (4,)], ValueError, r"scale must have shape \(8,\)"),
+        ([(1, 65537)], ValueError, "too large"),
+        ([(4, 8), (8,), (8,), jnp.int32], TypeError, "x must be float32"),
+    ],
+)
+def test_norm_arguments(args, error, message):
+    x, scale, bias, dtype = [*args, *[None, None, jnp.float32][len(args) - 1 :]]
+    parameters = [None if shape is None else jnp.zeros(shape) for shape in (scale, bias)]
+    with pytest.raises(error, match=message):
+        norm_forward(
+            jnp.zeros(x, dtype),
+            *parameters,
+            center=True,
+            epsilon=1e-6,
+            dtype=jnp.float32,
+            keep_normalized=True,
+        )

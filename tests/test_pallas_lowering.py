@@ -34,23 +34,21 @@ def compile_for(device, fn, *shapes_dtypes):
         return jax.jit(fn).lower(*args).compile()
 
 
-def activation_forward(function, group, x):
-    thresholds = REGELU2_TABLE.thresholds
-    y, packed, marks = activation.activation_forward(x, function, thresholds, group)
-    return y, jax.lax.bitcast_convert_type(packed, jnp.uint2).reshape(x.shape), marks
+def activation_forward(function, x):
+    y, packed = activation.activation_forward(x, function, REGELU2_TABLE.thresholds)
+    return y, jax.lax.bitcast_convert_type(packed, jnp.uint2).reshape(x.shape)
 
 
-def activation_backward(group, codes, g, marks=None):
+def activation_backward(codes, g):
     packed = jax.lax.bitcast_convert_type(codes.reshape(codes.size // 4, 4), jnp.uint8)
-    return activation.activation_backward(packed, marks, g, REGELU2_TABLE.levels, group)
+    return activation.activation_backward(packed, g, REGELU2_TABLE.levels)
 
 
-def norm_forward(center, x, residual=None, scale=None, bias=None):
+def norm_forward(center, x, scale=None, bias=None):
     return normalization.norm_forward(
         x,
         scale,
         bias,
-        residual,
         center=center,
         epsilon=1e-6,
         dtype=x.dtype,
@@ -58,7 +56,7 @@ def norm_forward(center, x, residual=None, scale=None, bias=None):
     )
 
 
-def norm_backward(center, recover, kept, rstd, g, cotangent=None, scale=None, bias=None):
+def norm_backward(center, recover, kept, rstd, g, scale=None, bias=None):
     return normalization.norm_backward(
         kept,
         rstd,
@@ -68,24 +66,20 @@ def norm_backward(center, recover, kept, rstd, g, cotangent=None, scale=None, bi
         center=center,
         x_dtype=kept.dtype,
         recover=recover,
-        residual_cotangent=cotangent,
     )
 
 
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(64, 1024), (5, 12)])
 def test_activation_compiles_and_its_codes_are_uint2_for_free(device, shape):
-    group = 128 if shape[1] % 128 == 0 else None
-    marks = [] if group is None else [((64 * 1024 // group,), jnp.uint16)]
     for function in ("gelu_tanh", "gelu_erf", "silu"):
         for dtype in (BF16, F32):
-            forward = functools.partial(activation_forward, function, group)
+            forward = functools.partial(activation_forward, function)
             compiled = compile_for(device, forward, (shape, dtype))
             assert activation.FORWARD_NAME in compiled.as_text()
             assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
     for dtype in (BF16, jnp.float16, F32):
-        backward = functools.partial(activation_backward, group)
-        compiled = compile_for(device, backward, (shape, jnp.uint2), (shape, dtype), *marks)
+        compiled = compile_for(device, activation_backward, (shape, jnp.uint2), (shape, dtype))
         assert activation.BACKWARD_NAME in compiled.as_text()
         assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
 
@@ -97,29 +91,26 @@ def test_norms_compile(device, shape):
     for dtype, center in ((BF16, True), (F32, False)):
         x, row, parameter = (shape, dtype), ((rows,), F32), ((width,), F32)
         affine = [parameter, parameter] if center else [parameter]
-        for arguments in ([x], [x, x], [x, x, *affine]):
+        for arguments in ([x], [x, *affine]):
             forward = functools.partial(norm_forward, center)
             text = compile_for(device, forward, *arguments).as_text()
             assert normalization.FORWARD_NAME in text
-        for arguments in ([x, row, x], [x, row, x, x], [x, row, x, x, *affine]):
-            backward = functools.partial(norm_backward, center, len(arguments) > 4)
+        for arguments in ([x, row, x], [x, row, x, *affine]):
+            backward = functools.partial(norm_backward, center, len(arguments) > 3)
             compiled = compile_for(device, backward, *arguments)
             text = compiled.as_text()
             assert normalization.BACKWARD_NAME in text
             # Nothing but the sums over partial sums is left to XLA.
-            assert len(arguments) > 4 or "fusion(" not in text
+            assert len(arguments) > 3 or "fusion(" not in text
 
 
 @pytest.mark.parametrize("size", [2**31 + 2048, 2**33 + 2048])
 def test_activation_beyond_32_bits(size):
-    forward = functools.partial(activation_forward, "gelu_tanh", 128)
-    compiled = compile_for("h200", forward, ((size,), BF16))
-    backward = functools.partial(activation_backward, 128)
-    marks = ((size // 128,), jnp.uint16)
-    text = compile_for("h200", backward, ((size,), jnp.uint2), ((size,), BF16), marks).as_text()
+    forward = functools.partial(activation_forward, "gelu_tanh")
+    x, codes = ((size,), BF16), ((size,), jnp.uint2)
     for program, name in (
-        (compiled.as_text(), activation.FORWARD_NAME),
-        (text, activation.BACKWARD_NAME),
+        (compile_for("h200", forward, x).as_text(), activation.FORWARD_NAME),
+        (compile_for("h200", activation_backward, codes, x).as_text(), activation.BACKWARD_NAME),
     ):
         assert name in program and "fusion(" not in program and "copy(" not in program
 
@@ -140,12 +131,12 @@ def test_kernels_address_large_arrays_in_64_bits(monkeypatch):
     x, row = ((2**19, 4097), BF16), ((2**19,), F32)
     compile_for("h200", functools.partial(norm_forward, True), x)
     compile_for("h200", functools.partial(norm_backward, True, False), x, row, x)
-    compile_for("h200", functools.partial(activation_forward, "silu", 128), ((2**32,), BF16))
+    compile_for("h200", functools.partial(activation_forward, "silu"), ((2**32,), BF16))
     counts = [
         tuple(sum("tt.addptr" in line and kind in line for line in module.splitlines())
               for kind in ("bf16>, ", "xi64>", "xi32>"))
         for module in modules
     ]  # fmt: skip
-    # Of bf16 x, out; y, g, dx; x, y in 64 bits; rstd; rstd; codes, marks in 32.
+    # Of bf16 x, out; y, g, dx; x, y in 64 bits; rstd; rstd; codes in 32.
     assert [wide for _, wide, _ in counts] == [2, 3, 2]
-    assert [narrow for _, _, narrow in counts] == [1, 1, 2]
+    assert [narrow for _, _, narrow in counts] == [1, 1, 1]

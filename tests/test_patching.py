@@ -73,6 +73,15 @@ def assert_close(a, b, rtol=1e-5, atol=1e-5):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)
 
 
+@pytest.mark.parametrize("activation", [nn.gelu, nn.silu])
+@pytest.mark.parametrize("x", [nnx.Param(X), np.asarray(X)])
+def test_what_is_no_array_is_taken_as_outside(activation, x):
+    expected = activation(x)
+    with lm.patch() as report:
+        assert_close(activation(x), expected)
+    assert report.swapped == {activation.__name__: [""]}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "activation",
@@ -176,8 +185,9 @@ def test_norm_dtype_lets_a_bfloat16_dense_share_the_norms_output():
     assert normalized - output >= 16 * x.size
 
 
-def test_decorator_reaches_every_call_and_keeps_the_function():
-    @lm.patch()
+@pytest.mark.parametrize("decorator", [lm.patch, lm.patch()])
+def test_decorator_reaches_every_call_and_keeps_the_function(decorator):
+    @decorator
     def patched(params, x):
         """Doc."""
         return loss(params, x)
@@ -201,21 +211,28 @@ def test_decorated_method_of_a_module():
 
 
 class Skipped(nn.Module):
-    """Every norm and activation that must be left as it is."""
+    """Every norm and activation that must be left as it is, and two that need not."""
 
     @nn.compact
     def __call__(self, x):
         x = nn.LayerNorm(name="masked")(x, mask=jnp.arange(8) < 7)
         x = nn.LayerNorm(axis_name="devices", name="distributed")(x)
         x = nn.RMSNorm(force_float32_reductions=False, name="narrow")(x)
-        x = Overridden(name="overridden")(x)
+        x = Own(name="own")(x)
         x = ForeignRMSNorm(name="foreign")(x)
+        x = BlockLayerNorm(name="block")(x)
         nn.gelu(2.0)
         nn.silu(x.astype(jnp.complex64))
         return nn.LayerNorm(use_bias=False, name="swapped")(x)
 
 
-class Overridden(nn.LayerNorm):
+class Own(nn.LayerNorm):
+    def __call__(self, x):
+        return x - jnp.mean(x, axis=-1, keepdims=True)
+
+
+class Calling(nn.LayerNorm):
+    @nn.compact
     def __call__(self, x):
         return super().__call__(2 * x)
 
@@ -224,6 +241,14 @@ class ForeignRMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+
+
+class BlockLayerNorm(nn.Module):
+    """No norm, as Wav2Vec2's EncoderLayerStableLayerNorm: it holds a Dense and a norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Calling(name="calling")(nn.Dense(8, name="dense")(x))
 
 
 def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
@@ -235,27 +260,30 @@ def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
     expected = run(X)
     with lm.patch() as report:
         assert_close(run(X), expected)
-    assert report.swapped == {"layer_norm": ["swapped"]}
+    assert report.swapped == {"layer_norm": ["masked", "block/calling", "swapped"]}
+    only, why = "is not supported, only", ": statistics are always float32, and jit combines those"
+    why += " of devices"
     assert report.skipped == {
         "layer_norm": {
-            "masked": "called with a mask",
-            "distributed": "axis_name='devices'",
-            "overridden": f"{__name__}.Overridden overrides __call__",
+            "distributed": f"MSLayerNorm: axis_name='devices' {only} None{why}",
+            "own": f"{__name__}.Own has a __call__ of its own",
         },
         "rms_norm": {
-            "narrow": "force_float32_reductions=False",
-            "foreign": f"{__name__}.ForeignRMSNorm is no norm of flax.linen",
+            "narrow": f"MSRMSNorm: force_float32_reductions=False {only} True{why}",
+            "foreign": f"{__name__}.ForeignRMSNorm has a __call__ of its own",
         },
         "gelu": {"": "weakly typed input, as Python numbers are"},
-        "silu": {"": "complex input, complex64"},
+        "silu": {"": "complex64 input"},
     }
 
 
-def test_report_names_every_place_also_with_equal_shapes_and_a_second_time():
-    # jax.nn.silu is jitted, and its second trace of one shape would come from a cache.
+@pytest.mark.parametrize("run", [MODEL.apply, lambda *x: jax.eval_shape(lambda: MODEL.apply(*x))])
+def test_report_names_every_place_also_with_equal_shapes_and_a_second_time(run):
+    # jax.nn.silu is jitted: its second call with one shape comes from a cache.
+    run(PARAMS, X)
     for _ in range(2):
         with lm.patch() as report:
-            jax.eval_shape(MODEL.apply, PARAMS, X)
+            run(PARAMS, X)
         assert report.swapped == {
             "layer_norm": ["first/norm", "second/norm", "third/norm"],
             "gelu": ["first"],
@@ -272,6 +300,46 @@ def test_report_names_every_place_also_with_equal_shapes_and_a_second_time():
     with lm.patch() as report:
         pass
     assert str(report) == "swapped: nothing"
+
+
+def test_nothing_is_compiled_again(caplog):
+    MODEL.apply(PARAMS, X)
+    with lm.patch():
+        MODEL.apply(PARAMS, X)
+    with jax.log_compiles():
+        jnp.cos(jnp.ones(7))
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        MODEL.apply(PARAMS, X)
+        with lm.patch():
+            MODEL.apply(PARAMS, X)
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("patch_is_outside", [True, False])
+def test_interceptors_see_the_swapped_norms(patch_is_outside):
+    seen = []
+
+    def doubling(next_fun, args, kwargs, context):
+        seen.append(context.module.name)
+        return next_fun(*(2 * x for x in args), **kwargs)
+
+    run = partial(Block().apply, {"params": PARAMS["params"]["first"]}, X)
+    with nn.intercept_methods(doubling):
+        expected = run()
+    plainly_seen, seen = seen, []
+    contexts = [lm.patch(), nn.intercept_methods(doubling)]
+    with contexts[not patch_is_outside] as outer, contexts[patch_is_outside] as inner:
+        assert_close(run(), expected)
+    assert (outer or inner).swapped == {"layer_norm": ["norm"], "gelu": [""]}
+    assert seen == plainly_seen
+    assert "norm" in seen
+
+
+def test_forward_mode_names_what_was_swapped():
+    with pytest.raises(TypeError, match="forward-mode") as raised, lm.patch():
+        jax.jvp(lambda x: nn.gelu(nn.silu(x)), (X,), (X,))
+    assert "lm.patch swapped silu for a custom_vjp" in raised.value.__notes__
 
 
 def test_a_model_that_already_uses_the_operators_is_left_alone():
@@ -293,6 +361,7 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "named"),
     [
+        ((True,), TypeError, ["True is not accepted", "settings by name"]),
         ({"activations": "gelu"}, TypeError, ["activations='gelu'", "True and False"]),
         ({"norms": None}, TypeError, ["norms=None", "True and False"]),
         ({"activations": False, "norms": False}, ValueError, ["activations=False", "norms=False"]),
@@ -303,6 +372,6 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
 )
 def test_bad_arguments_are_named(arguments, error, named):
     with pytest.raises(error) as raised:
-        lm.patch(**arguments)
+        lm.patch(**arguments) if isinstance(arguments, dict) else lm.patch(*arguments)
     for part in named:
         assert part in str(raised.value)

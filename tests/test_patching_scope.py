@@ -1,5 +1,6 @@
 """lm.patch: where it holds (threads, nesting, jit, scan, remat) and that nothing of it stays."""
 
+import asyncio
 import inspect
 import threading
 from functools import partial
@@ -119,6 +120,68 @@ def test_threads_see_their_own_settings():
         "norms": (0, norms),
         "outside": (0, set()),
     }
+
+
+def test_other_coroutines_are_told_of_a_patch_that_awaits():
+    async def patched():
+        with lm.patch() as report:
+            await asyncio.sleep(0)
+            assert codes_kept(loss, PARAMS) == 2
+        return report
+
+    async def plain():
+        with pytest.raises(RuntimeError, match="another coroutine of this thread"):
+            loss(PARAMS)
+        await asyncio.sleep(0)
+        assert codes_kept(loss, PARAMS) == 0
+
+    async def both(*coroutines):
+        return await asyncio.gather(*coroutines)
+
+    assert "gelu" in asyncio.run(both(patched(), plain()))[0].swapped
+    # Tasks that were made inside have it.
+    with lm.patch():
+        assert asyncio.run(both(asyncio.to_thread(codes_kept, loss, PARAMS))) == [0]
+        with pytest.raises(RuntimeError, match="another coroutine"):
+            asyncio.run(both(patched(), patched()))
+        assert codes_kept(loss, PARAMS) == 2
+
+
+def patching_generator(**settings):
+    with lm.patch(**settings) as report:
+        yield report
+
+
+def test_suspended_generators_leave_in_any_order():
+    first, second = patching_generator(), patching_generator(activations=False)
+    next(first)
+    assert codes_kept(loss, PARAMS) == 2
+    next(second)
+    first.close()
+    assert codes_kept(loss, PARAMS) == 0
+    with lm.patch():
+        second.close()
+        assert codes_kept(loss, PARAMS) == 2
+
+
+def test_a_generator_that_is_closed_in_another_thread_raises():
+    def run():
+        next(generator)
+        meet.wait(60)
+        meet.wait(60)
+        with lm.patch():
+            pass
+        kept.append(codes_kept(loss, PARAMS))
+
+    generator, meet, kept = patching_generator(), threading.Barrier(2), []
+    thread = threading.Thread(target=run)
+    thread.start()
+    meet.wait(60)
+    with pytest.raises(RuntimeError, match="left in another thread"):
+        generator.close()
+    meet.wait(60)
+    thread.join()
+    assert kept == [0]
 
 
 def test_jit_traces_inside_and_outside_apart():

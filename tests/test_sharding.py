@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.devices import target_config
 
-SHAPE = (8, 16, 1024)
+SHAPE = (8, 16, 1000)
 SPECS = {"batch": P("x"), "sequence": P(None, "x"), "hidden": P(None, None, "x")}
 
 
@@ -57,12 +59,16 @@ def gradients(op, *args):
     return jax.grad(lambda *a: jnp.sum(jnp.square(op(*a))), argnums=tuple(range(len(args))))(*args)
 
 
+COLLECTIVE = (
+    r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
 def collectives(compiled) -> dict[str, int]:
     """Bytes by kind of collective, from the compiled program."""
-    sizes = {"f32": 4, "bf16": 2, "u8": 1, "pred": 1, "u16": 2, "s32": 4, "u2": 1}
+    sizes = {"f32": 4, "bf16": 2, "u8": 1, "pred": 1, "s32": 4, "u2": 1}
     found: dict[str, int] = {}
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    for shapes, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
+    for shapes, kind in re.findall(COLLECTIVE, compiled.as_text()):
         for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
             count = int(np.prod([int(d) for d in dims.split(",") if d]))
             found[kind] = found.get(kind, 0) + sizes[dtype] * count
@@ -116,7 +122,7 @@ def test_inside_shard_map(name, split, check_vma, implementation):
     )
     compiled = jax.jit(partial(gradients, mapped)).lower(*args).compile()
     # Parameter gradients are summed over the devices once, in one collective.
-    assert collectives(compiled) == ({"all-reduce": 4 * 1024 * count} if count else {})
+    assert collectives(compiled) == ({"all-reduce": 4 * SHAPE[-1] * count} if count else {})
     for a, b in zip(compiled(*args), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
@@ -154,3 +160,71 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
     else:  # the kernels' names are in the calls' compressed bodies
         assert text.count('custom_call_target="triton_kernel_call') >= 2
     assert_adds_none(program, compiled(theirs))
+
+
+on_h200s = partial(pytest.param, 16, marks=pytest.mark.gpu_compiler)
+
+
+def mesh_of(devices, axis_type=AxisType.Auto):
+    """Of CPU devices, or of two hosts of 8 H200s, of which there need be none."""
+    there = jax.devices()[:devices]
+    if devices == 16:
+        config = target_config("h200")
+        there = get_topology_desc(platform="cuda", target_config=config, topology="1x2x8").devices
+    return Mesh(np.array(there), ("x",), axis_types=(axis_type,))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize(
+    ("devices", "implementation"),
+    [(2, "xla"), (4, "xla"), (8, "xla"), on_h200s("xla"), on_h200s("pallas")],
+)
+def test_activations_of_any_width_exchange_nothing(devices, implementation, kind):
+    """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are."""
+    mesh = mesh_of(devices, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    arguments = [
+        jax.ShapeDtypeStruct((16, 16, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for width in (384, 640, 1000, 1408, 11008)
+        for spec in SPECS.values()
+        if spec != SPECS["hidden"] or width % devices == 0
+    ]
+
+    def run(x, spec):
+        results = []
+        for op in (lm.regelu2, lm.resilu2):
+            op = partial(op, implementation=implementation)
+            if kind == "shard_map":
+                op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)
+            y, vjp = jax.vjp(op, x)
+            results += [y, *vjp(y)]
+        return results
+
+    def program(xs):
+        return [run(x, argument.sharding.spec) for x, argument in zip(xs, arguments, strict=True)]
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+        # Named, as JAX does not find the platform of an explicit mesh of devices not there.
+        platforms = ("cuda" if devices == 16 else "cpu",)
+        lowered = jax.jit(program).trace(arguments).lower(lowering_platforms=platforms)
+        compiled = lowered.compile()
+    assert not re.findall(COLLECTIVE, compiled.as_text())
+    for argument, results in zip(arguments, compiled.output_shardings, strict=True):
+        assert all(result.is_equivalent_to(argument.sharding, 3) for result in results), argument
+
+
+@pytest.mark.gpu_compiler
+def test_a_width_that_does_not_divide_by_the_devices():
+    """Only meshes with automatic axes take it, within jit: what plain JAX exchanges, no more."""
+    mesh = mesh_of(16)
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((4, 16, 1000), jnp.float32, sharding=whole)
+
+    def compiled(op):
+        def split(x):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS["hidden"]))
+
+        run = partial(gradients, lambda x: split(op(split(x))))
+        return jax.jit(run, out_shardings=whole).lower(x).compile()
+
+    assert_adds_none(compiled(lm.regelu2), compiled(partial(nn.gelu, approximate=True)))

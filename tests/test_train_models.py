@@ -78,8 +78,12 @@ def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path)
     assert found is family
     expected = logits(family, config, trained, merged=True)
     np.testing.assert_allclose(logits(family, new_config, exported), expected, rtol=1e-3, atol=1e-3)
-    labels = json.loads((tmp_path / "config.json").read_text()).get("id2label")
-    assert labels == ({str(i): label for i, label in enumerate(names)} or None)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written.get("id2label") == ({str(i): label for i, label in enumerate(names)} or None)
+    assert written.get("label2id") == ({label: i for i, label in enumerate(names)} or None)
+    if names:
+        head = find_source(None, tmp_path, None).checkpoint.head
+        assert head == names
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "bert", "roberta"])
@@ -102,19 +106,26 @@ def test_npz_of_a_vit(tmp_path):
 
 
 def test_unusable_checkpoints_are_named(tmp_path):
-    with pytest.raises(UsageError, match=r"--checkpoint .*No such file .*config\.json"):
+    with pytest.raises(UsageError, match=r"--checkpoint .*config\.json: No such file"):
         find_source(None, tmp_path / "nothing", None)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UsageError, match="model_type 'gpt2', accepted are vit, swin, bert"):
         find_source(None, tmp_path, None)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match=r"--checkpoint .*JSON|--checkpoint .*Expecting"):
+    with pytest.raises(UsageError, match=r"--checkpoint .*config\.json: not JSON"):
+        find_source(None, tmp_path, None)
+    deep = json.loads((TINY / "bert" / "config.json").read_text()) | {"num_hidden_layers": 999}
+    (tmp_path / "config.json").write_text(json.dumps(deep))
+    (tmp_path / "model.safetensors").write_bytes((TINY / "bert/model.safetensors").read_bytes())
+    with pytest.raises(UsageError, match=r"config\.json has 999 layers, the files 41 tensors"):
         find_source(None, tmp_path, None)
     source = find_source(None, TINY / "bert", None)
     with pytest.raises(UsageError, match=r"--data.tokenizer has 500 token ids, .* has 120"):
         fit(source, task_of(2, vocab_size=500), LENGTH, SIDE)
     with pytest.raises(UsageError, match="at most 40, the model's number of positions, got 64"):
         fit(source, task_of(2), 64, SIDE)
+    with pytest.raises(UsageError, match="at most 64, the model's number of positions, got 65"):
+        fit(find_source(None, TINY / "llama", None), task_of(0), 65, SIDE)
     with pytest.raises(UsageError, match="multiple of 8, the model's patches, got 30"):
         fit(find_source(None, TINY / "vit", None), task_of(2), LENGTH, 30)
     source.checkpoint.tensors.pop("bert.encoder.layer.0.output.dense.weight")

@@ -127,9 +127,8 @@ def overflowing_loss(params, frozen, batch):
     return (x * batch).astype(jnp.float32).sum(), ()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_overflow_is_skipped_and_the_scale_halves(accumulate):
-    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0, accumulate=accumulate), 100)
+def test_overflow_is_skipped_and_the_scale_halves():
+    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 100)
     state = init_state({"x": jnp.ones(3)}, optimizer, jnp.float16)
     step = make_step(overflowing_loss, optimizer)
     batch = jnp.full(3, 1000.0, jnp.float16)
@@ -144,13 +143,47 @@ def test_overflow_is_skipped_and_the_scale_halves(accumulate):
         for now, then in ((state.params, before.params), (state.opt_state, before.opt_state)):
             jax.tree.map(np.testing.assert_array_equal, now, then)
     assert scale == 2**6 and state.step == 10
-    for _ in range(accumulate):
-        assert state.params["x"][0] == 1
-        state, metrics = step(state, {}, batch)
-        assert not metrics.skipped and np.isfinite(metrics.grad_norm)
+    state, metrics = step(state, {}, batch)
+    assert not metrics.skipped and np.isfinite(metrics.grad_norm)
     # The first step of AdamW has the size of the learning rate.
     np.testing.assert_allclose(state.params["x"], 0.99, rtol=1e-3)
     np.testing.assert_allclose(metrics.grad_norm, 1000 * 3**0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "skipped", [{1}, {3}, {0, 7}, {0, 1, 2, 3}, {1, 4, 5, 6, 7}, set(range(8))], ids=str
+)
+def test_skipped_batches_count_as_zeros_in_the_mean(skipped):
+    """Of 8 batches, 4 to a step: steps end with the 4th and the 8th, whichever are skipped."""
+    config = OptimizerConfig(1e-2, warmup=0, accumulate=4)
+    optimizer = make_optimizer(config, 100)
+    state = init_state({"x": jnp.ones(3)}, optimizer, jnp.float16)
+    state = state.replace(loss_scale=state.loss_scale.replace(scale=jnp.float32(2**12)))
+    step = make_step(overflowing_loss, optimizer)
+    grads = np.random.default_rng(0).uniform(0.1, 0.3, (8, 3)).astype(np.float16)
+    grads[list(skipped)] = np.inf
+    params = [state.params]
+    for index, grad in enumerate(grads):
+        state, metrics = step(state, {}, jnp.asarray(grad))
+        assert metrics.skipped == (index in skipped)
+        params.append(state.params)
+    assert state.step == 8 and state.loss_scale.scale == 2.0 ** (12 - len(skipped))
+
+    # AdamW with the means themselves; a mean of nothing is no step.
+    adamw = make_optimizer(dataclasses.replace(config, accumulate=1), 100)
+    expected, steps = {"x": jnp.ones(3)}, 0
+    adamw_state = adamw.init(expected)
+    for first in (0, 4):
+        for before in params[first : first + 4]:
+            np.testing.assert_array_equal(before["x"], params[first]["x"])
+        if not skipped >= set(range(first, first + 4)):
+            mean = np.where(np.isinf(grads), 0, grads)[first : first + 4].astype(np.float32).mean(0)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, adamw_state = adamw.update({"x": jnp.asarray(mean)}, adamw_state, expected)
+            expected, steps = optax.apply_updates(expected, updates), steps + 1
+        np.testing.assert_allclose(params[first + 4]["x"], expected["x"], rtol=1e-6)
+    counts = {int(count) for _, count in optax.tree.get_all_with_path(state.opt_state, "count")}
+    assert counts == {steps}
 
 
 def test_float16_training_goes_on_after_an_overflow():

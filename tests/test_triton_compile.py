@@ -31,29 +31,29 @@ POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "uint8": "*u8", "uint16": "
 
 
 def _activation(size, dtype, function):
-    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS, 128)
+    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS)
     return launch, [dtype]
 
 
 def _activation_backward(size, dtype):
-    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS, 128)
-    return launch, ["uint8", "uint16", dtype]
+    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS)
+    return launch, ["uint8", dtype]
 
 
 def _norm(width, dtype, affine):
     launch = row_launches.forward_launch(
-        ROWS, width, jnp.dtype(dtype), jnp.dtype(dtype), scale=affine, bias=affine,
-        residual=affine, center=True, epsilon=1e-6, keep_normalized=affine,
+        ROWS, width, jnp.dtype(dtype), scale=affine, bias=affine, center=True, epsilon=1e-6,
+        keep_normalized=affine,
     )  # fmt: skip
-    return launch, [dtype, dtype, "float32", "float32"]
+    return launch, [dtype, "float32", "float32"]
 
 
-def _norm_backward(width, dtype, bias, cotangent, recover=False, scale=True, rows=ROWS):
+def _norm_backward(width, dtype, bias, recover=False, scale=True, rows=ROWS):
     launch = row_launches.backward_launch(
         1, rows, width, jnp.dtype(dtype), scale=scale, bias=bias, center=bias or not scale,
-        cotangent=cotangent, recover=recover,
+        recover=recover,
     )  # fmt: skip
-    return launch, [dtype, "float32", dtype, "float32", "float32", dtype]
+    return launch, [dtype, "float32", dtype, "float32", "float32"]
 
 
 def _sums(width, dtype, recover):
@@ -72,18 +72,14 @@ for _dtype in ("bfloat16", "float32"):
     for _width in WIDTHS:
         _id = f"{_width}-{_dtype}"
         CASES[f"norm-{_id}"] = _norm(_width, _dtype, False)
-        CASES[f"norm-affine-residual-{_id}"] = _norm(_width, _dtype, True)
-        CASES[f"norm-backward-{_id}"] = _norm_backward(_width, _dtype, False, False, scale=False)
-        CASES[f"norm-backward-affine-{_id}"] = _norm_backward(_width, _dtype, True, False)
-    CASES[f"norm-backward-residual-4096-{_dtype}"] = _norm_backward(
-        4096, _dtype, False, True, scale=False
-    )
-    CASES[f"norm-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, True, False)
-    CASES[f"norm-backward-affine-residual-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True)
-    CASES[f"norm-backward-recover-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True, True)
-    CASES[f"rms-backward-affine-residual-8192-{_dtype}"] = _norm_backward(8192, _dtype, False, True)
+        CASES[f"norm-affine-{_id}"] = _norm(_width, _dtype, True)
+        CASES[f"norm-backward-{_id}"] = _norm_backward(_width, _dtype, False, scale=False)
+        CASES[f"norm-backward-affine-{_id}"] = _norm_backward(_width, _dtype, True)
+    CASES[f"norm-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, True)
+    CASES[f"rms-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, False)
+    CASES[f"norm-backward-recover-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True)
     CASES[f"norm-20480-{_dtype}"] = _norm(20480, _dtype, True)
-    CASES[f"norm-backward-recover-20480-{_dtype}"] = _norm_backward(20480, _dtype, True, True, True)
+    CASES[f"norm-backward-recover-20480-{_dtype}"] = _norm_backward(20480, _dtype, True, True)
     CASES[f"sums-20480-{_dtype}"] = _sums(20480, _dtype, True)
 
 
@@ -139,7 +135,7 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
     # All programs that `row_launches` counts on are resident at once.
     if "PROGRAMS" in launch.constants and launch.kernel is not row_launches.wide_rows.sums_kernel:
         assert used["REG"] <= 128
-    # Codes, marks and rstd are what is narrow: an eighth of the bytes at most.
+    # Codes and rstd are what is narrow: an eighth of the bytes at most.
     if "1023" not in case:
         accesses = _access_bytes(compiled.asm["ptx"])
         narrow = sum(size for size in accesses if size < 16)
@@ -149,8 +145,8 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
 LARGE = {
     "activation": _activation(2**33 + 128, "bfloat16", "silu"),
     "activation-backward": _activation_backward(2**33 + 128, "bfloat16"),
-    "norm-backward": _norm_backward(512, "bfloat16", False, False, scale=False, rows=2**25),
-    "norm-backward-affine": _norm_backward(512, "bfloat16", True, False, rows=2**25),
+    "norm-backward": _norm_backward(512, "bfloat16", False, scale=False, rows=2**25),
+    "norm-backward-affine": _norm_backward(512, "bfloat16", True, rows=2**25),
 }
 
 
@@ -172,11 +168,11 @@ def test_calls_compile_for_an_h200(monkeypatch):
     monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
 
     def loss(x, scale, bias):
-        out, rstd, kept, _ = normalization.norm_forward(
-            x, scale, bias, x, center=True, epsilon=1e-6, dtype=x.dtype, keep_normalized=True
+        out, rstd, kept = normalization.norm_forward(
+            x, scale, bias, center=True, epsilon=1e-6, dtype=x.dtype, keep_normalized=True
         )
-        y, packed, marks = activation.activation_forward(out, "silu", THRESHOLDS, 128)
-        g = activation.activation_backward(packed, marks, y, LEVELS, 128)
+        y, packed = activation.activation_forward(out, "silu", THRESHOLDS)
+        g = activation.activation_backward(packed, y, LEVELS)
         return normalization.norm_backward(
             kept, rstd, g, scale, bias, center=True, x_dtype=x.dtype, recover=False
         )

@@ -1,28 +1,23 @@
 """The models' attention, each implementation: values and gradients against float32, time, memory.
 
-    python examples/benchmarks/attention.py
-
-on a machine with a GPU. cuDNN's attention runs nowhere else, so that only there it is checked
-against the others. Written after every case to `results/attention-<device>.json`; exit status 1
-says that one was wrong or did not run. `--smoke` runs tiny sizes on the CPU, without cuDNN.
+cuDNN's attention runs on a GPU and nowhere else, so that only there it is checked. A stage of
+`on_gpu.py`.
 """
 
-import argparse
 import sys
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.benchmarks.compiling import reason
-from lowmembp_examples.benchmarks.results_file import nvidia_smi, versions, write_json
+from lowmembp_examples.benchmarks.stages import Cases, Machine, main
 from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Attention
 
-HERE = Path(__file__).resolve().parent
 #: Largest norm(result - reference) / norm(reference): probabilities are rounded to the dtype.
 TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3}
 
@@ -41,14 +36,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "ViT-B/16, odd": Case(64, 197, 12, 12, 64),
+    "ViT-B, odd": Case(64, 197, 12, 12, 64),
     "BERT-base, padded": Case(64, 128, 12, 12, 64, lengths=True),
     "Swin-T, windows": Case(4096, 49, 3, 3, 32, bias=True),
     "LLaMA-7B": Case(4, 2048, 32, 32, 128, causal=True),
     "LLaMA, grouped, odd": Case(4, 1023, 32, 8, 128, causal=True),
-}
-SMOKE_CASES = {
-    name: case._replace(batch=2, tokens=min(case.tokens, 19)) for name, case in CASES.items()
 }
 
 
@@ -88,73 +80,41 @@ def error(got: jax.Array, want: np.ndarray) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(want))
 
 
-def measure(
-    case: Case, dtype: str, implementation: Attention, want: Any, seed: int, effort: Effort
-) -> dict[str, Any]:
-    """A record of one implementation, with the reason where it does not run."""
-    arrays, more = draw(case, jnp.dtype(dtype), seed)
-    try:
-        program = jax.jit(partial(step, implementation, more)).lower(arrays).compile()
-        errors = {name: error(array, want[name]) for name, array in program(arrays).items()}
-    except Exception as why:  # one implementation's error is a result, the others go on
-        return {"status": f"failed: {reason(why)}", "passed": False}
-    time = time_calls(lambda _: program(arrays), effort)
-    return {
-        "status": "checked",
-        # Written so that a NaN is beyond every limit.
-        "passed": all(e <= TOLERANCES[dtype] for e in errors.values()),
-        "errors": errors,
-        "tolerance": TOLERANCES[dtype],
-        "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-        "milliseconds_forward_and_backward": time["seconds"] * 1e3,
-        "quartiles_milliseconds": [each * 1e3 for each in time["quartiles"]],
-    }
+def compare(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
+    """A record of each dtype and implementation, with the reason where it does not run."""
+    seed = np.random.SeedSequence().entropy % 2**31
+    for dtype, tolerance in TOLERANCES.items():
+        arrays, more = draw(case, jnp.dtype(dtype), seed)
+        exact = {name: array.astype(jnp.float32) for name, array in arrays.items()}
+        with jax.default_matmul_precision("highest"):
+            want = jax.device_get(jax.jit(partial(step, "xla", more))(exact))
+        for implementation in get_args(Attention):
+            record = {"implementation": implementation, "dtype": dtype, "seed": seed}
+            record |= {"sizes": case._asdict(), "tolerance": tolerance}
+            try:
+                program = jax.jit(partial(step, implementation, more)).lower(arrays).compile()
+                errors = {name: error(a, want[name]) for name, a in program(arrays).items()}
+            except Exception as why:  # one implementation's error is a result, the others go on
+                yield record | {"status": f"failed: {reason(why)}", "passed": False}
+                continue
+            time = time_calls(lambda _, run=program, on=arrays: run(on), effort)
+            yield record | {
+                "status": "checked",
+                # Written so that a NaN is beyond every limit.
+                "passed": all(e <= tolerance for e in errors.values()),
+                "errors": errors,
+                "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
+                "milliseconds": time["seconds"] * 1e3,
+                "quartiles": [each * 1e3 for each in time["quartiles"]],
+            }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="JSON; default results/attention-<device>.json")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
-    options = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu" and not options.smoke:
-        print(f"attention.py needs a GPU, and JAX has {jax.devices()}: --smoke", file=sys.stderr)
-        return 2
-    slug = device.device_kind.lower().replace(" ", "-")
-    path = options.output or HERE / "results" / f"attention-{slug}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": device.device_kind,
-        "driver": nvidia_smi("driver_version"),
-        "versions": versions(),
-        "numbers": "of a smoke run: they mean nothing" if options.smoke else "measured",
-        "complete": False,
-        "cases": [],
-    }
-    effort = SMOKE if options.smoke else Effort()
-    for seed, (name, case) in enumerate((SMOKE_CASES if options.smoke else CASES).items()):
-        for dtype in TOLERANCES:
-            rounded, more = draw(case, jnp.dtype(dtype), seed)
-            exact = {key: array.astype(jnp.float32) for key, array in rounded.items()}
-            with jax.default_matmul_precision("highest"):
-                want = jax.device_get(jax.jit(partial(step, "xla", more))(exact))
-            for implementation in get_args(Attention):
-                record = {"case": name, **case._asdict(), "dtype": dtype}
-                record |= {"implementation": implementation}
-                record |= measure(case, dtype, implementation, want, seed, effort)
-                results["cases"].append(record)
-                write_json(path, results)
-                time = record.get("milliseconds_forward_and_backward")
-                told = record["status"] if time is None else f"{time:.3f} ms"
-                print(f"{name}, {dtype}, {implementation}: {told}", flush=True)
-    results["complete"] = True
-    write_json(path, results)
-    wrong = sum(r["status"] == "checked" and not r["passed"] for r in results["cases"])
-    failed = sum(r["status"] != "checked" for r in results["cases"])
-    print(f"{wrong} wrong and {failed} failed of {len(results['cases'])}; written: {path}")
-    return 1 if wrong or (failed and not options.smoke) else 0
+def cases(machine: Machine) -> Cases:
+    if machine.smoke:
+        small = CASES["LLaMA, grouped, odd"]._replace(batch=2, tokens=19, bias=True, lengths=True)
+        return {"LLaMA, grouped, odd": partial(compare, small, SMOKE)}
+    return {name: partial(compare, case, Effort()) for name, case in CASES.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(cases))

@@ -1,72 +1,67 @@
-"""Step time and peak memory of whole MLP and transformer blocks, one method a process.
+"""Step time and peak memory of ViT-B and LLaMA-7B blocks, by method and implementation.
 
-    python blocks.py "lowmembp_jax" pallas
-
-prints one line of JSON a model. `kernels.py` starts it: the peak is that of a process's whole
-life. Forward and backward of unrolled layers as in `encoder.py`: bf16, 64 x 256 tokens.
+Forward and backward of unrolled layers without an optimizer, bf16, norms without scale and bias:
+the encoder of `encoder.py` as the README's table has it, and `models/llama.py`'s layers. A stage
+of `on_gpu.py`: a case a process, for the peak is that of a process's whole life.
 """
 
-import argparse
-import json
+import sys
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from lowmembp_examples.benchmarks import encoder
-from lowmembp_examples.benchmarks.compiling import reason
+from lowmembp_examples.benchmarks.stages import Cases, Machine, main
 from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.validate_arguments import floats
+from lowmembp_examples.models.attention import attention_platform
 
 import lowmembp_jax as lm
 
-#: The MLP needs less memory and comes first: the transformer's peak is then its own.
-MODELS = ("mlp", "transformer")
-LAYERS = 4
-#: Rows and layers of the MLP where there is no GPU, to see that all runs.
-SMOKE_ROWS, SMOKE_LAYERS = 8, 2
+
+def vit(method: str, batch: int, tokens: int, layers: int, attention: str):
+    """Loss and gradients, and abstract arguments, the weights first."""
+    step, (weights, _, x) = encoder.training_step(
+        method, "full", scan=False, layers=layers, rows=(batch, tokens), attention=attention
+    )
+    frozen = [{}] * layers
+    return lambda weights, x: step(weights, frozen, x), (weights, x)
 
 
-def _mlp_layer(method: encoder.Method, x, weights: dict):
-    """Dense, activation, Dense around a norm and a residual, `[batch, tokens, hidden]`."""
-    y = encoder.dense(method.norm(x), "fc1", weights)
-    return x + encoder.dense(method.activation(y), "fc2", weights)
+def llama(method: str, batch: int, tokens: int, layers: int, attention: str, *, name="llama-7b"):
+    """Loss and gradients, and abstract arguments, the weights first."""
+    # Not above: reading its checkpoints needs another package.
+    from lowmembp_examples.models.common import Compute
+    from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
+    from lowmembp_examples.models.rotary import rotary_positions
 
+    kinds = {"lowmembp_jax": "lowmembp", "checkpointed norm and activation": "norm+activation"}
+    kind = kinds.get(method.partition(",")[0], "default")
+    config = CONFIGS[name]
+    compute = Compute(kind, encoder.DTYPE, encoder.DTYPE, attention, merged=True)
+    layer = LlamaLayer(config, compute, "normalized")
+    rotation = rotary_positions(tokens, config.head_size, config.rope_theta)
+    run = encoder.METHODS[method].wrap(
+        lambda x, weights: layer.apply({"params": weights}, x, rotation)[0]
+    )
 
-def mlp(method: str, layers: int, rows: int):
-    """Loss and gradients of a stack of MLPs, and abstract arguments."""
-    run = encoder.METHODS[method].wrap(partial(_mlp_layer, encoder.METHODS[method]))
-
-    def loss(layers, x):
-        for weights in layers:
-            x = run(x, weights)
+    def loss(weights, x):
+        for each in weights:
+            x = run(x, each)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    weights = {name: encoder.parameters("full")[0][name] for name in ("fc1", "fc2")}
-    x = jax.ShapeDtypeStruct((1, rows, encoder.HIDDEN), encoder.DTYPE)
+    x = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), encoder.DTYPE)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), x, rotation)["params"]
     return jax.value_and_grad(loss), ([weights] * layers, x)
 
 
-def transformer(method: str, layers: int):
-    """Loss and gradients of the encoder, and abstract arguments."""
-    return encoder.training_step(method, "full", scan=False, layers=layers)
-
-
-def matmul_flops(model: str, layers: int, rows: int) -> int:
-    """Of a step: 2 a weight and row forward and twice that backward, attention likewise."""
-    weights = 2 * encoder.HIDDEN * encoder.FFN
-    if model == "mlp":
-        return 6 * layers * rows * weights
-    weights += 4 * encoder.HIDDEN**2
-    return 6 * layers * rows * (weights + 2 * encoder.TOKENS * encoder.HIDDEN)
-
-
-def _random(shapes, factor: float, seed: int):
-    leaves, tree = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        (factor * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(tree, drawn)
+#: How a step is built; batch, tokens and layers.
+MODELS = {
+    "ViT-B": (vit, encoder.BATCH, encoder.TOKENS, 12),
+    "LLaMA-7B": (llama, 4, 2048, 2),
+    "LLaMA, tiny": (partial(llama, name="llama-tiny"), 1, 8, 1),
+}
 
 
 def _peak() -> int | None:
@@ -74,28 +69,35 @@ def _peak() -> int | None:
     return stats and stats["peak_bytes_in_use"]
 
 
-def measure(model: str, method: str, smoke: bool) -> dict:
-    layers = SMOKE_LAYERS if smoke else LAYERS
-    rows = SMOKE_ROWS if smoke else encoder.BATCH * encoder.TOKENS
-    step, shapes = mlp(method, layers, rows) if model == "mlp" else transformer(method, layers)
-    effort = SMOKE if smoke else Effort(batch_seconds=0.2, batches=7)
-    compiled = jax.jit(step).lower(*shapes).compile()
-    args = *_random(shapes[:-1], 0.03, 0), _random(shapes[-1], 1.0, 1)
+def measure(model: str, method: str, implementation: str | None, effort: Effort) -> Iterator[dict]:
+    build, batch, tokens, layers = MODELS[model]
+    attention = "cudnn" if attention_platform(jax.devices()[0]) == "gpu" else "xla"
+    step, shapes = build(method, batch, tokens, layers, attention)
+    with lm.set_implementation(implementation):
+        compiled = jax.jit(step).lower(*shapes).compile()
+    leaves, tree = jax.tree.flatten(shapes)
+    drawn = [floats(jnp.uint32(seed), leaf.shape, leaf.dtype) for seed, leaf in enumerate(leaves)]
+    args = jax.tree.unflatten(tree, [*drawn[:-1], 50 * drawn[-1]])  # x is the last
     before = _peak()
-    jax.block_until_ready(compiled(*args))
-    peak = _peak()
-    timed = time_calls(lambda i: compiled(*args), effort)
     loss = float(compiled(*args)[0])
+    peak = _peak()
+    timed = time_calls(lambda _: compiled(*args), effort)
     sizes = compiled.memory_analysis()
-    flops = matmul_flops(model, layers, rows)
-    return {
-        "status": "timed" if loss == loss else "failed: the loss is NaN",
-        "layers": layers,
-        "rows": rows,
+    # 2 a weight and row, as many for the scores of each layer; twice that backward.
+    weights = sum(leaf.size for leaf in jax.tree.leaves(shapes[0]) if leaf.ndim > 1)
+    flops = 6 * batch * tokens * (weights + layers * 2 * tokens * shapes[1].shape[-1])
+    yield {
+        "model": model,
+        "method": method,
+        "implementation": implementation,
+        "size": {"batch": batch, "tokens": tokens, "layers": layers},
+        "status": "timed",
+        "loss": loss,
+        "passed": loss == loss,
         "milliseconds": timed["seconds"] * 1e3,
         "quartiles": [t * 1e3 for t in timed["quartiles"]],
         "peak_bytes": peak,
-        # Of compiling, or of the model before: then the step's own peak is below it, not known.
+        # Of compiling: then the step's own peak is below it, and not known.
         "peak_is_the_step's": peak is not None and peak > before,
         "planned_bytes": sizes.argument_size_in_bytes
         + sizes.output_size_in_bytes
@@ -105,24 +107,19 @@ def measure(model: str, method: str, smoke: bool) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("method", choices=encoder.METHODS)
-    parser.add_argument("implementation", choices=[*lm.IMPLEMENTATIONS, "none"])
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
-    options = parser.parse_args()
-    implementation = None if options.implementation == "none" else options.implementation
-    for model in MODELS:
-        record = {"model": model}
-        try:
-            if model == "transformer" and options.smoke:
-                raise RuntimeError("cuDNN attention needs a GPU")
-            with lm.set_implementation(implementation):
-                record |= measure(model, options.method, options.smoke)
-        except Exception as error:  # out of memory, say: the other model goes on
-            record["status"] = f"failed: {reason(error)}"
-        print(json.dumps(record), flush=True)
+def cases(machine: Machine) -> Cases:
+    ours = [("lowmembp_jax", each) for each in machine.implementations]
+    others = [(name, None) for name in encoder.METHODS if name not in ("default", "lowmembp_jax")]
+    steps = [
+        (model, *how)
+        for how in (("default", None), *ours, *others)
+        for model in ("ViT-B", "LLaMA-7B")
+    ]
+    effort = Effort(batch_seconds=0.2, batches=7)
+    if machine.smoke:
+        steps, effort = [("LLaMA, tiny", *ours[0])], SMOKE
+    return {", ".join(filter(None, step)): partial(measure, *step, effort) for step in steps}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(cases))

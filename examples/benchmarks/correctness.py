@@ -1,13 +1,28 @@
-"""Kernels against float64 on fresh random inputs, into memory that holds something else before."""
+"""Kernels against float64 on fresh random inputs, into memory that holds something else before.
 
+A stage of `on_gpu.py`: a case is an implementation of ours, or what users have today.
+"""
+
+import secrets
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lowmembp_examples.benchmarks.compiling import compile_all, reason
-from lowmembp_examples.benchmarks.forward_backward import split_all
-from lowmembp_examples.benchmarks.kernel_cases import Kernel, is_ours
+from lowmembp_examples.benchmarks.compiling import Jobs, compile_all, reason
+from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
+from lowmembp_examples.benchmarks.kernel_cases import (
+    DIRECTIONS,
+    DTYPES,
+    KERNELS,
+    SMOKE_KERNELS,
+    Kernel,
+    contenders,
+    is_ours,
+)
+from lowmembp_examples.benchmarks.stages import Cases, Machine, main
 
 #: Largest norm(result - reference) / norm(reference), and largest difference of one element over
 #: the largest of the reference. A bf16 result is rounded to 2^-9; Flax also computes GELU in bf16.
@@ -47,12 +62,20 @@ def _poison(shape_or_array):
     return ones ^ a if isinstance(a, jax.Array) else ones
 
 
-def _run(program, args: tuple, shapes):
+def _jobs(split: ForwardBackward, args: tuple) -> Jobs:
+    return {
+        "constants": (jax.jit(split.constants), args),
+        "forward": (_into_poison(split.forward), (split.results, *args)),
+        "backward": (_into_poison(split.backward), (args, *split.inputs)),
+    }
+
+
+def _run(program, args: tuple):
     """Results of a second run, and whether every element of every result was written.
 
     A NaN that is left shows in the errors. An integer that is left differs between the runs.
     """
-    first = program(jax.tree.map(_poison, shapes), *args)
+    first = program(jax.tree.map(_poison, program.out_info), *args)
     poison = jax.tree.map(_poison, first)
     where = sorted(p.unsafe_buffer_pointer() for p in jax.tree.leaves(poison))
     results = program(poison, *args)
@@ -80,28 +103,18 @@ def check(kernel: Kernel, contenders: dict[str, Callable], dtype, rows: int, key
     """
     args, g = random_inputs(kernel, (rows, kernel.width), dtype, key)
     want, want_codes = kernel.reference(args, g)
-    splits, untraced = split_all(contenders, args)
-    jobs = {}
-    for name, split in splits.items():
-        jobs[name, "constants"] = jax.jit(split.constants), args
-        jobs[name, "forward"] = _into_poison(split.forward), (split.results, *args)
-        jobs[name, "backward"] = _into_poison(split.backward), (args, *split.inputs)
-    programs, failed = compile_all(jobs)
+    programs, failed = compile_all(contenders, args, lambda split: _jobs(split, args))
     for name in contenders:
         start = {"kernel": kernel.name, "contender": name, "dtype": dtype.name}
         start |= {"shape": [rows, kernel.width]}
-        reasons = [failed.get((name, step)) for step in ("constants", "forward", "backward")]
-        if why := next(filter(None, [untraced.get(name), *reasons]), None):
-            for direction in ("forward", "backward"):
-                yield start | {"direction": direction, "passed": False, "status": f"failed: {why}"}
-            continue
         try:
-            constants = programs[name, "constants"](*args)
-            out, written = _run(programs[name, "forward"], args, splits[name].results)
-            inputs = args, *out, constants, g
-            gradients, complete = _run(programs[name, "backward"], inputs, args)
+            if name in failed:
+                raise RuntimeError(failed[name])
+            constants = programs[name]["constants"](*args)
+            out, written = _run(programs[name]["forward"], args)
+            gradients, complete = _run(programs[name]["backward"], (args, *out, constants, g))
         except Exception as error:  # one kernel's error is a result, the others go on
-            for direction in ("forward", "backward"):
+            for direction in DIRECTIONS:
                 status = f"failed: {reason(error)}"
                 yield start | {"direction": direction, "passed": False, "status": status}
             continue
@@ -135,3 +148,21 @@ def _verdict(errors: dict, tolerances: tuple[float, float], exact: bool) -> dict
         "written_and_codes_equal": exact,
         "passed": within and exact,
     }
+
+
+def check_all(who: str, names: tuple[str, ...], rows: int) -> Iterator[dict]:
+    seed = secrets.randbits(31)
+    for number, kernel in enumerate(KERNELS[name] for name in names):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        for dtype in DTYPES:
+            for record in check(kernel, contenders(kernel, who), dtype, rows, key):
+                yield record | {"seed": seed}
+
+
+def cases(machine: Machine) -> Cases:
+    names, rows = (SMOKE_KERNELS, 16) if machine.smoke else (tuple(KERNELS), 253)
+    return {who: partial(check_all, who, names, rows) for who in machine.contenders}
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases))

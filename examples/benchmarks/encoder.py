@@ -71,6 +71,8 @@ METHODS: dict[str, Method] = {
         _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
     ),
 }
+if hasattr(lm, "products_saveable"):
+    METHODS["products policy"] = Method(_flax_norm, nn.gelu, _remat(lm.products_saveable))
 
 
 def dense(x, name: str, weights: dict):
@@ -83,13 +85,13 @@ def dense(x, name: str, weights: dict):
     return y
 
 
-def block(method: Method, x, trained: dict, frozen: dict):
+def block(method: Method, attention: str, x, trained: dict, frozen: dict):
     """One encoder block, `[batch, tokens, hidden]` to the same."""
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
     q, k, v = (dense(y, name, weights) for name in "qkv")
-    attention = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    x = x + dense(attention, "o", weights)
+    y = jax.nn.dot_product_attention(q, k, v, implementation=attention)
+    x = x + dense(y, "o", weights)
     y = method.norm(x)
     return x + dense(method.activation(dense(y, "fc1", weights)), "fc2", weights)
 
@@ -111,9 +113,17 @@ def parameters(train: Train) -> tuple[dict, dict]:
     return (base, {}) if train == "full" else (lora, base)
 
 
-def training_step(method: str, train: Train, scan: bool, layers: int):
+def training_step(
+    method: str,
+    train: Train,
+    scan: bool,
+    layers: int,
+    *,
+    rows: tuple[int, int] = (BATCH, TOKENS),
+    attention: str = "cudnn",
+):
     """Loss and gradients of the encoder, and the abstract arguments to compile it with."""
-    run = METHODS[method].wrap(partial(block, METHODS[method]))
+    run = METHODS[method].wrap(partial(block, METHODS[method], attention))
     layer = parameters(train)
 
     def loss(trained, frozen, x):
@@ -129,7 +139,7 @@ def training_step(method: str, train: Train, scan: bool, layers: int):
         trained, frozen = stack(layer[0]), stack(layer[1])
     else:
         trained, frozen = [layer[0]] * layers, [layer[1]] * layers
-    x = jax.ShapeDtypeStruct((BATCH, TOKENS, HIDDEN), DTYPE)
+    x = jax.ShapeDtypeStruct((*rows, HIDDEN), DTYPE)
     return jax.value_and_grad(loss), (trained, frozen, x)
 
 

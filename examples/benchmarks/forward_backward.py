@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import jax
 from jax.extend.core import Jaxpr, Literal
-from lowmembp_examples.benchmarks.compiling import reason
 
 
 def _depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
@@ -81,16 +80,3 @@ class ForwardBackward:
         from_ = {"given": [*args, y], "kept": kept, "constant": constants}
         leaves = [from_[kind][index] for kind, index in self._sources]
         return jax.tree.unflatten(self._tree, leaves)(g)
-
-
-def split_all(
-    contenders: dict[str, Callable], args: tuple
-) -> tuple[dict[str, ForwardBackward], dict[str, str]]:
-    """Each contender in two, and for those that cannot be traced the reason."""
-    splits, failed = {}, {}
-    for name, op in contenders.items():
-        try:
-            splits[name] = ForwardBackward(op, *args)
-        except Exception as error:  # one contender's error is a result, the others go on
-            failed[name] = reason(error)
-    return splits, failed

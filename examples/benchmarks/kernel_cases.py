@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.benchmarks import references
-from lowmembp_examples.benchmarks.compiling import reason
 
 import lowmembp_jax as lm
 
 #: Of the rows: ViT-B's hidden size for norms, four times that for activations.
 HIDDEN, FFN = 768, 3072
 EPSILON = 1e-6
-#: lm's marks of NaNs: a uint16 for so many elements, where rows are of FFN elements.
-GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,14 @@ class Kernel:
     def bytes_an_element(self, direction: str, dtype: jnp.dtype, rows: int) -> float:
         """The fewest: each input read once, each result written once. By hand:
 
-        activation, both ways: two arrays of x's dtype (x, y or g, dx), codes 1/4, marks 2/128;
+        activation, both ways: two arrays of x's dtype (x, y or g, dx), codes 1/4;
         norm forward: x and y, and the normalized x where that is kept; rstd 4 a row;
         norm backward: y or the normalized x, g and dx; rstd 4 a row;
         parameters: 4 a column forward each; backward what is read to undo or pass the affine,
         and a gradient each.
         """
         if not self.is_norm:
-            return 2 * dtype.itemsize + 1 / 4 + 2 / GROUP
+            return 2 * dtype.itemsize + 1 / 4
         if direction == "forward":
             arrays = 3 if self.kept == "normalized" else 2
             columns = self.parameters
@@ -127,6 +124,9 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
+SMOKE_KERNELS = ("gelu_tanh", "layer_norm affine")
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+DIRECTIONS = ("forward", "backward")
 
 
 def is_ours(contender: str) -> bool:
@@ -134,11 +134,8 @@ def is_ours(contender: str) -> bool:
     return contender in lm.IMPLEMENTATIONS
 
 
-def unavailable(implementation: str) -> str | None:
-    """Why an implementation does not run here, None if it compiles."""
-    op = partial(lm.regelu2, implementation=implementation)
-    try:
-        jax.jit(op).lower(jax.ShapeDtypeStruct((8, GROUP), jnp.float32)).compile()
-    except Exception as error:  # whatever is in its way is the reason
-        return reason(error)
-    return None
+def contenders(kernel: Kernel, who: str) -> dict[str, Callable]:
+    """An implementation of ours, or all the "baselines", by name."""
+    return (
+        kernel.baselines if who == "baselines" else {who: partial(kernel.ours, implementation=who)}
+    )

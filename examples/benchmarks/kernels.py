@@ -1,231 +1,152 @@
-"""The GPU kernels against float64, against the clock, and inside whole blocks.
+"""Device times of every kernel, forward and backward, beside copies and what users have today.
 
-    python examples/benchmarks/kernels.py
-
-on a machine with a GPU, JAX and Flax. It checks every kernel and implementation on fresh random
-inputs, times them beside what users have today (`measurement.py`, `kernel_cases.py`), then whole
-blocks (`blocks.py`), what matters most first, and stops at its budget of 450 seconds. Results are
-written after every case to `results/kernels-<device>.json`, with a plot beside it; targets and a
-table are printed last. `--smoke` runs tiny sizes on the CPU, to see that all of it works.
+A stage of `on_gpu.py`: a case is a size of x and an implementation of ours, or "baselines".
 """
 
-import argparse
-import importlib.util
-import json
-import os
 import secrets
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-
-# The blocks run in processes of their own beside this one and need memory too.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
-from lowmembp_examples.benchmarks import blocks, encoder, kernel_report
-from lowmembp_examples.benchmarks.correctness import check
-from lowmembp_examples.benchmarks.kernel_cases import KERNELS, Kernel, unavailable
-from lowmembp_examples.benchmarks.measurement import (
+from lowmembp_examples.benchmarks.compiling import Jobs, compile_all, reason
+from lowmembp_examples.benchmarks.correctness import random_inputs
+from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
+from lowmembp_examples.benchmarks.kernel_cases import (
     DIRECTIONS,
-    copy_bandwidth,
-    identity,
-    measure,
-    shape_of,
+    DTYPES,
+    KERNELS,
+    SMOKE_KERNELS,
+    Kernel,
+    contenders,
+    is_ours,
 )
-from lowmembp_examples.benchmarks.results_file import Run, nvidia_smi, versions
-from lowmembp_examples.benchmarks.timing import SMOKE, Effort
+from lowmembp_examples.benchmarks.stages import Cases, Machine, main
+from lowmembp_examples.benchmarks.timing import (
+    MIB,
+    SMOKE,
+    Effort,
+    launches,
+    layout,
+    moved_bytes,
+    repeated,
+    time_calls,
+)
 
-import lowmembp_jax as lm
-
-HERE = Path(__file__).resolve().parent
+#: MiB of x, in this order.
 SIZES = (256, 1024, 64, 16, 4, 1)
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
-BLOCK_SECONDS = 120
 
 
-def contenders_of(kernel: Kernel, run: Run) -> dict:
-    available = [name for name, why in run.results["implementations"].items() if not why]
-    ours = {name: partial(kernel.ours, implementation=name) for name in available}
-    return ours | kernel.baselines
+def _options(copies: int) -> dict | None:
+    # CUDA graphs would run independent launches side by side, which no training step does.
+    graphs = jax.default_backend() == "gpu" and copies > 1
+    return {"xla_gpu_enable_command_buffer": ""} if graphs else None
 
 
-def check_all(run: Run, kernels: list[Kernel], rows: int) -> None:
-    key = jax.random.key(run.results["seed"])
-    for number, kernel in enumerate(kernels):
-        own_key, contenders = jax.random.fold_in(key, number), contenders_of(kernel, run)
-        for dtype in DTYPES:
-            for record in check(kernel, contenders, dtype, rows, own_key):
-                run.add("correctness", record)
-                if not record["passed"]:
-                    print("WRONG:", json.dumps(record), flush=True)
+def copy_bandwidth(size_mib: float, effort: Effort) -> float:
+    """Bytes read and written a second by copies on the device, timed as the kernels are."""
+    size = int(size_mib * MIB)
+    plan = layout(size, effort)
+    keys = jax.random.split(jax.random.key(0), (plan.sets, plan.copies))
+    draw = jax.jit(lambda key: jax.random.normal(key, (size // 4,)))
+    sets = [[(draw(key),) for key in row] for row in keys]
+    program = jax.jit(repeated(jnp.copy)).lower(sets[0]).compile(_options(plan.copies))
+    timed = time_calls(lambda i: program(sets[i % plan.sets]), effort)
+    return 2 * size * plan.copies / timed["seconds"]
 
 
-def measure_all(run: Run, kernels: list[Kernel], sizes: list[float], effort: Effort) -> None:
-    """At every size all kernels, in the order of `sizes`; what the budget leaves out is said."""
-    key = jax.random.key(run.results["seed"] + 1)
-    for size in sizes:
-        copies = next(c["bytes_per_second"] for c in run.results["copy"] if c["size_mib"] == size)
-        best = max(c["bytes_per_second"] for c in run.results["copy"])
-        for dtype in DTYPES:
-            for kernel in kernels:
-                contenders = contenders_of(kernel, run)
-                if run.left <= 0:
-                    for name in contenders:
-                        for direction in DIRECTIONS:
-                            record = identity(kernel, name, direction, dtype, size)
-                            run.results["cases"].append(record | {"status": "not run: budget"})
-                    continue
-                predict(kernel, dtype, size, copies)
-                for record in measure(kernel, contenders, dtype, size, key, effort):
-                    if record["status"] == "timed":
-                        record |= rates(record, copies, best)
-                    run.add("cases", record | errors_of(run, record))
-    run.save()
+def measure(
+    kernel: Kernel, who: str, dtype, size_mib: float, key, copies: float, effort: Effort
+) -> Iterator[dict]:
+    """A record for each contender and direction, as soon as it is measured.
+
+    Bytes are counted by hand for our kernels, the same for each implementation, and are those of
+    the arguments and results for others. `copies` is the bandwidth of copies of this size.
+    """
+    shape = max(1, int(size_mib * MIB) // (kernel.width * dtype.itemsize)), kernel.width
+    elements = shape[0] * shape[1]
+    plan = layout(elements * dtype.itemsize, effort)
+    keys = jax.random.split(key, (plan.sets, plan.copies))
+    drawn = [[random_inputs(kernel, shape, dtype, k) for k in row] for row in keys]
+    sets = [[args for args, _ in row] for row in drawn]
+    args = jax.eval_shape(lambda: sets[0][0])
+
+    def jobs_of(split: ForwardBackward) -> Jobs:
+        return {
+            "constants": (jax.jit(split.constants), args),
+            "forward": (jax.jit(repeated(split.forward)), ([args] * plan.copies,)),
+            "backward": (jax.jit(repeated(split.backward)), ([split.inputs] * plan.copies,)),
+        }
+
+    ops = contenders(kernel, who)
+    programs, failed = compile_all(ops, args, jobs_of, _options(plan.copies))
+
+    def inputs_of_backward(name):
+        constants = programs[name]["constants"](*sets[0][0])
+        for row, own in zip(drawn, sets, strict=True):
+            results = programs[name]["forward"](own)
+            yield [
+                (args, *kept, constants, g) for (args, g), kept in zip(row, results, strict=True)
+            ]
+
+    def time_one(name, direction):
+        program = programs[name][direction]
+        started = launches(program) if jax.default_backend() == "gpu" else None
+        if started is not None and started < plan.copies:
+            raise RuntimeError(f"XLA made {started} launches of {plan.copies} runs in one program")
+        inputs = sets if direction == "forward" else list(inputs_of_backward(name))
+        timed = time_calls(lambda i: program(inputs[i % plan.sets]), effort)
+        passed = moved_bytes(program) / plan.copies / elements
+        by_hand = kernel.bytes_an_element(direction, dtype, shape[0]) if is_ours(name) else passed
+        seconds = timed["seconds"] / plan.copies
+        return {
+            "status": "timed",
+            "microseconds": seconds * 1e6,
+            "quartiles": [t * 1e6 / plan.copies for t in timed["quartiles"]],
+            "launches": started and started / plan.copies,
+            "runs_a_program": plan.copies,
+            "programs_a_batch": timed["calls_a_batch"],
+            "bytes_an_element": by_hand,
+            "counted": "by hand" if is_ours(name) else "arguments and results",
+            "arguments_and_results_an_element": passed,
+            "bytes_per_second": by_hand * elements / seconds,
+            "share_of_copy": by_hand * elements / seconds / copies,
+        }
+
+    for name in ops:
+        for direction in DIRECTIONS:
+            record = {"kernel": kernel.name, "contender": name, "direction": direction}
+            record |= {"dtype": dtype.name, "size_mib": size_mib, "shape": shape}
+            try:
+                if name in failed:
+                    raise RuntimeError(failed[name])
+                yield record | time_one(name, direction)
+            except Exception as error:  # out of memory, say: the next goes on
+                yield record | {"status": f"failed: {reason(error)}", "passed": False}
 
 
-def predict(kernel: Kernel, dtype, size: float, copies: float) -> None:
-    rows, width = shape_of(kernel, dtype, size)
-    moved = [kernel.bytes_an_element(d, dtype, rows) * rows * width for d in DIRECTIONS]
-    forward, backward = (each / copies * 1e6 for each in moved)
-    print(
-        f"{kernel.name} {dtype.name} {size:g} MiB: "
-        f"floor {forward:.1f} us forward, {backward:.1f} us backward",
-        flush=True,
-    )
+def measure_all(
+    who: str, size_mib: float, names: tuple[str, ...], effort: Effort
+) -> Iterator[dict]:
+    copies = copy_bandwidth(size_mib, effort)
+    yield {"status": "copy", "size_mib": size_mib, "bytes_per_second": copies}
+    key = jax.random.key(secrets.randbits(31))
+    for dtype in DTYPES:
+        for kernel in (KERNELS[name] for name in names):
+            yield from measure(kernel, who, dtype, size_mib, key, copies, effort)
 
 
-def rates(record: dict, copies: float, best: float) -> dict:
-    """Bytes a second, beside copies of the same size and beside the fastest copy of any size."""
-    moved = record["bytes_an_element"] * record["shape"][0] * record["shape"][1]
-    rate = moved / record["microseconds"] * 1e6
+def cases(machine: Machine) -> Cases:
+    sizes, names, effort = SIZES, tuple(KERNELS), Effort()
+    if machine.smoke:
+        sizes, names, effort = (0.0625,), SMOKE_KERNELS, SMOKE
     return {
-        "floor_microseconds": moved / copies * 1e6,
-        "bytes_per_second": rate,
-        "share_of_copy": rate / copies,
-        "share_of_fastest_copy": rate / best,
+        f"{size:g} MiB, {who}": partial(measure_all, who, size, names, effort)
+        for size in sizes
+        for who in machine.contenders
     }
 
 
-def errors_of(run: Run, record: dict) -> dict:
-    """The verdict of the check of the same kernel, contender, direction and dtype."""
-    same = ("kernel", "contender", "direction", "dtype")
-    for checked in run.results["correctness"]:
-        if all(checked[k] == record[k] for k in same):
-            return {"error": checked.get("error"), "passed": checked["passed"]}
-    return {"error": None, "passed": False}
-
-
-def run_blocks(run: Run, smoke: bool) -> None:
-    ours = [("lowmembp_jax", i) for i, why in run.results["implementations"].items() if not why]
-    others = [(m, None) for m in encoder.METHODS if not m.startswith(("default", "lowmembp"))]
-    # Autotuning a matrix product once is enough, and the same choice serves all methods.
-    with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_COMPILATION_CACHE_DIR": cache,
-        }
-        # What is measured after the blocks has the other half of the budget.
-        reserve = run.results["budget_seconds"] / 2
-        cases = [("default", None), *ours, *others]
-        for method, implementation in cases[: 2 if smoke else None]:
-            start = {"method": method, "implementation": implementation}
-            command = [sys.executable, str(HERE / "blocks.py"), method, implementation or "none"]
-            command += ["--smoke"] * smoke
-            limit = min(run.left - reserve, BLOCK_SECONDS)
-            for record in _block_records(command, environment, limit):
-                run.add("blocks", start | record)
-                time_or_not = record.get("milliseconds", record["status"])
-                print(
-                    f"{record['model']}, {method} {implementation or ''}: {time_or_not}", flush=True
-                )
-
-
-def _block_records(command: list[str], environment: dict, limit: float) -> list[dict]:
-    output, status = "", "not run: budget"
-    if limit > 10:
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=limit
-            )
-            output, status = done.stdout, f"failed: {done.stderr.strip()[-400:]}"
-        except subprocess.TimeoutExpired as error:
-            output = (error.stdout or b"").decode()
-            status = f"failed: not done in {limit:.0f} seconds"
-    records = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    seen = {record["model"] for record in records}
-    missing = [model for model in blocks.MODELS if model not in seen]
-    return records + [{"model": model, "status": status} for model in missing]
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget-seconds", type=float, default=450)
-    parser.add_argument("--output", type=Path, help="JSON; default results/kernels-<device>.json")
-    parser.add_argument("--sizes-mb", type=float, nargs="+", help="MiB of x, in this order")
-    parser.add_argument("--implementations", nargs="+", choices=lm.IMPLEMENTATIONS)
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
-    return parser.parse_args()
-
-
-def main() -> int:
-    options = arguments()
-    if jax.default_backend() != "gpu" and not options.smoke:
-        print(
-            f"kernels.py needs a GPU, and JAX has {jax.devices()}: "
-            f"--smoke runs tiny sizes without one",
-            file=sys.stderr,
-        )
-        return 2
-    device = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else "CPU"
-    names = options.implementations or (
-        ("xla", "pallas_interpret") if options.smoke else ("xla", "pallas", "triton")
-    )
-    sizes = options.sizes_mb or ((0.0625,) if options.smoke else SIZES)
-    effort = SMOKE if options.smoke else Effort()
-    slug = device.lower().replace(" ", "-")
-    run = Run(
-        options.output or HERE / "results" / f"kernels-{slug}.json",
-        options.budget_seconds,
-        device=device,
-        driver=nvidia_smi("driver_version"),
-        runtime=jax.devices()[0].client.platform_version,
-        versions=versions(),
-        command=" ".join(["python", *sys.argv]),
-        smoke=options.smoke,
-        numbers="of a smoke run: not a GPU's, they mean nothing" if options.smoke else "measured",
-        seed=secrets.randbits(31),
-    )
-    run.results["implementations"] = {name: unavailable(name) for name in names}
-    tokamax = importlib.util.find_spec("tokamax")
-    run.results["baselines_missing"] = {} if tokamax else {"tokamax": "not installed"}
-    for name, why in run.results["implementations"].items():
-        if why:
-            print(f"{name} is not available: {why}")
-    for size in sizes:
-        run.add("copy", copy_bandwidth(size, effort))
-        rate = run.results["copy"][-1]["bytes_per_second"] / 1e12
-        print(f"copy of {size:g} MiB: {rate:.3f} TB/s", flush=True)
-    kernels = [KERNELS[name] for name in options.kernels]
-    check_all(run, kernels, rows=16 if options.smoke else 253)
-    run_blocks(run, options.smoke)
-    measure_all(run, kernels, sizes, effort)
-    run.results["targets"] = kernel_report.targets(run.results)
-    run.results["complete"] = True
-    run.save()
-    if problem := kernel_report.plot(run.results, run.path.with_suffix(".png")):
-        print(problem)
-    print(f"\n{kernel_report.table(run.results)}\n\n{run.path}, {run.results['seconds']:.0f} s")
-    for line in run.results["targets"]:
-        number = (
-            "" if line["number"] is None else f" {line['number']:.3g} (wanted {line['limit']:g})"
-        )
-        print(f"{line['verdict']}:{number} {line['target']}, {line['contender']}; {line['where']}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(cases))

@@ -17,28 +17,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from functools import partial
 
-from lowmembp_examples.benchmarks.results_file import versions
+from lowmembp_examples.benchmarks.on_gpu import write_json
+from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.stages import versions
+from lowmembp_examples.benchmarks.validate_configurations import SIZES
 from lowmembp_examples.planning import MODELS
-from rich.console import Console
-from rich.table import Table
 
 import lowmembp_jax as lm
 
 OUTPUT = Path(__file__).parent / "results" / "plan_models.json"
 DEVICE = "h200"
-
-#: Batch size and tokens (images have their own) by model.
-SIZES = {
-    "vit-b16": (64, None),
-    "llama-7b": (4, 2048),
-    "roberta-base": (64, 128),
-    "bert-base": (64, 128),
-    "vit-l16": (64, None),
-    "llama-13b": (4, 2048),
-    "bert-large": (64, 128),
-    "swin-t": (64, None),
-    "swin-s": (64, None),
-}
 
 
 def trained_parts(model: str) -> tuple[str, ...]:
@@ -71,19 +59,14 @@ def rows(model: str, train: str, methods: tuple[str, ...]) -> list[dict]:
     ]
 
 
-def table(done: list[dict]) -> Table:
-    out = Table(title=f"Peak in GiB (and against default), planned for {DEVICE}")
-    out.add_column("model, trained")
-    for method in lm.memory.METHODS:
-        out.add_column(method, justify="right")
+def cells(done: list[dict]) -> list[list[str]]:
+    out = [["peak in GiB (and against default)", *lm.memory.METHODS]]
     peaks = {(r["model"], r["train"], r["method"]): r["peak"] for r in done}
     for model, train in dict.fromkeys((r["model"], r["train"]) for r in done):
         default = peaks[model, train, "default"]
-        cells = (
-            f"{peaks[model, train, m] / 2**30:.2f} ({peaks[model, train, m] / default - 1:+.0%})"
-            for m in lm.memory.METHODS
-        )
-        out.add_row(f"{model}, {train}", *cells)
+        own = (peaks[model, train, method] for method in lm.memory.METHODS)
+        numbers = (f"{peak / 2**30:.2f} ({peak / default - 1:+.0%})" for peak in own)
+        out.append([f"{model}, {train}", *numbers])
     return out
 
 
@@ -104,10 +87,8 @@ def main() -> None:
                 "versions": versions(),
                 "rows": done,
             }
-            partial_file = OUTPUT.with_suffix(".partial")
-            partial_file.write_text(json.dumps(result, indent=1) + "\n")
-            partial_file.replace(OUTPUT)
-    Console(width=160).print(table(done))
+            write_json(OUTPUT, result)
+    print(table(cells(done)))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,8 +14,7 @@ MIB = 2**20
 _PROGRAM = 64 * MIB
 
 
-@dataclass(frozen=True)
-class Effort:
+class Effort(NamedTuple):
     """How much to measure.
 
     Attributes:
@@ -38,8 +36,7 @@ class Effort:
 SMOKE = Effort(batch_seconds=0, batches=2, working_set=0, most_copies=2)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """`sets` arguments to rotate among, each of `copies` independent inputs of the operator."""
 
     copies: int

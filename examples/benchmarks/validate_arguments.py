@@ -47,12 +47,12 @@ def _array(
     if part == "parameters":
         if dtype == jnp.uint4:
             return _integers(seed, shape, dtype, 16)
-        return jnp.ones(shape, dtype) if name.endswith("['scale']") else _floats(seed, shape, dtype)
+        return jnp.ones(shape, dtype) if name.endswith("['scale']") else floats(seed, shape, dtype)
     if part == "optimizer_state" or name == "state.step":
         return jnp.zeros(shape, dtype)
     match name.rpartition(".")[2]:
         case "images":
-            return _floats(seed, shape, dtype, 1.0)
+            return floats(seed, shape, dtype, 1.0)
         case "input_ids" | "tokens":
             return _integers(seed, shape, dtype, vocab_size)
         case "labels":
@@ -65,7 +65,7 @@ def _array(
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def _floats(seed, shape, dtype, deviation=_SMALL):
+def floats(seed, shape, dtype, deviation=_SMALL):
     """Uniform around 0."""
     uniform = _bits(seed, shape).astype(jnp.float32) * 2.0**-31 - 1.0
     return (uniform * (deviation * math.sqrt(3))).astype(dtype)

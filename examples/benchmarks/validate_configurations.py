@@ -1,9 +1,11 @@
-"""Which training steps `validate_plan.py` runs, and on which GPU: the most telling first."""
+"""Which training steps are planned and measured, and for which GPU: the most telling first."""
 
 import re
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from typing import Any
+
+from lowmembp_examples.benchmarks.stages import Machine
+from lowmembp_examples.planning import MODELS
 
 #: Which of `lm.memory.DEVICES` a GPU is, by the name that its driver gives it. Variants with
 #: another bandwidth or clock, such as the H100 PCIe and the H200 NVL, are none of them.
@@ -67,19 +69,21 @@ class Configuration:
         Raises:
           ValueError: `planning.workload` does not take this.
         """
-        # Not above: the processes that only collect results need neither JAX nor the models.
-        from lowmembp_examples.planning import MODELS
-
         arguments = asdict(self)
         return MODELS[arguments.pop("model")](**arguments, device=device)
 
 
-_SIZES = {
+#: Batch size, and tokens of a text, by model: the most telling first.
+SIZES = {
     "vit-b16": (64, None),
     "llama-7b": (4, 2048),
-    "bert-base": (64, 128),
     "roberta-base": (64, 128),
+    "bert-base": (64, 128),
+    "vit-l16": (64, None),
+    "llama-13b": (4, 2048),
+    "bert-large": (64, 128),
     "swin-t": (64, None),
+    "swin-s": (64, None),
 }
 _TWO = ("default", "lowmembp")
 _OTHERS = ("norm+activation", "dots", "full-remat", "lowmembp+remat")
@@ -96,27 +100,18 @@ _ORDER = (
     *(("swin-t", "full", method) for method in _TWO),
 )
 CONFIGURATIONS = tuple(
-    Configuration(model, method, train, *_SIZES[model]) for model, train, method in _ORDER
+    Configuration(model, method, train, *SIZES[model]) for model, train, method in _ORDER
 )
 #: For a CPU, to see that all of it works.
-SMOKE = (
-    Configuration("llama-tiny", "default", "full", 2, 32, "chunked"),
-    Configuration("llama-tiny", "lowmembp", "qlora-qv", 2, 32, "chunked"),
-)
+SMOKE = Configuration("llama-tiny", "lowmembp", "qlora-qv", 2, 32, "chunked")
 
 
-def select(
-    configurations: tuple[Configuration, ...], patterns: list[str]
-) -> tuple[Configuration, ...]:
-    """Those whose name matches one of the patterns of a shell; all if there are none.
+def configurations(machine: Machine) -> tuple[str, tuple[Configuration, ...]]:
+    """The device to plan for, and what is planned and measured.
 
     Raises:
-      ValueError: a pattern matches none.
+      ValueError: the planner does not know this GPU.
     """
-    for pattern in patterns:
-        if not any(fnmatch(c.name, pattern) for c in configurations):
-            names = ", ".join(c.name for c in configurations)
-            raise ValueError(f"--select {pattern!r} matches none of {names}")
-    return tuple(
-        c for c in configurations if not patterns or any(fnmatch(c.name, p) for p in patterns)
-    )
+    if machine.smoke:
+        return "h200", (SMOKE,)
+    return machine.device or device_of(machine.gpu or "none"), CONFIGURATIONS

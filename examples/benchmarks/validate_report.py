@@ -1,19 +1,23 @@
 """Plans beside measurements: differences, where they come from, and whether the ranking holds."""
 
-from statistics import median
-
-from rich.table import Table
-from scipy.stats import spearmanr
+from statistics import correlation, median
 
 MIB = 2**20
 #: Share of the measured peak that the plan may be off.
 TARGET = 0.03
 
 
-def done(record: dict, stage: str) -> dict | None:
-    """What a stage found, if it went well."""
-    found = record.get(stage, {})
-    return found if found.get("status") == "done" else None
+def steps(results: dict) -> dict[str, dict]:
+    """By configuration: its group, "plan" and "measure", where they are known."""
+    found: dict[str, dict] = {}
+    for job, one in results["jobs"].items():
+        stage, _, name = job.partition("/")
+        if stage not in ("validate_plan", "validate_measure"):
+            continue
+        for record in one["records"]:
+            step = {stage.removeprefix("validate_"): record, "group": record["group"]}
+            found[name] = found.get(name, {}) | step
+    return found
 
 
 def difference(record: dict) -> dict | None:
@@ -25,7 +29,7 @@ def difference(record: dict) -> dict | None:
     alive. `allocator`: the step took more than its program asks for: rounding, chunks that are
     not split, and what XLA's runtime and libraries allocate while it runs.
     """
-    plan, measured = done(record, "plan"), done(record, "measure")
+    plan, measured = record.get("plan"), record.get("measure")
     if not plan or not measured or not measured["after"]:
         return None
     program, before, after = measured["program"], measured["before"], measured["after"]
@@ -75,15 +79,6 @@ def summary(records: dict[str, dict]) -> dict:
         "largest_difference": abs(found[worst]["relative"]) if found else None,
         "largest_at": worst,
         "within_target": abs(found[worst]["relative"]) <= TARGET if found else None,
-        "outside_target": [n for n, d in found.items() if abs(d["relative"]) > TARGET],
-        "hidden": [n for n, r in records.items() if "hidden" in (difference(r) or {})],
-        "other_program": [n for n, d in found.items() if not d["same_jaxpr"]],
-        "failed": {
-            f"{name}, {stage}": record[stage]["status"]
-            for name, record in records.items()
-            for stage in ("plan", "measure")
-            if record.get(stage, {}).get("status", "").startswith("failed")
-        },
         "measured_over_estimated": {
             "median": median(ratios),
             "least": min(ratios),
@@ -117,22 +112,19 @@ def _ratio(record: dict) -> float:
 
 
 def _rank(records: list[dict], numbers) -> float | None:
-    """Spearman's rank correlation, 1 for the same order; None of fewer than two."""
-    if len(records) < 2:
-        return None
-    planned, measured = zip(*map(numbers, records), strict=True)
-    return float(spearmanr(planned, measured).statistic)
+    """Spearman's rank correlation, 1 for the same order; None where there is none."""
+    columns = list(zip(*map(numbers, records), strict=True))
+    ranks = [[sorted(column).index(x) for x in column] for column in columns]
+    return correlation(*ranks) if ranks and all(len(set(r)) > 1 for r in ranks) else None
 
 
-def table(records: dict[str, dict], device: str) -> Table:
+def rows(records: dict[str, dict]) -> list[list[str]]:
     """A row a configuration; empty where nothing was measured."""
-    out = Table(title=f"Planned for {device} and measured: MiB, milliseconds")
-    out.add_column("model, trained, method")
-    columns = ("planned", "measured", "plan is off", "compiler", "residents", "allocator")
-    for column in (*columns, "estimated", "timed", "ratio"):
-        out.add_column(column, justify="right")
+    causes = ("compiler", "residents", "allocator")
+    out = [["planned and measured: MiB, ms", "planned", "measured", "plan is off", *causes]]
+    out[0] += ["estimated", "timed", "ratio"]
     for name, record in records.items():
-        plan, measured = done(record, "plan"), done(record, "measure")
+        plan, measured = record.get("plan"), record.get("measure")
         found, cells = difference(record) or {}, [""] * 9
         if plan:
             cells[0] = f"{plan['peak'] / MIB:,.0f}"
@@ -142,10 +134,11 @@ def table(records: dict[str, dict], device: str) -> Table:
         elif found:
             cells[1] = f"{found['measured'] / MIB:,.0f}"
             cells[2] = f"{found['relative']:+.2%}"
-            for place, cause in enumerate(("compiler", "residents", "allocator"), 3):
-                cells[place] = f"{found[cause] / MIB:+,.1f}"
+            cells[3:6] = (f"{found[cause] / MIB:+,.1f}" for cause in causes)
         if measured and measured["after"]:  # a time of a CPU means nothing
             cells[7] = f"{measured['timing']['seconds'] * 1e3:.1f}"
             cells[8] = f"{_ratio(record):.2f}" if plan else ""
-        out.add_row(name, *cells)
+        # The step was another when it was planned.
+        other = not found.get("same_jaxpr", True)
+        out.append([name + " (another program)" * other, *cells])
     return out

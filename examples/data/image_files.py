@@ -1,14 +1,12 @@
 """Labelled images from files: `.npz`, a folder of classes, or CIFAR-10 as it is distributed."""
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
 from lowmembp_examples.data.cifar10 import is_cifar10, read_cifar10
-from lowmembp_examples.data.files import DataError
-from lowmembp_examples.data.images import UNREADABLE, LabelledImages
+from lowmembp_examples.data.files import DataError, read_arrays
+from lowmembp_examples.data.images import LabelledImages
 from PIL import Image
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -60,15 +58,7 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
       DataError: naming the file and the array: not an archive, keys missing, shapes or dtypes
         that are not these, a label that is not in range.
     """
-    try:
-        with path.open("rb") as file, np.load(file) as archive:
-            arrays = dict(archive)
-    # TypeError: a .npy under the name of a .npz is an array and no context manager.
-    except (OSError, ValueError, EOFError, TypeError) as error:
-        raise DataError(f"{path}: not a .npz of plain arrays: {error}") from error
-    except (zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: a broken .npz: {error}") from error
-
+    arrays = read_arrays(path)
     splits = [
         next((keys for keys in pairs if set(keys) <= set(arrays)), None)
         for pairs in (_TRAIN_KEYS, _DEV_KEYS)
@@ -137,7 +127,7 @@ def read_folder(path: Path) -> tuple[LabelledImages, LabelledImages | None]:
         return _read_classes(path), None
     train = _read_classes(path / "train")
     dev_path = next((path / name for name in _DEV_NAMES if (path / name).is_dir()), None)
-    return train, None if dev_path is None else _read_classes(dev_path).with_classes_of(train)
+    return train, None if dev_path is None else _read_classes(dev_path)
 
 
 def _read_classes(path: Path) -> LabelledImages:
@@ -156,7 +146,7 @@ def _read_classes(path: Path) -> LabelledImages:
         for file in files:
             try:
                 Image.open(file).close()
-            except UNREADABLE as error:
+            except Exception as error:  # Pillow can raise anything for a broken file
                 raise DataError(f"{file}: not a readable image: {error}") from error
         images += files
         labels += [number] * len(files)

@@ -11,9 +11,6 @@ from jaxtyping import Bool, Float, Int, UInt8, UInt32
 from lowmembp_examples.data.files import DataError
 from PIL import Image, ImageOps
 
-#: What Pillow raises for a file that is no image, or a broken one.
-UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
-
 
 class LabelledImages(NamedTuple):
     """`images[i]` has the label `classes[labels[i]]`."""
@@ -35,21 +32,21 @@ class LabelledImages(NamedTuple):
             images = [self.images[index] for index in indices]
         return self._replace(images=images, labels=self.labels[indices])
 
-    def with_classes_of(self, train: "LabelledImages") -> "LabelledImages":
-        """The same images, with labels that are numbers of `train.classes`.
+    def with_classes(self, classes: tuple[str, ...], owner: Path | str) -> "LabelledImages":
+        """The same images, with labels that are numbers of `classes`, which `owner` has.
 
         Raises:
-          DataError: an image of a class that `train` has not.
+          DataError: an image of another class.
         """
-        numbers = {name: number for number, name in enumerate(train.classes)}
+        numbers = {name: number for number, name in enumerate(classes)}
         table = np.array([numbers.get(name, -1) for name in self.classes], np.int32)
         labels = table[self.labels]
         for index in np.flatnonzero(labels < 0)[:1]:
             raise DataError(
                 f"{self.name(index)}: the class {self.classes[self.labels[index]]!r} does not "
-                f"occur in {train.source}, which has {', '.join(train.classes)}"
+                f"occur in {owner}, which has {', '.join(classes)}"
             )
-        return self._replace(labels=labels, classes=train.classes)
+        return self._replace(labels=labels, classes=classes)
 
 
 class ImageBatch(NamedTuple):
@@ -118,9 +115,11 @@ def _read(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} 3"]:
     try:
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits, of which Pillow would cut what is above 255
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             if "transparency" in upright.info:
                 upright = upright.convert("RGBA")
             rgb = upright.convert("RGB")
-    except UNREADABLE as error:
+    except Exception as error:  # Pillow can raise anything for a broken file
         raise DataError(f"{path}: not a readable image: {error}") from error
     return np.asarray(rgb.resize((size, size), Image.Resampling.BILINEAR))

@@ -1,14 +1,13 @@
 """Text with labels: from TSV and JSONL files to token ids in batches."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
-from lowmembp_examples.data.files import DataError, read_text
+from lowmembp_examples.data.files import DataError, parse_json, read_text
 from lowmembp_examples.data.tokenizer import padding_id
 from tokenizers import Tokenizer
 
@@ -106,18 +105,13 @@ def read_jsonl(path: Path) -> LabelledText:
     """
 
     def parse(line: str) -> tuple[str, str]:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"expected an object, found {line.strip()[:40]}")
+        record = parse_json(line)
         text = next((record[name] for name in _TEXT_NAMES if name in record), None)
         label = record.get("label")
         if not isinstance(text, str):
             raise ValueError(f'expected a string "text" or "sentence", found {sorted(record)}')
         if isinstance(label, bool) or not isinstance(label, str | int):
-            raise ValueError(f'"label" must be a string or an integer, found {label!r}')
+            raise ValueError(f'"label" must be a string or an integer, found {repr(label)[:40]}')
         text.encode()  # a ValueError for half of a surrogate pair, which no tokenizer takes
         return text, str(label)
 
@@ -149,17 +143,6 @@ def _parse_lines(
     if not data.texts:
         raise DataError(f"{path}: the file has a header and no line after it")
     return data
-
-
-def read_tsv_pair(train: Path, dev: Path) -> tuple[LabelledText, LabelledText]:
-    """Both files of a task.
-
-    Raises:
-      DataError: as for `read_tsv` and `check_labels`.
-    """
-    pair = read_tsv(train), read_tsv(dev)
-    check_labels(train, pair[0], dev, pair[1])
-    return pair
 
 
 def check_labels(train: Path, train_data: LabelledText, dev: Path, dev_data: LabelledText) -> None:
@@ -198,20 +181,3 @@ def tokenize(
         np.array([sum(encoding.attention_mask) for encoding in encodings], np.int32),
         np.array([numbers[label] for label in data.labels], np.int32),
     )
-
-
-def shuffled_batches(tokens: Tokens, batch_size: int, steps: int, seed: int) -> Iterator[Tokens]:
-    """`steps` batches, epoch after epoch, each in an order of its own given by `seed`.
-
-    What is left of an epoch after its last whole batch is not used. `tokens` must hold at least
-    one batch.
-    """
-    rng = np.random.default_rng(seed)
-    while steps > 0:
-        order = rng.permutation(len(tokens.labels))
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            if steps == 0:
-                return
-            steps -= 1
-            chosen = order[start : start + batch_size]
-            yield Tokens(*(array[chosen] for array in tokens))

@@ -7,6 +7,7 @@ for batch in EvaluationBatches(task.dev, batch_size=64): ...
 
 import dataclasses
 import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -26,11 +27,10 @@ from lowmembp_examples.data.labelled_text import (
 )
 from lowmembp_examples.data.language import Bytes, WindowDataset, read_tokens, text_files
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs, stdlib_sources
-from lowmembp_examples.data.tokenizer import load_tokenizer, word_tokenizer
+from lowmembp_examples.data.tokenizer import id_count, load_tokenizer, word_tokenizer
 
 TaskName = Literal["text-classification", "image-classification", "language-modelling"]
 
-_STDLIB_CLASSES = 8
 _WORDS = 8192
 #: Mean and standard deviation of red, green, blue: of ViT's and of Swin's checkpoints.
 _NORMALIZATION = {
@@ -63,6 +63,8 @@ class DataConfig:
     """Pixels; images of other sizes are resized."""
     normalization: Literal["half", "imagenet"] = "half"
     """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's."""
+    classes: int = 8
+    """Packages of the standard library to tell apart, for text classification without --train."""
     flip: bool = False
     """Mirror half of the training images, left to right."""
 
@@ -87,8 +89,16 @@ class Task:
     tokenizer: str | None = None
 
 
-def load_task(config: DataConfig) -> Task:
+Order = Callable[[Sequence[str]], Sequence[str]]
+
+
+def load_task(config: DataConfig, order: Order = tuple) -> Task:
     """Reads the data.
+
+    Args:
+      config: which.
+      order: gives the classes of the task, in the order of a classifier's outputs, for the names of
+        the labels: all of these and maybe more.
 
     Raises:
       DataError: a file that cannot be used, named with the line or the record.
@@ -110,19 +120,19 @@ def load_task(config: DataConfig) -> Task:
     }
     if config.task not in load:
         raise ValueError(f"task must be one of {', '.join(load)}, got {config.task!r}")
-    return load[config.task](config)
+    return load[config.task](config, order)
 
 
-def _text_classification(config: DataConfig) -> Task:
+def _text_classification(config: DataConfig, order: Order) -> Task:
     if config.train is None:
         source = f"docstrings of Python {platform.python_version()}'s standard library"
-        train, dev = load_stdlib_docs(_STDLIB_CLASSES)
+        train, dev = load_stdlib_docs(config.classes)
     else:
         source = str(config.train)
         train = read_labelled_text(config.train)
         dev = train if config.dev is None else read_labelled_text(config.dev)
         check_labels(config.train, train, config.dev or config.train, dev)
-    classes = class_names(train.labels)
+    classes = order(class_names(train.labels))
     if config.train is not None and config.dev is None:
         train, dev = (
             LabelledText([train.texts[i] for i in part], [train.labels[i] for i in part])
@@ -138,10 +148,10 @@ def _text_classification(config: DataConfig) -> Task:
         TextDataset(tokenize(part, tokenizer, config.sequence_length, classes))
         for part in (train, dev)
     )
-    return Task(*datasets, tuple(classes), tokenizer.get_vocab_size(), source, as_json)
+    return Task(*datasets, tuple(classes), id_count(tokenizer), source, as_json)
 
 
-def _image_classification(config: DataConfig) -> Task:
+def _image_classification(config: DataConfig, order: Order) -> Task:
     if config.train is None:
         train, dev = draw_digits(5_000, seed=0), draw_digits(1_000, seed=1)
     else:
@@ -152,8 +162,11 @@ def _image_classification(config: DataConfig) -> Task:
             raise DataError(f"{config.train}: a classifier needs at least 2 classes, found 1")
         if config.dev is not None:
             own_train, own_dev = read_images(config.dev)
-            dev = (own_dev or own_train).with_classes_of(train)
-    if dev is None:
+            dev = own_dev or own_train
+    train = train.with_classes(tuple(order(train.classes)), train.source)
+    if dev is not None:
+        dev = dev.with_classes(train.classes, train.source)
+    else:
         parts = hold_out(len(train.labels), config.dev_fraction, config.train)
         train, dev = (train.take(part) for part in parts)
     mean, std = _NORMALIZATION[config.normalization]
@@ -166,7 +179,7 @@ def _image_classification(config: DataConfig) -> Task:
     )
 
 
-def _language_modelling(config: DataConfig) -> Task:
+def _language_modelling(config: DataConfig, _: Order) -> Task:
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     as_json = None if tokenizer is None else tokenizer.to_str()  # before reading changes it
 
@@ -188,5 +201,5 @@ def _language_modelling(config: DataConfig) -> Task:
     else:
         dev_tokens = read(text_files(config.dev))
         dev = WindowDataset(dev_tokens, 0, len(dev_tokens), length, config.dev)
-    vocab_size = 256 if tokenizer is None else tokenizer.get_vocab_size()
+    vocab_size = 256 if tokenizer is None else id_count(tokenizer)
     return Task(train, dev, (), vocab_size, source, as_json)

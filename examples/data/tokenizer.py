@@ -6,6 +6,7 @@ from pathlib import Path
 from lowmembp_examples.data.files import DataError, read_bytes
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
+_HIGHEST = 2**22  # token id, or number of tokens that a text is filled up to
 _PADDING = ("[PAD]", "<pad>", "<|padding|>")
 
 
@@ -21,10 +22,27 @@ def load_tokenizer(path: Path) -> Tokenizer:
     content = read_bytes(path)
     try:
         tokenizer = Tokenizer.from_buffer(content)
+        padding = [value for value in (tokenizer.padding or {}).values() if type(value) is int]
+        if max(padding, default=0) > _HIGHEST:
+            raise ValueError(f"padding: numbers must be at most {_HIGHEST}, found {max(padding)}")
         tokenizer.encode("\N{HUGGING FACE}")  # fails where the token for unknown words is missing
-    except Exception as error:  # the library raises Exception and no class of its own
+        if (highest := id_count(tokenizer) - 1) > _HIGHEST:
+            raise ValueError(f"token ids must be at most {_HIGHEST}, found {highest}")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what Rust panics with is no Exception
         raise DataError(f"{path}: not a usable tokenizer.json: {error}") from error
     return tokenizer
+
+
+def id_count(tokenizer: Tokenizer) -> int:
+    """How long a table must be to have a row for every id: 1 + the highest.
+
+    More than the number of tokens where ids are left out. Padding, and what is put around a text,
+    have ids of their own, which need not be in the vocabulary.
+    """
+    around = tokenizer.encode("").ids
+    return 1 + max(*tokenizer.get_vocab().values(), *around, padding_id(tokenizer))
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

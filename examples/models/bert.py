@@ -5,39 +5,43 @@ it: post-LayerNorm, absolute positions, GELU in the erf form. No dropout.
 """
 
 import dataclasses
-import os
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from lowmembp_examples.checkpoints import read_config, read_tensors, to_params
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.bert_names import PREFIX, UNUSED, current_names, hugging_face_name
+from lowmembp_examples.models.bert_names import PREFIX as PREFIX
+from lowmembp_examples.models.bert_names import UNUSED as UNUSED
+from lowmembp_examples.models.bert_names import hugging_face_name as hugging_face_name
 from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.post_norm import Hidden, post_norm, with_affine
 
 import lowmembp_jax as lm
 
 
 @dataclasses.dataclass(frozen=True)
-class BertConfig:
+class BertConfig(HuggingFaceConfig):
     """Sizes, under the names of Hugging Face's config.json."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    layer_norm_eps: float = 1e-12
-    num_labels: int = 2
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    intermediate_size: Size
+    max_position_embeddings: Size = 512
+    type_vocab_size: Size = 2
+    layer_norm_eps: Epsilon = 1e-12
+    num_labels: Size = 2
+    hidden_act: Literal["gelu"] = "gelu"
+    position_embedding_type: Literal["absolute"] = "absolute"
 
     model_type: ClassVar[str] = "bert"
     architecture: ClassVar[str] = "BertForSequenceClassification"
+
+    def __post_init__(self):
+        self._check_multiple("hidden_size", "num_attention_heads")
 
     @property
     def first_position(self) -> int:
@@ -48,17 +52,6 @@ class BertConfig:
     def max_tokens(self) -> int:
         """The longest text that there are positions for."""
         return self.max_position_embeddings - self.first_position
-
-    @classmethod
-    def from_json(cls, path: str | os.PathLike) -> Self:
-        """Reads a config.json; errors as for `checkpoints.read_config`."""
-        supported = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
-        return read_config(path, cls, model_type=cls.model_type, **supported)
-
-    def to_json(self) -> dict[str, Any]:
-        """What transformers needs in a config.json beside the tensors."""
-        made = {"model_type": self.model_type, "architectures": [self.architecture]}
-        return {**made, **dataclasses.asdict(self)}
 
 
 CONFIGS = {
@@ -147,8 +140,16 @@ class Bert(nn.Module):
           lengths: `[batch]` int32, the number of tokens of each text; the rest is padding. None
             where there is no padding.
           token_types: `[batch, tokens]` int32, None for 0 everywhere.
+
+        Raises:
+          ValueError: more tokens than positions.
         """
         config, compute = self.config, self.compute
+        if input_ids.shape[1] > config.max_tokens:
+            raise ValueError(
+                f"input_ids have {input_ids.shape[1]} tokens, there are positions for "
+                f"{config.max_tokens}"
+            )
 
         def embed(name, size, ids):
             dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
@@ -217,19 +218,3 @@ def _mean(hidden, lengths):
     used = (jnp.arange(tokens)[None] < lengths[:, None]).astype(hidden.dtype)
     total = jnp.einsum("bth,bt->bh", hidden, used, preferred_element_type=jnp.float32)
     return total / lengths[:, None].astype(jnp.float32)
-
-
-def load_pretrained(directory: str | os.PathLike) -> tuple[BertConfig, dict[str, Any]]:
-    """Config and `Bert`'s parameters, float32, from a Hugging Face directory, of any head.
-
-    Raises:
-      FileNotFoundError: config.json or the tensors are not there.
-      ValueError: they do not describe a BERT that `Bert` can run; names every wrong tensor.
-    """
-    config = BertConfig.from_json(Path(directory) / "config.json")
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(Bert(config).init, jax.random.key(0), ids)["params"]
-    tensors = current_names(read_tensors(directory))
-    unused = (*UNUSED, "bert.pooler.*", "classifier.*")
-    params = to_params(tensors, {"bert": abstract}, hugging_face_name, unused, prefix=PREFIX)
-    return config, params["bert"]

@@ -24,7 +24,7 @@ LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": 
 #: Of the names of all but the head.
 PREFIX = "bert."
 #: Not parameters of the classifier: a table of positions, and the heads of pretraining.
-UNUSED = ("*.position_ids", "cls.*")
+UNUSED = ("*.position_ids", "bert.pooler.*", "cls.*")
 
 
 def encoder_name(path: tuple[str, ...]) -> str:

@@ -6,17 +6,14 @@ embedding or not. Text is padded on the right: no token sees the padding behind 
 """
 
 import dataclasses
-import json
-import os
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
-from lowmembp_examples.checkpoints import read_config
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Compute, NormResidual, remat_layer, rms_norm, silu
+from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.language_head import cross_entropy, logits
 from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
 
@@ -24,20 +21,47 @@ import lowmembp_jax as lm
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes, under the names of Hugging Face's config.json."""
+class LlamaConfig(HuggingFaceConfig):
+    """Sizes, under the names of Hugging Face's config.json.
 
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    num_key_value_heads: int | None = None  # as many as num_attention_heads
-    head_dim: int | None = None  # hidden_size / num_attention_heads
-    vocab_size: int = 32000
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    Scaled rotary positions (those of LLaMA 3.1 and later among them) are not supported.
+    """
+
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    intermediate_size: Size
+    num_key_value_heads: Size | None = None  # as many as num_attention_heads
+    head_dim: Size | None = None  # hidden_size / num_attention_heads
+    vocab_size: Size = 32000
+    max_position_embeddings: Size = 2048
+    rms_norm_eps: Epsilon = 1e-6
+    rope_theta: Annotated[float, 1, 1e15] = 10000.0
     tie_word_embeddings: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    attention_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    rope_scaling: None = None
+
+    model_type: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+
+    def __post_init__(self):
+        if self.head_dim is None:
+            self._check_multiple("hidden_size", "num_attention_heads")
+        if self.num_key_value_heads is not None:
+            self._check_multiple("num_attention_heads", "num_key_value_heads")
+        if self.head_size % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, found {self.head_size}")
+
+    @classmethod
+    def from_keys(cls, given: dict[str, Any]) -> Self:
+        scaling = given.get("rope_parameters") or given.get("rope_scaling")
+        if isinstance(scaling, dict):  # rope_parameters, of transformers 5, have rope_theta too
+            scaling, given = dict(scaling), {"rope_theta": cls.rope_theta, **given}
+            given["rope_theta"] = scaling.pop("rope_theta", given["rope_theta"])
+        plain = ({}, {"rope_type": "default"}, {"type": "default"})
+        return super().from_keys({**given, "rope_scaling": None if scaling in plain else scaling})
 
     @property
     def kv_heads(self) -> int:
@@ -47,35 +71,10 @@ class LlamaConfig:
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @classmethod
-    def from_json(cls, path: str | os.PathLike) -> "LlamaConfig":
-        """Reads a config.json; errors as for `checkpoints.read_config`.
-
-        Scaled rotary positions (those of LLaMA 3.1 and later among them) are not supported.
-        """
-        plain = (None, {"rope_type": "default"}, {"type": "default"})
-        config = read_config(
-            path,
-            cls,
-            model_type="llama",
-            hidden_act="silu",
-            attention_bias=False,
-            mlp_bias=False,
-            rope_scaling=plain,
-        )
-        # What transformers 5 writes in place of rope_theta and rope_scaling.
-        rope = json.loads(Path(path).read_text()).get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"{path}: rope_parameters={rope!r} is not supported, only rope_type 'default'"
-            )
-        return dataclasses.replace(config, rope_theta=rope.get("rope_theta", config.rope_theta))
-
-    def to_json(self) -> dict[str, Any]:
-        """What transformers needs in a config.json beside the tensors."""
-        architectures = ["LlamaForCausalLM"]
-        sizes = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
-        return {"model_type": "llama", "architectures": architectures, **sizes}
+    @property
+    def max_tokens(self) -> int:
+        """The longest text that the positions are for."""
+        return self.max_position_embeddings
 
 
 CONFIGS = {

@@ -5,7 +5,7 @@ it. Token 0 has position `pad_token_id` + 1, and there are no token types.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -20,10 +20,18 @@ from lowmembp_examples.models.common import Compute, NormResidual
 class RobertaConfig(BertConfig):
     """Sizes, under the names of Hugging Face's config.json."""
 
-    pad_token_id: int = 1
+    pad_token_id: Annotated[int, 0, 2**24] = 1
 
     model_type: ClassVar[str] = "roberta"
     architecture: ClassVar[str] = "RobertaForSequenceClassification"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_tokens < 1:
+            raise ValueError(
+                f"max_position_embeddings must be above {self.first_position}, found "
+                f"{self.max_position_embeddings}: the first position is pad_token_id + 1"
+            )
 
     @property
     def first_position(self) -> int:

@@ -1,41 +1,42 @@
 """Swin's config and tensors as Hugging Face's `SwinForImageClassification` has them."""
 
 import dataclasses
-import os
-from typing import Any
+from operator import mod
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from lowmembp_examples.checkpoints import read_config
+from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Pixels, Size
 from lowmembp_examples.models.windows import relative_position_index
 
 
 @dataclasses.dataclass(frozen=True)
-class SwinConfig:
+class SwinConfig(HuggingFaceConfig):
     """Sizes, under the names of Hugging Face's config.json."""
 
-    embed_dim: int
-    depths: tuple[int, ...]
-    num_heads: tuple[int, ...]
-    window_size: int = 7
-    image_size: int = 224
-    patch_size: int = 4
-    num_channels: int = 3
-    num_labels: int = 1000
-    mlp_ratio: float = 4.0
-    layer_norm_eps: float = 1e-5
+    embed_dim: Annotated[int, 1, 2**14]
+    depths: tuple[Annotated[int, 1, 100], ...]
+    num_heads: tuple[Annotated[int, 1, 2**14], ...]
+    window_size: Annotated[int, 1, 64] = 7
+    image_size: Pixels = 224
+    patch_size: Pixels = 4
+    num_channels: Literal[3] = 3
+    num_labels: Size = 1000
+    mlp_ratio: Annotated[float, 0.01, 100] = 4.0
+    layer_norm_eps: Epsilon = 1e-5
     qkv_bias: bool = True
+    hidden_act: Literal["gelu"] = "gelu"
+    use_absolute_embeddings: Literal[False] = False
 
-    @classmethod
-    def from_json(cls, path: str | os.PathLike) -> "SwinConfig":
-        """Reads a config.json; errors as for `checkpoints.read_config`."""
-        return read_config(
-            path, cls, model_type="swin", hidden_act="gelu", use_absolute_embeddings=False
-        )
+    model_type: ClassVar[str] = "swin"
+    architecture: ClassVar[str] = "SwinForImageClassification"
 
-    def to_json(self) -> dict[str, Any]:
-        """What transformers needs in a config.json beside the tensors."""
-        architectures = ["SwinForImageClassification"]
-        return {"model_type": "swin", "architectures": architectures, **dataclasses.asdict(self)}
+    def __post_init__(self):
+        channels = [self.embed_dim * 2**stage for stage in range(len(self.depths))]
+        if len(self.num_heads) != len(channels) or any(map(mod, channels, self.num_heads)):
+            raise ValueError(
+                f"num_heads must have a divisor of each of the stages' channels, {channels}, "
+                f"found {list(self.num_heads)}"
+            )
 
 
 CONFIGS = {

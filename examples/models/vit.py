@@ -6,46 +6,47 @@ dropout. Checkpoints of Google's are read by `models.vit_npz`.
 """
 
 import dataclasses
-import os
 from functools import partial
-from typing import Any
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from lowmembp_examples.checkpoints import read_config
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.config_json import (
+    Epsilon,
+    HuggingFaceConfig,
+    Layers,
+    Pixels,
+    Size,
+)
 
 import lowmembp_jax as lm
 
 
 @dataclasses.dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(HuggingFaceConfig):
     """Sizes, under the names of Hugging Face's config.json."""
 
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    image_size: int = 224
-    patch_size: int = 16
-    num_channels: int = 3
-    num_labels: int = 1000
-    layer_norm_eps: float = 1e-12
-    hidden_act: str = "gelu"  # or "gelu_pytorch_tanh"
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    intermediate_size: Size
+    image_size: Pixels = 224
+    patch_size: Pixels = 16
+    num_channels: Literal[3] = 3
+    num_labels: Size = 1000
+    layer_norm_eps: Epsilon = 1e-12
+    hidden_act: Literal["gelu", "gelu_pytorch_tanh"] = "gelu"
     qkv_bias: bool = True
 
-    @classmethod
-    def from_json(cls, path: str | os.PathLike) -> "ViTConfig":
-        """Reads a config.json; errors as for `checkpoints.read_config`."""
-        hidden_act = ("gelu", "gelu_pytorch_tanh")
-        return read_config(path, cls, model_type="vit", hidden_act=hidden_act)
+    model_type: ClassVar[str] = "vit"
+    architecture: ClassVar[str] = "ViTForImageClassification"
 
-    def to_json(self) -> dict[str, Any]:
-        """What transformers needs in a config.json beside the tensors."""
-        architectures = ["ViTForImageClassification"]
-        return {"model_type": "vit", "architectures": architectures, **dataclasses.asdict(self)}
+    def __post_init__(self):
+        self._check_multiple("hidden_size", "num_attention_heads")
+        self._check_multiple("image_size", "patch_size")
 
 
 CONFIGS = {

@@ -58,21 +58,25 @@ def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:
         where the checkpoint has no head) or `image_size`.
 
     Raises:
-      ValueError: an array that the sizes are read off is missing.
+      ValueError: an array that the sizes are read off is missing, or has another number of axes;
+        sizes that are not accepted.
     """
     block = "Transformer/encoderblock_0"
     names = {
-        "patch": "embedding/kernel",
-        "positions": "Transformer/posembed_input/pos_embedding",
-        "query": f"{block}/MultiHeadDotProductAttention_1/query/kernel",
-        "mlp": f"{block}/MlpBlock_3/Dense_0/kernel",
-        "head": "head/bias",
+        "patch": ("embedding/kernel", 4),
+        "positions": ("Transformer/posembed_input/pos_embedding", 3),
+        "query": (f"{block}/MultiHeadDotProductAttention_1/query/kernel", 3),
+        "mlp": (f"{block}/MlpBlock_3/Dense_0/kernel", 2),
+        "head": ("head/bias", 1),
     }
     if "num_labels" in changes:
         del names["head"]
-    if missing := [name for name in names.values() if name not in tensors]:
+    if missing := [name for name, _ in names.values() if name not in tensors]:
         raise ValueError(f"the checkpoint has no {', '.join(missing)}")
-    shapes = {part: tensors[name].shape for part, name in names.items()}
+    shapes = {part: tensors[name].shape for part, (name, _) in names.items()}
+    for part, (name, axes) in names.items():
+        if len(shapes[part]) != axes:
+            raise ValueError(f"{name} has shape {shapes[part]}, expected {axes} axes")
     patch_size, _, channels, hidden_size = shapes["patch"]
     layers = {name.split("/")[1] for name in tensors if "/encoderblock_" in name}
     sizes = {
@@ -87,7 +91,7 @@ def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:
         "layer_norm_eps": 1e-6,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    return ViTConfig(**{**sizes, **changes})
+    return ViTConfig.from_keys({**sizes, **changes})
 
 
 def _side(shape: tuple[int, ...]) -> int:

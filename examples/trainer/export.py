@@ -55,7 +55,10 @@ def export(
     tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
     if family.name == "swin":
         tensors |= buffers(config)
-    labels = {"id2label": dict(enumerate(classes))} if classes else {}
+    labels = {}
+    if classes:
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
     write_tensors(directory, tensors, config.to_json() | labels)
     if tokenizer is not None:
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")

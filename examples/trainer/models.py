@@ -1,5 +1,6 @@
 """The models that the trainer knows: by family, and by name."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ class Family(NamedTuple):
 
     name: str
     module: ModuleType
-    model: type[nn.Module]
+    model: Callable[..., nn.Module]  # of sizes, `Compute` and `NormResidual`
     config: type
     task: TaskName
     head: tuple[str, ...]  # modules that are new where a checkpoint lacks them

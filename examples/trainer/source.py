@@ -1,7 +1,8 @@
 """Where the trainer's model comes from: a name or a checkpoint, fitted to the task."""
 
 import dataclasses
-import json
+import reprlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.checkpoints import read_tensors, to_params
+from lowmembp_examples.data.files import DataError, read_arrays, read_json
 from lowmembp_examples.data.tasks import Task, TaskName
 from lowmembp_examples.models import vit
 from lowmembp_examples.models.bert_names import current_names
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.config_json import label_names
 from lowmembp_examples.models.vit_npz import (
     UNUSED_WITH_NEW_HEAD,
     npz_config,
@@ -29,6 +32,7 @@ class Checkpoint(NamedTuple):
     path: Path
     tensors: dict[str, np.ndarray]
     is_npz: bool  # Google's, of a ViT
+    head: tuple[str, ...]  # names of the classifier's outputs; none where there is no classifier
 
 
 class Source(NamedTuple):
@@ -39,13 +43,16 @@ class Source(NamedTuple):
     checkpoint: Checkpoint | None
 
 
-def find_source(model: str | None, path: Path | None, task: TaskName | None) -> Source:
+def find_source(
+    model: str | None, path: Path | None, task: TaskName | None, new_head: bool = False
+) -> Source:
     """The model of that name, or of the checkpoint; without either the task's smallest.
 
     Args:
       model: a name of `MODELS`.
       path: a Hugging Face directory, or an `.npz` of Google's.
       task: which it shall be for; None for any.
+      new_head: leave the checkpoint's classifier out.
 
     Raises:
       UsageError: no such model, one for another task, or a checkpoint that is not there, cannot be
@@ -61,33 +68,96 @@ def find_source(model: str | None, path: Path | None, task: TaskName | None) -> 
             raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
         source = Source(*MODELS[model], None)
     else:
-        source = _read(path)
+        try:
+            source = _read(path, new_head)
+        except ValueError as error:
+            raise UsageError(f"--checkpoint {path}: {error}") from error
     if task not in (None, source.family.task):
         given = f"--model {model}" if path is None else f"--checkpoint {path}"
         raise UsageError(f"{given} is for {source.family.task}, --data.task is {task}")
+    if new_head and (path is None or not source.family.head):
+        raise UsageError("--new-head goes with a --checkpoint of a classifier")
     return source
 
 
-def _read(path: Path) -> Source:
-    try:
-        if path.suffix == ".npz":
-            tensors = dict(np.load(path))
-            heads = {} if "head/bias" in tensors else {"num_labels": 0}
-            config = npz_config(tensors, **heads)
-            return Source(FAMILIES["vit"], config, Checkpoint(path, tensors, True))
-        kind = json.loads((path / "config.json").read_text()).get("model_type")
-        if kind not in FAMILIES:
-            raise UsageError(
-                f"--checkpoint {path}: config.json has model_type {kind!r}, accepted are "
-                f"{', '.join(FAMILIES)}"
-            )
-        config = FAMILIES[kind].config.from_json(path / "config.json")
+def _read(path: Path, new_head: bool) -> Source:
+    is_npz, names = path.suffix == ".npz", ()
+    if is_npz:
+        tensors, family, name_of = read_arrays(path), FAMILIES["vit"], npz_name
+        config = npz_config(tensors, **({} if "head/bias" in tensors else {"num_labels": 1}))
+    else:
+        given = read_json(path / "config.json")
+        kind = given.get("model_type")
+        if kind not in [*FAMILIES]:
+            accepted = ", ".join(FAMILIES)
+            found = reprlib.repr(kind)
+            raise DataError(f"config.json has model_type {found}, accepted are {accepted}")
+        family, name_of = FAMILIES[kind], FAMILIES[kind].module.hugging_face_name
+        config, names = family.config.from_json(path / "config.json"), label_names(given)
         tensors = current_names(read_tensors(path))
-    except UsageError:
-        raise
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--checkpoint {path}: {error}") from error
-    return Source(FAMILIES[kind], config, Checkpoint(path, tensors, False))
+        layers = sum(getattr(config, "depths", ())) or config.num_hidden_layers
+        if layers > len(tensors):  # tracing a model of so many would take minutes
+            raise DataError(f"config.json has {layers} layers, the files {len(tensors)} tensors")
+    head = ()
+    if family.head:
+        kernel, bias = (name_of(("classifier", leaf)) for leaf in ("kernel", "bias"))
+        if new_head:
+            tensors = {name: x for name, x in tensors.items() if name not in (kernel, bias)}
+        elif bias in tensors:
+            head = _default_names(tensors[bias].size)
+        if head and names != _default_names(len(names)):
+            if len(names) != len(head):
+                raise DataError(
+                    f"config.json: id2label has {len(names)} names, the head is for {len(head)}"
+                )
+            head = names
+    return Source(family, config, Checkpoint(path, tensors, is_npz, head))
+
+
+def _default_names(count: int) -> tuple[str, ...]:
+    """What transformers calls classes whose names it does not know."""
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+def match_classes(
+    source: Source, say: Callable[[str], Any], names: Sequence[str]
+) -> tuple[str, ...]:
+    """The classes of the task, in the order of the model's outputs.
+
+    The classes of a checkpoint's head are found by name. Where the checkpoint does not know the
+    names (LABEL_0, ..., or Google's `.npz`), a head for as many classes as the data have is kept,
+    in the order of `names`; another is replaced by a new one.
+
+    Args:
+      source: from `find_source`.
+      say: is told whether the head is the checkpoint's or a new one.
+      names: of the labels in the data.
+
+    Raises:
+      UsageError: the head knows names, and not these.
+    """
+    if source.checkpoint is None:
+        return tuple(names)
+    head = source.checkpoint.head
+    if head and all(head.count(name) == 1 for name in names):
+        say(f"head: the checkpoint's, for {_listed(head)}")
+        return head
+    if head != _default_names(len(head)):
+        raise UsageError(
+            f"--checkpoint {source.checkpoint.path}: the head is for {_listed(head)}; the data "
+            f"have {_listed(names)}. Give them the head's names, or begin a new head by --new-head"
+        )
+    if len(head) == len(names):
+        say(f"head: the checkpoint's, which has no names; in order, it is for {_listed(names)}")
+    else:
+        other = f"; the checkpoint's is for {len(head)}, without names" if head else ""
+        say(f"head: new, for {_listed(names)}{other}")
+    return tuple(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown}, ... ({len(names)} in all)"
 
 
 def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
@@ -114,13 +184,15 @@ def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
             )
     elif source.checkpoint is None:
         changes["vocab_size"] = task.vocab_size
+        if not task.classes:  # LLaMA's positions have no table
+            changes["max_position_embeddings"] = max(length, source.config.max_tokens)
     elif task.vocab_size > source.config.vocab_size:
         raise UsageError(
             f"--data.tokenizer has {task.vocab_size} token ids, the checkpoint "
             f"{source.checkpoint.path} has {source.config.vocab_size}"
         )
     config = dataclasses.replace(source.config, **changes)
-    if task.classes and length > getattr(config, "max_tokens", length):
+    if length > getattr(config, "max_tokens", length):
         raise UsageError(
             f"--data.sequence-length must be at most {config.max_tokens}, the model's number of "
             f"positions, got {length}"
@@ -156,9 +228,9 @@ def initial_params(
     """
     family, _, checkpoint = source
     model = family.build(config, Compute())
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
 
     def draw(key):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
         return model.init(key, *zeros)["params"]
 
     if checkpoint is None:
@@ -168,29 +240,35 @@ def initial_params(
     name_of = npz_name if checkpoint.is_npz else module.hugging_face_name
     unused, prefix = module.UNUSED, module.PREFIX
     heads = [name for name in family.head if _is_new(abstract, name, tensors, name_of, prefix)]
-    # What is not returned is not computed.
-    initial = jax.device_get(jax.jit(lambda key: {name: draw(key)[name] for name in heads})(key))
     if checkpoint.is_npz:
         unused, prefix = UNUSED_WITH_NEW_HEAD if heads else (), ""
+    if family.model is vit.ViT:
+        name = name_of(("position_embeddings",))
+        name = name if name in tensors else name.removeprefix(prefix)
+        positions, sizes = tensors.get(name), source.config
+        # Others are named by `to_params`.
+        if positions is not None and positions.shape == (
+            *(1, 1 + (sizes.image_size // sizes.patch_size) ** 2, sizes.hidden_size),
+        ):
+            resized = resize_positions(positions, config.image_size // config.patch_size)
+            tensors = {**tensors, name: resized}
     try:
-        if family.model is vit.ViT:
-            positions, side = name_of(("position_embeddings",)), config.image_size
-            if positions not in tensors:
-                positions = positions.removeprefix(prefix)
-            resized = resize_positions(tensors[positions], side // config.patch_size)
-            tensors = {**tensors, positions: resized}
-        return to_params(
+        params = to_params(
             tensors,
             abstract,
             name_of,
             unused,
             dtype=None,
-            initial=initial,
+            initial={name: abstract[name] for name in heads},
             layout="flax" if checkpoint.is_npz else "torch",
             prefix=prefix,
         )
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise UsageError(f"--checkpoint {checkpoint.path}: {error}") from error
+    # What is not returned is not computed.
+    return params | jax.device_get(
+        jax.jit(lambda key: {name: draw(key)[name] for name in heads})(key)
+    )
 
 
 def _is_new(abstract: Any, head: str, tensors: Any, name_of: Any, prefix: str) -> bool:

@@ -6,8 +6,9 @@
     state, metrics = step(state, frozen, batch)
 
 Mixed precision as in Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits;
-weights, their gradients, sums and norms are float32. float16 scales the loss, and a step whose
-gradients overflow changes nothing but the scale.
+weights, their gradients, sums and norms are float32. float16 scales the loss. A batch whose
+gradients overflow halves the scale, and its gradients count as zeros in the mean over accumulated
+batches. Where no batch of a mean counts, parameters and AdamW's state stay as they are.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class Metrics(struct.PyTreeNode):
     Attributes:
       loss: float32, the mean over the batch.
       grad_norm: float32, the norm of all gradients together; inf or NaN where they overflow.
-      skipped: bool, whether they overflowed, so that parameters stayed as they were.
+      skipped: bool, whether they overflowed, so that they count as zeros.
       aux: what the loss function has beside the loss.
     """
 
@@ -158,15 +159,21 @@ def make_step(
             gradient = scale.value_and_grad(loss_fn, has_aux=True)
             scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
         norm = optax.tree.norm(grads)
+        if scale is not None:
+            # optax's `should_skip_update_fn` would not count the batch, and so fall behind `step`.
+            grads = jax.tree.map(lambda grad: jnp.where(finite, grad, 0), grads)
         # optax.MultiSteps multiplies numbers and booleans.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         skipped = jnp.bool_(False)
         if scale is not None:
-            keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-            params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
-            skipped = ~finite
+            old, counts, skipped = state.opt_state, finite, ~finite
+            if isinstance(old, optax.MultiStepsState):
+                counts |= optax.tree.norm(old.acc_grads) > 0
+                old = old._replace(mini_step=opt_state.mini_step)
+            keep = partial(jax.tree.map, lambda new, old: jnp.where(counts, new, old))
+            params, opt_state = keep(params, state.params), keep(opt_state, old)
         return TrainState(params, opt_state, state.step + 1, scale), Metrics(
             loss, norm, skipped, aux
         )

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def compare(
       batch_multiple: of which the largest batch is one, for instance the number of devices.
       cache: keep plans in `lm.memory.plan_cache_directory()`, so that the same program is
         compiled once.
-      progress: show a progress bar.
+      progress: print a line to stderr for each plan that is made.
       **plan_options: of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
 
     Returns:
@@ -119,7 +120,6 @@ def compare(
     for name, value in (("batch", batch), ("batch_multiple", batch_multiple)):
         if value is not None and value < 1:
             raise ValueError(f"compare: {name} must be at least 1, got {value}")
-    from tqdm import tqdm  # of the planner's extra
 
     # What is wrong with the factory shows before minutes of compilation.
     workloads = {(m, batch): as_workload(step_factory(m, batch), "step_factory") for m in methods}
@@ -159,25 +159,24 @@ def compare(
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        with tqdm(desc="plans", unit="plan", total=len(methods), disable=not progress) as bar:
-            # Tracing stays in this thread, where the caller's contexts hold; XLA compiles a
-            # program on one core, mostly, so that it does several at a time.
-            remaining = {method: sizes(method) for method in methods}
-            compiling: dict[Future[Plan], tuple[str, int | None]] = {}
-            ready = list(methods)
-            while ready or compiling:
-                for method in ready:
-                    for size in itertools.islice(remaining[method], 1):
-                        bar.set_postfix_str(method if size is None else f"{method}, batch {size}")
-                        compiling[pool.submit(plan_of, lower(method, size))] = method, size
-                done, _ = wait(compiling, return_when=FIRST_COMPLETED)
-                ready = []
-                for future in done:
-                    key = compiling.pop(future)
-                    plans[key] = future.result()
-                    ready.append(key[0])
-                    bar.total = len(plans) + len(compiling) + len(ready) * find_largest_batch
-                    bar.update()
+        # Tracing stays in this thread, where the caller's contexts hold; XLA compiles a program on
+        # one core, mostly, so that it does several at a time.
+        remaining = {method: sizes(method) for method in methods}
+        compiling: dict[Future[Plan], tuple[str, int | None]] = {}
+        ready = list(methods)
+        while ready or compiling:
+            for method in ready:
+                for size in itertools.islice(remaining[method], 1):
+                    if progress:
+                        name = method if size is None else f"{method}, batch {size}"
+                        print(f"planning {name}", file=sys.stderr, flush=True)
+                    compiling[pool.submit(plan_of, lower(method, size))] = method, size
+            done, _ = wait(compiling, return_when=FIRST_COMPLETED)
+            ready = []
+            for future in done:
+                key = compiling.pop(future)
+                plans[key] = future.result()
+                ready.append(key[0])
     finally:
         pool.shutdown(cancel_futures=True)
     rows = [

@@ -12,11 +12,7 @@ from pathlib import Path
 from jax.experimental import topologies
 
 _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
-
-# With the compiler's wheels and no driver, JAX asks for CUDA libraries that only running needs,
-# and JAX 0.12.0 crashes not finding them. It asks once, when the first array is made.
-if not Path("/proc/driver/nvidia/version").exists():
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+_SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 _SOURCES = {
     "t4": "NVIDIA T4 datasheet, 2019",
@@ -204,7 +200,6 @@ def topology(
     Raises:
       ValueError: no such device, see `get_device`, or no such count.
       ImportError: a wheel with XLA's GPU compiler is missing.
-      RuntimeError: JAX looked for CUDA before this module was imported, and gave it up.
     """
     config, capability = target_config(device), get_device(device).capability
     if not 1 <= count <= 8:
@@ -220,12 +215,19 @@ def topology(
             f"compiling for a GPU needs {', '.join(missing)}: "
             f"pip install 'lowmembp_jax[planner]' (Linux)"
         )
+    describe = functools.partial(
+        topologies.get_topology_desc, platform="cuda", target_config=config, topology=f"1x1x{count}"
+    )
+    # Once, here or when the first array is made, JAX looks for all of CUDA's libraries, most of
+    # which only running needs. Where it did not find them it went on without the plugin.
+    absent = _SKIP not in os.environ
+    os.environ.setdefault(_SKIP, "1")
     try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=config, topology=f"1x1x{count}"
-        )
-    except NotImplementedError as error:
-        raise RuntimeError(
-            "JAX started without its GPU compiler: import lowmembp_jax before the first array is "
-            "made, or start Python with JAX_PLATFORMS=cpu"
-        ) from error
+        return describe()
+    except NotImplementedError:
+        plugins = (module for wheels in _WHEELS for module in wheels if "jax_plugins" in module)
+        importlib.import_module(next(filter(importlib.util.find_spec, plugins))).initialize()
+        return describe()
+    finally:
+        if absent:
+            del os.environ[_SKIP]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.interface import DEFAULT_CORES
-from pallas_kernels.triton.launch import ABSENT, Launch
-from pallas_kernels.triton.mathematics import activate, find_nans, mark_nans, pack, slopes
+from pallas_kernels.triton.launch import Launch
+from pallas_kernels.triton.mathematics import activate, pack, slopes
 
 FORWARD_NAME = "lowmembp_activation_forward"
 BACKWARD_NAME = "lowmembp_activation_backward"
@@ -19,9 +19,8 @@ BACKWARD_NAME = "lowmembp_activation_backward"
 
 @triton.jit
 def _forward_block(
-    x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, y_ptr, packed_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     FUNCTION: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
-    GROUP: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     # Below every threshold: the unused bits of the last byte are 0.
@@ -33,68 +32,51 @@ def _forward_block(
     packed = pack(x, C1, C2, C3, BLOCK)
     mask = quads * 4 < left if MASKED else None
     tl.store(packed_ptr + start // 4 + quads, packed.to(tl.uint8), mask=mask)
-    if GROUP is not None:
-        groups = tl.arange(0, BLOCK // GROUP)
-        vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-        marks = mark_nans(x, BLOCK, GROUP, vector)
-        mask = groups * GROUP < left if MASKED else None
-        tl.store(marks_ptr + start // GROUP + groups, marks.to(tl.uint16), mask=mask)
 
 
 @triton.jit
 def forward_kernel(
-    x_ptr, y_ptr, packed_ptr, marks_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    FUNCTION: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
-    GROUP: tl.constexpr,
+    x_ptr, y_ptr, packed_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr,
+    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = SIZE - start
     # Only the last block is masked: a mask would narrow the accesses of all.
     if SIZE % BLOCK != 0:  # noqa: SIM102  (a constant, known when compiled)
         if left < BLOCK:
-            _forward_block(x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, True, BLOCK,
-                           FUNCTION, C1, C2, C3, GROUP)  # fmt: skip
+            _forward_block(x_ptr, y_ptr, packed_ptr, start, left, True, BLOCK,
+                           FUNCTION, C1, C2, C3)  # fmt: skip
             return
-    _forward_block(x_ptr, y_ptr, packed_ptr, marks_ptr, start, left, False, BLOCK,
-                   FUNCTION, C1, C2, C3, GROUP)  # fmt: skip
+    _forward_block(x_ptr, y_ptr, packed_ptr, start, left, False, BLOCK,
+                   FUNCTION, C1, C2, C3)  # fmt: skip
 
 
 @triton.jit
 def _backward_block(
-    packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, GROUP: tl.constexpr,
+    packed_ptr, g_ptr, dx_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
 ):  # fmt: skip
     offsets, quads = tl.arange(0, BLOCK), tl.arange(0, BLOCK // 4)
     mask = offsets < left if MASKED else None
     g = tl.load(g_ptr + start + offsets, mask=mask).to(tl.float32)
     quads_mask = quads * 4 < left if MASKED else None
     packed = tl.load(packed_ptr + start // 4 + quads, mask=quads_mask).to(tl.int32)
-    zero_level = L0
-    if GROUP is not None:
-        groups = tl.arange(0, BLOCK // GROUP)
-        groups_mask = groups * GROUP < left if MASKED else None
-        marks = tl.load(marks_ptr + start // GROUP + groups, mask=groups_mask).to(tl.int32)
-        zero_level = tl.where(find_nans(marks, BLOCK, GROUP), float("nan"), L0)
-        zero_level = tl.reshape(zero_level, (BLOCK // 4, 4))
-    slope = slopes(packed, zero_level, L1, L2, L3, BLOCK)
-    dx = g * tl.reshape(slope, (BLOCK,))
+    dx = g * tl.reshape(slopes(packed, L0, L1, L2, L3), (BLOCK,))
     tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    packed_ptr, marks_ptr, g_ptr, dx_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, GROUP: tl.constexpr,
+    packed_ptr, g_ptr, dx_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, L0: tl.constexpr,
+    L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = SIZE - start
     if SIZE % BLOCK != 0:  # noqa: SIM102
         if left < BLOCK:
-            _backward_block(packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, True, BLOCK,
-                            L0, L1, L2, L3, GROUP)  # fmt: skip
+            _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, True, BLOCK, L0, L1, L2, L3)
             return
-    _backward_block(packed_ptr, marks_ptr, g_ptr, dx_ptr, start, left, False, BLOCK,
-                    L0, L1, L2, L3, GROUP)  # fmt: skip
+    _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, False, BLOCK, L0, L1, L2, L3)
 
 
 def _block(size: int, cores: int | None) -> tuple[int, int]:
@@ -118,10 +100,9 @@ def _floor(threshold: float, dtype) -> float:
 
 
 def forward_launch(
-    size: int, dtype, function: str, thresholds: Sequence[float], group: int | None,
-    cores: int | None = None,
-) -> Launch:  # fmt: skip
-    """The launch of `forward_kernel`: input x[size]; outputs y, packed, marks (or `ABSENT`)."""
+    size: int, dtype, function: str, thresholds: Sequence[float], cores: int | None = None
+) -> Launch:
+    """The launch of `forward_kernel`: input x[size]; outputs y, packed."""
     block, warps = _block(size, cores)
     # A threshold of infinity is never below anything.
     c1, c2, c3 = (*(_floor(c, dtype) for c in thresholds), math.inf, math.inf)[:3]
@@ -132,17 +113,14 @@ def forward_launch(
         (
             jax.ShapeDtypeStruct((size,), dtype),
             jax.ShapeDtypeStruct((triton.cdiv(size, 4),), jnp.uint8),
-            ABSENT if group is None else jax.ShapeDtypeStruct((size // group,), jnp.uint16),
         ),
-        dict(SIZE=size, BLOCK=block, FUNCTION=function, C1=c1, C2=c2, C3=c3, GROUP=group),
+        dict(SIZE=size, BLOCK=block, FUNCTION=function, C1=c1, C2=c2, C3=c3),
         FORWARD_NAME,
     )
 
 
-def backward_launch(
-    size: int, dtype, levels: Sequence[float], group: int | None, cores: int | None = None
-) -> Launch:
-    """The launch of `backward_kernel`: inputs packed, marks (or any array), g[size]; output dx."""
+def backward_launch(size: int, dtype, levels: Sequence[float], cores: int | None = None) -> Launch:
+    """The launch of `backward_kernel`: inputs packed, g[size]; output dx."""
     block, warps = _block(size, cores)
     l0, l1, l2, l3 = (*map(float, levels), *[float(levels[-1])] * 3)[:4]
     return Launch(
@@ -150,6 +128,6 @@ def backward_launch(
         (triton.cdiv(size, block),),
         warps,
         (jax.ShapeDtypeStruct((size,), dtype),),
-        dict(SIZE=size, BLOCK=block, L0=l0, L1=l1, L2=l2, L3=l3, GROUP=group),
+        dict(SIZE=size, BLOCK=block, L0=l0, L1=l1, L2=l2, L3=l3),
         BACKWARD_NAME,
     )

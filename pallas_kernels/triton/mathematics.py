@@ -11,9 +11,6 @@ import triton.language as tl
 # Constants stand to the right of tensors: Triton 3.9's interpreter makes a constant of the product
 # otherwise.
 
-# A group's mark is the sum of this + i over its NaNs, i counting from 0 within the group.
-NAN_MARK = tl.constexpr(256)
-
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -82,38 +79,16 @@ def pack(x, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def slopes(
-    packed, zero_level, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The level of every code, float32[BLOCK / 4, 4]; of code 0 it is `zero_level`.
+    packed, L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr
+):  # fmt: skip
+    """The level of every code, float32[BLOCK / 4, 4], from packed[BLOCK / 4].
 
     The bits are tested where they are: the codes themselves would cost a shift and a mask each.
     """
     shifts = (2 * tl.arange(0, 4))[None, :]
     low = (packed[:, None] & (1 << shifts)) != 0
     high = (packed[:, None] & (2 << shifts)) != 0
-    return tl.where(high, tl.where(low, L3, L2), tl.where(low, L1, zero_level))
-
-
-@triton.jit
-def mark_nans(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, VECTOR: tl.constexpr):
-    """Where the NaNs of x are: a sum over 256 + i for each group, int32 [BLOCK / GROUP].
-
-    First over the VECTOR elements that a thread holds, by constants, then over threads: the NaNs
-    counted, in the upper bits, are moved by the thread's place.
-    """
-    x = tl.reshape(x, (BLOCK // VECTOR, VECTOR))
-    marks = tl.sum(tl.where(x != x, tl.arange(0, VECTOR)[None, :] + NAN_MARK, 0), axis=1)
-    marks = tl.reshape(marks, (BLOCK // GROUP, GROUP // VECTOR))
-    first = VECTOR * tl.arange(0, GROUP // VECTOR)[None, :]
-    return tl.sum(marks + (marks // NAN_MARK) * first, axis=1)
-
-
-@triton.jit
-def find_nans(marks, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Which elements a group's mark names, or puts in doubt if it had several: int1 [BLOCK]."""
-    positions = tl.arange(0, GROUP)[None, :] + NAN_MARK
-    marked = (marks[:, None] >= 2 * NAN_MARK) | (marks[:, None] == positions)
-    return tl.reshape(marked, (BLOCK,))
+    return tl.where(high, tl.where(low, L3, L2), tl.where(low, L1, L0))
 
 
 @triton.jit

@@ -18,7 +18,6 @@ def norm_forward(
     x: Float[Array, "rows width"],
     scale: Float[Array, " width"] | None,
     bias: Float[Array, " width"] | None,
-    residual: Float[Array, "rows width"] | None,
     *,
     center: bool,
     epsilon: float,
@@ -26,7 +25,7 @@ def norm_forward(
     keep_normalized: bool,
     cores: int | None = None,
 ) -> NormForward:
-    """The norm of every row of x, or of x + residual, in one pass.
+    """The norm of every row of x, in one pass.
 
     As `pallas_kernels.normalization.norm_forward`, arguments, results and errors. Besides:
 
@@ -35,38 +34,29 @@ def norm_forward(
     """
     del cores  # a program for every row on any device
     dtype = check_float("dtype", dtype)
-    check_rows(x.shape, x=x, scale=scale, bias=bias, residual=residual)
+    check_rows(x.shape, x=x, scale=scale, bias=bias)
     keep_normalized = keep_normalized and not (scale is None and bias is None)
     rows, width = x.shape
     if x.size == 0:
         empty, rstd = jnp.zeros(x.shape, dtype), jnp.full((rows,), jnp.nan, jnp.float32)
-        kept = empty if keep_normalized else None
-        return NormForward(empty, rstd, kept, None if residual is None else x)
+        return NormForward(empty, rstd, empty if keep_normalized else None)
     static = dict(center=center, epsilon=epsilon, keep_normalized=keep_normalized)
 
-    def run(x, residual, scale, bias):
+    def run(x, scale, bias):
         launch = forward_launch(
-            rows, width, x.dtype, dtype,
-            scale=scale is not None, bias=bias is not None, residual=residual is not None,
-            **static,
-        )  # fmt: skip
-        inputs = (x if array is None else array for array in (x, residual, scale, bias))
-        out, normalized, rstd, summed = call(launch, *inputs)
-        return NormForward(
-            out,
-            rstd,
-            normalized if keep_normalized else None,
-            None if residual is None else summed,
+            rows, width, dtype, scale=scale is not None, bias=bias is not None, **static
         )
+        inputs = (x if array is None else array for array in (x, scale, bias))
+        out, normalized, rstd = call(launch, *inputs)
+        return NormForward(out, rstd, normalized if keep_normalized else None)
 
-    def fold(count, batched, x, residual, scale, bias):
-        if not batched[0] or any(batched[2:]) or batched[1] != (residual is not None):
+    def fold(count, batched, x, scale, bias):
+        if batched != [True, False, False]:
             return None
-        x, residual = jax.tree.map(lambda a: a.reshape(count * rows, width), (x, residual))
-        results = norm_forward(x, scale, bias, residual, dtype=dtype, **static)
+        results = norm_forward(x.reshape(count * rows, width), scale, bias, dtype=dtype, **static)
         return jax.tree.map(lambda a: a.reshape(count, rows, *a.shape[1:]), results)
 
-    return batchable(run, fold)(x, residual, scale, bias)
+    return batchable(run, fold)(x, scale, bias)
 
 
 def norm_backward(
@@ -79,7 +69,6 @@ def norm_backward(
     center: bool,
     x_dtype: jax.typing.DTypeLike,
     recover: bool,
-    residual_cotangent: Float[Array, "rows width"] | None = None,
     cores: int | None = None,
 ) -> tuple[
     Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
@@ -92,14 +81,13 @@ def norm_backward(
       RuntimeError: Triton or jax-triton is missing.
     """
     x_dtype = check_float("x_dtype", x_dtype)
-    cotangent = residual_cotangent
-    check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias, cotangent=cotangent)
+    check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)
     width = kept.shape[1]
     if kept.size == 0:
         zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
         return jnp.zeros(kept.shape, x_dtype), *zeros
     static = dict(center=center, x_dtype=x_dtype, recover=recover, cores=cores)
-    dx, *sums = _backward(1, kept, rstd, g, scale, bias, cotangent, **static)
+    dx, *sums = _backward(1, kept, rstd, g, scale, bias, **static)
     return dx, *(None if a is None else a.reshape(width) for a in sums)
 
 
@@ -110,26 +98,24 @@ def _backward(segments, *arrays, center, x_dtype, recover, cores):
     """
     height, width = arrays[0].shape
 
-    def run(kept, rstd, g, scale, bias, cotangent):
+    def run(kept, rstd, g, scale, bias):
         rows = height // segments
         affine = dict(scale=scale is not None, bias=bias is not None, recover=recover)
         launch = backward_launch(
-            segments, rows, width, x_dtype,
-            center=center, cotangent=cotangent is not None, cores=cores, **affine,
-        )  # fmt: skip
-        inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias, cotangent)]
+            segments, rows, width, x_dtype, center=center, cores=cores, **affine
+        )
+        inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias)]
         dx, *partials = call(launch, *inputs)
         if launch.kernel is wide_rows.backward_kernel and (affine["scale"] or affine["bias"]):
             launch = sums_launch(segments, rows, width, cores=cores, **affine)
-            partials = call(launch, inputs[0], *inputs[2:5])
+            partials = call(launch, inputs[0], *inputs[2:])
         return dx, *(
             None if p is None else jnp.sum(partial, axis=1).astype(p.dtype)
             for partial, p in zip(partials, (scale, bias), strict=True)
         )
 
     def fold(count, batched, *arrays):
-        kept, rstd, g, scale, bias, cotangent = batched
-        if not (kept and rstd and g and cotangent == (arrays[5] is not None)) or scale or bias:
+        if batched != [True, True, True, False, False]:
             return None
         arrays = [
             a.reshape(count * height, *a.shape[2:]) if each else a

@@ -17,11 +17,11 @@ from pallas_kernels.triton.tiles import load, load_parameter, mask_tile
 
 @triton.jit
 def forward_kernel(
-    x_ptr, residual_ptr, scale_ptr, bias_ptr,
-    out_ptr, normalized_ptr, rstd_ptr, summed_ptr,
+    x_ptr, scale_ptr, bias_ptr,
+    out_ptr, normalized_ptr, rstd_ptr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CENTER: tl.constexpr, EPSILON: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, KEEP_NORMALIZED: tl.constexpr,
+    KEEP_NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, BLOCK)
@@ -29,11 +29,6 @@ def forward_kernel(
     mask = mask_tile(rows, columns, ROWS, WIDTH, all_rows, BLOCK == WIDTH)
     offsets = rows[:, None] * WIDTH + columns[None, :]
     x = load(x_ptr + offsets, mask).to(tl.float32)
-    if HAS_RESIDUAL:
-        x = x + load(residual_ptr + offsets, mask).to(tl.float32)
-        summed = x.to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + offsets, summed, mask=mask)
-        x = summed.to(tl.float32)
     columns_mask = None if BLOCK == WIDTH else columns < WIDTH
     scale = load_parameter(scale_ptr, columns, columns_mask, 1.0, HAS_SCALE)
     bias = load_parameter(bias_ptr, columns, columns_mask, 0.0, HAS_BIAS)
@@ -49,10 +44,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr, cotangent_ptr,
+    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr,
     dx_ptr, dscale_ptr, dbias_ptr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CENTER: tl.constexpr, HAS_COTANGENT: tl.constexpr,
+    CENTER: tl.constexpr,
 ):  # fmt: skip
     """Without scale and bias."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -63,21 +58,17 @@ def backward_kernel(
     y = load(kept_ptr + offsets, mask).to(tl.float32)
     g = load(g_ptr + offsets, mask).to(tl.float32)
     rstd = load(rstd_ptr + rows, None if all_rows else rows < ROWS)[:, None]
-    if HAS_COTANGENT:
-        cotangent = load(cotangent_ptr + offsets, mask)
     dx = input_gradient(y, rstd, g, WIDTH, CENTER)
-    if HAS_COTANGENT:
-        dx = dx + cotangent.to(tl.float32)
     tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def affine_backward_kernel(
-    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr, cotangent_ptr,
+    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr,
     dx_ptr, dscale_ptr, dbias_ptr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_COTANGENT: tl.constexpr, RECOVER: tl.constexpr,
+    RECOVER: tl.constexpr,
 ):  # fmt: skip
     """With scale or bias, whose gradients a program sums over its tiles and writes as one row.
 
@@ -105,8 +96,6 @@ def affine_backward_kernel(
         y = load(kept_ptr + offsets, mask).to(tl.float32)
         g = load(g_ptr + offsets, mask).to(tl.float32)
         rstd = load(rstd_ptr + segment * ROWS + rows, rows_mask)[:, None]
-        if HAS_COTANGENT:
-            cotangent = load(cotangent_ptr + offsets, mask)
         if RECOVER:
             y = recover_normalized(y, inverse, bias)
             if mask is not None:
@@ -117,8 +106,6 @@ def affine_backward_kernel(
             dscale += g * y
             g = g * scale
         dx = input_gradient(y, rstd, g, WIDTH, CENTER)
-        if HAS_COTANGENT:
-            dx = dx + cotangent.to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
     partial = (segment * PROGRAMS + program) * WIDTH + columns

@@ -38,10 +38,10 @@ def _tile(rows: int, columns: int) -> tuple[dict[str, int], tuple[int, ...], int
 
 
 def forward_launch(
-    rows: int, width: int, x_dtype, dtype, *, scale: bool, bias: bool, residual: bool,
-    center: bool, epsilon: float, keep_normalized: bool,
+    rows: int, width: int, dtype, *, scale: bool, bias: bool, center: bool, epsilon: float,
+    keep_normalized: bool,
 ) -> Launch:  # fmt: skip
-    """Inputs x, residual, scale, bias; outputs out, normalized, rstd, summed (or `ABSENT`)."""
+    """Inputs x, scale, bias; outputs out, normalized (or `ABSENT`), rstd."""
     columns = power_of_two(width)
     if columns > _MOST_COLUMNS:
         kernel = wide_rows.forward_kernel
@@ -52,31 +52,30 @@ def forward_launch(
         block |= dict(ROWS=rows)
     constants = dict(
         WIDTH=width, **block, CENTER=center, EPSILON=float(epsilon), HAS_SCALE=scale,
-        HAS_BIAS=bias, HAS_RESIDUAL=residual, KEEP_NORMALIZED=keep_normalized,
+        HAS_BIAS=bias, KEEP_NORMALIZED=keep_normalized,
     )  # fmt: skip
     outputs = (
         _shape(rows, width, dtype),
         _shape(rows, width, dtype) if keep_normalized else ABSENT,
         jax.ShapeDtypeStruct((rows,), jnp.float32),
-        _shape(rows, width, x_dtype) if residual else ABSENT,
     )
     return Launch(kernel, grid, warps, outputs, constants, FORWARD_NAME)
 
 
 def backward_launch(
     segments: int, rows: int, width: int, x_dtype, *, scale: bool, bias: bool, center: bool,
-    cotangent: bool, recover: bool, cores: int | None = None,
+    recover: bool, cores: int | None = None,
 ) -> Launch:  # fmt: skip
-    """Inputs kept, rstd, g, scale, bias, cotangent; outputs dx, partial sums (or `ABSENT`).
+    """Inputs kept, rstd, g, scale, bias; outputs dx, partial sums (or `ABSENT`).
 
     kept, g and dx are `[segments * rows, width]`, the sums float32 `[segments, programs, width]`.
     Where rows are too long for sums in registers, there are none: see `sums_launch`.
     """
     columns = power_of_two(width)
     outputs = (_shape(segments * rows, width, x_dtype), ABSENT, ABSENT)
-    constants = dict(WIDTH=width, CENTER=center, HAS_COTANGENT=cotangent)
+    constants = dict(WIDTH=width, CENTER=center)
     affine = dict(HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
-    if columns > _most_columns(width, scale, bias, cotangent, recover):
+    if columns > _most_columns(width, scale, bias, recover):
         kernel, grid, warps = wide_rows.backward_kernel, (segments * rows,), wide_rows.CHUNK_WARPS
         constants |= affine | dict(BLOCK=wide_rows.CHUNK)
     elif not (scale or bias):
@@ -86,7 +85,7 @@ def backward_launch(
     else:
         kernel = row_kernels.affine_backward_kernel
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
-        per_thread = _per_thread(width, bias, cotangent, recover)
+        per_thread = _per_thread(width, recover)
         warps = max(tile_rows * columns // (32 * per_thread), 1)
         most = (cores or DEFAULT_CORES) * (_RESIDENT_WARPS // warps)
         programs = _share(rows, tile_rows, segments, most)
@@ -119,19 +118,19 @@ def sums_launch(
     )
 
 
-def _per_thread(width: int, bias: bool, cotangent: bool, recover: bool) -> int:
+def _per_thread(width: int, recover: bool) -> int:
     """Elements a thread, of two inputs, two sums and scale, of which 16 warps have registers.
 
-    Half of them where there is bias and 1 / scale too, or a third input, or an address for each.
+    Half of them where there is bias and 1 / scale too, or an address for each.
     """
-    return 8 if recover or (bias and cotangent) or width % 8 else 16
+    return 8 if recover or width % 8 else 16
 
 
-def _most_columns(width: int, scale: bool, bias: bool, cotangent: bool, recover: bool) -> int:
+def _most_columns(width: int, scale: bool, bias: bool, recover: bool) -> int:
     """The longest rows of which a program's registers hold all that they must."""
     if not (scale or bias):
         return _MOST_COLUMNS
-    return 32 * _RESIDENT_WARPS * _per_thread(width, bias, cotangent, recover)
+    return 32 * _RESIDENT_WARPS * _per_thread(width, recover)
 
 
 def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:

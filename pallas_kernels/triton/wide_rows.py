@@ -17,21 +17,12 @@ SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 4, 1024, 8
 
 
 @triton.jit
-def _input(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL: tl.constexpr):
-    x = load(x_ptr + offsets, mask).to(tl.float32)
-    if HAS_RESIDUAL:
-        x = x + load(residual_ptr + offsets, mask).to(tl.float32)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    return x
-
-
-@triton.jit
 def forward_kernel(
-    x_ptr, residual_ptr, scale_ptr, bias_ptr,
-    out_ptr, normalized_ptr, rstd_ptr, summed_ptr,
+    x_ptr, scale_ptr, bias_ptr,
+    out_ptr, normalized_ptr, rstd_ptr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     CENTER: tl.constexpr, EPSILON: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, KEEP_NORMALIZED: tl.constexpr,
+    KEEP_NORMALIZED: tl.constexpr,
 ):  # fmt: skip
     """A program a row; the mean, then the variance around it, then the output."""
     row = tl.program_id(0).to(tl.int64)
@@ -42,21 +33,19 @@ def forward_kernel(
         for start in range(0, WIDTH, BLOCK):
             mask = columns < WIDTH - start
             offsets = row * WIDTH + start + columns
-            total += _input(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL)
+            total += load(x_ptr + offsets, mask).to(tl.float32)
         mean = tl.sum(total, axis=0) / WIDTH
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, WIDTH, BLOCK):
         mask = columns < WIDTH - start
         offsets = row * WIDTH + start + columns
-        x = _input(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL) - mean
+        x = load(x_ptr + offsets, mask).to(tl.float32) - mean
         squares += tl.where(mask, x * x, 0.0)
     rstd = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + EPSILON)
     for start in range(0, WIDTH, BLOCK):
         mask = columns < WIDTH - start
         offsets = row * WIDTH + start + columns
-        x = _input(x_ptr, residual_ptr, offsets, mask, HAS_RESIDUAL)
-        if HAS_RESIDUAL:
-            tl.store(summed_ptr + offsets, x.to(summed_ptr.dtype.element_ty), mask=mask)
+        x = load(x_ptr + offsets, mask).to(tl.float32)
         scale = load_parameter(scale_ptr, start + columns, mask, 1.0, HAS_SCALE)
         bias = load_parameter(bias_ptr, start + columns, mask, 0.0, HAS_BIAS)
         out = affine(x - mean, rstd, scale, bias)
@@ -85,11 +74,11 @@ def _cotangents(
 
 @triton.jit
 def backward_kernel(
-    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr, cotangent_ptr,
+    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr,
     dx_ptr, dscale_ptr, dbias_ptr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_COTANGENT: tl.constexpr, RECOVER: tl.constexpr,
+    RECOVER: tl.constexpr,
 ):  # fmt: skip
     """A program a row; the means, then dx."""
     row = tl.program_id(0).to(tl.int64)
@@ -110,8 +99,6 @@ def backward_kernel(
         y, _, g = _cotangents(kept_ptr, g_ptr, scale_ptr, bias_ptr, offsets, columns, mask, WIDTH,
                               HAS_SCALE, HAS_BIAS, RECOVER)  # fmt: skip
         dx = rstd * (g - y * mean_y - mean_one)
-        if HAS_COTANGENT:
-            dx = dx + load(cotangent_ptr + offsets, mask).to(tl.float32)
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 

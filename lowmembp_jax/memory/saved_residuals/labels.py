@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lowmembp_jax.checkpointing import CODES, NAN_MARKS, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax import jax_internals
+from lowmembp_jax.checkpointing import CODES, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 
-_OURS = {CODES: "codes", NAN_MARKS: "NaN marks", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
+_OURS = {CODES: "codes", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
 
 # Frames of these are not the user's.
 _LIBRARIES = ("jax", "jaxlib", "flax", "qwix", "lowmembp_jax", "pallas_kernels")
@@ -31,14 +32,12 @@ _HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
 # Files whose public functions and modules are operations by name. What one of jax.nn or of this
 # library calls is a part of it; what a Flax module calls may be an operation of its own.
-_WHOLE = re.compile(
-    r"/jax/_src/(nn|cudnn|scipy|image)/|/jax/experimental/pallas/|/lowmembp_jax/(?!patch|memory)[^/]*$"
-)
+_WHOLE = re.compile(rf"{jax_internals.WHOLE}|/lowmembp_jax/(?!patch|memory)[^/]*$")
 _MODULES = re.compile(
     r"/flax/(linen|nnx/nn)/"
     r"(activations?|attention|linear|lora|normalization|pooling|recurrent|stochastic)\.py$"
 )
-_FUNCTIONS = re.compile(r"/jax/_src/(numpy/|lax/(?!control_flow)|random)")
+_FUNCTIONS = re.compile(jax_internals.FUNCTIONS)
 _CUSTOM = re.compile(r"custom_(vjp|jvp)\.__call__$")
 # Scopes that jax.checkpoint and jnp.einsum push, which are no modules.
 _NO_MODULE = re.compile(r"(checkpoint|remat|rematted_computation)$|.*->")
@@ -96,7 +95,7 @@ def _custom_call(frames: list[_Frame]) -> int | None:
 def _caller(frames: list[_Frame]) -> tuple[Any, int] | None:
     """What calls the outermost custom_vjp: the code and the place in it, of user or library."""
     end = _custom_call(frames)
-    outside = (f for f in reversed(frames[:end]) if "/jax/_src/" not in f.file)
+    outside = (f for f in reversed(frames[:end]) if jax_internals.SOURCE not in f.file)
     return next(((f.code, f.instruction) for f in outside), None)
 
 

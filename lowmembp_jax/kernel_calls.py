@@ -1,9 +1,10 @@
-"""The GPU kernels as forward and backward of the operators: residuals, shapes and shardings."""
+"""Calls of the GPU kernels, on arrays of any shape and under any sharding."""
 
 import math
 import os
 from collections.abc import Callable
 from functools import partial
+from string import ascii_lowercase
 from types import ModuleType
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowmembp_jax.codes import StepTable, whole_group
+from lowmembp_jax.codes import StepTable
 from lowmembp_jax.implementations import only_on_gpu
 from lowmembp_jax.partitioning import Partitioned
 
@@ -45,67 +46,44 @@ def _axes(rank: int) -> str:
     return "abcdefgh"[: rank - 1] + "m"
 
 
-def _grouped_axes(rank: int, group: int | None) -> tuple[str, str]:
-    """Names of x's axes and of the marks': the last is one of groups where there are marks."""
-    axes = _axes(rank)
-    return (axes if group is None else axes[:-1] + "M"), axes
-
-
 def activation_forward(
     x: Array, function: str, table: StepTable, implementation: str
-) -> tuple[Array, Array, Array | None]:
-    """y, codes, and marks of NaNs where x divides into whole groups, as `codes` has them."""
-    group = whole_group(x.shape)
+) -> tuple[Array, Array]:
+    """y and the codes of x, `jnp.uint2` of x's shape."""
     kernel = _prepare(
         _kernels(implementation).activation.activation_forward,
         implementation,
         function=function,
         thresholds=table.thresholds,
-        group=group,
     )
 
     def local(x):
-        y, packed, marks = kernel(x)
+        y, packed = kernel(x)
         codes = lax.bitcast_convert_type(packed, jnp.uint2).reshape(4 * packed.size)[: x.size]
-        results = y, codes.reshape(x.shape)
-        return (
-            results
-            if group is None
-            else (*results, marks.reshape(*x.shape[:-1], x.shape[-1] // group))
-        )
+        return y, codes.reshape(x.shape)
 
-    axes, marks_axes = _grouped_axes(x.ndim, group)
-    outputs = (axes, axes) if group is None else (axes, axes, marks_axes)
-    y, codes, *marks = Partitioned(local, (axes,), outputs, group=group or 1)(x)
-    return y, codes, marks[0] if marks else None
+    axes = ascii_lowercase[: x.ndim]
+    y, codes = Partitioned(local, (axes,), (axes, axes))(x)
+    return y, codes
 
 
-def activation_backward(
-    codes: Array, marks: Array | None, g: Array, table: StepTable, implementation: str
-) -> Array:
-    """g times the level of every code; the inverse order of `activation_forward`'s results."""
-    group = None if marks is None else g.shape[-1] // marks.shape[-1]
+def activation_backward(codes: Array, g: Array, table: StepTable, implementation: str) -> Array:
+    """g times the level of every code."""
     kernel = _prepare(
         _kernels(implementation).activation.activation_backward,
         implementation,
         levels=table.levels,
-        group=group,
     )
 
-    def packed(codes):
+    def local(codes, g):
         # As a bitcast: `custom_partitioning` takes no constants, such as those of `pack_2bit`.
         flat = codes.reshape(codes.size)
         flat = lax.pad(flat, jnp.uint2(0), [(0, -flat.size % 4, 0)]) if flat.size % 4 else flat
-        return lax.bitcast_convert_type(flat.reshape(flat.size // 4, 4), jnp.uint8)
+        packed = lax.bitcast_convert_type(flat.reshape(flat.size // 4, 4), jnp.uint8)
+        return (kernel(packed, g),)
 
-    def local(codes, g, marks=None):
-        return (kernel(packed(codes), None if marks is None else marks.reshape(marks.size), g),)
-
-    axes, marks_axes = _grouped_axes(g.ndim, group)
-    args, inputs = ((codes, g), (axes, axes))
-    if marks is not None:
-        args, inputs = (*args, marks), (*inputs, marks_axes)
-    return Partitioned(local, inputs, (axes,), group=group or 1)(*args)[0]
+    axes = ascii_lowercase[: g.ndim]
+    return Partitioned(local, (axes, axes), (axes,))(codes, g)[0]
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -127,7 +105,7 @@ def norm_forward(
     def local(x, *parameters):
         rest = iter(parameters)
         scale, bias = (next(rest) if there else None for there in given)
-        out = kernel(x.reshape(_rows(x.shape)), scale, bias, None)
+        out = kernel(x.reshape(_rows(x.shape)), scale, bias)
         rstd = out.rstd.reshape(x.shape[:-1])
         normalized = (out.normalized.reshape(x.shape),) if keeps else ()
         return (out.out.reshape(x.shape), *normalized, rstd)

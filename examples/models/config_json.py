@@ -1,0 +1,144 @@
+"""A model's sizes, under the names of Hugging Face's config.json, where each value is checked.
+
+A config is a dataclass whose fields say what they accept:
+
+    class BertConfig(HuggingFaceConfig):
+        hidden_size: Size                           # an integer in a range
+        layer_norm_eps: Epsilon = 1e-12             # a number in a range; may be absent
+        hidden_act: Literal["gelu"] = "gelu"        # what the model computes and nothing else
+"""
+
+import dataclasses
+import os
+import reprlib
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from lowmembp_examples.data.files import DataError, read_json
+
+#: Type, least and largest value.
+Size = Annotated[int, 1, 2**24]
+Layers = Annotated[int, 1, 1000]
+Pixels = Annotated[int, 1, 4096]
+Epsilon = Annotated[float, 1e-20, 1]
+
+_ITEMS = 8  # of a list
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceConfig:
+    """What the configs of all families have.
+
+    Fields that have a default may be absent in the file; lists become tuples; `num_labels` is the
+    number of `id2label`'s names where only those are given, 2 without either.
+
+    Raises:
+      ValueError: sizes that do not go together.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+
+    @classmethod
+    def from_json(cls, path: str | os.PathLike) -> Self:
+        """Reads a config.json.
+
+        Raises:
+          DataError: no such file, not a JSON object, a key is missing, or a value is not accepted;
+            names the key, the value and what is accepted.
+        """
+        given = read_json(Path(path))
+        try:
+            return cls.from_keys(given)
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_keys(cls, given: dict[str, Any]) -> Self:
+        """The config of these keys; other keys are not looked at.
+
+        Raises:
+          ValueError: as for `from_json`.
+        """
+        _check("model_type", Literal[cls.model_type], given.get("model_type", cls.model_type))
+        given = {"num_labels": len(label_names(given)) or 2, **given}
+        hints = get_type_hints(cls, include_extras=True)
+        values = {}
+        for field in dataclasses.fields(cls):
+            name = field.name
+            if name in given:
+                _check(name, hints[name], given[name])
+                values[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
+            elif field.default is dataclasses.MISSING:
+                raise ValueError(f"{name} is missing, it must be {_rule(hints[name])[1]}")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """What transformers needs in a config.json beside the tensors."""
+        made = {"model_type": self.model_type, "architectures": [self.architecture]}
+        return made | {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+
+    def _check_multiple(self, name: str, divisor: str) -> None:
+        value, by = getattr(self, name), getattr(self, divisor)
+        if value % by:
+            raise ValueError(f"{name} must be a multiple of {divisor}={by}, found {value}")
+
+
+def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The classes that a config.json names in id2label, in the order of the head; or none.
+
+    Raises:
+      ValueError: it is no object with names for "0", "1", ...
+    """
+    names = given.get("id2label")
+    if names is None:
+        return ()
+    keys = [str(i) for i in range(len(names))] if isinstance(names, dict) else None
+    if keys is None or names.keys() != set(keys) or not {*map(type, names.values())} <= {str, int}:
+        found = reprlib.repr(names)
+        raise ValueError(
+            f'id2label must be an object, {{"0": name, "1": name, ...}}, found {found}'
+        )
+    return tuple(str(names[key]) for key in keys)
+
+
+def _check(name: str, hint: Any, value: Any) -> None:
+    accepts, words = _rule(hint)
+    if not accepts(value):
+        raise ValueError(f"{name} must be {words}, found {reprlib.repr(value)}")
+
+
+def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
+    """Whether a value of JSON is accepted, and in words which ones are."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        number, low, high = parts
+        words = f"{'an integer' if number is int else 'a number'} from {low} to {high}"
+        return lambda value: type(value) in {int, number} and low <= value <= high, words
+    if kind is tuple:
+        accepts, words = _rule(parts[0])
+
+        def accepts_all(value):
+            return isinstance(value, list) and 0 < len(value) <= _ITEMS and all(map(accepts, value))
+
+        return accepts_all, f"a list of 1 to {_ITEMS}, each {words}"
+    if kind in (Union, types.UnionType):
+        rules = [_rule(part) for part in parts]
+        words = " or ".join(words for _, words in rules)
+        return lambda value: any(accepts(value) for accepts, _ in rules), words
+    if kind is Literal:
+        return lambda value: value in parts, " or ".join(map(repr, parts))
+    words = {bool: "true or false", types.NoneType: "null"}[hint]
+    return lambda value: type(value) is hint, words

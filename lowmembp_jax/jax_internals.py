@@ -1,0 +1,33 @@
+"""What the library uses of JAX that is not public, and why. All of it is tested."""
+
+from types import CellType
+from typing import Any
+
+import jax
+
+# A kernel does not say along which axes of the mesh its results differ: inside a shard_map that
+# checks this, it must be called unchecked.
+from jax._src.config import _check_vma as check_vma  # noqa: F401
+
+#: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
+#: them, and the public function of theirs that was called.
+SOURCE = "/jax/_src/"
+WHOLE = rf"{SOURCE}(nn|cudnn|scipy|image)/|/jax/experimental/pallas/"
+FUNCTIONS = rf"{SOURCE}(numpy/|lax/(?!control_flow)|random)"
+
+
+def varying(*arrays: jax.Array) -> frozenset[str]:
+    """The axes of the mesh along which one of the arrays differs, inside shard_map.
+
+    A custom VJP must sum the gradient of a parameter over the axes along which only x differs.
+    """
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def cache_miss(jitted: Any) -> CellType:
+    """The cell of the function that a jitted function calls for what is not in its cache.
+
+    It returns the results, None to be called the next time too, and False. Other code holds
+    references to `jax.nn.silu`, which is jitted: only here `lm.patch` sees each of its calls.
+    """
+    return jitted._cache_miss.__closure__[0]

@@ -1,0 +1,115 @@
+"""The stages of examples/benchmarks/on_gpu.py, as far as no GPU allows."""
+
+import importlib
+import sys
+import types
+import warnings
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowmembp_examples.benchmarks import attention, blocks, encoder
+from lowmembp_examples.benchmarks.correctness import check
+from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
+from lowmembp_examples.benchmarks.kernel_cases import DIRECTIONS, KERNELS, SMOKE_KERNELS, contenders
+from lowmembp_examples.benchmarks.timing import SMOKE, launches, moved_bytes, repeated
+from lowmembp_examples.models.common import Compute
+
+import lowmembp_jax as lm
+
+
+def test_wrong_attention_is_noticed(monkeypatch):
+    def fake(q, k, v, implementation, **kwargs):
+        wrong = {"xla": 0.0, "cudnn": jnp.nan, "chunked": 0.1}[implementation]
+        return (q + k) * v + (wrong * q).astype(q.dtype)
+
+    monkeypatch.setattr(attention, "attention", fake)
+    monkeypatch.setattr(attention, "TOLERANCES", {"bfloat16": 1e-2})
+    records = list(attention.compare(attention.Case(2, 19, 4, 4, 8), SMOKE))
+    assert [r["status"] for r in records] == ["checked"] * 3
+    assert [r["passed"] for r in records] == [True, False, False]
+
+
+def test_error_is_relative():
+    assert attention.error(jnp.array([1.1, 0.0]), np.array([1.0, 0.0])) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("method", encoder.METHODS)
+def test_blocks_are_traced(method):
+    with jax.numpy_dtype_promotion("standard"):
+        for step, shapes in (
+            blocks.vit(method, 1, 8, 2, "xla"),
+            blocks.llama(method, 1, 8, 2, "xla", name="llama-tiny"),
+        ):
+            loss, gradients = jax.eval_shape(step, *shapes)
+            assert loss.shape == () and jax.tree.structure(gradients) == jax.tree.structure(
+                shapes[0]
+            )
+
+
+@pytest.mark.parametrize("name", SMOKE_KERNELS)
+def test_what_users_have_is_right(name):
+    ops = contenders(KERNELS[name], "baselines")
+    with jax.numpy_dtype_promotion("standard"):
+        records = list(check(KERNELS[name], ops, jnp.dtype("float32"), 8, jax.random.key(0)))
+    assert len(records) == 2 * len(ops) >= 4 and all(record["passed"] for record in records)
+
+
+@pytest.mark.parametrize("wrong", [jnp.nan, 2.0], ids=["nan", "wrong"])
+def test_one_wrong_element_does_not_pass(wrong):
+    kernel, dtype = KERNELS["gelu_tanh"], jnp.dtype(jnp.float32)
+
+    def spoiled(x):
+        return lm.regelu2(x).at[3, 5].set(wrong).at[3, 6].add(x[3, 5])
+
+    def passed(op):
+        records = check(kernel, {"xla": op}, dtype, 8, jax.random.key(0))
+        return [record["passed"] for record in records]
+
+    assert passed(lm.regelu2) == [True, True]
+    assert passed(spoiled) == [False, False]
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("name", SMOKE_KERNELS)
+@pytest.mark.parametrize("implementation", ["xla", "pallas"])
+def test_timed_programs_compiled_for_an_h200(name, implementation):
+    """They move what is counted by hand, copy nothing, and a repeated run is all there."""
+    kernel, rows, dtype = KERNELS[name], 682, jnp.dtype(jnp.bfloat16)
+    column = jax.ShapeDtypeStruct((kernel.width,), jnp.float32)
+    args = jax.ShapeDtypeStruct((rows, kernel.width), dtype), *[column] * kernel.parameters
+    mesh = jax.sharding.Mesh(lm.memory.topology("h200").devices, ("devices",)).abstract_mesh
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+        with jax.sharding.use_abstract_mesh(mesh):
+            split = ForwardBackward(partial(kernel.ours, implementation=implementation), *args)
+        for direction in DIRECTIONS:
+            function = getattr(split, direction)
+            inputs = args if direction == "forward" else split.inputs
+            once = lm.memory.compile_for(function, *inputs)
+            thrice = lm.memory.compile_for(
+                repeated(function),
+                [inputs] * 3,
+                compiler_options={"xla_gpu_enable_command_buffer": ""},
+            )
+            assert launches(thrice) == 3 * launches(once)
+            text = once.as_text()
+            assert " copy(" not in text[text.index("\nENTRY") :]
+            by_hand = kernel.bytes_an_element(direction, dtype, rows)
+            moved = moved_bytes(once) / (rows * kernel.width)
+            assert by_hand == pytest.approx(moved, rel=0.01)
+
+
+def test_full_training_needs_no_qwix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    for name in ("lora", "lora_provider"):
+        monkeypatch.delitem(sys.modules, f"lowmembp_examples.{name}", raising=False)
+    lora = importlib.import_module("lowmembp_examples.lora")
+    model = nn.Dense(2)
+    assert lora.apply_lora(model, "full") is model
+    model = types.SimpleNamespace(compute=Compute())
+    with pytest.raises(ModuleNotFoundError, match="qwix"):
+        lora.apply_lora(model, "lora-qv")

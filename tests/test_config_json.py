@@ -1,0 +1,124 @@
+"""examples/models/config_json.py: a wrong value in a config.json gives one line that names it."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.trainer.models import FAMILIES
+
+TINY = Path(__file__).parent / "data" / "hf_tiny"
+VALUES = (None, "8", 1.5, True, -1, 0, math.nan, math.inf, 10**30, [], [1.5] * 2, {}, {"0": None})
+#: What of `VALUES` is right.
+ACCEPTED = {
+    **{"id2label": (None, {}), "rope_scaling": (None, {}), "pad_token_id": (0,)},
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), (None,)),
+    **dict.fromkeys(("rope_theta", "mlp_ratio"), (1.5,)),
+    **dict.fromkeys(("qkv_bias", "tie_word_embeddings"), (True,)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_absolute_embeddings"), (0,)),
+}
+
+
+def given(family):
+    return json.loads((TINY / family / "config.json").read_text())
+
+
+def read(tmp_path, family, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return FAMILIES[family].config.from_json(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_values(tmp_path, family):
+    names = [field.name for field in dataclasses.fields(FAMILIES[family].config)]
+    for name in ("model_type", "id2label", *names):
+        for value in VALUES:
+            content = given(family) | {name: value}
+            if value in ACCEPTED.get(name, ()):
+                read(tmp_path, family, content)
+                continue
+            with pytest.raises(DataError) as error:
+                read(tmp_path, family, content)
+            message = str(error.value)
+            assert message.startswith(f"{tmp_path}/config.json: {name} must be "), (name, value)
+            assert ", found " in message and len(message.removeprefix(str(tmp_path))) < 160
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("bert", {"hidden_size": 49}, "hidden_size must be a multiple of num_attention_heads=4,"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act must be 'gelu', found 'relu'"),
+        ("bert", {"position_embedding_type": "relative_key"}, "embedding_type must be 'absolute'"),
+        ("bert", {"model_type": "roberta"}, "model_type must be 'bert', found 'roberta'"),
+        (
+            "bert",
+            {"num_hidden_layers": 1000000},
+            "must be an integer from 1 to 1000, found 1000000",
+        ),
+        ("bert", {"id2label": ["a"]}, r"id2label must be an object, {.*}, found \['a'\]"),
+        ("bert", {"id2label": {"0": "a", "2": "b"}}, "id2label must be an object"),
+        ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings must be above 2"),
+        ("vit", {"image_size": 30}, "image_size must be a multiple of patch_size=8, found 30"),
+        ("vit", {"hidden_act": "gelu_new"}, "must be 'gelu' or 'gelu_pytorch_tanh', found"),
+        ("swin", {"depths": [2]}, r"num_heads must have .* channels, \[24\], found \[2, 4\]"),
+        ("swin", {"num_heads": [2, 5]}, r"num_heads must have .* \[24, 48\], found \[2, 5\]"),
+        ("swin", {"depths": [2] * 9}, "depths must be a list of 1 to 8, each an integer from"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key"),
+        ("llama", {"head_dim": 11}, "head_dim must be even for rotary positions, found 11"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling must be .*llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling must be null.*yarn"),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number .*'x'"),
+        ("llama", {"rope_parameters": ["yarn"]}, "rope_scaling must be null, found .'yarn'."),
+    ],
+)
+def test_values_that_no_model_has(tmp_path, family, change, message):
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, family, given(family) | change)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"config\.json: not JSON: Expecting value: column 1"),
+        (b'{\n"a": x}', r"config\.json: not JSON: Expecting value: line 2, column 6"),
+        (b"[]", r"config\.json: expected a JSON object, found \[\]"),
+        (b'{"a": "\xff"}', r"config\.json:1: not UTF-8"),
+        (b'{"a": ' + b"[" * 100_000, r"config\.json: JSON that is nested too deep"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", r"config\.json: .*limit"),
+        (b"{}", r"config\.json: vocab_size is missing, it must be an integer from 1 to"),
+    ],
+)
+def test_broken_files(tmp_path, content, message):
+    with pytest.raises(DataError, match=message):
+        read(tmp_path, "bert", content)
+    with pytest.raises(DataError, match=r"nowhere/config\.json: No such file"):
+        FAMILIES["bert"].config.from_json(tmp_path / "nowhere" / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "labels"),
+    [
+        ({"id2label": None}, 2),
+        ({"id2label": {"1": "b", "0": "a", "2": 3}}, 3),
+        ({"id2label": {"0": "a", "1": "b"}, "num_labels": 4}, 4),
+    ],
+)
+def test_number_of_labels(tmp_path, change, labels):
+    assert read(tmp_path, "bert", given("bert") | change).num_labels == labels
+
+
+def test_absent_keys_and_lists(tmp_path):
+    sizes = {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 4], "extra": None}
+    config = read(tmp_path, "swin", sizes)
+    assert config == FAMILIES["swin"].config(8, (1, 1), (2, 4), num_labels=2)
+    assert read(tmp_path, "swin", config.to_json()) == config
+
+
+def test_config_of_transformers_5(tmp_path):
+    content = given("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    del content["rope_theta"], content["rope_scaling"]
+    assert read(tmp_path, "llama", content).rope_theta == 5e5

@@ -1,0 +1,94 @@
+"""What the library uses of JAX that is not public, with the version of JAX that runs this."""
+
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax
+import pallas_kernels
+from lowmembp_jax import jax_internals
+
+MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+X = jnp.arange(4.0)
+
+
+def test_it_is_in_one_file():
+    private = re.compile(r"jax[./]_src|_check_vma|manual_axis_type|_cache_miss")
+    files = [
+        f for p in (lowmembp_jax, pallas_kernels) for f in Path(p.__file__).parent.rglob("*.py")
+    ]
+    found = [file.name for file in files if private.search(file.read_text())]
+    assert found == ["jax_internals.py"]
+
+
+def test_varying_are_the_axes_along_which_an_array_differs():
+    seen = []
+
+    def local(x, y):
+        seen.append((jax_internals.varying(x), jax_internals.varying(y)))
+        seen.append(jax_internals.varying(x, y))
+        return x
+
+    jax.jit(jax.shard_map(local, mesh=MESH, in_specs=(P("a"), P()), out_specs=P("a")))(X, X)
+    assert seen == [({"a"}, set()), {"a"}]
+    assert jax_internals.varying(X) == set()
+
+
+def test_check_vma_lets_a_shard_map_run_what_it_would_refuse():
+    def local(x, y):
+        with jax_internals.check_vma(False):
+            product = lax.mul_p.bind(x, y)  # jnp would cast y
+        return lax.pcast(product, ("a",), to="varying")
+
+    run = jax.shard_map(local, mesh=MESH, in_specs=(P("a"), P()), out_specs=P("a"))
+    np.testing.assert_array_equal(jax.jit(run)(X, X[:2]), X * jnp.tile(X[:2], 2))
+
+
+def test_cache_miss_is_called_each_time_that_it_says_so():
+    def double(x):
+        return 2 * x
+
+    jitted = jax.jit(double)
+    cell = jax_internals.cache_miss(jitted)
+    original, calls = cell.cell_contents, []
+
+    def missed(x):
+        calls.append(x)
+        return -x, None, False
+
+    cell.cell_contents = missed
+    assert [float(jitted(3.0)) for _ in range(2)] == [-3.0, -3.0]
+    assert jax.make_jaxpr(jitted)(X).eqns[0].primitive is lax.neg_p
+    assert len(calls) == 3
+    with jax.disable_jit():
+        assert jitted(3.0) == 6.0  # which calls the Python function
+    cell.cell_contents = original
+    assert jax.jit(lambda x: jitted(x))(3.0) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern"),
+    [
+        (jax.nn.gelu, jax_internals.WHOLE),
+        (jax.nn.dot_product_attention, jax_internals.WHOLE),
+        (jax.scipy.linalg.solve, jax_internals.WHOLE),
+        (jax.image.resize, jax_internals.WHOLE),
+        (jnp.dot, jax_internals.FUNCTIONS),
+        (lax.dot_general, jax_internals.FUNCTIONS),
+        (jax.random.normal, jax_internals.FUNCTIONS),
+        (lax.scan, jax_internals.SOURCE),
+    ],
+)
+def test_files_of_jax(function, pattern):
+    file = inspect.unwrap(function).__code__.co_filename
+    assert re.search(pattern, file)
+    assert jax_internals.SOURCE in file
+    if function is lax.scan:
+        assert not re.search(jax_internals.FUNCTIONS, file)
