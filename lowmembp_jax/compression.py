@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jaxtyping import Array
@@ -65,10 +66,13 @@ class _Fact(NamedTuple):
 
 def _facts(jaxpr: core.Jaxpr, inputs: Sequence[_Fact]) -> list[_Fact]:
     """What is known of a jaxpr's results, from what is known of its arguments."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known: dict[Any, _Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(atom) -> _Fact:
         return _Fact() if isinstance(atom, core.Literal) else known.get(atom, _Fact())
+
+    def size(atom: Any) -> int:
+        return math.prod(atom.aval.shape)
 
     for eqn in jaxpr.eqns:
         read = [atom for atom in eqn.invars if of(atom).active]
@@ -78,7 +82,7 @@ def _facts(jaxpr: core.Jaxpr, inputs: Sequence[_Fact]) -> list[_Fact]:
         elif not read:
             results = [_Fact()] * len(eqn.outvars)
         else:
-            most = max(math.prod(atom.aval.shape) for atom in read)
+            most = max(map(size, read))
             derived = all(of(atom).statistic for atom in read)
             # A name is one for the array that gets it and for those that only pass it on.
             passes = eqn.primitive.name in ("name", "reduce_precision")
@@ -86,8 +90,7 @@ def _facts(jaxpr: core.Jaxpr, inputs: Sequence[_Fact]) -> list[_Fact]:
             if passes:
                 known[read[0]] = of(read[0])._replace(name=name)
             results = [
-                _Fact(True, derived or _STATISTIC * math.prod(var.aval.shape) <= most, name)
-                for var in eqn.outvars
+                _Fact(True, derived or _STATISTIC * size(var) <= most, name) for var in eqn.outvars
             ]
         known.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
@@ -199,7 +202,7 @@ def _with_stored_residuals(
     count = len(jaxpr.constvars)
 
     def plain(*values):
-        return jax.core.eval_jaxpr(jaxpr, values[:count], *values[count:])
+        return eval_jaxpr(jaxpr, values[:count], *values[count:])
 
     kept = plain if policy is None else jax.checkpoint(plain, policy=policy, prevent_cse=False)
 
@@ -222,7 +225,7 @@ def _with_stored_residuals(
         closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
         inputs = [_Fact(i in varied and not is_param[i]) for i in range(len(values))]
         facts = _facts(closed.jaxpr, inputs)[len(y) :]
-        results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        results = eval_jaxpr(closed.jaxpr, closed.consts, *values)
         y, residuals = results[: len(y)], results[len(y) :]
         # By variable, and so once, however many equations of the backward read it.
         keys = [id(v) if isinstance(v, core.Literal) else v for v in closed.jaxpr.outvars[len(y) :]]
@@ -282,6 +285,6 @@ def _encode(array: Array, narrow: jnp.dtype | None, name: str) -> Any:
 def _instantiate(cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    if cotangent.dtype == jax.dtypes.float0:
-        return np.zeros(cotangent.shape, jax.dtypes.float0)
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    aval: Any = cotangent.aval
+    is_float0 = aval.dtype == jax.dtypes.float0
+    return (np if is_float0 else jnp).zeros(aval.shape, aval.dtype)

@@ -58,6 +58,8 @@ def _remat(policy) -> Callable:
     return partial(jax.checkpoint, policy=policy)
 
 
+#: Of `block`'s arguments the first is the activation.
+_compress = partial(lm.compress, params_argnums=(1, 2))
 _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.regelu2)
 
 #: What a user can choose from. The first is Flax as it comes.
@@ -66,13 +68,20 @@ METHODS: dict[str, Method] = {
     "checkpointed norm and activation": Method(jax.checkpoint(_flax_norm), jax.checkpoint(nn.gelu)),
     "dots policy": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.dots_saveable)),
     "full remat": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.nothing_saveable)),
+    "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
+    "compress": Method(_flax_norm, nn.gelu, _compress),
+    "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype=jnp.int8)),
+    "compress, its input alone": Method(
+        _flax_norm,
+        nn.gelu,
+        partial(_compress, policy=jax.checkpoint_policies.nothing_saveable),
+    ),
     "lowmembp_jax": _ours,
+    "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=None)),
     "lowmembp_jax, its remat policy": Method(
         _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
     ),
 }
-if hasattr(lm, "products_saveable"):
-    METHODS["products policy"] = Method(_flax_norm, nn.gelu, _remat(lm.products_saveable))
 
 
 def dense(x, name: str, weights: dict):

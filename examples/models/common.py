@@ -35,8 +35,8 @@ class Compute:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
         "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
         keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
-        its input in float8, and "compress+remat", its input alone; "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
-        `jax.checkpoint` with `lm.checkpoint_policy()`.
+        its input in float8, and "compress+remat", its input alone; "lowmembp", the ops of
+        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`.
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation, see `models.attention`.
