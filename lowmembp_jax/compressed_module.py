@@ -20,7 +20,7 @@ def _lifted(function: Callable[..., Any], static_argnums: Sequence[int], **optio
             scope = scope_fn(variables, rngs)
             return function(scope, *args, **kwargs), repack_fn(scope)
 
-        run.__name__ = function.__name__
+        run.__name__ = getattr(function, "__name__", "module")
         static = [number + 2 for number in static_argnums]
         compressed = compress(run, params_argnums=(0, 1), static_argnums=static, **options)
         return compressed(variables, rngs, *args, **kwargs)

@@ -9,9 +9,10 @@ every cache of traces and programs: nothing traced inside serves outside, nor th
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.norms import RESIDUALS, Residual
 from lowmembp_jax.patched_activations import swapped_activations
 from lowmembp_jax.patched_norms import norm_op, swap_norm
+from lowmembp_jax.storage import check_storage
 
 
 @dataclass
@@ -32,7 +35,8 @@ class PatchReport:
     a call that `jax.jit` serves from its cache adds nothing.
 
     Attributes:
-      swapped: "gelu", "silu", "layer_norm" or "rms_norm" -> the places, each once, in order.
+      swapped: "gelu", "silu", "layer_norm", "rms_norm" or "compress" -> the places, each once, in
+        order.
       skipped: the same -> {place: why the original ran}.
     """
 
@@ -56,6 +60,15 @@ class _Settings:
     norms: bool
     norm_dtype: jnp.dtype | None
     norm_residual: Residual
+    compress: tuple[str, ...] = ()
+    compress_dtype: jnp.dtype | None = None
+
+    def compresses(self, place: str) -> bool:
+        names = place.split("/")
+        return any(
+            len(parts) == len(names) and all(map(fnmatchcase, names, parts))
+            for parts in (pattern.split("/") for pattern in self.compress)
+        )
 
 
 @dataclass(eq=False)
@@ -68,6 +81,7 @@ class _Entry:
     report: PatchReport = field(default_factory=PatchReport)
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
+    compressing: str | None = None
 
     def seen(self, op: str, reason: str | None) -> None:
         if _of_coroutine.get() is not self:
@@ -88,8 +102,12 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         return next_fun(*args, **kwargs)
     module, settings, outer = context.module, entry.settings, entry.place
     entry.place = "" if module.scope is None else "/".join(module.path)
-    swaps = settings.norms and context.method_name == "__call__"
+    is_call = context.method_name == "__call__"
+    swaps = settings.norms and is_call
     try:
+        if is_call and settings.compresses(entry.place) and entry.compressing is None:
+            entry.seen("compress", None)
+            return _compressed_call(entry, module, args, kwargs)
         if swaps:
             swap_norm(context, entry.seen, settings.norm_dtype, settings.norm_residual)
         out = next_fun(*args, **kwargs)
@@ -100,6 +118,20 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         return out
     finally:
         entry.place = outer
+
+
+def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
+    """The module's call in `lm.compress`: the call again, in a scope of its own."""
+
+    def call(module, *args, **kwargs):
+        entry.compressing = entry.place  # what is inside is not compressed once more
+        try:
+            return module(*args, **kwargs)
+        finally:
+            entry.compressing = None
+
+    call.__name__ = type(module).__name__
+    return compress_module(call, dtype=entry.settings.compress_dtype)(module, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -135,10 +167,12 @@ def patch(
     function: Callable | None = None,
     /,
     *,
-    activations: bool = True,
-    norms: bool = True,
+    activations: bool | None = None,
+    norms: bool | None = None,
     norm_dtype: jax.typing.DTypeLike | None = None,
     norm_residual: Residual = "normalized",
+    compress: str | Sequence[str] = (),
+    compress_dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
 ) -> contextlib._GeneratorContextManager[PatchReport] | Any:
     """Runs this library's operators in Flax code that is traced inside, without editing it.
 
@@ -162,6 +196,10 @@ def patch(
       `nnx.LayerNorm`, `nnx.RMSNorm`, norms with an `axis_name`. The report names the linen norms
       that were met and left: classes that are named so and hold no other modules.
 
+    With `compress="encoder/layer/*"`, the calls of the linen modules at these paths are those of
+    `lm.compress_module` instead: their values do not change, nor do gelu, silu and norms. Take the
+    blocks of the model, one pattern for a kind.
+
     What counts is where a call is traced: in this thread, inside. A function that was jitted and
     traced outside is traced again when it is called inside, and the other way round, so decorate
     the train step or call it inside; a `jax.jit` inside whose result is called outside is plain.
@@ -173,27 +211,35 @@ def patch(
 
     Args:
       function: what `@lm.patch` decorates: no generator and no coroutine, which run later.
-      activations: swap gelu and silu.
-      norms: swap LayerNorm and RMSNorm.
+      activations: swap gelu and silu; None: unless `compress` is given.
+      norms: swap LayerNorm and RMSNorm; None: unless `compress` is given.
       norm_dtype: output dtype of the swapped norms, None for the model's own choice. Many
         models leave norms at a float32 output in front of bfloat16 Denses. These keep a bfloat16
         copy, and the norm shares it only with `norm_dtype=jnp.bfloat16`.
       norm_residual: "normalized" or "output", see `residual` of `lm.ms_layer_norm`.
+      compress: patterns of module paths, `*` for any part of one name, such as "layers/*".
+      compress_dtype: of what these modules keep, see `dtype` of `lm.compress`.
 
     Returns:
       A context manager for one `with`, which gives a `PatchReport`; also a decorator.
 
     Raises:
       TypeError: `function` is no function; `activations` or `norms` is not a bool; `norm_dtype`
-        is not a floating dtype.
-      ValueError: unknown `norm_residual`; nothing to swap.
+        is not a floating dtype; `compress` is not of strings.
+      ValueError: unknown `norm_residual` or `compress_dtype`; nothing to swap.
     """
     if function is not None and not callable(function):
         raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
+    patterns = (compress,) if isinstance(compress, str) else tuple(compress)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"patch: compress={compress!r} is not accepted, only paths of modules")
+    check_storage(compress_dtype, "patch: compress_dtype")
+    activations = not patterns if activations is None else activations
+    norms = not patterns if norms is None else norms
     for name, given in (("activations", activations), ("norms", norms)):
         if not isinstance(given, bool):
             raise TypeError(f"patch: {name}={given!r} is not accepted, only True and False")
-    if not activations and not norms:
+    if not activations and not norms and not patterns:
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
     if norm_residual not in RESIDUALS:
         raise ValueError(
@@ -208,5 +254,7 @@ def patch(
             f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
             f"such as jnp.bfloat16"
         )
-    patched = _patch(_Settings(activations, norms, norm_dtype, norm_residual))
+    stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
+    settings = _Settings(activations, norms, norm_dtype, norm_residual, patterns, stored)
+    patched = _patch(settings)
     return patched if function is None else patched(function)
