@@ -17,12 +17,26 @@ More:
 Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
 """
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+
+    def interrupted(*_: object) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(130)
+
+    # Before the imports below, which take seconds. A shell starts background jobs with Ctrl-C
+    # ignored; this one can always be stopped.
+    signal.signal(signal.SIGINT, interrupted)
+
 import importlib.metadata
+import logging
 import math
 import platform
 import shlex
-import signal
-import sys
+import tempfile
 import time
 from contextlib import closing
 from functools import partial
@@ -50,7 +64,7 @@ from lowmembp_examples.trainer.config import (
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.export import export
 from lowmembp_examples.trainer.logs import Logs, Meter, peak_memory, postfix, summary
-from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.losses import Totals, make_loss, scores
 from lowmembp_examples.trainer.models import choose_attention
 from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
 from lowmembp_examples.trainer.sharding import (
@@ -78,11 +92,21 @@ def train(config: Config) -> dict[str, Any]:
         jax.distributed.initialize()
     elif config.coordinator is not None:
         jax.distributed.initialize(config.coordinator, config.process_count, config.process_index)
+    with open_run(config.output, identity(config), config.resume):
+        if config.export is not None and jax.process_index() == 0:
+            try:
+                config.export.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=config.export).close()
+            except OSError as error:
+                raise UsageError(f"--export {config.export}: {error.strerror}") from error
+        return _train(config)
+
+
+def _train(config: Config) -> dict[str, Any]:
     say = print if jax.process_index() == 0 else lambda *_: None
     mesh = make_mesh(config.mesh, jax.devices())
     accumulate = config.optimizer.accumulate
     part = own_part(mesh, config.batch_size // accumulate)
-    open_run(config.output, identity(config), config.resume)
 
     # The data, and a model that fits them.
     source = find_source(config.model, config.checkpoint, config.data.task)
@@ -97,6 +121,9 @@ def train(config: Config) -> dict[str, Any]:
         raise UsageError(f"--data, --batch-size: {error}") from error
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
+    if steps * accumulate >= 2**31:  # counted in int32
+        given = f"--steps {config.steps}, --epochs {config.epochs}"
+        raise UsageError(f"{given}: fewer than 2^31 batches are accepted")
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     # The model and its parameters: those that are trained, and those that are frozen.
@@ -149,12 +176,13 @@ def train(config: Config) -> dict[str, Any]:
         )
         totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
 
-        def evaluate(state) -> dict[str, float]:
+        def evaluate(state, step: int) -> dict[str, float | None]:
             sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in dev]
-            loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-            if family.task == "language-modelling":
-                return {"loss": loss / count, "perplexity": math.exp(loss / count)}
-            return {"loss": loss / count, "accuracy": correct / count}
+            sums = Totals(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
+            values = scores(family.task, sums)
+            if not math.isfinite(values["loss"]):
+                raise DivergedError(f"step {step}: the loss of the evaluation is not a number")
+            return values
 
         is_text = family.task != "image-classification"
         meter = Meter(config.batch_size, data.sequence_length if is_text else None)
@@ -174,7 +202,7 @@ def train(config: Config) -> dict[str, Any]:
 
                 is_last = done == steps
                 is_logged = done % config.log_every == 0 or is_last
-                is_saved = done % (config.checkpoint_every // 2) == 0 or is_last
+                is_saved = done % (config.checkpoint_every // 2) == 0
                 # Several processes agree on it, and wait for one another.
                 stop = signals.received() if is_logged or jax.process_count() == 1 else 0
                 if is_logged or is_saved or stop:
@@ -186,14 +214,15 @@ def train(config: Config) -> dict[str, Any]:
                     logs.write("train", done, values)
                     logs.bar.set_postfix_str(postfix(values))
                     check_loss(values, done)
-                if is_saved or stop:
+                if done % config.evaluate_every == 0 and not (is_last or stop):
+                    logs.write("dev", done, evaluate(state, done))
+                    meter.restart()
+                if (is_saved and not is_last) or stop:
                     checkpoints.save(state, int(state.step))
                 if stop:
                     raise Stopped(stop)
-                if done % config.evaluate_every == 0 and not is_last:
-                    logs.write("dev", done, evaluate(state))
-                    meter.restart()
-            final = evaluate(state)
+            final = evaluate(state, steps)
+            checkpoints.save(state, int(state.step))
             seconds = time.perf_counter() - start
             logs.write("dev", steps, final)
     if config.export is not None:
@@ -230,21 +259,23 @@ def check_loss(values: dict[str, Any], step: int) -> None:
     """Raises DivergedError where going on makes no sense."""
     if values.get("loss_scale", 1.0) < 1e-4:
         raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
-    if values["loss"] is None and "loss_scale" not in values:
+    if values["loss"] is None and not values["skipped"]:
         raise DivergedError(f"step {step}: the loss is not a number; a smaller --learning-rate?")
 
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
-    # A shell starts background jobs with Ctrl-C ignored; this one can always be stopped.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     config = tyro.cli(Config, description=__doc__)
+    # What libraries log of an error, with its traceback, is said below in a line.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         results = train(config)
         if jax.process_index() == 0:
             write_json(config.output / "results.json", results)
-            scores = ", ".join(f"{name} {value:.4f}" for name, value in results["dev"].items())
-            print(f"dev: {scores}; written: {config.output / 'results.json'}")
+            dev = {name: value for name, value in results["dev"].items() if value is not None}
+            values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
+            print(f"dev: {values}; written: {config.output / 'results.json'}")
     except Stopped as error:
         print(f"{error}: checkpoint written, --resume goes on", file=sys.stderr)
         return error.status
@@ -256,6 +287,10 @@ def main() -> int:
         return 2
     except DivergedError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where, reason = error.filename or config.output, error.strerror or error
+        print(f"error: {where}: {reason}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,27 +7,51 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.train import check_loss, main, train
 from lowmembp_examples.trainer.config import Config, Data, data_config, with_learning_rate
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import summary
+from lowmembp_examples.trainer.losses import Totals, scores
 from lowmembp_examples.trainer.source import find_source
 from lowmembp_examples.trainer.step import Metrics
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY = 60, 10
+STEPS, EVERY = 40, 8
 
 
 def parse(*arguments):
     return tyro.cli(Config, args=[str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """What one run compiled is there for the others, in other processes too."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        reset_cache()
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +100,10 @@ def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     assert 0 < last["learning_rate"] < records(output)[STEPS // 2]["learning_rate"]
     assert records(output, "dev") == [{"step": STEPS, "kind": "dev", **results["dev"]}]
     assert list((output / "tensorboard").glob("events*"))
-    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["55", "60"]
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == [
+        str(STEPS - EVERY // 2),
+        str(STEPS),
+    ]
     json.dumps(results)
     exported = find_source(None, output / "exported", "text-classification")
     assert exported.config.hidden_size == 128 and exported.config.num_labels == 2
@@ -87,41 +114,49 @@ def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     assert results["config"]["optimizer.learning_rate"] == 1e-3
 
 
-def start(texts, output, *more):
-    command = [sys.executable, ROOT / "examples/train.py", *arguments(texts, output, *more)]
+def start(arguments, *python):
+    command = [sys.executable, *python, ROOT / "examples/train.py", *arguments]
     return subprocess.Popen(
         [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def wait_for_step(process, output, step):
+def run_main(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+    return main()
+
+
+def wait_for_step(output, step):
     """Until the log has that step."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        log = output / "log.jsonl"
-        if log.exists() and log.read_text().count("\n") >= step:
-            return
+    log = output / "log.jsonl"
+    while not (log.exists() and log.read_text().count("\n") >= step):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.kill()
-    pytest.fail(process.communicate()[0])
 
 
-def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, capsys):
+def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
-    process = start(texts, output)
-    wait_for_step(process, output, 4)
-    process.send_signal(signal.SIGINT)
-    text = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, text
-    assert "SIGINT: checkpoint written, --resume goes on" in text
-    stopped = losses(output)[-1][0]
-    assert [int(p.name) for p in (output / "checkpoints").iterdir()][-1] == stopped < STEPS
 
-    process = start(texts, output, "--resume")
-    wait_for_step(process, output, stopped + 2 * EVERY + 2)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    def interrupt():
+        wait_for_step(output, 4)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    assert run_main(monkeypatch, arguments(texts, output)) == 130
+    assert "SIGINT: checkpoint written, --resume goes on" in capsys.readouterr().err
+    stopped = losses(output)[-1][0]
+    assert max(int(p.name) for p in (output / "checkpoints").iterdir()) == stopped < STEPS
+
+    process = start(arguments(texts, output, "--resume"))
+    try:
+        wait_for_step(output, stopped + 2 * EVERY + 2)
+        with pytest.raises(UsageError, match="another run is writing there"):
+            train(parse(*arguments(texts, output, "--resume")))
+    finally:
+        process.kill()
+        text = process.communicate()[0]
+    assert process.returncode == -signal.SIGKILL, text
     # The last line may be a part.
     with (output / "log.jsonl").open("a") as file:
         file.write('{"step": 9')
@@ -129,7 +164,9 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     assert stopped < killed < STEPS
 
     results = train(parse(*arguments(texts, output, "--resume")))
-    went_on = int(re.search(r"going on after step (\d+)", capsys.readouterr().out)[1])
+    printed = capsys.readouterr()
+    assert "dropped" not in printed.err
+    went_on = int(re.search(r"going on after step (\d+)", printed.out)[1])
     assert stopped < went_on and killed - went_on <= EVERY
     assert losses(output) == losses(whole_run[0])
     assert results["dev"] == whole_run[1]["dev"]
@@ -175,6 +212,9 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--accumulate", 3], "--batch-size must be a multiple of --accumulate 3, got 16"),
         (["--warmup", 2], "--warmup must be 0 to 1, got 2.0"),
         (["--checkpoint-every", 1], "--checkpoint-every must be at least 2, got 1"),
+        (["--seed", 10**25], "--seed must be 0 to 4294967295, got 10000000000000000000000000"),
+        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31 batches"),
+        (["--export", Path(__file__)], "--export .*test_train.py: File exists"),
         (["--learning-rate", -1], "--learning-rate must be above 0, got -1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
         (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
@@ -193,18 +233,48 @@ def test_bad_arguments(texts, tmp_path, given, message):
 
 
 def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
-    given = arguments(texts, tmp_path, "--model", "bert-huge")
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, given)])
-    assert main() == 2
+    assert run_main(monkeypatch, arguments(texts, tmp_path, "--model", "bert-huge")) == 2
     assert "error: --model must be one of" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_write_ends_with_one_line(texts, tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoints").touch()
+    assert run_main(monkeypatch, arguments(texts, tmp_path)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {tmp_path / 'checkpoints'}: ")
+
+
+def test_ctrl_c_before_the_first_step_ends_with_one_line(texts, tmp_path):
+    process = start(arguments(texts, tmp_path), "-X", "importtime")
+    while " jax" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    text = process.communicate()[0]
+    assert process.returncode == 130 and "Traceback" not in text
+    assert text.splitlines()[-1] == "interrupted"
+
+
+def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch, capsys):
+    given = arguments(texts, tmp_path, "--learning-rate", 1e38, "--export", tmp_path / "exported")
+    assert run_main(monkeypatch, [*given, "--steps", 1]) == 1
+    assert "error: step 1: the loss of the evaluation is not a number" in capsys.readouterr().err
+    assert len(losses(tmp_path)) == 1 and not (tmp_path / "results.json").exists()
+    assert not [*(tmp_path / "exported").iterdir(), *(tmp_path / "checkpoints").iterdir()]
+
+
+def test_a_perplexity_may_be_too_large_for_a_number():
+    totals = Totals(*np.float64([2e5, 100, 25]))
+    assert scores("language-modelling", totals) == {"loss": 2000.0, "perplexity": None}
+    assert scores("text-classification", totals) == {"loss": 2000.0, "accuracy": 0.25}
 
 
 def test_a_loss_that_is_no_number_ends_the_run():
     metrics = Metrics(jnp.float32(jnp.nan), jnp.float32(1), jnp.bool_(False), None)
     values = summary([metrics])
     assert values["loss"] is None
-    with pytest.raises(DivergedError, match="step 7: the loss is not a number"):
-        check_loss(values, 7)
+    for more in ({}, {"loss_scale": 1.0}):
+        with pytest.raises(DivergedError, match="step 7: the loss is not a number"):
+            check_loss(values | more, 7)
     # Skipped steps are no reason, until no scale is small enough.
     skipped = summary([metrics.replace(skipped=jnp.bool_(True))])
     assert skipped == {"loss": None, "grad_norm": None, "skipped": 1}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import platform
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from lowmembp_examples.data.tasks import DataConfig, TaskName
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Method, NormResidual
 from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.run import fingerprint
 from lowmembp_examples.trainer.source import Source
 from lowmembp_examples.trainer.step import OptimizerConfig
 
@@ -103,8 +105,15 @@ _MAY_CHANGE = {
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What the numbers of a run depend on: fields, nested ones as "data.task", for JSON."""
-    return {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
+    """What the numbers of a run depend on, for JSON: fields, nested ones as "data.task", and
+    hashes of what is in the files."""
+    fields = {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
+    for name in ("data.train", "data.dev", "data.tokenizer", "checkpoint"):
+        if fields[name] is not None:
+            fields[f"content of {name}"] = fingerprint(Path(fields[name]))
+    if config.data.train is None:
+        fields["content of data.train"] = f"Python {platform.python_version()}"
+    return fields
 
 
 def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -134,7 +143,7 @@ def check(config: Config) -> None:
     positive = ("rank", "batch_size", "log_every", "evaluate_every", "keep", "steps")
     ranges = {
         **dict.fromkeys(positive, (1, math.inf)),
-        **dict.fromkeys(("seed", "weight_decay"), (0, math.inf)),
+        **{"seed": (0, 2**32 - 1), "weight_decay": (0, math.inf)},
         **{"warmup": (0, 1), "beta2": (0, 1)},
         **{"accumulate": (1, config.batch_size), "checkpoint_every": (2, math.inf)},
     }

@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from lowmembp_examples.trainer.step import Metrics
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 
@@ -27,12 +30,14 @@ class Logs:
         self._writes = jax.process_index() == 0
         if self._writes:
             path = directory / "log.jsonl"
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= first]
             part = path.with_name("log.jsonl.part")
-            part.write_text("".join(f"{line}\n" for line in kept))
+            part.write_text("".join(f"{line}\n" for line in _lines(path, first)))
             os.replace(part, path)
             self._file = path.open("a", buffering=1)
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first + 1)
+            (directory / "tensorboard").mkdir(exist_ok=True)
+            # Not `SummaryWriter`, whose thread hangs when a disk is full.
+            self._events = EventsWriter(str(directory / "tensorboard" / "events"))
+            self._add_event(first + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(
             initial=first, total=steps, unit="step", disable=not self._writes, mininterval=0.5
         )
@@ -41,10 +46,17 @@ class Logs:
         """Appends a record: of `kind` "train" or "dev"; None is not a number."""
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        for name, value in values.items():
-            if value is not None:
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+        record = {"step": step, "kind": kind, **values}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        scalars = [
+            Summary.Value(tag=f"{kind}/{name}", simple_value=value)
+            for name, value in values.items()
+            if value is not None
+        ]
+        self._add_event(step, summary=Summary(value=scalars))
+
+    def _add_event(self, step: int, **content: Any) -> None:
+        self._events.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
         self.bar.close()
@@ -53,9 +65,15 @@ class Logs:
             self._events.close()
 
 
-def _lines(path: Path) -> list[str]:
-    """The complete lines: of the last one a kill may have left a part."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
+def _lines(path: Path, last: int) -> Iterator[str]:
+    """The lines of steps up to `last`; says which are no records. The last may be a part."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if json.loads(line)["step"] <= last:
+                yield line
+        except (ValueError, TypeError, KeyError):
+            print(f"{path}:{number}: not a record of the log, dropped", file=sys.stderr)
 
 
 def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:

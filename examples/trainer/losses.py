@@ -1,5 +1,6 @@
 """The losses of the trainer's tasks: mean cross-entropy in nats, summed in float32."""
 
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -52,3 +53,11 @@ def make_loss(task: str, model: nn.Module) -> LossFn:
         return totals.loss / totals.count, totals
 
     return loss
+
+
+def scores(task: str, totals: Totals) -> dict[str, float | None]:
+    """What an evaluation says, of the sums over all batches; None is too large for a float."""
+    loss = float(totals.loss / totals.count)
+    if task == "language-modelling":
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None}
+    return {"loss": loss, "accuracy": float(totals.correct / totals.count)}
