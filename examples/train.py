@@ -128,7 +128,8 @@ def _train(config: Config) -> dict[str, Any]:
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
     if steps * accumulate >= 2**31:  # counted in int32
-        raise UsageError(f"--steps, --epochs: must be fewer than 2^31 batches, got {steps}")
+        given = f"--steps {config.steps}, --epochs {config.epochs}"
+        raise UsageError(f"{given}: fewer than 2^31 batches are accepted")
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     # The model and its parameters: those that are trained, and those that are frozen.
@@ -279,8 +280,8 @@ def main() -> int:
         if jax.process_index() == 0:
             write_json(config.output / "results.json", results)
             dev = {name: value for name, value in results["dev"].items() if value is not None}
-            scores = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
-            print(f"dev: {scores}; written: {config.output / 'results.json'}")
+            values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
+            print(f"dev: {values}; written: {config.output / 'results.json'}")
     except Stopped as error:
         print(f"{error}: checkpoint written, --resume goes on", file=sys.stderr)
         return error.status
