@@ -230,8 +230,8 @@ def patch(
     """
     if function is not None and not callable(function):
         raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
-    patterns = (compress,) if isinstance(compress, str) else tuple(compress)
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    patterns = [compress] if isinstance(compress, str) else compress
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"patch: compress={compress!r} is not accepted, only paths of modules")
     check_storage(compress_dtype, "patch: compress_dtype")
     activations = not patterns if activations is None else activations
@@ -255,6 +255,6 @@ def patch(
             f"such as jnp.bfloat16"
         )
     stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
-    settings = _Settings(activations, norms, norm_dtype, norm_residual, patterns, stored)
+    settings = _Settings(activations, norms, norm_dtype, norm_residual, tuple(patterns), stored)
     patched = _patch(settings)
     return patched if function is None else patched(function)

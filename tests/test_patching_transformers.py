@@ -142,3 +142,39 @@ def test_rms_norms_of_transformers(name, dtype):
     assert list(report.swapped) == ["rms_norm"]
     assert y.dtype == expected.dtype
     np.testing.assert_allclose(y, expected, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+
+
+BLOCKS = {"Bert": "encoder/layer/*", "Roberta": "encoder/layer/*", "ViT": "encoder/layer/*"}
+BLOCKS |= {"GPT2": "h/*", "Llama": "layers/*"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compressed_blocks(name):
+    model, init, x = build(name)
+    params = jax.jit(init)(jax.random.key(0))
+
+    def loss(params):
+        y = model(x, params=params)[0]
+        return jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape))
+
+    want, exact = jax.jit(jax.value_and_grad(loss))(params)
+    with lm.patch(compress=BLOCKS[name], compress_dtype=jnp.int8) as report:
+        got, grads = jax.jit(jax.value_and_grad(loss))(params)
+        kept = bytes_kept(loss, params)
+    places = [BLOCKS[name].replace("*", str(i)) for i in range(2)]
+    assert report.swapped == {"compress": places} and not report.skipped
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert 0 < relative_error(grads, exact) < 0.05
+    assert kept < bytes_kept(loss, params) / 2
+
+
+def test_patterns_match_names_one_by_one():
+    model, init, x = build("Bert")
+    params = jax.jit(init)(jax.random.key(0))
+    with lm.patch(compress=["encoder/layer/1", "layer/*", "encoder/*"], norms=True) as report:
+        jax.eval_shape(lambda p: model(x, params=p), params)
+    assert report.swapped["compress"] == ["encoder/layer"]
+    assert len(report.swapped["layer_norm"]) == 5 and "gelu" not in report.swapped
+    for bad, kind in (({"compress": 3}, TypeError), ({"compress_dtype": "int2"}, ValueError)):
+        with pytest.raises(kind, match="compress"):
+            lm.patch(**bad)
