@@ -56,7 +56,7 @@ def test_the_remat_policy_keeps_codes_and_norm_outputs_only():
     assert block_units("lowmembp_jax, its remat policy", "full", True) <= 3.5 * TOLERANCE
 
 
-#: Units a block by arithmetic, in 8 bits: the input, q, k, v, attention and its projection 0.5 each,
+#: Units a block by arithmetic, in 8 bits: the input, q, k, v, attention, its projection 0.5 each,
 #: fc1's output 2. int8 has a scale for each 64 elements of a head: 0.125 in all.
 COMPRESSED = [
     ("compress", "full", 5.15),
