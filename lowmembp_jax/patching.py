@@ -238,7 +238,7 @@ def patch(
     norms = not patterns if norms is None else norms
     for name, given in (("activations", activations), ("norms", norms)):
         if not isinstance(given, bool):
-            raise TypeError(f"patch: {name}={given!r} is not accepted, only True and False")
+            raise TypeError(f"patch: {name}={given!r} is not accepted, only None, True and False")
     if not activations and not norms and not patterns:
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
     if norm_residual not in RESIDUALS:

@@ -363,7 +363,7 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
     [
         ((True,), TypeError, ["True is not accepted", "settings by name"]),
         ({"activations": "gelu"}, TypeError, ["activations='gelu'", "True and False"]),
-        ({"norms": None}, TypeError, ["norms=None", "True and False"]),
+        ({"norms": 1}, TypeError, ["norms=1", "True and False"]),
         ({"activations": False, "norms": False}, ValueError, ["activations=False", "norms=False"]),
         ({"norm_dtype": "bf16"}, TypeError, ["norm_dtype='bf16'", "None and floating"]),
         ({"norm_dtype": jnp.int8}, TypeError, ["norm_dtype=", "int8", "None and floating"]),
