@@ -86,8 +86,8 @@ SIZES = {
     "swin-s": (64, None),
 }
 _TWO = ("default", "lowmembp")
-_OTHERS = ("norm+activation", "dots", "full-remat", "lowmembp+remat")
-#: The first 14 have five families' memory: trained in full, LoRA, QLoRA, and all methods once.
+_OTHERS = ("norm+activation", "dots", "full-remat", "compress", "compress+remat", "lowmembp+remat")
+#: The first 16 have five families' memory: trained in full, LoRA, QLoRA, and all methods once.
 _ORDER = (
     *(("vit-b16", "full", method) for method in _TWO),
     *(("llama-7b", "lora-qv", method) for method in _TWO),
