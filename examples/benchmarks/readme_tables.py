@@ -18,6 +18,7 @@ METHODS = {
     "`jax.checkpoint`, dots policy": "dots policy",
     "`jax.checkpoint`, everything": "full remat",
     "`lm.products_saveable`": "products policy",
+    "`lm.compress`": "compress",
     "lowmembp_jax": "lowmembp_jax",
     "lowmembp_jax with `lm.checkpoint_policy()`": "lowmembp_jax, its remat policy",
 }
