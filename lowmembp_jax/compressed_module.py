@@ -56,6 +56,10 @@ def compress_module(
     """
     compress(lambda: None, dtype=dtype, policy=policy)  # raises for what is not accepted
     numbers = [static_argnums] if isinstance(static_argnums, int) else static_argnums
+    if not all(number > 0 for number in numbers):
+        raise ValueError(
+            f"compress_module: static_argnums must be positions from 1 on, got {static_argnums!r}"
+        )
     transformed: Any = transforms.lift_transform(
         _lifted, target, dtype=dtype, policy=policy, static_argnums=[n - 1 for n in numbers]
     )

@@ -137,7 +137,8 @@ def compress(
         the key for all other arrays; what it does not name is stored as it is.
       policy: what is kept, as in `jax.checkpoint`. None: what the operators of `fun` keep by
         themselves. `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
-      params_argnums: positions of the arguments that are parameters, never quantised.
+      params_argnums: positions of the arguments that are parameters, never quantised; `()` where
+        the first argument is an activation, which would be kept as it is otherwise.
       static_argnums: positions of arguments that are not traced. Leaves that are no arrays, such
         as `deterministic=True`, are never traced.
 
@@ -147,7 +148,7 @@ def compress(
       and shardings. Forward-mode and second-order differentiation are not defined.
 
     Raises:
-      ValueError: `dtype` is no storage format.
+      ValueError: `dtype` is no storage format; a position is negative.
       TypeError: `fun` or `policy` is not callable.
       NotImplementedError: a second derivative was asked for.
     """
@@ -157,7 +158,8 @@ def compress(
         if not callable(given) and (given is not None or name == "fun"):
             raise TypeError(f"compress: {name} must be callable, got {given!r}")
     dtypes = dtype if isinstance(dtype, Mapping) else {None: dtype}
-    params, static = _positions(params_argnums), _positions(static_argnums)
+    params = _positions("params_argnums", params_argnums)
+    static = _positions("static_argnums", static_argnums)
 
     @functools.wraps(fun)
     def compressed(*args, **kwargs):
@@ -187,8 +189,11 @@ def compress(
     return compressed
 
 
-def _positions(argnums: int | Sequence[int]) -> frozenset[int]:
-    return frozenset([argnums] if isinstance(argnums, int) else argnums)
+def _positions(name: str, argnums: int | Sequence[int]) -> frozenset[int]:
+    positions = [argnums] if isinstance(argnums, int) else argnums
+    if not all(isinstance(position, int) and position >= 0 for position in positions):
+        raise ValueError(f"compress: {name} must be positions from 0 on, got {argnums!r}")
+    return frozenset(positions)
 
 
 def _with_stored_residuals(

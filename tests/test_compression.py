@@ -313,7 +313,9 @@ class Body(nn.Module):
         (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype='nonsense'"),
         (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]"),
         (lambda: lm.compress(block, policy=3), TypeError, "policy must be callable, got 3"),
+        (lambda: lm.compress(block, params_argnums=-1), ValueError, "params_argnums.*got -1"),
         (lambda: lm.compress(3), TypeError, "fun must be callable, got 3"),
+        (lambda: lm.compress_module(Block, static_argnums=0), ValueError, "from 1 on, got 0"),
         (lambda: lm.compress_module(Block, dtype=jnp.int32), ValueError, "int32"),
     ],
 )
