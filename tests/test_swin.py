@@ -4,22 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from image_classifiers import OPTIONS, Case, ImageClassifierTests, assert_close, step_gelu
 from lowmembp_examples.checkpoints import from_params
 from lowmembp_examples.models import swin
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.swin_checkpoint import buffers
 from lowmembp_examples.models.windows import Windows, relative_position_index
+from model_tests import OPTIONS, Case, ClassifierTests, assert_close, step_gelu
 
 import lowmembp_jax as lm
 
-PADDED = Case("swin_padded", swin, swin.Swin, swin.SwinConfig)
-WHOLE = Case("swin", swin, swin.Swin, swin.SwinConfig)
+PADDED, WHOLE = (Case(name, (swin, "gelu")) for name in ("swin_padded", "swin"))
 WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windows(16, 11, 7, 3)]
 
 
-class TestSwin(ImageClassifierTests):
+class TestSwin(ClassifierTests):
     """Maps of 9 x 9 and 5 x 5 in windows of 4 x 4."""
 
     case = PADDED
@@ -43,7 +42,7 @@ def test_whole_windows():
 def test_even_tokens_for_cudnn(merged, monkeypatch):
     """Windows of 9 tokens; another implementation stands in for cuDNN, which needs a GPU."""
     config = swin.SwinConfig(8, (2,), (2,), window_size=3, patch_size=2, num_labels=5)
-    images = PADDED.images[:, :14, :14]
+    images = PADDED.inputs[0][:, :14, :14]
     models = [
         swin.Swin(config, Compute(attention=name, merged=merged)) for name in ("xla", "cudnn")
     ]
@@ -99,16 +98,16 @@ def test_smaller_windows_use_the_same_offsets():
 
 
 def test_map_smaller_than_the_window():
-    images = PADDED.images[:, :6, :8]  # maps of 3 x 4 and 2 x 2
-    plain = PADDED.logits(Compute(), images=images)
-    merged = PADDED.logits(Compute("lowmembp", merged=True), images=images)
+    images = PADDED.inputs[0][:, :6, :8]  # maps of 3 x 4 and 2 x 2
+    plain = PADDED.logits(Compute(), inputs=[images])
+    merged = PADDED.logits(Compute("lowmembp", merged=True), inputs=[images])
     np.testing.assert_allclose(merged, plain, atol=2e-5)
 
 
 def test_images_are_padded_to_whole_patches():
-    images = PADDED.images[:, :17, :17]
+    images = PADDED.inputs[0][:, :17, :17]
     padded = np.pad(images, ((0, 0), (0, 1), (0, 1), (0, 0)))
-    logits = [PADDED.logits(Compute(), images=each) for each in (images, padded)]
+    logits = [PADDED.logits(Compute(), inputs=[each]) for each in (images, padded)]
     np.testing.assert_array_equal(*logits)
 
 

@@ -3,10 +3,8 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from image_classifiers import Case, ImageClassifierTests, assert_close
 from lowmembp_examples.checkpoints import from_params, to_params
 from lowmembp_examples.models import vit
 from lowmembp_examples.models.attention import attention
@@ -17,13 +15,12 @@ from lowmembp_examples.models.vit_npz import (
     npz_name,
     resize_positions,
 )
+from model_tests import Case, ClassifierTests, assert_close
 
-import lowmembp_jax as lm
-
-CASE = Case("vit", vit, vit.ViT, vit.ViTConfig)
+CASE = Case("vit", (vit, "gelu"))
 
 
-class TestViT(ImageClassifierTests):
+class TestViT(ClassifierTests):
     case = CASE
 
 
@@ -43,23 +40,7 @@ def test_even_tokens_for_cudnn(merged, monkeypatch):
 
 def test_images_of_another_size():
     with pytest.raises(ValueError, match=r"\(3, 40, 40, 3\), expected \[batch, \*\(32, 32, 3\)\]"):
-        CASE.logits(Compute(), images=np.zeros((3, 40, 40, 3), np.float32))
-
-
-@pytest.mark.gpu_compiler
-def test_compiled_for_a_gpu_with_flash_attention():
-    config = vit.ViTConfig(64, 1, 4, 128, image_size=32, patch_size=8, num_labels=10)
-    compute = Compute("lowmembp", jnp.bfloat16, attention="cudnn", merged=True)
-    model = vit.ViT(config, compute)
-    images = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.bfloat16)
-    params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
-
-    def loss(params, images):
-        return jax.nn.logsumexp(model.apply({"params": params}, images), axis=-1).mean()
-
-    text = lm.memory.compile_for(jax.grad(loss), params, images).as_text()
-    assert "__cudnn$fmhaSoftmax(" in text or '__cudnn$fmhaSoftmax"' in text
-    assert "__cudnn$fmhaSoftmaxBackward" in text
+        CASE.logits(Compute(), inputs=[np.zeros((3, 40, 40, 3), np.float32)])
 
 
 def npz():
@@ -120,7 +101,7 @@ def test_npz_has_the_same_logits_and_is_saved_as_it_was(tmp_path):
 
 def test_tanh_gelu():
     model = vit.ViT(dataclasses.replace(CASE.config, hidden_act="gelu_pytorch_tanh"))
-    logits = model.apply({"params": CASE.params}, CASE.images)
+    logits = model.apply({"params": CASE.params}, *CASE.inputs)
     difference = np.abs(logits - CASE.io["logits"]).max()
     assert 1e-5 < difference < 1e-2
 

@@ -1,4 +1,4 @@
-"""What every image classifier of examples/models must do: tests to inherit from."""
+"""What every model of examples/models must do, against PyTorch's: tests to inherit from."""
 
 import functools
 import json
@@ -11,6 +11,7 @@ import optax
 import pytest
 from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.models import FAMILIES
 
 import lowmembp_jax as lm
 
@@ -22,22 +23,40 @@ LOWMEMBP = ["lowmembp", "lowmembp+remat"]
 
 
 class Case:
-    """A checkpoint of `tests/data/hf_tiny`, and the model that it is for."""
+    """A checkpoint of `tests/data/hf_tiny`, and the model that it is for.
 
-    def __init__(self, name, module, model, config):
-        self.module, self.model = module, model
+    Args:
+      name: of the checkpoint, which begins with that of the family.
+      activation: the module and the name of the activation that lowmembp approximates.
+      fields: more of the model's.
+    """
+
+    def __init__(self, name, activation, **fields):
+        family = FAMILIES[name.partition("_")[0]]
+        self.module, self.model, self.fields = family.module, family.model, fields
+        self.activation = activation
         self.directory = DATA / name
-        self.config = config.from_json(self.directory / "config.json")
+        self.config = family.config.from_json(self.directory / "config.json")
         self.io = np.load(self.directory / "io.npz")
-        self.images = self.io["in.pixel_values"].transpose(0, 2, 3, 1)
+        self.inputs = self._inputs(family.task)
         self.tensors = read_tensors(self.directory)
         self.params = self.to_params(self.tensors)
-        self.merged = lm.merge_norm_affine(self.params, module.NORM_RULES)
+        self.rules = family.norm_rules(self.config)
+        self.merged = lm.merge_norm_affine(self.params, self.rules)
+
+    def _inputs(self, task):
+        if task == "image-classification":
+            return (self.io["in.pixel_values"].transpose(0, 2, 3, 1),)
+        ids = self.io["in.input_ids"].astype(np.int32)
+        if task == "language-modelling":
+            return (ids,)
+        types = [self.io[name] for name in self.io if name == "in.token_type_ids"]
+        lengths = self.io["in.attention_mask"].sum(1)
+        return (ids, *(x.astype(np.int32) for x in (lengths, *types)))
 
     def abstract(self, compute=Compute()):  # noqa: B008
-        images = jax.ShapeDtypeStruct(self.images.shape, jnp.float32)
-        model = self.model(self.config, compute)
-        return jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+        model = self.model(self.config, compute, **self.fields)
+        return jax.eval_shape(model.init, jax.random.key(0), *self.inputs)["params"]
 
     def to_params(self, tensors, **kwargs):
         module = self.module
@@ -45,40 +64,59 @@ class Case:
             tensors, self.abstract(), module.hugging_face_name, module.UNUSED, **kwargs
         )
 
-    def logits(self, compute, params=None, images=None):
+    def logits(self, compute, params=None, inputs=None):
         params = params or (self.merged if compute.merged else self.params)
-        model = self.model(self.config, compute)
+        model = self.model(self.config, compute, **self.fields)
         apply = jax.jit(model.apply, compiler_options=OPTIONS)
-        return apply({"params": params}, self.images if images is None else images)
+        return apply({"params": params}, *(inputs or self.inputs))
+
+    def loss(self, logits):
+        labels = self.io["in.labels"].astype(np.int32)
+        if labels.ndim == 2:  # of a text, the next token's
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @functools.cache  # noqa: B019
-    def run(self, compute, gelu=None, **kwargs):
-        """Gradients, of logits and a loss that are PyTorch's; `gelu` in place of the model's."""
+    def run(self, compute, activation=None, **kwargs):
+        """Gradients, of logits and a loss that are PyTorch's; `activation` in place of its own."""
 
         def step(params):
-            model = self.model(self.config, compute, **kwargs)
-            logits = model.apply({"params": params}, self.images)
-            labels = self.io["in.labels"].astype(np.int32)
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-            return loss, logits
+            model = self.model(self.config, compute, **self.fields, **kwargs)
+            logits = model.apply({"params": params}, *self.inputs)
+            return self.loss(logits), logits
 
         step = jax.jit(jax.value_and_grad(step, has_aux=True), compiler_options=OPTIONS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.module, "gelu", gelu or self.module.gelu)
+            if activation is not None:
+                patch.setattr(*self.activation, activation)
             (loss, logits), gradients = step(self.merged if compute.merged else self.params)
         np.testing.assert_allclose(logits, self.io["logits"], atol=2e-5)
         np.testing.assert_allclose(loss, self.io["loss"], rtol=1e-5)
         return gradients
 
 
-def step_gelu(compute, x, *, approximate):
-    """GELU whose slope is ReGELU2's, written without the library: forward exact."""
-    a1, a2 = -0.04922261145617846, 1.0979632065417297
-    c1, c2, c3 = -3.1858810036855245, -0.001178821281161997, 3.190832613414926
-    steps = [(c1, a1), (c2, a2), (c3, 1 - a1 - a2)]
-    slope = sum(jnp.where(x > c, np.float32(a), np.float32(0)) for c, a in steps)
-    stop = jax.lax.stop_gradient
-    return stop(jax.nn.gelu(x, approximate)) + stop(slope) * (x - stop(x))
+def with_steps(function, a1, a2, *thresholds):
+    """`function` with a slope of steps in the backward, written without the library."""
+
+    def activation(compute, x, **kwargs):
+        steps = zip(thresholds, (a1, a2, 1 - a1 - a2), strict=True)
+        slope = sum(jnp.where(x > c, np.float32(a), np.float32(0)) for c, a in steps)
+        stop = jax.lax.stop_gradient
+        return stop(function(x, **kwargs)) + stop(slope) * (x - stop(x))
+
+    return activation
+
+
+step_gelu = with_steps(
+    jax.nn.gelu,
+    *(-0.04922261145617846, 1.0979632065417297),
+    *(-3.1858810036855245, -0.001178821281161997, 3.190832613414926),
+)
+step_silu = with_steps(
+    jax.nn.silu,
+    *(-0.04060357190528599, 1.080925428529668),
+    *(-6.3050461001646445, -0.0008684942046214787, 6.325815242089708),
+)
 
 
 def assert_close(gradients, expected, tolerance=1e-4):
@@ -92,8 +130,15 @@ def assert_close(gradients, expected, tolerance=1e-4):
     jax.tree_util.tree_map_with_path(check, gradients, expected)
 
 
-class ImageClassifierTests:
+def specs(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+class ModelTests:
+    """What does not depend on the task."""
+
     case: Case
+    with_steps = staticmethod(step_gelu)
 
     @pytest.mark.parametrize("method", EXACT)
     def test_gradients_are_pytorchs(self, method):
@@ -103,23 +148,25 @@ class ImageClassifierTests:
         assert_close(gradients, {name: self.case.io[f"grad.{name}"] for name in gradients})
         largest = max(np.abs(gradient).max() for gradient in gradients.values())
         keys = [g for name, g in gradients.items() if name.endswith("key.bias")]
-        assert keys and all(np.abs(key).max() < 1e-6 * largest for key in keys)
+        assert all(np.abs(key).max() < 1e-6 * largest for key in keys)
 
     @pytest.mark.parametrize("merged", [False, True])
     @pytest.mark.parametrize("method", LOWMEMBP)
-    def test_only_the_slope_of_gelu_is_not_exact(self, method, merged):
+    def test_only_the_slope_of_the_activation_is_not_exact(self, method, merged):
         gradients = self.case.run(Compute(method, merged=merged))
-        assert_close(gradients, self.case.run(Compute("default", merged=merged), step_gelu))
+        expected = self.case.run(Compute("default", merged=merged), self.with_steps)
+        assert_close(gradients, expected)
 
     def test_norm_residual_output(self):
         normalized = self.case.run(Compute("lowmembp"))
         assert_close(self.case.run(Compute("lowmembp"), norm_residual="output"), normalized)
 
     def test_merging_makes_the_parameters_of_the_merged_model(self):
-        abstract = self.case.abstract(Compute(merged=True))
-        assert jax.tree.structure(self.case.merged) == jax.tree.structure(abstract)
-        shapes = [[leaf.shape for leaf in jax.tree.leaves(t)] for t in (self.case.merged, abstract)]
-        assert shapes[0] == shapes[1]
+        """From arrays and from shapes."""
+        abstract = lm.merge_norm_affine(self.case.abstract(), self.case.rules)
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
+        made = specs(self.case.abstract(Compute(merged=True)))
+        assert specs(self.case.merged) == specs(abstract) == made
 
     @pytest.mark.parametrize("merged", [False, True])
     @pytest.mark.parametrize("method", ["default", "lowmembp"])
@@ -151,18 +198,29 @@ class ImageClassifierTests:
         for config in (self.case.config, *self.case.module.CONFIGS.values()):
             (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
             assert type(config).from_json(tmp_path / "config.json") == config
+        given = json.loads((self.case.directory / "config.json").read_text())
+        made = json.loads(json.dumps(self.case.config.to_json()))
+        assert "model_type" in made
+        assert all(made[name] == given[name] for name in made.keys() & given.keys())
+
+
+class ClassifierTests(ModelTests):
+    """What models with a classifier do besides; its tensors, and its modules with what is new."""
+
+    classifier = "classifier"
+    head = ("classifier",)
 
     def test_every_problem_is_named(self):
-        tensors = dict(self.case.tensors)
-        del tensors["classifier.bias"]
-        tensors["classifier.scale"] = np.zeros(3, np.float32)
-        tensors["classifier.weight"] = tensors["classifier.weight"].T
+        tensors, name = dict(self.case.tensors), self.classifier
+        del tensors[f"{name}.bias"]
+        tensors[f"{name}.scale"] = np.zeros(3, np.float32)
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T
         with pytest.raises(ValueError) as error:
             self.case.to_params(tensors)
         for problem in (
-            "missing classifier.bias",
-            "unknown classifier.scale",
-            f"classifier.weight has shape {tensors['classifier.weight'].shape}",
+            f"missing {name}.bias",
+            f"unknown {name}.scale",
+            f"{name}.weight has shape {tensors[f'{name}.weight'].shape}",
         ):
             assert problem in str(error.value)
 
@@ -173,10 +231,10 @@ class ImageClassifierTests:
             for name, tensor in self.case.tensors.items()
             if not name.startswith("classifier")
         }
-        with pytest.raises(ValueError, match=r"missing classifier\.bias"):
+        with pytest.raises(ValueError, match=rf"missing {self.classifier}\.bias"):
             self.case.to_params(bare, prefix=prefix)
         head = {"kernel": np.zeros((48, 7), np.float32), "bias": np.zeros(7, np.float32)}
-        params = self.case.to_params(bare, prefix=prefix, initial={"classifier": head})
-        assert params["classifier"] is head
-        rest = {**params, "classifier": self.case.params["classifier"]}
+        params = self.case.to_params(bare, prefix=prefix, initial=dict.fromkeys(self.head, head))
+        assert all(params[name] is head for name in self.head)
+        rest = params | {name: self.case.params[name] for name in self.head}
         jax.tree.map(np.testing.assert_array_equal, rest, self.case.params)
