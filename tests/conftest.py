@@ -21,6 +21,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config):
+    # JAX 0.11 and later, where a kernel is lowered: see pallas_kernels/launch.py.
+    warning = "The Pallas Triton backend is deprecated:DeprecationWarning"
+    config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+
+
 def pytest_collection_modifyitems(items):
     if missing := lm.memory.missing_wheels():
         skip = pytest.mark.skip(reason=f"no GPU compiler: {', '.join(missing)} not installed")
@@ -34,3 +40,17 @@ def small_caches():
     """What JAX keeps of one file's programs is gigabytes in the end, and no use to the next."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def mixed_dtypes():
+    """Flax's own norms mix float32 with 16 and with 64 bits."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def jax_defaults(mixed_dtypes):
+    """Those of users, under which commands run."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

@@ -3,7 +3,6 @@
 import importlib
 import sys
 import types
-import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -82,25 +81,23 @@ def test_timed_programs_compiled_for_an_h200(name, implementation):
     column = jax.ShapeDtypeStruct((kernel.width,), jnp.float32)
     args = jax.ShapeDtypeStruct((rows, kernel.width), dtype), *[column] * kernel.parameters
     mesh = jax.sharding.Mesh(lm.memory.topology("h200").devices, ("devices",)).abstract_mesh
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
-        with jax.sharding.use_abstract_mesh(mesh):
-            split = ForwardBackward(partial(kernel.ours, implementation=implementation), *args)
-        for direction in DIRECTIONS:
-            function = getattr(split, direction)
-            inputs = args if direction == "forward" else split.inputs
-            once = lm.memory.compile_for(function, *inputs)
-            thrice = lm.memory.compile_for(
-                repeated(function),
-                [inputs] * 3,
-                compiler_options={"xla_gpu_enable_command_buffer": ""},
-            )
-            assert launches(thrice) == 3 * launches(once)
-            text = once.as_text()
-            assert " copy(" not in text[text.index("\nENTRY") :]
-            by_hand = kernel.bytes_an_element(direction, dtype, rows)
-            moved = moved_bytes(once) / (rows * kernel.width)
-            assert by_hand == pytest.approx(moved, rel=0.01)
+    with jax.sharding.use_abstract_mesh(mesh):
+        split = ForwardBackward(partial(kernel.ours, implementation=implementation), *args)
+    for direction in DIRECTIONS:
+        function = getattr(split, direction)
+        inputs = args if direction == "forward" else split.inputs
+        once = lm.memory.compile_for(function, *inputs)
+        thrice = lm.memory.compile_for(
+            repeated(function),
+            [inputs] * 3,
+            compiler_options={"xla_gpu_enable_command_buffer": ""},
+        )
+        assert launches(thrice) == 3 * launches(once)
+        text = once.as_text()
+        assert " copy(" not in text[text.index("\nENTRY") :]
+        by_hand = kernel.bytes_an_element(direction, dtype, rows)
+        moved = moved_bytes(once) / (rows * kernel.width)
+        assert by_hand == pytest.approx(moved, rel=0.01)
 
 
 def test_full_training_needs_no_qwix(monkeypatch):

@@ -5,7 +5,6 @@ import importlib.util
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 import lowmembp_jax as lm
@@ -16,11 +15,9 @@ gpu_compiler = pytest.mark.gpu_compiler
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path, monkeypatch):
-    """A cache of its own, and JAX's defaults, under which the command runs."""
+def surroundings(tmp_path, monkeypatch, jax_defaults):
+    """A cache of its own, and JAX's defaults."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 
 FAMILIES, METHODS, TRAIN = tuple(TINY), lm.memory.METHODS, get_args(Train)
 QUERY_VALUE = {"query", "value"}
@@ -62,13 +62,6 @@ class Step(NamedTuple):
     outputs: tuple  # state, metrics
     memory: Any  # XLA's sizes
     cost: lm.memory.Cost
-
-
-@pytest.fixture(autouse=True)
-def defaults():
-    """JAX's: Flax's norms promote."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(scope="module")

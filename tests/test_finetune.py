@@ -21,13 +21,7 @@ from lowmembp_examples.trainer.source import find_source, initial_params, model_
 from safetensors.numpy import load_file, save_file
 
 PLAIN, OURS = "plain Flax", "lowmembp_jax"
-
-
-@pytest.fixture(autouse=True)
-def defaults():
-    """JAX's, under which the command runs."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 @pytest.fixture(scope="module")

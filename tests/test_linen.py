@@ -45,13 +45,6 @@ def assert_within_one_ulp(a, b):
     np.testing.assert_allclose(a, b, rtol=eps, atol=0)
 
 
-@pytest.fixture
-def mixed_dtypes():
-    """Flax's own norms mix float32 with 16 and with 64 bits."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @norms
 @pytest.mark.parametrize(
     "given",

@@ -200,7 +200,6 @@ def test_stacks_of_a_scan_are_intermediates():
     assert plan.gradients == layers * WIDTH * WIDTH * 4
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("method", "implementation", "scan", "units"),
     [

@@ -4,19 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, SingleDeviceSharding
 
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE
 from pallas_kernels import activation, normalization
 
-pytestmark = [
-    pytest.mark.gpu_compiler,
-    # JAX 0.11 and later, where the kernel is lowered: see pallas_kernels/launch.py.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.gpu_compiler
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -26,12 +20,8 @@ GPUS = [name for capability, name in GPUS.items() if capability >= (8, 0)]
 
 
 def compile_for(device, fn, *shapes_dtypes):
-    topology = lm.memory.topology(device)
-    sharding = SingleDeviceSharding(topology.devices[0])
-    args = [jax.ShapeDtypeStruct(*each, sharding=sharding) for each in shapes_dtypes]
-    mesh = Mesh(np.array(topology.devices), ("devices",))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(fn).lower(*args).compile()
+    args = [jax.ShapeDtypeStruct(*each) for each in shapes_dtypes]
+    return lm.memory.compile_for(fn, *args, device=device)
 
 
 def activation_forward(function, x):

@@ -56,12 +56,6 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.fixture
-def mixed_dtypes():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def test_nesting_inner_settings_win_and_outer_ones_return(mixed_dtypes):
     norm = partial(nn.LayerNorm().apply, nn.LayerNorm().init(jax.random.key(0), X))
     with lm.patch(norm_dtype=jnp.float16) as outer:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -12,14 +11,7 @@ from lowmembp_examples.planning import MODELS
 import lowmembp_jax as lm
 from lowmembp_jax import cli
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture(autouse=True)
-def defaults():
-    """JAX's, under which the command runs."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def test_every_model_by_name():

@@ -1,7 +1,6 @@
 """On 8 devices: the values of one device, and no collective that default Flax has not."""
 
 import re
-import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -151,9 +150,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
-        program = compiled(partial(ours, implementation=implementation))
+    program = compiled(partial(ours, implementation=implementation))
     text, family = program.as_text(), "norm" if "norm" in name else "activation"
     if implementation == "pallas":
         assert all(f"lowmembp_{family}_{way}" in text for way in ("forward", "backward"))
@@ -202,8 +199,7 @@ def test_activations_of_any_width_exchange_nothing(devices, implementation, kind
     def program(xs):
         return [run(x, argument.sharding.spec) for x, argument in zip(xs, arguments, strict=True)]
 
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton", DeprecationWarning)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         # Named, as JAX does not find the platform of an explicit mesh of devices not there.
         platforms = ("cuda" if devices == 16 else "cpu",)
         lowered = jax.jit(program).trace(arguments).lower(lowering_platforms=platforms)
