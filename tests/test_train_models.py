@@ -52,6 +52,12 @@ def logits(family, config, params, **compute):
     return jax.jit(model.apply)({"params": params}, *batch_of(family))
 
 
+def write(path, model, **options):
+    family, config, inputs, params = model
+    plain = {"merged": False, "lora_scale": 1.0, "classes": (), "dtype": np.float32}
+    export(path, family, config, params, inputs=inputs, **plain | options)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path):
     family, config, inputs, params = load(TINY / name)
@@ -63,17 +69,7 @@ def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path)
         merged,
     )
     names = tuple(f"class {i}" for i in range(classes))
-    export(
-        tmp_path,
-        family,
-        config,
-        trained,
-        merged=True,
-        lora_scale=1.0,
-        classes=names,
-        dtype=np.float32,
-        inputs=inputs,
-    )
+    write(tmp_path, (family, config, inputs, trained), merged=True, classes=names)
     found, new_config, _, exported = load(tmp_path, classes)
     assert found is family
     expected = logits(family, config, trained, merged=True)
@@ -135,19 +131,9 @@ def test_unusable_checkpoints_are_named(tmp_path):
 
 
 def test_a_llama_is_scanned_and_exported_by_layers(tmp_path):
-    family, config, inputs, params = load(TINY / "llama")
+    _, config, _, params = llama = load(TINY / "llama")
     assert params["layers"]["query"]["kernel"].shape[0] == config.num_hidden_layers == 2
-    export(
-        tmp_path,
-        family,
-        config,
-        params,
-        merged=False,
-        lora_scale=1.0,
-        classes=(),
-        dtype=np.float32,
-        inputs=inputs,
-    )
+    write(tmp_path, llama)
     exported, original = read_tensors(tmp_path), read_tensors(TINY / "llama")
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
@@ -184,17 +170,7 @@ def test_lora_is_exported_in_the_weights(what, tmp_path):
         params,
     )
     expected = jax.jit(model.apply)({"params": params}, *batch_of(family))
-    export(
-        tmp_path,
-        family,
-        config,
-        params,
-        merged=True,
-        lora_scale=3.0 / 2,
-        classes=(),
-        dtype=np.float32,
-        inputs=inputs,
-    )
+    write(tmp_path, (family, config, inputs, params), merged=True, lora_scale=3.0 / 2)
     _, config, _, exported = load(tmp_path)
     np.testing.assert_allclose(logits(family, config, exported), expected, rtol=1e-3, atol=1e-3)
     assert (
