@@ -12,7 +12,6 @@ from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
-from lowmembp_jax.codes import encode
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
 DTYPES = ["float16", "bfloat16", "float32"]
@@ -67,13 +66,6 @@ def test_golden_float64_values(op):
     np.testing.assert_allclose(vjp(jnp.asarray(g))[0], GOLDEN[f"{key}.dx"], rtol=2e-7)
 
 
-@pytest.mark.parametrize("key", ["regelu2", "resilu2"])
-def test_golden_codes(key):
-    codes = encode(jnp.asarray(GOLDEN[f"{key}.x"]), getattr(lm, f"{key.upper()}_TABLE"))
-    assert codes.dtype == jnp.uint2
-    np.testing.assert_array_equal(codes.astype(jnp.uint8), GOLDEN[f"{key}.code"])
-
-
 class StepActivations:
     """What every implementation has to do."""
 
@@ -119,15 +111,10 @@ class StepActivations:
         assert len(set(expected_slope(x, table))) == 4
 
     @each_op
-    def test_slope_at_zero_is_the_third_level(self, name):
-        dx = gradient(self.op(name), jnp.array([0.0, -0.0]))
-        np.testing.assert_array_equal(dx, jnp.float32(TABLES[name].levels[2]))
-
-    @each_op
     @each_dtype
     def test_nan_and_inf(self, name, dtype):
         """A NaN reaches the output, and so the loss and the gradient."""
-        x = jnp.array([1.0, jnp.nan, -1.0, jnp.inf, -jnp.inf, -20.0, 20.0, 0.0], dtype)
+        x = jnp.array([1.0, jnp.nan, -1.0, jnp.inf, -jnp.inf, -20.0, 20.0, 0.0, -0.0], dtype)
         y, vjp = jax.vjp(self.op(name), x)
         np.testing.assert_array_equal(jnp.isnan(y), jnp.isnan(x))
         assert y[3] == jnp.inf and y[4] == 0

@@ -1,7 +1,6 @@
 """ms_layer_norm and ms_rms_norm: one class for every implementation, then what is common."""
 
 from functools import cache, partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -14,7 +13,6 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
 
-GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
 OPS = {"ms_layer_norm": lm.ms_layer_norm, "ms_rms_norm": lm.ms_rms_norm}
 # Shape, dtype of x, dtype of the output. Triton's kernels read 20000 columns in chunks.
 ARGUMENTS = [
@@ -77,23 +75,6 @@ class Norms:
 
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
-
-    @each_op
-    @pytest.mark.parametrize("residual", [None, "normalized", "output"])
-    def test_golden_float64_values(self, name, residual):
-        def golden(key):
-            return jnp.asarray(GOLDEN[f"{name}.{key}"], jnp.float32)
-
-        if residual is None:
-            y, vjp = jax.vjp(self.op(name), golden("x"))
-            got, want = (y, *vjp(golden("g"))), ("y", "dx")
-        else:
-            scale, bias = golden("scale"), golden("bias")
-            parameters = (scale, bias) if name == "ms_layer_norm" else (scale,)
-            y, vjp = jax.vjp(self.op(name, residual=residual), golden("x"), *parameters)
-            got, want = (y, *vjp(golden("g"))), ("affine_y", "affine_dx", "dscale", "dbias")
-        for value, key in zip(got, want, strict=False):
-            np.testing.assert_allclose(value, GOLDEN[f"{name}.{key}"], rtol=1e-6, atol=2e-5)
 
     @each_op
     @pytest.mark.parametrize("residual", [None, "normalized", "output"])
