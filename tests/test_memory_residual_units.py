@@ -1,26 +1,24 @@
-"""lm.memory.residuals against units counted by hand, and against what XLA's GPU compiler stacks.
+"""Residuals of the ViT block of examples/benchmarks/encoder.py against those that LowMemoryBP
+(arXiv:2406.16282) counts by hand; LLaMA's are in test_llama.py.
 
-A unit is tokens x hidden x 2 bytes. LowMemoryBP (arXiv:2406.16282) counts one saved input an
-operation, norm inputs in float32:
+In units of tokens x hidden x 16 bit. The paper counts one saved input an operation, norm inputs in
+float32; JAX's own `jax.nn.gelu` and a plain LayerNorm keep more, and in `jax.checkpoint` just that:
 
-                            ViT block                     LLaMA block, FFN 2.7 x hidden
-    norm 1                  2     input, float32          2
-    q, k, v Denses          1     input, shared           1
-    attention               4     q, k, v, output         4
-    output Dense            1     input                   1
-    norm 2                  2                             2
-    fc1; gate and up        1     input                   1      shared
-    activation              4     input of GELU           2.7    input of SiLU
-    product                 -                             5.4    SiLU's output, up's output
-    fc2; down               4     input                   2.7
-                           19                            21.8
+                            ViT block     LoRA on q and v: frozen Denses keep no input
+    norm 1                  2             2    input, float32
+    q, k, v Denses          1             1    input, shared
+    attention               4             4    q, k, v, output
+    output Dense            1                  input
+    norm 2                  2             2
+    fc1                     1                  input
+    activation              4             4    input of GELU
+    fc2                     4                  input
+                           19            13
 
-Ours: the norms keep nothing but their outputs, which the Denses behind them keep already (-4), and
-the activation 2 bits in place of 16 (4 -> 0.5, 2.7 -> 0.3375): 11.5 and 15.4375. The output Dense
-reads the array that attention keeps, where it contracts over (heads, size): one less each.
-
-LoRA on q and v, ViT: frozen Denses keep no input. 2 + 1 + 4 + 2 + 4 = 13; ours keeps the second
-norm's output, which no Dense shares now: 0 + 1 + 4 + 1 + 0.5 = 6.5.
+The output Dense reads the array that attention keeps, as it contracts over (heads, size): one less,
+18. Ours: the norms keep nothing but their outputs, which the Denses behind them keep already (-4),
+and the activation 2 bits in place of 16 (4 -> 0.5): 10.5. With LoRA the second norm's output is
+shared by no Dense: 0 + 1 + 4 + 1 + 0.5 = 6.5.
 """
 
 import math
@@ -30,73 +28,60 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-import reference_blocks as reference
 from jax import lax
+from lowmembp_examples.benchmarks.encoder import HEADS, HIDDEN, METHODS, RANK, block, parameters
+from lowmembp_examples.models.attention import attention
 
 import lowmembp_jax as lm
 
-LAYERS = 3
-VIT = reference.Sizes(batch=2, tokens=16, hidden=256, heads=4, ffn=1024)
-LLAMA = reference.Sizes(batch=2, tokens=16, hidden=320, heads=5, ffn=864)  # 2.7 x hidden
+LAYERS, ROWS = 3, 2 * 16
+UNIT = ROWS * HIDDEN * 2
+STREAM = jax.ShapeDtypeStruct((2, 16, HIDDEN), jnp.float32)
+PAPER, OURS = "checkpointed norm and activation", "lowmembp_jax"
 
 
-def small_terms(sizes: reference.Sizes, ops: str, lora: str) -> int:
+@pytest.fixture(autouse=True)
+def flash_attention(monkeypatch, mixed_dtypes):
+    """That of examples/models, which keeps q, k, v, its output and a float32 logsumexp a row."""
+    chunked = lambda q, k, v, implementation: attention(q, k, v, "chunked")  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", chunked)
+
+
+def small_terms(method: str, pairs: int) -> int:
     """Bytes of what a count of units leaves out, a block."""
-    total = sizes.rows * sizes.heads * 4  # logsumexp of the attention, float32
-    total += len(lora) * sizes.rows * reference.RANK * 2  # x A, input of B, bf16
-    if ops == "ours":
-        total += 2 * sizes.rows * 4  # rstd of two norms, float32
+    total = ROWS * HEADS * 4  # logsumexp of the attention, float32
+    total += pairs * ROWS * RANK * 2  # x A, input of B, bf16
+    if method == OURS:
+        total += 2 * ROWS * 4  # rstd of two norms, float32
     return total
 
 
-def stacked(tree, layers: int):
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype), tree)
-
-
-def stream(sizes: reference.Sizes):
-    return jax.ShapeDtypeStruct((sizes.batch, sizes.tokens, sizes.hidden), jnp.float32)
-
-
-def scanned(block):
-    def run(trained, frozen, x):
-        def body(x, layer):
-            return block(x, layer[0] | layer[1]), None
-
-        return lax.scan(body, x, (trained, frozen))[0]
-
-    return run
-
-
-def table(name: str, ops: str, lora: str = "", once: bool = False) -> lm.memory.Residuals:
+def table(method: str, train="full") -> lm.memory.Residuals:
     """Residuals of `LAYERS` blocks under scan."""
-    sizes, block = (VIT, reference.vit_block) if name == "vit" else (LLAMA, reference.llama_block)
-    weights = reference.weights(sizes, gated=name == "llama", lora=lora, once=once)
-    trained, frozen = stacked(weights, LAYERS)
-    run = scanned(partial(block, ops, sizes))
-    return lm.memory.residuals(run, trained, frozen, stream(sizes), argnums=0)
+    run = partial(block, METHODS[method], "cudnn")
+    stack = lambda s: jax.ShapeDtypeStruct((LAYERS, *s.shape), s.dtype)  # noqa: E731
+    trained, frozen = jax.tree.map(stack, parameters(train))
+
+    def scanned(trained, frozen, x):
+        return lax.scan(lambda x, p: (run(x, *p), None), x, (trained, frozen))[0]
+
+    return lm.memory.residuals(scanned, trained, frozen, STREAM, argnums=0)
 
 
-UNITS = [
-    ("vit", "paper", "", False, 19),
-    ("vit", "ours", "", False, 11.5),
-    ("vit", "paper", "", True, 18),
-    ("vit", "ours", "", True, 10.5),
-    ("llama", "paper", "", False, 21.8),
-    ("llama", "ours", "", False, 15.4375),
-    ("llama", "paper", "", True, 20.8),
-    ("llama", "ours", "", True, 14.4375),
-    ("vit", "paper", "qv", False, 13),
-    ("vit", "ours", "qv", False, 6.5),
-    # Frozen, the output Dense keeps nothing of its own either way.
-    ("vit", "ours", "qv", True, 6.5),
-]
-
-
-@pytest.mark.parametrize(("name", "ops", "lora", "once", "units"), UNITS)
-def test_units_of_the_paper(name, ops, lora, once, units):
-    sizes = VIT if name == "vit" else LLAMA
-    a_block = round(units * sizes.unit) + small_terms(sizes, ops, lora)
-    assert table(name, ops, lora, once).total_bytes == LAYERS * a_block
+@pytest.mark.parametrize(
+    ("method", "train", "pairs", "units"),
+    [
+        (PAPER, "full", 0, 18),
+        (OURS, "full", 0, 10.5),
+        (PAPER, "lora-all", 6, 18),
+        (OURS, "lora-all", 6, 10.5),
+        (PAPER, "lora-qv", 2, 13),
+        (OURS, "lora-qv", 2, 6.5),
+    ],
+)
+def test_units_of_the_paper(method, train, pairs, units):
+    a_block = round(units * UNIT) + small_terms(method, pairs)
+    assert table(method, train).total_bytes == LAYERS * a_block
 
 
 def test_unrolled_blocks_keep_the_same():
@@ -105,50 +90,46 @@ def test_unrolled_blocks_keep_the_same():
     def kept(layers):
         def run(trained, x):
             for weights in trained:
-                x = reference.vit_block("ours", VIT, x, weights)
+                x = block(METHODS[OURS], "cudnn", x, weights, {})
             return x
 
-        weights, _ = reference.weights(VIT, gated=False, lora="", once=False)
-        return lm.memory.saved_bytes(run, [weights] * layers, stream(VIT), argnums=0)
+        return lm.memory.saved_bytes(run, [parameters("full")[0]] * layers, STREAM, argnums=0)
 
-    assert kept(3) - kept(2) == table("vit", "ours").total_bytes // LAYERS
+    assert kept(3) - kept(2) == table(OURS).total_bytes // LAYERS
 
 
 def test_plain_jax_keeps_more_than_the_paper_counts():
-    """Honestly: 35 units (39 in JAX 0.10) where the paper has 19, before XLA fuses some away."""
-    result = table("vit", "default")
-    gelu = [row for row in result.kept if "gelu" in row.used_by]
+    """Honestly: 34 units (38 in JAX 0.10) where the paper has 18, before XLA fuses some away."""
+    result = table("default")
+    gelu = [row for row in result.kept if row.used_by == ("gelu",)]
     # tanh-GELU's backward reads its input and 3 or 4 arrays between; the count has the input.
-    assert len(gelu) in (4, 5) and all(row.bytes == LAYERS * 4 * VIT.unit for row in gelu)
-    # A LayerNorm keeps x - mean twice, once doubled for the square, in place of x; rsqrt and
-    # its derivative.
-    norms = 2 * (2 * VIT.unit + 2 * VIT.rows * 4)
-    a_block = (19 + 4 * (len(gelu) - 1)) * VIT.unit + norms + small_terms(VIT, "default", "")
-    assert result.total_bytes == LAYERS * a_block
+    assert len(gelu) in (4, 5) and all(row.bytes == LAYERS * 4 * UNIT for row in gelu)
+    # A norm keeps x twice, and numbers of a row.
+    a_block = (18 + 4 * (len(gelu) - 1) + 2 * 2) * UNIT + small_terms("default", 0)
+    assert 0 < result.total_bytes - LAYERS * a_block <= LAYERS * 2 * 4 * ROWS * 4
 
 
 def test_rows_say_what_is_shared():
-    rows = table("vit", "ours", once=True).kept
+    rows = table(OURS).kept
     outputs = [row for row in rows if row.op == "ms_layer_norm output"]
     assert len(outputs) == 2 and all(row.shared and row.times == LAYERS for row in outputs)
-    (attention,) = (r for r in rows if r.op == "flash_attention" and r.dtype == "bfloat16")
-    assert set(attention.used_by) == {"flash_attention", "einsum"}
+    (output,) = (row for row in rows if row.op == "chunked" and row.dtype == "bfloat16")
+    assert set(output.used_by) == {"chunked", "einsum"}
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("ops", ["paper", "ours"])
-def test_stacks_of_the_compiled_loop(ops):
+@pytest.mark.parametrize("method", [PAPER, OURS])
+def test_stacks_of_the_compiled_loop(method):
     """The forward's while loop in XLA's program for an H200 carries just the table's stacks."""
     layers = 7  # no other axis has this length: weights are the same for all layers here
-    weights, _ = reference.weights(VIT, gated=False, lora="", once=True)
 
     def loss(weights, x):
         def body(x, _):
-            return reference.vit_block(ops, VIT, x, weights), None
+            return block(METHODS[method], "cudnn", x, weights, {}), None
 
         return jnp.mean(lax.square(lax.scan(body, x, length=layers)[0]))
 
-    args = weights, stream(VIT)
+    args = parameters("full")[0], STREAM
     compiled = lm.memory.compile_for(jax.grad(loss), *args)
     forward = next(line for line in compiled.as_text().splitlines() if " while(" in line)
     types = re.findall(rf"(\w+)\[{layers}((?:,\d+)+)\]", forward.split(" while(")[0])
