@@ -21,9 +21,9 @@ OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
-def base(family):
+def base(family, method="lowmembp", **fields):
     """A model, its parameters and what it gives, jitted."""
-    model = FAMILIES[family].model(TINY[family], Compute("lowmembp"))
+    model = FAMILIES[family].model(TINY[family], Compute(method), **fields)
     abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
     draw = np.random.default_rng(1)
     params = {
@@ -33,19 +33,30 @@ def base(family):
     return model, unflatten_dict(params), jax.jit(model.apply, compiler_options=OPTIONS)
 
 
-@pytest.mark.parametrize("train", ["lora-all", "qlora-all"])
-@pytest.mark.parametrize("family", TINY)
-def test_output(family, train):
+@pytest.mark.parametrize(
+    ("family", "train", "fields"),
+    [
+        *((family, train, {}) for family in TINY for train in ("lora-all", "qlora-all")),
+        ("llama", "lora-fa-all", {"scan_layers": True, "method": "dots"}),
+        ("llama", "qlora-qv", {"method": "lowmembp+remat"}),
+        ("llama", "qlora-all", {"scan_layers": True}),
+    ],
+    ids=str,
+)
+def test_output(family, train, fields):
     """That of the base model at first, whose weights QLoRA rounds; then that of W + alpha / rank
     A B in every Dense."""
-    plain, params, apply_plain = base(family)
+    plain, params, apply_plain = base(family, **fields)
     args = inputs(family)
     model = apply_lora(plain, train, RANK, ALPHA)
     with_lora = add_lora(model, params, jax.random.key(1), *args)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
+    assert jax.tree.structure(with_lora) == jax.tree.structure(abstract)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.shape == b.shape, with_lora, abstract))
     apply = jax.jit(model.apply, compiler_options=OPTIONS)
     got = apply({"params": with_lora}, *args)
     want = apply_plain({"params": params}, *args)
-    if train == "lora-all":
+    if not train.startswith("qlora"):
         np.testing.assert_array_equal(got, want)
     else:
         # NF4's error in each weight is 9% of it, see test_lora.py.
