@@ -62,13 +62,14 @@ def test_nesting_inner_settings_win_and_outer_ones_return(mixed_dtypes):
         with lm.patch(activations=False, norm_dtype=jnp.bfloat16) as inner:
             assert codes_kept(loss, PARAMS) == 0
             assert norm(X).dtype == jnp.bfloat16
-        with lm.patch(norms=False):
+        with lm.patch(norms=False) as activations:
             assert codes_kept(loss, PARAMS) == 2
             assert norm(X).dtype == jnp.float32
         assert outer.swapped == {}
         assert codes_kept(loss, PARAMS) == 2
         assert norm(X).dtype == jnp.float16
     assert set(inner.swapped) == {"layer_norm", "rms_norm"}
+    assert set(activations.swapped) == {"gelu", "silu"}
     assert set(outer.swapped) == {"layer_norm", "rms_norm", "gelu", "silu"}
     assert norm(X).dtype == jnp.float32
 
