@@ -114,10 +114,14 @@ def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     assert results["config"]["optimizer.learning_rate"] == 1e-3
 
 
-def start(arguments, *python):
+def start(arguments, *python, **environment):
     command = [sys.executable, *python, ROOT / "examples/train.py", *arguments]
     return subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [str(part) for part in command],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -291,20 +295,10 @@ def test_two_processes_have_the_losses_of_one(whole_run, texts, tmp_path, mesh):
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
+    given = arguments(texts, tmp_path / "run", "--mesh", *mesh.split())
+    given += ["--coordinator", f"localhost:{port}", "--export", tmp_path / "exported"]
     processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, str(ROOT / "examples/train.py")),
-                *map(str, arguments(texts, tmp_path / "run", "--mesh", *mesh.split())),
-                *("--coordinator", f"localhost:{port}"),
-                *("--process-count", "2", "--process-index", str(index)),
-                *("--export", str(tmp_path / "exported")),
-            ],
-            env={**os.environ, "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        start([*given, "--process-count", 2, "--process-index", index], XLA_FLAGS=flags)
         for index in range(2)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
