@@ -88,7 +88,8 @@ class Case:
         step = jax.jit(jax.value_and_grad(step, has_aux=True), compiler_options=OPTIONS)
         with pytest.MonkeyPatch.context() as patch:
             if activation is not None:
-                patch.setattr(*self.activation, activation)
+                module, name = self.activation
+                patch.setattr(module, name, activation)
             (loss, logits), gradients = step(self.merged if compute.merged else self.params)
         np.testing.assert_allclose(logits, self.io["logits"], atol=2e-5)
         np.testing.assert_allclose(loss, self.io["loss"], rtol=1e-5)
@@ -205,24 +206,9 @@ class ModelTests:
 
 
 class ClassifierTests(ModelTests):
-    """What models with a classifier do besides; its tensors, and its modules with what is new."""
+    """What models with a classifier do besides; `head` are its modules."""
 
-    classifier = "classifier"
     head = ("classifier",)
-
-    def test_every_problem_is_named(self):
-        tensors, name = dict(self.case.tensors), self.classifier
-        del tensors[f"{name}.bias"]
-        tensors[f"{name}.scale"] = np.zeros(3, np.float32)
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T
-        with pytest.raises(ValueError) as error:
-            self.case.to_params(tensors)
-        for problem in (
-            f"missing {name}.bias",
-            f"unknown {name}.scale",
-            f"{name}.weight has shape {tensors[f'{name}.weight'].shape}",
-        ):
-            assert problem in str(error.value)
 
     def test_encoder_without_a_head(self):
         prefix = self.case.module.PREFIX
@@ -231,7 +217,7 @@ class ClassifierTests(ModelTests):
             for name, tensor in self.case.tensors.items()
             if not name.startswith("classifier")
         }
-        with pytest.raises(ValueError, match=rf"missing {self.classifier}\.bias"):
+        with pytest.raises(ValueError, match=r"missing classifier\."):
             self.case.to_params(bare, prefix=prefix)
         head = {"kernel": np.zeros((48, 7), np.float32), "bias": np.zeros(7, np.float32)}
         params = self.case.to_params(bare, prefix=prefix, initial=dict.fromkeys(self.head, head))

@@ -248,15 +248,6 @@ def test_evaluation_from_another_file(tmp_path):
     assert (len(held_out.train), len(held_out.dev)) == (3, 1)
 
 
-def test_classes_in_the_order_of_a_head(tmp_path):
-    images = folder(tmp_path / "train", cat=IMAGES[:2], dog=IMAGES[2:3])
-    dev = folder(tmp_path / "dev", dog=IMAGES[:1], cat=IMAGES[:1])
-    fields = DataConfig("image-classification", images, dev, image_size=8)
-    task = load_task(fields, lambda names: ("fish", *reversed(names)))
-    assert task.classes == ("fish", "dog", "cat")
-    assert [sorted(split.data.labels) for split in (task.train, task.dev)] == [[1, 2, 2], [1, 2]]
-
-
 def test_digits_can_be_told_apart():
     train, dev = draw_digits(800, seed=0), draw_digits(100, seed=1)
     np.testing.assert_equal(draw_digits(800, seed=0), train)

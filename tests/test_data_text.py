@@ -194,13 +194,6 @@ def test_task_of_files(tmp_path):
     assert (evaluated.input_ids[used] != 0).all() and (evaluated.input_ids[~used] == 0).all()
 
 
-def test_classes_in_the_order_of_a_head(tmp_path):
-    train = tsv(tmp_path / "train.tsv")
-    task = load_task(DataConfig(train=train, dev=train), lambda names: ("ugly", "good", *names[:1]))
-    assert task.classes == ("ugly", "good", "bad")
-    assert task.dev.batch(np.arange(4)).labels.tolist() == [1, 2, 2, 2]
-
-
 def test_a_part_is_held_out_where_there_is_no_dev(tmp_path):
     train = tsv(tmp_path / "train.tsv", [f"text {i}" for i in range(20)], ["a", "b"] * 10)
     task = load_task(DataConfig(train=train, dev_fraction=0.25))

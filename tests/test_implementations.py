@@ -81,4 +81,4 @@ def test_no_kernel_for_other_functions_axes_or_float64():
         norm = lm.MSLayerNorm(reduction_axes=(0, 1), feature_axes=(0, 1), **pallas)
         norm.init(jax.random.key(0), jnp.ones((2, 4)))
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"x must be float32.*float64"):
-        lm.regelu2(jnp.ones(4, jnp.float64), **pallas)
+        partial(lm.regelu2, **pallas)(jnp.ones(4, jnp.float64))

@@ -243,7 +243,3 @@ def test_reports():
 def test_errors():
     with pytest.raises(ValueError, match=r"memory_fraction=75: accepted are numbers in \(0, 1\]"):
         plan_mlp(64, memory_fraction=75)
-    with pytest.raises(ValueError, match="parts has 'weights': accepted are parameters,"):
-        plan_mlp(64, parts=("weights", "batch", "batch"))
-    with pytest.raises(ValueError, match="device='h20' is not known"):
-        plan_mlp(64, device="h20")

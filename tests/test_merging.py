@@ -189,23 +189,6 @@ def test_added_bias_of_stacked_layers():
     np.testing.assert_allclose(out, np.einsum("li,liab->lab", bias, kernel), rtol=1e-3, atol=1e-3)
 
 
-def test_window_padding_is_minus_bias_over_scale():
-    """What the docstring says of Swin: zeros put in after the affine, merged."""
-    params = small(wrap=np.asarray)
-    y = np.random.default_rng(1).normal(size=(5, 4))
-    n, d = params["n"], params["d"]
-    padded = np.concatenate([y * n["scale"] + n["bias"], np.zeros((1, 4))])
-    merged = lm.merge_norm_affine(params, [lm.MergeRule("n", "d", keep=True)])
-    n = merged["n"]
-    filled = np.concatenate([y, -(n["bias"] / n["scale"])[None]])
-    np.testing.assert_allclose(
-        filled @ merged["d"]["kernel"] + merged["d"]["bias"],
-        padded @ d["kernel"] + d["bias"],
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
 def layers(*names):
     norm, up = {"scale": np.full(2, 3.0)}, {"kernel": np.ones((2, 2))}
     return {name: {"ln": norm, "mlp": {"up": up, "gate": up}} for name in names}

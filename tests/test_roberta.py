@@ -13,7 +13,6 @@ CASE = Case("roberta", (bert, "gelu"))
 
 class TestRoberta(ClassifierTests):
     case = CASE
-    classifier = "classifier.out_proj"
     head = ("dense", "classifier")
 
 

@@ -108,12 +108,9 @@ def test_tanh_gelu():
 
 def test_npz_problems_are_named():
     arrays = npz()
-    del arrays["Transformer/encoderblock_1/LayerNorm_2/scale"]
     arrays["pre_logits/kernel"] = np.zeros((48, 48), np.float32)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="unknown pre_logits/kernel"):
         to_params(arrays, CASE.abstract(), npz_name, layout="flax")
-    assert "missing Transformer/encoderblock_1/LayerNorm_2/scale" in str(error.value)
-    assert "unknown pre_logits/kernel" in str(error.value)
     del arrays["embedding/kernel"]
     with pytest.raises(ValueError, match="has no embedding/kernel"):
         npz_config(arrays)
