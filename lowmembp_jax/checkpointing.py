@@ -14,6 +14,33 @@ NORM_RSTD = "lowmembp_norm_rstd"
 RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_RSTD)
 
 
+# Primitives whose results take a matrix product, a convolution or a kernel to compute again.
+_PRODUCTS = frozenset(
+    (
+        "conv_general_dilated",
+        "custom_partitioning",
+        "dot_general",
+        "dot_product_attention_fp8_fwd_wrapper",
+        "dot_product_attention_fwd_wrapper",
+        "ffi_call",
+        "pallas_call",
+        "ragged_dot_general",
+        "scaled_matmul_wrapper",
+        "triton_kernel_call",
+    )
+)
+
+
+def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
+    """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
+
+    Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
+    attention's with their statistics. Norms, activations and softmax are computed again.
+    `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
+    """
+    return prim.name in _PRODUCTS
+
+
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
     """A `jax.checkpoint` policy that keeps this library's residuals and what `policies` keep.
 

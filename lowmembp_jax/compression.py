@@ -19,81 +19,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jaxtyping import Array
 
+from lowmembp_jax.checkpointing import products_saveable
+from lowmembp_jax.provenance import Fact, facts_of
+from lowmembp_jax.recomputation import with_copies
 from lowmembp_jax.storage import STORAGES, check_storage
-
-# Primitives whose results take a matrix product, a convolution or a kernel to compute again.
-_PRODUCTS = frozenset(
-    (
-        "conv_general_dilated",
-        "custom_partitioning",
-        "dot_general",
-        "dot_product_attention_fp8_fwd_wrapper",
-        "dot_product_attention_fwd_wrapper",
-        "ffi_call",
-        "pallas_call",
-        "ragged_dot_general",
-        "scaled_matmul_wrapper",
-        "triton_kernel_call",
-    )
-)
 
 #: Arrays of fewer elements are kept as they are.
 _SMALL = 1024
-# A result this many times smaller than what it was computed from is a statistic of it, such as a
-# logsumexp or the mean of a row: it is small, and rounding it would cost much.
-_STATISTIC = 8
 
 StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
-
-
-def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
-    """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
-
-    Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
-    attention's with their statistics. Norms, activations and softmax are computed again.
-    `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
-    """
-    return prim.name in _PRODUCTS
-
-
-class _Fact(NamedTuple):
-    """What is known of a variable of the forward."""
-
-    active: bool = False  # depends on an activation that is differentiated
-    statistic: bool = False  # holds a number a row, or is computed from such arrays alone
-    name: str | None = None  # its `checkpoint_name`
-
-
-def _facts(jaxpr: core.Jaxpr, inputs: Sequence[_Fact]) -> list[_Fact]:
-    """What is known of a jaxpr's results, from what is known of its arguments."""
-    known: dict[Any, _Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(atom) -> _Fact:
-        return _Fact() if isinstance(atom, core.Literal) else known.get(atom, _Fact())
-
-    def size(atom: Any) -> int:
-        return math.prod(atom.aval.shape)
-
-    for eqn in jaxpr.eqns:
-        read = [atom for atom in eqn.invars if of(atom).active]
-        called = eqn.params.get("jaxpr")
-        if isinstance(called, core.ClosedJaxpr) and eqn.primitive.name in ("jit", "closed_call"):
-            results = _facts(called.jaxpr, [of(atom) for atom in eqn.invars])
-        elif not read:
-            results = [_Fact()] * len(eqn.outvars)
-        else:
-            most = max(map(size, read))
-            derived = all(of(atom).statistic for atom in read)
-            # A name is one for the array that gets it and for those that only pass it on.
-            passes = eqn.primitive.name in ("name", "reduce_precision")
-            name = eqn.params.get("name", of(read[0]).name) if passes else None
-            if passes:
-                known[read[0]] = of(read[0])._replace(name=name)
-            results = [
-                _Fact(True, derived or _STATISTIC * size(var) <= most, name) for var in eqn.outvars
-            ]
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [of(atom) for atom in jaxpr.outvars]
 
 
 @jax.tree_util.register_static
@@ -228,15 +162,15 @@ def _with_stored_residuals(
             return y, residuals
 
         closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
-        inputs = [_Fact(i in varied and not is_param[i]) for i in range(len(values))]
-        facts = _facts(closed.jaxpr, inputs)[len(y) :]
+        inputs = [
+            Fact(var, i in varied and not is_param[i]) for i, var in enumerate(closed.jaxpr.invars)
+        ]
+        facts = facts_of(closed.jaxpr, inputs)[len(y) :]
         results = eval_jaxpr(closed.jaxpr, closed.consts, *values)
         y, residuals = results[: len(y)], results[len(y) :]
-        # By variable, and so once, however many equations of the backward read it.
-        keys = [id(v) if isinstance(v, core.Literal) else v for v in closed.jaxpr.outvars[len(y) :]]
-        unique = {
-            key: (fact, array) for key, fact, array in zip(keys, facts, residuals, strict=True)
-        }
+        # Once, however many equations of the backward read it.
+        keys = [fact.source for fact in facts]
+        unique = {fact.source: (fact, array) for fact, array in zip(facts, residuals, strict=True)}
         places = {key: place for place, key in enumerate(unique)}
         dtypes_of = tuple(
             (_storage_dtype(*pair, dtypes), pair[1].dtype) for pair in unique.values()
@@ -250,12 +184,23 @@ def _with_stored_residuals(
         arrays, recipe = stored
         # Or XLA would widen the arrays in the forward, and keep them wide.
         arrays, cotangents = lax.optimization_barrier((arrays, [*map(_instantiate, cotangents)]))
-        wide = [
-            array if narrow is None else STORAGES[narrow].decode(array, dtype)
-            for array, (narrow, dtype) in zip(arrays, recipe.dtypes, strict=True)
-        ]
-        vjp = jax.tree.unflatten(recipe.vjp, [wide[place] for place in recipe.places])
-        gradients = dict(zip(recipe.varied, vjp(cotangents), strict=True))
+
+        def decoded(place, array):
+            narrow, dtype = recipe.dtypes[place]
+            return array if narrow is None else STORAGES[narrow].decode(array, dtype)
+
+        def again(place):
+            return decoded(place, lax.optimization_barrier(arrays[place]))
+
+        def run(residuals, cotangents):
+            vjp = jax.tree.unflatten(recipe.vjp, [residuals[place] for place in recipe.places])
+            return vjp(cotangents)
+
+        residuals = [decoded(place, array) for place, array in enumerate(arrays)]
+        narrow = [place for place, (to, _) in enumerate(recipe.dtypes) if to is not None]
+        copies = {place: functools.partial(again, place) for place in narrow}
+        results = with_copies(run, residuals, cotangents, copies)
+        gradients = dict(zip(recipe.varied, results, strict=True))
         return tuple(gradients.get(i) for i in range(len(is_param)))
 
     call = jax.custom_vjp(kept)
@@ -263,7 +208,7 @@ def _with_stored_residuals(
     return call
 
 
-def _storage_dtype(fact: _Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
+def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
     dtype = dtypes.get(fact.name, dtypes.get(None))
     is_kept = not fact.active or fact.statistic or math.prod(array.shape) < _SMALL
     if dtype is None or is_kept or not jnp.issubdtype(array.dtype, jnp.floating):

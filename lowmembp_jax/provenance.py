@@ -1,0 +1,72 @@
+"""Where the arrays that a forward keeps come from."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+# A result this many times smaller than what it was computed from is a statistic of it, such as a
+# logsumexp or the mean of a row: it is small, and rounding it would cost much.
+_STATISTIC = 8
+
+
+class Fact(NamedTuple):
+    """What is known of a variable of the forward."""
+
+    source: Any  # the variable whose value it has
+    active: bool = False  # depends on an activation that is differentiated
+    statistic: bool = False  # holds a number a row, or is computed from such arrays alone
+    name: str | None = None  # its `checkpoint_name`
+
+
+def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
+    """What is known of a jaxpr's results, from what is known of its arguments."""
+    known: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(atom) -> Fact:
+        source = id(atom) if isinstance(atom, core.Literal) else atom
+        return known.get(source, Fact(source))
+
+    def size(atom: Any) -> int:
+        return math.prod(atom.aval.shape)
+
+    for eqn in jaxpr.eqns:
+        read = [atom for atom in eqn.invars if of(atom).active]
+        called = eqn.params.get("jaxpr")
+        if isinstance(called, core.ClosedJaxpr) and eqn.primitive.name in ("jit", "closed_call"):
+            results, given = [], [of(atom) for atom in eqn.invars]
+            sources = {fact.source for fact in given}
+            # Another call may be of the very same jaxpr, with other values.
+            results = [
+                fact
+                if fact.source in sources
+                else fact._replace(source=(eqn.outvars[0], fact.source))
+                for fact in facts_of(called.jaxpr, given)
+            ]
+        elif _passes_on(eqn):
+            # A name is one for the array that gets it too.
+            source = eqn.invars[0]
+            known[source] = of(source)._replace(name=eqn.params.get("name", of(source).name))
+            results = [known[source]]
+        elif not read:
+            results = map(Fact, eqn.outvars)
+        else:
+            most = max(map(size, read))
+            derived = all(of(atom).statistic for atom in read)
+            results = [
+                Fact(var, True, derived or _STATISTIC * size(var) <= most) for var in eqn.outvars
+            ]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _passes_on(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation's result is its argument."""
+    if eqn.primitive.name == "reduce_precision":  # `jax.checkpoint` puts one behind what it keeps
+        result: Any = eqn.outvars[0].aval
+        exact = jnp.finfo(result.dtype)
+        bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+        return bits == (exact.nexp, exact.nmant)
+    return eqn.primitive.name == "name" and isinstance(eqn.invars[0], core.Var)
