@@ -2,7 +2,9 @@
 
 import jax
 import pytest
+from lowmembp_examples.benchmarks.blocks import llama
 from lowmembp_examples.benchmarks.encoder import block_units, training_step
+from lowmembp_examples.models.llama import LlamaConfig
 
 import lowmembp_jax as lm
 
@@ -62,6 +64,7 @@ COMPRESSED = [
     ("compress", "full", 5.15),
     ("compress, int8", "full", 5.2),
     ("compress, its input alone", "full", 0.6),
+    ("compress, attention in bfloat16", "full", 7.15),
     ("compress, lowmembp_jax", "lora-qv", 3.7),
 ]
 
@@ -69,8 +72,50 @@ COMPRESSED = [
 @each_layout
 @pytest.mark.parametrize(("method", "train", "limit"), COMPRESSED)
 def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
-    # XLA 0.10.2 has its peak elsewhere in a scan of two blocks.
-    assert block_units(method, train, scan, (4, 8) if scan else (2, 4)) <= limit
+    # With fewer blocks XLA 0.10.2 has its peak elsewhere.
+    assert block_units(method, train, scan, (4, 8) if scan else (4, 6)) <= limit
+
+
+#: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,
+#: attention, its projection 0.5 each, gate and up 1.375 each.
+LLAMA = LlamaConfig(2048, 2, 16, 5632)
+
+
+def llama_step(method, layers, scan):
+    return llama(method, 4, 2048, layers, "cudnn", config=LLAMA, scan=scan)
+
+
+@each_layout
+def test_compressed_llama_block_keeps_what_the_arithmetic_says(scan):
+    peaks = []
+    for layers in (2, 4):
+        step, arguments = llama_step("compress", layers, scan)
+        compiled = lm.memory.compile_for(step, *arguments)
+        peaks.append(compiled.memory_analysis().temp_size_in_bytes)
+    unit = 4 * 2048 * LLAMA.hidden_size * 2
+    assert (peaks[1] - peaks[0]) / 2 / unit <= 5.9
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "limit"),
+    [
+        ("ViT", "compress", 1.12),
+        ("ViT", "compress, attention in bfloat16", 1.05),
+        ("LLaMA", "compress", 1.12),
+    ],
+)
+def test_compressed_blocks_are_estimated_to_take_little_longer(model, method, limit):
+    """By the roofline over the kernels that XLA makes: it fuses most conversions."""
+
+    def seconds(method):
+        step, arguments = (
+            training_step(method, "full", False, 4)
+            if model == "ViT"
+            else llama_step(method, 4, False)
+        )
+        return lm.memory.plan(step, *arguments).cost.estimated_seconds
+
+    assert seconds(method) <= limit * seconds("default")
 
 
 def test_compressed_block_computes_no_product_again():

@@ -107,6 +107,31 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
     assert len(rows) - len(wide) <= len(large)
 
 
+def test_calls_of_one_jitted_function_keep_arrays_of_their_own():
+    """JAX traces it once; the names of its variables are those of each call."""
+    squash = jax.jit(lambda x: checkpoint_name(jnp.tanh(x), "squashed") * 2)
+
+    def function(p, x):
+        return squash(squash(squash(x @ p["up"]) @ p["down"]) @ p["up"])
+
+    p, x = params(), normal(32, 64)
+    for policy in (None, lm.products_saveable):
+        compressed = lm.compress(function, dtype=jnp.int8, policy=policy)
+        assert error(gradients(compressed, p, x), gradients(function, p, x)) < 0.05
+
+
+def test_an_array_and_its_named_self_are_kept_once():
+    both = lm.checkpoint_policy(
+        lm.products_saveable, jax.checkpoint_policies.save_only_these_names("hidden")
+    )
+    p, x = params(), normal(32, 64)
+    run = lm.compress(block, policy=both)
+    assert kept(lambda *args: run(*args).sum(), p, x) == [
+        (F8.name, (32, 64)),
+        (F8.name, (32, 256)),
+    ]
+
+
 def test_what_is_not_differentiated_is_not_kept_or_as_it_is():
     p, x = params(), normal(32, 64)
 

@@ -8,6 +8,7 @@ of `on_gpu.py`: a case a process, for the peak is that of a process's whole life
 import sys
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from lowmembp_examples.models.attention import attention_platform
 
 import lowmembp_jax as lm
 
+if TYPE_CHECKING:
+    from lowmembp_examples.models.llama import LlamaConfig
+
 
 def vit(method: str, batch: int, tokens: int, layers: int, attention: str):
     """Loss and gradients, and abstract arguments, the weights first."""
@@ -29,7 +33,16 @@ def vit(method: str, batch: int, tokens: int, layers: int, attention: str):
     return lambda weights, x: step(weights, frozen, x), (weights, x)
 
 
-def llama(method: str, batch: int, tokens: int, layers: int, attention: str, *, name="llama-7b"):
+def llama(
+    method: str,
+    batch: int,
+    tokens: int,
+    layers: int,
+    attention: str,
+    *,
+    config: "LlamaConfig | str" = "llama-7b",
+    scan: bool = False,
+):
     """Loss and gradients, and abstract arguments, the weights first."""
     # Not above: reading its checkpoints needs another package.
     from lowmembp_examples.models.common import Compute
@@ -38,7 +51,7 @@ def llama(method: str, batch: int, tokens: int, layers: int, attention: str, *, 
 
     kinds = {"lowmembp_jax": "lowmembp", "checkpointed norm and activation": "norm+activation"}
     kind = kinds.get(method.partition(",")[0], "default")
-    config = CONFIGS[name]
+    config = CONFIGS[config] if isinstance(config, str) else config
     compute = Compute(kind, encoder.DTYPE, encoder.DTYPE, attention, merged=True)
     layer = LlamaLayer(config, compute, "normalized")
     rotation = rotary_positions(tokens, config.head_size, config.rope_theta)
@@ -47,20 +60,23 @@ def llama(method: str, batch: int, tokens: int, layers: int, attention: str, *, 
     )
 
     def loss(weights, x):
-        for each in weights:
-            x = run(x, each)
+        if scan:
+            x, _ = jax.lax.scan(lambda x, each: (run(x, each), None), x, weights)
+        else:
+            for each in weights:
+                x = run(x, each)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
     x = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), encoder.DTYPE)
     weights = jax.eval_shape(layer.init, jax.random.key(0), x, rotation)["params"]
-    return jax.value_and_grad(loss), ([weights] * layers, x)
+    return jax.value_and_grad(loss), (encoder.layers_of(weights, layers, scan), x)
 
 
 #: How a step is built; batch, tokens and layers.
 MODELS = {
     "ViT-B": (vit, encoder.BATCH, encoder.TOKENS, 12),
     "LLaMA-7B": (llama, 4, 2048, 2),
-    "LLaMA, tiny": (partial(llama, name="llama-tiny"), 1, 8, 1),
+    "LLaMA, tiny": (partial(llama, config="llama-tiny"), 1, 8, 1),
 }
 
 

@@ -8,12 +8,13 @@ tanh-GELU, biases everywhere. The projection after the attention contracts over
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
@@ -60,6 +61,13 @@ def _remat(policy) -> Callable:
 
 #: Of `block`'s arguments the first is the activation.
 _compress = partial(lm.compress, params_argnums=(1, 2))
+_compress_but_attention = partial(
+    _compress,
+    policy=lm.checkpoint_policy(
+        lm.products_saveable, jax.checkpoint_policies.save_only_these_names("attention")
+    ),
+    dtype={"attention": None, None: jnp.float8_e4m3fn},
+)
 _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.regelu2)
 
 #: What a user can choose from. The first is Flax as it comes.
@@ -76,6 +84,7 @@ METHODS: dict[str, Method] = {
         nn.gelu,
         partial(_compress, policy=jax.checkpoint_policies.nothing_saveable),
     ),
+    "compress, attention in bfloat16": Method(_flax_norm, nn.gelu, _compress_but_attention),
     "lowmembp_jax": _ours,
     "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=None)),
     "lowmembp_jax, its remat policy": Method(
@@ -98,8 +107,9 @@ def block(method: Method, attention: str, x, trained: dict, frozen: dict):
     """One encoder block, `[batch, tokens, hidden]` to the same."""
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
-    q, k, v = (dense(y, name, weights) for name in "qkv")
+    q, k, v = (checkpoint_name(dense(y, name, weights), "attention") for name in "qkv")
     y = jax.nn.dot_product_attention(q, k, v, implementation=attention)
+    y = checkpoint_name(y, "attention")
     x = x + dense(y, "o", weights)
     y = method.norm(x)
     return x + dense(method.activation(dense(y, "fc1", weights)), "fc2", weights)
@@ -120,6 +130,13 @@ def parameters(train: Train) -> tuple[dict, dict]:
 
     base, lora = abstract(base), abstract(lora)
     return (base, {}) if train == "full" else (lora, base)
+
+
+def layers_of(weights: Any, layers: int, scan: bool) -> Any:
+    """Abstract weights of several layers: stacked for `lax.scan`, or a list."""
+    if not scan:
+        return [weights] * layers
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype), weights)
 
 
 def training_step(
@@ -143,11 +160,7 @@ def training_step(
                 x = run(x, *p)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    if scan:
-        stack = partial(jax.tree.map, lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype))
-        trained, frozen = stack(layer[0]), stack(layer[1])
-    else:
-        trained, frozen = [layer[0]] * layers, [layer[1]] * layers
+    trained, frozen = (layers_of(each, layers, scan) for each in layer)
     x = jax.ShapeDtypeStruct((*rows, HIDDEN), DTYPE)
     return jax.value_and_grad(loss), (trained, frozen, x)
 
