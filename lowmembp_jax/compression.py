@@ -56,11 +56,10 @@ def compress(
     Used like `jax.checkpoint`, around each block of a model and not around the whole of it: the
     backward of a block has all of its residuals in their own dtype for as long as it runs.
 
-    Stored in `dtype` are the floating arrays that the backward needs and that depend on an
-    activation which is differentiated: results that `policy` keeps, and the activations among the
-    arguments, each once. As they are stay parameters and what is computed from them alone,
-    integers, booleans, keys, arrays under 1024 elements, and statistics of rows such as the
-    logsumexp of attention.
+    Stored in `dtype` are the floating arrays that the backward needs, each once: results that
+    `policy` keeps, and the activations among the arguments. As they are stay parameters and what is
+    computed from them alone, what depends on nothing that is differentiated, integers, booleans,
+    keys, arrays under 1024 elements, and statistics of rows such as the logsumexp of attention.
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
@@ -163,7 +162,7 @@ def _with_stored_residuals(
 
         closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
         inputs = [
-            Fact(var, i in varied and not is_param[i]) for i, var in enumerate(closed.jaxpr.invars)
+            Fact(var, i in varied, not is_param[i]) for i, var in enumerate(closed.jaxpr.invars)
         ]
         facts = facts_of(closed.jaxpr, inputs)[len(y) :]
         results = eval_jaxpr(closed.jaxpr, closed.consts, *values)
@@ -210,8 +209,9 @@ def _with_stored_residuals(
 
 def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
     dtype = dtypes.get(fact.name, dtypes.get(None))
-    is_kept = not fact.active or fact.statistic or math.prod(array.shape) < _SMALL
-    if dtype is None or is_kept or not jnp.issubdtype(array.dtype, jnp.floating):
+    is_kept = fact.statistic or not (fact.varied and fact.activation)
+    is_small = math.prod(array.shape) < _SMALL
+    if dtype is None or is_kept or is_small or not jnp.issubdtype(array.dtype, jnp.floating):
         return None
     dtype = jnp.dtype(dtype)
     return dtype if dtype.itemsize < array.dtype.itemsize else None

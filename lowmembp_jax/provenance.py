@@ -16,7 +16,8 @@ class Fact(NamedTuple):
     """What is known of a variable of the forward."""
 
     source: Any  # the variable whose value it has
-    active: bool = False  # depends on an activation that is differentiated
+    varied: bool = False  # depends on an argument that is differentiated
+    activation: bool = False  # depends on an argument that is no parameter
     statistic: bool = False  # holds a number a row, or is computed from such arrays alone
     name: str | None = None  # its `checkpoint_name`
 
@@ -33,31 +34,26 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
         return math.prod(atom.aval.shape)
 
     for eqn in jaxpr.eqns:
-        read = [atom for atom in eqn.invars if of(atom).active]
+        given, results = [of(atom) for atom in eqn.invars], []
         called = eqn.params.get("jaxpr")
         if isinstance(called, core.ClosedJaxpr) and eqn.primitive.name in ("jit", "closed_call"):
-            results, given = [], [of(atom) for atom in eqn.invars]
             sources = {fact.source for fact in given}
-            # Another call may be of the very same jaxpr, with other values.
-            results = [
-                fact
-                if fact.source in sources
-                else fact._replace(source=(eqn.outvars[0], fact.source))
-                for fact in facts_of(called.jaxpr, given)
-            ]
+            for fact in facts_of(called.jaxpr, given):
+                # Another call may be of the very same jaxpr, with other values.
+                own = fact._replace(source=(eqn.outvars[0], fact.source))
+                results.append(fact if fact.source in sources else own)
         elif _passes_on(eqn):
             # A name is one for the array that gets it too.
-            source = eqn.invars[0]
-            known[source] = of(source)._replace(name=eqn.params.get("name", of(source).name))
-            results = [known[source]]
-        elif not read:
-            results = map(Fact, eqn.outvars)
+            results = [given[0]._replace(name=eqn.params.get("name", given[0].name))]
+            known[eqn.invars[0]] = results[0]
         else:
-            most = max(map(size, read))
+            varied = any(fact.varied for fact in given)
+            read = [atom for atom in eqn.invars if of(atom).activation]
+            most = max(map(size, read), default=0)
             derived = all(of(atom).statistic for atom in read)
-            results = [
-                Fact(var, True, derived or _STATISTIC * size(var) <= most) for var in eqn.outvars
-            ]
+            for var in eqn.outvars:
+                statistic = derived or _STATISTIC * size(var) <= most
+                results.append(Fact(var, varied, bool(read), statistic))
         known.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
@@ -47,8 +48,8 @@ def _encode_int8(x):
 
 
 def _group(width: int) -> int:
-    """Elements a scale: the most, from 32 to 128, that divide the last axis; else all of it."""
-    return next((size for size in range(128, 31, -1) if width % size == 0), width)
+    """Elements a scale: the fewest, from 32 to 128, that divide the last axis; else all of it."""
+    return next((size for size in range(32, 129) if width % size == 0), width)
 
 
 def _encode_int4(x):
@@ -56,21 +57,22 @@ def _encode_int4(x):
     x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     scale = _scale(x, 7)
     # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
-    random = _hash(x).astype(jnp.float32) * jnp.float32(2**-32)
+    random = _hash(x, scale).astype(jnp.float32) * jnp.float32(2**-32)
     integers = jnp.floor(x.astype(jnp.float32) / scale + random)
     return jnp.clip(integers, -7, 7).astype(jnp.int4), scale
 
 
-def _hash(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Bits of each element's value and place, mixed as by MurmurHash3's last steps.
+def _hash(x: Float[Array, "*rows n"], scale: Float[Array, "*rows 1"]) -> UInt32[Array, "*rows n"]:
+    """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
 
-    Not `jax.random`: bits that depend on no data would be hoisted out of a `lax.scan`, at full
-    size. Every factor here is small or depends on x.
+    Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
+    where layers are unrolled XLA makes one kernel of all that read them, at the end of the forward.
+    Places are a constant for that reason.
     """
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = jnp.arange(size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1 + 2 * axis)
-        bits = bits * jnp.uint32(0x85EBCA6B) ^ lax.broadcast_in_dim(place, x.shape, (axis,))
+    value, group = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, scale))
+    place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
+    bits = (value * jnp.uint32(0x85EBCA6B) ^ group) * jnp.uint32(0xC2B2AE35)
+    bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return bits ^ (bits >> 16)

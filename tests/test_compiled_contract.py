@@ -86,7 +86,7 @@ def llama_step(method, layers, scan):
 
 
 @each_layout
-def test_compressed_llama_block_keeps_what_the_arithmetic_says(scan):
+def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, scan):
     peaks = []
     for layers in (2, 4):
         step, arguments = llama_step("compress", layers, scan)
@@ -104,7 +104,7 @@ def test_compressed_llama_block_keeps_what_the_arithmetic_says(scan):
         ("LLaMA", "compress", 1.12),
     ],
 )
-def test_compressed_blocks_are_estimated_to_take_little_longer(model, method, limit):
+def test_compressed_blocks_are_estimated_to_take_little_longer(jax_defaults, model, method, limit):
     """By the roofline over the kernels that XLA makes: it fuses most conversions."""
 
     def seconds(method):

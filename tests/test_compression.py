@@ -148,6 +148,13 @@ def test_what_is_not_differentiated_is_not_kept_or_as_it_is():
     assert error(got, want) < 0.05
 
 
+def test_the_first_block_of_a_model_is_stored_too():
+    """Its input is data: the products of it depend on differentiated parameters alone."""
+    p, x = params(), normal(32, 64)
+    run = lm.compress(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"])
+    assert kept(lambda p: loss(run, p, x), p)[1:] == [(F8.name, (32, 256))]
+
+
 def test_a_mapping_chooses_by_name():
     p, x = params(), normal(32, 64)
 
