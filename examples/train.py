@@ -138,7 +138,8 @@ def _train(config: Config) -> dict[str, Any]:
     param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)
-    compute = Compute(config.method, dtype, param_dtype, attention, merged)
+    stored = jnp.dtype(config.compress_dtype)
+    compute = Compute(config.method, dtype, param_dtype, attention, merged, stored)
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))
     params = initial_params(source, sizes, inputs, init_key)

@@ -39,7 +39,7 @@ def _scale(x: Float[Array, "*rows n"], levels: int) -> Float[Array, "*rows 1"]:
 
 def _scaled(stored: tuple[Array, Array], dtype: Any) -> Array:
     integers, scale = stored
-    return (integers.astype(jnp.float32) * scale).astype(dtype)
+    return (integers.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
 
 
 def _encode_int8(x):
@@ -55,10 +55,10 @@ def _group(width: int) -> int:
 def _encode_int4(x):
     size = _group(x.shape[-1])
     x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    scale = _scale(x, 7)
+    scale = _scale(x, 7).astype(jnp.bfloat16)
     # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
     random = _hash(x, scale).astype(jnp.float32) * jnp.float32(2**-32)
-    integers = jnp.floor(x.astype(jnp.float32) / scale + random)
+    integers = jnp.floor(x.astype(jnp.float32) / scale.astype(jnp.float32) + random)
     return jnp.clip(integers, -7, 7).astype(jnp.int4), scale
 
 

@@ -217,6 +217,8 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--warmup", 2], "--warmup must be 0 to 1, got 2.0"),
         (["--checkpoint-every", 1], "--checkpoint-every must be at least 2, got 1"),
         (["--seed", 10**25], "--seed must be 0 to 4294967295, got 10000000000000000000000000"),
+        (["--rank", 10**25], "--rank must be 1 to 65536, got 10000000000000000000000000"),
+        (["--data.sequence-length", 10**25], "sequence_length must be 3 to 1048576, got 1000000"),
         (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31 batches"),
         (["--export", Path(__file__)], "--export .*test_train.py: File exists"),
         (["--learning-rate", -1], "--learning-rate must be above 0, got -1.0"),

@@ -111,8 +111,8 @@ def load_task(config: DataConfig, order: Order = tuple) -> Task:
     # A text is [CLS] word [SEP] at least.
     least = {"sequence_length": 3 if config.task == "text-classification" else 1, "image_size": 1}
     for name, low in least.items():
-        if getattr(config, name) < low:
-            raise ValueError(f"{name} must be at least {low}, got {getattr(config, name)}")
+        if not low <= getattr(config, name) <= 2**20:
+            raise ValueError(f"{name} must be {low} to {2**20}, got {getattr(config, name)}")
     load = {
         "text-classification": _text_classification,
         "image-classification": _image_classification,

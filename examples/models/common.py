@@ -19,9 +19,12 @@ Method = Literal[
     "full-remat",
     "compress",
     "compress+remat",
+    "mesa",
     "lowmembp",
     "lowmembp+remat",
 ]
+#: Those with norms and activations in `jax.checkpoint`.
+_REMAT_OPS = ("norm+activation", "mesa")
 Attention = Literal["xla", "cudnn", "chunked"]
 #: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
 NormResidual = Literal["normalized", "output"]
@@ -35,13 +38,15 @@ class Compute:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
         "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
         keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
-        its input in float8, and "compress+remat", its input alone; "lowmembp", the ops of
+        its input in 8 bits, and "compress+remat", its input alone; "mesa", all that a layer of
+        "norm+activation" keeps in int8, as Mesa does (arXiv:2111.11124); "lowmembp", the ops of
         lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`.
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation, see `models.attention`.
       merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
         put it into the Denses.
+      compress_dtype: what "compress" and "compress+remat" store in, see `lm.compress`.
     """
 
     method: Method = "default"
@@ -49,6 +54,7 @@ class Compute:
     param_dtype: Any = jnp.float32
     attention: Attention = "xla"
     merged: bool = False
+    compress_dtype: Any = jnp.float8_e4m3fn
 
     @property
     def lowmembp(self) -> bool:
@@ -82,7 +88,7 @@ def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
     # The output dtype is the one in which the next Dense computes: they keep one array then.
     if compute.lowmembp:
         return lambda **fields: ms_norm(**fields, **ms_kwargs)
-    return nn.remat(flax_norm) if compute.method == "norm+activation" else flax_norm
+    return nn.remat(flax_norm) if compute.method in _REMAT_OPS else flax_norm
 
 
 def gelu(
@@ -98,7 +104,7 @@ def silu(compute: Compute, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _activation(compute: Compute, function, x):
-    return jax.checkpoint(function)(x) if compute.method == "norm+activation" else function(x)
+    return jax.checkpoint(function)(x) if compute.method in _REMAT_OPS else function(x)
 
 
 def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.Module]:
@@ -107,14 +113,15 @@ def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.M
     `kwargs` are those of `nn.remat`, such as `prevent_cse=False` inside `nn.scan`.
     """
     nothing = jax.checkpoint_policies.nothing_saveable
-    compressed = {"compress": lm.products_saveable, "compress+remat": nothing}
+    compressed = {"compress": lm.products_saveable, "compress+remat": nothing, "mesa": None}
     policies = {
         "dots": jax.checkpoint_policies.dots_saveable,
         "full-remat": nothing,
         "lowmembp+remat": lm.checkpoint_policy(),
     }
     if compute.method in compressed:
-        return lm.compress_module(layer, policy=compressed[compute.method])
+        dtype = jnp.int8 if compute.method == "mesa" else compute.compress_dtype
+        return lm.compress_module(layer, dtype=dtype, policy=compressed[compute.method])
     if compute.method in policies:
         return nn.remat(layer, policy=policies[compute.method], **kwargs)
     return layer

@@ -56,7 +56,11 @@ class Config:
     alpha: float = 16.0
     """Of LoRA: its product counts alpha / rank."""
     method: Method = "lowmembp"
-    """How memory is saved: by this library's ops, or by jax.checkpoint in one of its ways."""
+    """How memory is saved: by this library's ops, by storing what each layer keeps in 8 bits, or by
+    jax.checkpoint in one of its ways."""
+    compress_dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"] = "float8_e4m3fn"
+    """What the compress methods store in. float8_e4m3fn clips at 448: take int8 for a model with
+    larger activations."""
     merge: bool | None = None
     """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
     begins as the same function. Default: with the lowmembp methods."""
@@ -142,11 +146,11 @@ def with_learning_rate(config: Config) -> Config:
 def check(config: Config) -> None:
     """Raises UsageError for the first argument that does not work."""
     values = vars(config) | vars(config.optimizer)
-    positive = ("rank", "batch_size", "log_every", "evaluate_every", "keep", "steps")
+    positive = ("batch_size", "log_every", "evaluate_every", "keep", "steps")
     ranges = {
         **dict.fromkeys(positive, (1, math.inf)),
         **{"seed": (0, 2**32 - 1), "weight_decay": (0, math.inf)},
-        **{"warmup": (0, 1), "beta2": (0, 1)},
+        **{"warmup": (0, 1), "beta2": (0, 1), "rank": (1, 2**16)},
         **{"accumulate": (1, config.batch_size), "checkpoint_every": (2, math.inf)},
     }
     for name, (low, high) in ranges.items():
