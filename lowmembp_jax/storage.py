@@ -1,8 +1,9 @@
 """How a floating array is stored in fewer bits between forward and backward.
 
-float8 is elementwise and has no scale: it shards, vmaps and scans as the array itself. int8 and
-int4 have a scale for each row or group of the last axis, so that an array split along its last axis
-is gathered for them. NaN and inf come back as NaN (float8_e5m2 has an inf).
+float8 is elementwise and has no scale: it shards, vmaps and scans as the array itself. int8 has
+a scale for each row, int4 a scale and a least value for each group of the last axis (5 bits an
+element in all), so that an array split along its last axis is gathered for them. NaN and inf come
+back as NaN (float8_e5m2 has an inf).
 """
 
 import math
@@ -32,19 +33,18 @@ def _float8(dtype: Any) -> Storage:
     return Storage(encode, lambda stored, dtype: stored.astype(dtype))
 
 
-def _scale(x: Float[Array, "*rows n"], levels: int) -> Float[Array, "*rows 1"]:
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / levels
-    return jnp.where(scale == 0, jnp.float32(1), scale)  # NaN and inf stay
-
-
-def _scaled(stored: tuple[Array, Array], dtype: Any) -> Array:
-    integers, scale = stored
-    return (integers.astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
+def _divisor(scale: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
+    return jnp.where(scale == 0, jnp.ones_like(scale), scale)  # NaN and inf stay
 
 
 def _encode_int8(x):
-    scale = _scale(x, 127)
+    scale = _divisor(jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / 127)
     return jnp.round(x.astype(jnp.float32) / scale).astype(jnp.int8), scale
+
+
+def _decode_int8(stored, dtype):
+    integers, scale = stored
+    return (integers.astype(jnp.float32) * scale).astype(dtype)
 
 
 def _group(width: int) -> int:
@@ -54,12 +54,21 @@ def _group(width: int) -> int:
 
 def _encode_int4(x):
     size = _group(x.shape[-1])
-    x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-    scale = _scale(x, 7).astype(jnp.bfloat16)
+    x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size).astype(jnp.float32)
+    # Between the least and the largest: inputs of activations are not symmetric around 0.
+    least = jnp.min(x, axis=-1, keepdims=True).astype(jnp.bfloat16)
+    spread = jnp.max(x, axis=-1, keepdims=True) - least.astype(jnp.float32)
+    scale = _divisor((spread / 15).astype(jnp.bfloat16))
+    steps = (x - least.astype(jnp.float32)) / scale.astype(jnp.float32)
     # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
-    random = _hash(x, scale).astype(jnp.float32) * jnp.float32(2**-32)
-    integers = jnp.floor(x.astype(jnp.float32) / scale.astype(jnp.float32) + random)
-    return jnp.clip(integers, -7, 7).astype(jnp.int4), scale
+    steps = jnp.floor(steps + _hash(x, scale).astype(jnp.float32) * jnp.float32(2**-32))
+    return (jnp.clip(steps, 0, 15) - 8).astype(jnp.int4), scale, least
+
+
+def _decode_int4(stored, dtype):
+    integers, scale, least = (array.astype(jnp.float32) for array in stored)
+    x = ((integers + 8) * scale + least).astype(dtype)
+    return x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))
 
 
 def _hash(x: Float[Array, "*rows n"], scale: Float[Array, "*rows 1"]) -> UInt32[Array, "*rows n"]:
@@ -78,16 +87,11 @@ def _hash(x: Float[Array, "*rows n"], scale: Float[Array, "*rows 1"]) -> UInt32[
     return bits ^ (bits >> 16)
 
 
-def _decode_int4(stored, dtype):
-    x = _scaled(stored, dtype)
-    return x.reshape(*x.shape[:-2], math.prod(x.shape[-2:]))
-
-
 #: The formats by dtype.
 STORAGES: dict[Any, Storage] = {
     jnp.dtype(jnp.float8_e4m3fn): _float8(jnp.float8_e4m3fn),
     jnp.dtype(jnp.float8_e5m2): _float8(jnp.float8_e5m2),
-    jnp.dtype(jnp.int8): Storage(_encode_int8, _scaled),
+    jnp.dtype(jnp.int8): Storage(_encode_int8, _decode_int8),
     jnp.dtype(jnp.int4): Storage(_encode_int4, _decode_int4),
 }
 
