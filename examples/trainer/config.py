@@ -59,8 +59,8 @@ class Config:
     """How memory is saved: by this library's ops, by storing what each layer keeps in 8 bits, or by
     jax.checkpoint in one of its ways."""
     compress_dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"] = "float8_e4m3fn"
-    """What the compress methods store in. float8_e4m3fn clips at 448: take int8 for a model with
-    larger activations."""
+    """What the compress methods store in. float8_e4m3fn clips at 448: take float8_e5m2 for a model
+    with larger activations."""
     merge: bool | None = None
     """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
     begins as the same function. Default: with the lowmembp methods."""
