@@ -7,6 +7,7 @@ computed again that the policy alone would not compute again.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,9 @@ def compress(
       policy=policy)`; gradients are approximate. It composes with jit, vmap, scan, `jax.checkpoint`
       and shardings. Forward-mode and second-order differentiation are not defined.
 
+    Warns:
+      UserWarning: no argument is an activation, so that there is nothing to store.
+
     Raises:
       ValueError: `dtype` is no storage format; a position is negative.
       TypeError: `fun` or `policy` is not callable.
@@ -114,10 +118,16 @@ def compress(
             every = enumerate(zip(positional, untraced, strict=True))
             return fun(*(no if i in static else yes for i, (yes, no) in every), **named)
 
+        name = getattr(fun, "__name__", type(fun).__name__)
+        if all(is_param):
+            warnings.warn(
+                f"compress: every array that {name} is given is a parameter, and nothing is stored "
+                f"in fewer bits; params_argnums=() makes the first argument an activation",
+                stacklevel=2,
+            )
         values = [leaves[i] for i in arrays]
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
         is_param = [True] * len(closed.consts) + is_param
-        name = getattr(fun, "__name__", type(fun).__name__)
         call = _with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
         return jax.tree.unflatten(jax.tree.structure(shape), call(*closed.consts, *values))
 

@@ -19,6 +19,7 @@ F8 = jnp.dtype(jnp.float8_e4m3fn)
 NOTHING = jax.checkpoint_policies.nothing_saveable
 #: Largest relative error of the gradients of `block`, in one use of it.
 ERRORS = {"float8_e4m3fn": 0.05, "float8_e5m2": 0.1, "int8": 0.02, "int4": 0.2}
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 each_dtype = pytest.mark.parametrize("dtype", ERRORS)
 
 
@@ -300,7 +301,6 @@ def test_float8_adds_no_collective(mode, spec):
     def elementwise(scale, x):
         return jnp.tanh(jnp.sin(x) * scale["s"])
 
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
@@ -314,10 +314,45 @@ def test_float8_adds_no_collective(mode, spec):
             return jax.jit(step).lower(x).compile()
 
         run = compiled(lm.compress(elementwise, policy=None))
-        assert not re.findall(kinds, run.as_text())
+        assert not re.findall(COLLECTIVES, run.as_text())
         dx = run(x)
         assert dx.sharding.is_equivalent_to(x.sharding, 3)
         assert error(dx, compiled(elementwise)(x)) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
+    """Data and tensor parallelism, at a width that is no multiple of 128."""
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    specs = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
+    shapes = {"up": (640, 1000), "bias": (1000,), "down": (1000, 640)}
+
+    def parallel(p, x):
+        kwargs = {"out_sharding": P("data", None)} if mode == "explicit" else {}
+        h = nn.gelu(x @ p["up"] + p["bias"][None])
+        return x + jnp.einsum("th,hd->td", h, p["down"], **kwargs)
+
+    with jax.set_mesh(mesh):
+        p = {
+            name: jax.device_put(normal(*shape) / 25, NamedSharding(mesh, specs[name]))
+            for name, shape in shapes.items()
+        }
+        x = jax.device_put(normal(32, 640), NamedSharding(mesh, P("data", None)))
+
+        def compiled(run):
+            step = jax.grad(lambda p, x: jnp.sum(jnp.square(run(p, x))), argnums=(0, 1))
+            return jax.jit(step).lower(p, x).compile()
+
+        plain = parallel if policy is None else jax.checkpoint(parallel, policy=policy)
+        ours, theirs = compiled(lm.compress(parallel, policy=policy)), compiled(plain)
+        counts = [sorted(re.findall(COLLECTIVES, run.as_text())) for run in (ours, theirs)]
+        assert counts[0] == counts[1] and counts[0]
+        got, want = ours(p, x), theirs(p, x)
+        assert error(got, want) < 0.05
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
 class Block(nn.Module):
@@ -401,3 +436,8 @@ class Body(nn.Module):
 def test_errors_name_the_argument(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_an_activation_in_the_place_of_the_parameters_is_said():
+    with pytest.warns(UserWarning, match=r"every array that tanh is given.*params_argnums=\(\)"):
+        lm.compress(jnp.tanh)(normal(32, 64))

@@ -49,8 +49,9 @@ def llama(
     from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
     from lowmembp_examples.models.rotary import rotary_positions
 
-    kinds = {"lowmembp_jax": "lowmembp", "checkpointed norm and activation": "norm+activation"}
-    kind = kinds.get(method.partition(",")[0], "default")
+    kind = "lowmembp" if "lowmembp_jax" in method else "default"
+    if method.startswith(("checkpointed", "Mesa")):
+        kind = "norm+activation"
     config = CONFIGS[config] if isinstance(config, str) else config
     compute = Compute(kind, encoder.DTYPE, encoder.DTYPE, attention, merged=True)
     layer = LlamaLayer(config, compute, "normalized")

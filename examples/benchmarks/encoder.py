@@ -85,6 +85,11 @@ METHODS: dict[str, Method] = {
         partial(_compress, policy=jax.checkpoint_policies.nothing_saveable),
     ),
     "compress, attention in bfloat16": Method(_flax_norm, nn.gelu, _compress_but_attention),
+    "Mesa: all that is kept, int8": Method(
+        jax.checkpoint(_flax_norm),
+        jax.checkpoint(nn.gelu),
+        partial(_compress, policy=None, dtype=jnp.int8),
+    ),
     "lowmembp_jax": _ours,
     "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=None)),
     "lowmembp_jax, its remat policy": Method(
