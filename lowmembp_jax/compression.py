@@ -193,8 +193,13 @@ def _with_stored_residuals(
 
     def backward(stored, cotangents):
         arrays, recipe = stored
+        known = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
         # Or XLA would widen the arrays in the forward, and keep them wide.
-        arrays, cotangents = lax.optimization_barrier((arrays, [*map(_instantiate, cotangents)]))
+        arrays, known = lax.optimization_barrier((arrays, known))
+        cotangents = [
+            _zeros(zero) if cotangent is None else cotangent
+            for cotangent, zero in zip(known, cotangents, strict=True)
+        ]
 
         def decoded(place, array):
             narrow, dtype = recipe.dtypes[place]
@@ -244,9 +249,7 @@ def _encode(array: Array, narrow: jnp.dtype | None, name: str) -> Any:
     return encode(array)
 
 
-def _instantiate(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
+def _zeros(zero: SymbolicZero) -> Any:
+    aval: Any = zero.aval
     is_float0 = aval.dtype == jax.dtypes.float0
     return (np if is_float0 else jnp).zeros(aval.shape, aval.dtype)
