@@ -41,7 +41,7 @@ def test_blocks_are_traced(method):
     with jax.numpy_dtype_promotion("standard"):
         for step, shapes in (
             blocks.vit(method, 1, 8, 2, "xla"),
-            blocks.llama(method, 1, 8, 2, "xla", name="llama-tiny"),
+            blocks.llama(method, 1, 8, 2, "xla", config="llama-tiny"),
         ):
             loss, gradients = jax.eval_shape(step, *shapes)
             assert loss.shape == () and jax.tree.structure(gradients) == jax.tree.structure(

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from lowmembp_examples import finetune
+from lowmembp_examples.benchmarks import gradient_fidelity
 from lowmembp_examples.data.labelled_text import LabelledText, tokenize
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
@@ -100,6 +101,23 @@ def test_the_memory_of_a_gpu_is_planned(small, monkeypatch, tmp_path):
     memory = finetune.measure(source, size, "h200", plan=True)
     assert memory["kept_bytes"][OURS] < memory["kept_bytes"][PLAIN]
     assert memory["peak_bytes"][OURS] < 0.9 * memory["peak_bytes"][PLAIN]
+
+
+def test_gradient_fidelity(small, monkeypatch, tmp_path):
+    checkpoint, train = small[1], small[3]
+    names = ("compress", "compress, int8", "lowmembp_jax")
+    methods = {name: gradient_fidelity.METHODS[name] for name in names}
+    monkeypatch.setattr(gradient_fidelity, "METHODS", methods)
+    options = {"checkpoint": checkpoint, "train": train, "output": tmp_path / "results.json"}
+    options |= {"batch-size": 4, "max-tokens": 8, "batches": 1, "steps": 2}
+    pairs = [(f"--{name}", str(value)) for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["gradient_fidelity.py", *sum(pairs, ())])
+    assert gradient_fidelity.main() == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    for when in ("start", "trained"):
+        errors = [rows[name][when]["error"] for name in names]
+        assert 0 < errors[1] < errors[0] < errors[2] < 1
+        assert all(rows[name][when]["cosine"] > 0.8 for name in names)
 
 
 def test_ctrl_c_ends_it_at_once(small, tmp_path):

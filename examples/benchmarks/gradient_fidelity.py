@@ -54,6 +54,8 @@ class Config:
 
     output: Path = Path(__file__).parent / "results" / "gradient_fidelity.json"
     """The results, written as they are known."""
+    checkpoint: Path | None = None
+    """Directory of another BERT: config.json, model.safetensors, tokenizer.json."""
     train: Path | None = None
     """Texts: .tsv (text<TAB>label) or .jsonl. Default: docstrings of the standard library."""
     batch_size: int = 32
@@ -78,7 +80,7 @@ def distance(got: Any, exact: Any) -> tuple[float, float]:
 
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
-    directory = minilm_directory()
+    directory = config.checkpoint or minilm_directory()
     source = find_source(None, directory, "text-classification", new_head=True)
     source = source._replace(family=MINILM)
     data = DataConfig(
