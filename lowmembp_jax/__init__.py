@@ -17,6 +17,7 @@ from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.patching import PatchReport, patch
+from lowmembp_jax.step_fitting import fit_step_table
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -33,6 +34,7 @@ __all__ = [
     "checkpoint_policy",
     "compress",
     "compress_module",
+    "fit_step_table",
     "memory",
     "merge_norm_affine",
     "ms_layer_norm",

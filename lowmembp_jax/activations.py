@@ -1,8 +1,8 @@
-"""Activations whose backward keeps 2 bits an element.
+"""Activations whose backward keeps 2 or 4 bits an element.
 
-The forward is exact. The backward multiplies the cotangent with a step function of x, the
+The forward is exact. The backward multiplies the cotangent with a step function of x, such as the
 derivative of a sum of three ReLUs fitted to the activation (LowMemoryBP, arXiv:2406.16282,
-Approx-BP): its four levels are kept as 2-bit codes in place of x.
+Approx-BP): which of its levels an element has is kept in place of x.
 """
 
 import inspect
@@ -122,6 +122,11 @@ def _activate(
             f"implementation={implementation!r} has no kernel for function={function!r}, only for "
             f"those of lm.regelu2 and lm.resilu2: choose 'xla'"
         )
+    if implementation != "xla" and table.dtype != jnp.uint2:
+        raise ValueError(
+            f"implementation={implementation!r} has kernels for codes of 2 bits, and table has "
+            f"{len(table.thresholds)} thresholds, which take 4: choose 'xla'"
+        )
     try:
         return _jitted(_Step(name, function, table, implementation), x)
     except TypeError as error:
@@ -144,15 +149,15 @@ def step_activation(
       function: the elementwise activation. It gets float32 (float64 for float64 x) and the
         result is rounded to x's dtype. At -inf it is called with the lowest finite number.
         Hashable, and the same object in every call, or each call compiles again.
-      table: thresholds and levels of the derivative.
+      table: thresholds and levels of the derivative, for instance of `lm.fit_step_table`.
       implementation: None or one of `lm.IMPLEMENTATIONS`; the kernels are for the functions of
-        `lm.regelu2` and `lm.resilu2`.
+        `lm.regelu2` and `lm.resilu2`, and codes of 2 bits.
 
     Returns:
-      `[*shape]` in x's dtype. Kept for the backward: the codes, `jnp.uint2[*shape]`. The gradient
-      is `levels[0]` and `levels[-1]` times the cotangent at -inf and +inf. A NaN in x is NaN in
-      the result; its code is 0, and its gradient is NaN where the cotangent is, as it is for a
-      loss that is not linear.
+      `[*shape]` in x's dtype. Kept for the backward: the codes, `[*shape]` in `table.dtype`. The
+      gradient is `levels[0]` and `levels[-1]` times the cotangent at -inf and +inf. A NaN in x is
+      NaN in the result; its code is 0, and its gradient is NaN where the cotangent is, as it is for
+      a loss that is not linear.
 
     Raises:
       TypeError: x is complex; a kernel is asked for and x is float64.

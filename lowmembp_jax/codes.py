@@ -1,4 +1,4 @@
-"""2-bit codes: from values, to slopes, and four to a byte."""
+"""Codes of 2 or 4 bits: from values, to slopes; and 2-bit codes four to a byte."""
 
 import math
 from collections.abc import Sequence
@@ -19,20 +19,23 @@ class StepTable:
     The slope at x is `levels[k]`, where k counts the thresholds that are strictly below x.
 
     Attributes:
-      thresholds: at most 3, ascending; compared in float32 (float64 for float64 inputs).
+      thresholds: at most 15, ascending; compared in float32 (float64 for float64 inputs). Up to
+        3 make codes of 2 bits, `jnp.uint2`; more make codes of 4, `jnp.uint4`. XLA has no 1-bit
+        integers.
       levels: one more than thresholds. The first and last hold for -inf and +inf.
 
     Raises:
-      ValueError: too many thresholds for 2 bits, not ascending, or another number of levels.
+      ValueError: too many thresholds for 4 bits, not ascending, or another number of levels.
     """
 
     thresholds: tuple[float, ...]
     levels: tuple[float, ...]
 
     def __post_init__(self):
-        if not 1 <= len(self.thresholds) <= 3:
+        if not 1 <= len(self.thresholds) <= 15:
             raise ValueError(
-                f"StepTable: thresholds must be 1 to 3 numbers (2-bit codes), got {self.thresholds}"
+                f"StepTable: thresholds must be 1 to 15 numbers (2 or 4 bits), got "
+                f"{self.thresholds}"
             )
         if not all(map(math.isfinite, self.thresholds)) or any(
             a >= b for a, b in zip(self.thresholds, self.thresholds[1:], strict=False)
@@ -46,14 +49,19 @@ class StepTable:
                 f"got {self.levels}"
             )
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the codes."""
+        return jnp.dtype(jnp.uint2 if len(self.thresholds) <= 3 else jnp.uint4)
+
 
 def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shape"]:
-    """The code of every element, `jnp.uint2`: how many thresholds are strictly below it.
+    """The code of every element, in `table.dtype`: how many thresholds are strictly below it.
 
     It is 0 for NaN.
     """
     codes = sum((x > threshold).astype(jnp.uint8) for threshold in table.thresholds)
-    return jnp.asarray(codes).astype(jnp.uint2)
+    return jnp.asarray(codes).astype(table.dtype)
 
 
 def slopes(codes: Integer[Array, "*shape"], table: StepTable, dtype) -> Float[Array, "*shape"]:

@@ -282,7 +282,7 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
             "implementation='cuda'",
         ),
         (lambda: lm.StepTable((1.0, 0.0), (0.0, 1.0, 2.0)), ValueError, "ascending.*1.0, 0.0"),
-        (lambda: lm.StepTable((1.0,) * 4, (0.0,) * 5), ValueError, "1 to 3"),
+        (lambda: lm.StepTable((1.0,) * 16, (0.0,) * 17), ValueError, "1 to 15"),
         (lambda: lm.StepTable((1.0,), (0.0,)), ValueError, "levels must be one more"),
         (lambda: lm.StepTable((float("nan"),), (0.0, 1.0)), ValueError, "finite"),
     ],

@@ -1,0 +1,136 @@
+"""lm.fit_step_table, and codes of 4 bits."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowmembp_jax as lm
+
+GELU = partial(jax.nn.gelu, approximate=False)
+
+
+def relative_error(table, function, sigma=1.0):
+    """Of the derivative, under N(0, sigma), in float64."""
+    x = np.linspace(-8 * sigma, 8 * sigma, 100_001)
+    with jax.enable_x64(True):
+        d = np.asarray(jax.vmap(jax.grad(function))(jnp.asarray(x)))
+    s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
+    w = np.exp(-0.5 * np.square(x / sigma))
+    assert (w * s).sum() / w.sum() == pytest.approx((w * d).sum() / w.sum(), abs=1e-4)  # unbiased
+    return np.sqrt((w * np.square(d - s)).sum() / (w * np.square(d)).sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "k", "s"),
+    [
+        (GELU, 3.171309736490, 0.049575205576),
+        (partial(jax.nn.gelu, approximate=True), 3.162880085923, 0.049786132782),
+        (jax.nn.silu, 6.319933390558, 0.040524294200),
+    ],
+    ids=["gelu_erf", "gelu_tanh", "silu"],
+)
+def test_the_published_objective_has_the_published_optimum(function, k, s):
+    table = lm.fit_step_table(function, 2, objective="function")
+    np.testing.assert_allclose(table.thresholds, (-k, 0, k), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(table.levels, (0, -s, 1 + s, 1), rtol=0, atol=1e-9)
+
+
+def test_two_bits_of_gelus_derivative():
+    table = lm.fit_step_table(GELU)
+    np.testing.assert_allclose(table.thresholds, (-0.5, 0, 0.5), atol=2e-3)
+    np.testing.assert_allclose(table.levels, (-0.047, 0.312, 0.688, 1.047), atol=1e-3)
+    assert relative_error(table, GELU) == pytest.approx(0.1325, abs=1e-3)
+
+
+@pytest.mark.parametrize("function", [GELU, jax.nn.silu, jax.nn.mish, jax.nn.softplus, jax.nn.elu])
+def test_more_bits_are_nearer(function):
+    errors = [relative_error(lm.fit_step_table(function, bits), function) for bits in (1, 2, 4)]
+    assert errors[0] > errors[1] > 3 * errors[2]
+    # A table for other values is worse under these.
+    wide = lm.fit_step_table(function, 4, weight=3.0)
+    x = np.linspace(-8, 8, 10_001)
+    w, d = np.exp(-0.5 * x * x), jax.vmap(jax.grad(function))(x)
+    s = np.asarray(wide.levels)[np.searchsorted(wide.thresholds, x)]
+    assert np.sqrt((w * (d - s) ** 2).sum() / (w * d * d).sum()) > errors[2]
+
+
+def test_no_other_cut_of_a_sample_is_better():
+    """All of them tried."""
+    sample = np.random.default_rng(0).normal(size=24)
+    table = lm.fit_step_table(GELU, 2, weight=sample)
+    x = np.sort(sample)
+    d = np.asarray(jax.vmap(jax.grad(GELU))(x), np.float64)
+
+    def error(cuts):
+        return sum(part.var() * part.size for part in np.split(d, cuts))
+
+    least = min(map(error, itertools.combinations(range(1, x.size), 3)))
+    assert error(np.searchsorted(x, table.thresholds)) == pytest.approx(least, rel=1e-6)
+
+
+def test_a_sample_gives_the_table_of_its_distribution():
+    sample = 1.5 * np.random.default_rng(0).normal(size=200_000)
+    got = lm.fit_step_table(GELU, 2, weight=sample)
+    want = lm.fit_step_table(GELU, 2, weight=1.5)
+    np.testing.assert_allclose(got.thresholds, want.thresholds, atol=0.03)
+    np.testing.assert_allclose(got.levels, want.levels, atol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_codes_of_four_bits(dtype):
+    table = lm.fit_step_table(jax.nn.mish, 4)
+    assert table.dtype == jnp.uint4 and len(table.levels) == 16
+    x = jnp.concatenate([jnp.linspace(-6, 6, 999), jnp.array(table.thresholds)]).astype(dtype)
+    run = partial(lm.step_activation, function=jax.nn.mish, table=table)
+    y, vjp = jax.vjp(run, x)
+    np.testing.assert_array_equal(y, jax.nn.mish(x.astype(jnp.float32)).astype(dtype))
+    thresholds = np.asarray(table.thresholds, np.float32)  # strictly below x
+    levels = np.asarray(table.levels)[np.searchsorted(thresholds, np.asarray(x, np.float32))]
+    np.testing.assert_array_equal(vjp(jnp.ones_like(x))[0], levels.astype(dtype))
+    rows = lm.memory.residuals(lambda x: run(x).sum(), x).rows
+    assert [(row.dtype, row.bytes) for row in rows if row.kind == "kept"] == [("uint4", 507)]
+
+
+@pytest.mark.gpu_compiler
+def test_four_bits_are_half_a_byte_in_a_gpus_memory():
+    table = lm.fit_step_table(jax.nn.mish, 4)
+
+    def kept(w, x):
+        for _ in range(4):
+            x = lm.step_activation(x @ w, jax.nn.mish, table)
+        return jnp.sum(x.astype(jnp.float32))
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 1024), (1024, 1024)))
+    plan = lm.memory.plan(jax.grad(kept, argnums=1), w, x)
+    codes = [buffer for buffer in plan.live if buffer.shape.startswith("u4")]
+    assert codes and all(buffer.bytes == 16384 * 1024 // 2 for buffer in codes)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: lm.fit_step_table(GELU, 3), "bits must be 1, 2 or 4, got 3"),
+        (lambda: lm.fit_step_table(GELU, objective="slope"), "objective must be.*got 'slope'"),
+        (lambda: lm.fit_step_table(GELU, weight=-1.0), "weight must be above 0, got -1.0"),
+        (lambda: lm.fit_step_table(GELU, weight=[1.0, np.nan]), "sample of finite numbers"),
+        (lambda: lm.fit_step_table(GELU, weight=[1.0, 2.0]), "2 different values, for 4"),
+        (lambda: lm.fit_step_table(jnp.sqrt), "derivative of function=.* is not finite"),
+        (lambda: lm.fit_step_table(jnp.tanh, objective="function"), "must go to 0 at -inf"),
+        (
+            lambda: lm.step_activation(
+                jnp.ones(3),
+                jax.nn.mish,
+                lm.StepTable(tuple(range(5)), tuple(range(6))),
+                implementation="pallas_interpret",
+            ),
+            "has no kernel for function",
+        ),
+    ],
+)
+def test_errors_name_the_argument(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
