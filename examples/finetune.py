@@ -19,6 +19,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,35 +136,36 @@ def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
 
 
 def finetune(
-    name: str, model: Any, params: Any, task: Task, config: Config, seed: int
-) -> dict[str, Any]:
-    """Trains all of `params`, with a progress bar of that name, and evaluates.
+    name: str, model: Any, initial: dict[int, Any], task: Task, config: Config
+) -> Iterator[dict[str, Any]]:
+    """Trains all parameters, those of each seed, with a progress bar of that name; evaluates.
 
     Raises:
       DivergedError: the loss is not a number any more.
     """
-    batches = TrainingBatches(task.train, config.batch_size, seed)
-    steps = config.steps or config.epochs * batches.steps_per_epoch
+    steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
     rates = OptimizerConfig(config.learning_rate, weight_decay=config.weight_decay)
     optimizer = make_optimizer(rates, steps)
     loss_fn = make_loss("text-classification", model)
     step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0)
-    state = init_state(params, optimizer, config.dtype)
-    losses, start = [], time.perf_counter()
-    for done in (bar := tqdm(range(steps), name, unit="step", mininterval=1)):
-        state, metrics = step(state, {}, batches.at(done))
-        losses.append(float(metrics.loss))
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
-        if not math.isfinite(losses[-1]):
-            raise DivergedError(f"{name}, step {done + 1}: the loss is {losses[-1]}")
-    seconds = time.perf_counter() - start
     totals = jax.jit(lambda params, batch: loss_fn(params, {}, batch)[1])
-    sums = [totals(state.params, batch) for batch in EvaluationBatches(task.dev, 64)]
-    loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-    if not math.isfinite(loss):
-        raise DivergedError(f"{name}: the loss of the held-out texts is {loss}")
-    scores = {"accuracy": correct / count, "loss": loss / count}
-    return {"seed": seed, **scores, "train_losses": losses, "seconds": seconds}
+    for seed, params in initial.items():
+        batches = TrainingBatches(task.train, config.batch_size, seed)
+        state = init_state(params, optimizer, config.dtype)
+        losses, start = [], time.perf_counter()
+        for done in (bar := tqdm(range(steps), name, unit="step", mininterval=1)):
+            state, metrics = step(state, {}, batches.at(done))
+            losses.append(float(metrics.loss))
+            bar.set_postfix(loss=f"{losses[-1]:.3f}")
+            if not math.isfinite(losses[-1]):
+                raise DivergedError(f"{name}, step {done + 1}: the loss is {losses[-1]}")
+        seconds = time.perf_counter() - start
+        sums = [totals(state.params, batch) for batch in EvaluationBatches(task.dev, 64)]
+        loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+        if not math.isfinite(loss):
+            raise DivergedError(f"{name}: the loss of the held-out texts is {loss}")
+        scores = {"seed": seed, "accuracy": correct / count, "loss": loss / count}
+        yield {**scores, "train_losses": losses, "seconds": seconds}
 
 
 def measure(source: Source, size: dict[str, Any], device: str, plan: bool) -> dict[str, Any]:
@@ -209,7 +211,9 @@ def run(config: Config) -> dict[str, Any]:
     source = source._replace(config=fit(source, task, config.max_tokens, 0))
     inputs = model_inputs(data.task, config.max_tokens, 0)
     seeds = range(config.seed, config.seed + config.seeds)
-    params = [initial_params(source, source.config, inputs, jax.random.key(seed)) for seed in seeds]
+    params = {
+        seed: initial_params(source, source.config, inputs, jax.random.key(seed)) for seed in seeds
+    }
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(source.config, on, config.dtype, config.max_tokens)
     missing = lm.memory.missing_wheels()
@@ -231,13 +235,13 @@ def run(config: Config) -> dict[str, Any]:
             continue
         if config.checkpoint is None and GOLDEN.exists():
             body = Bert(source.config, Compute(method))
-            difference = check_hidden_states(body, params[0]["bert"])
+            difference = check_hidden_states(body, params[config.seed]["bert"])
             print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
         compute = Compute(method, jnp.dtype(config.dtype), attention=attention)
         model = source.family.build(source.config, compute)
         results["runs"][name] = []
-        for seed, initial in zip(seeds, params, strict=True):
-            results["runs"][name].append(finetune(name, model, initial, task, config, seed))
+        for each in finetune(name, model, params, task, config):
+            results["runs"][name].append(each)
             write_json(config.output / "results.json", results)
     for batch, tokens, dtype in (
         (config.batch_size, config.max_tokens, config.dtype),

@@ -148,7 +148,7 @@ def test_what_is_known_is_written_at_once(small, command, monkeypatch):
     def train(name, *_):
         if name == OURS:
             raise KeyboardInterrupt
-        return {"accuracy": 0.5}
+        yield {"accuracy": 0.5}
 
     monkeypatch.setattr(finetune, "finetune", train)
     status, results, _ = command(*small)
