@@ -119,7 +119,7 @@ def compress(
             return fun(*(no if i in static else yes for i, (yes, no) in every), **named)
 
         name = getattr(fun, "__name__", type(fun).__name__)
-        if all(is_param):
+        if arrays and all(is_param):
             warnings.warn(
                 f"compress: every array that {name} is given is a parameter, and nothing is stored "
                 f"in fewer bits; params_argnums=() makes the first argument an activation",

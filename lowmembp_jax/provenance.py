@@ -59,10 +59,12 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
 
 
 def _passes_on(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation's result is its argument."""
+    """Whether an equation's result is its argument, a variable."""
+    if not eqn.invars or not isinstance(eqn.invars[0], core.Var):
+        return False
     if eqn.primitive.name == "reduce_precision":  # `jax.checkpoint` puts one behind what it keeps
         result: Any = eqn.outvars[0].aval
         exact = jnp.finfo(result.dtype)
         bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
         return bits == (exact.nexp, exact.nmant)
-    return eqn.primitive.name == "name" and isinstance(eqn.invars[0], core.Var)
+    return eqn.primitive.name == "name"

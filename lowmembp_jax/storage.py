@@ -2,7 +2,7 @@
 
 float8 is elementwise and has no scale: it shards, vmaps and scans as the array itself. int8 has
 a scale for each row, int4 a scale and a least value for each group of the last axis (5 bits an
-element in all), so that an array split along its last axis is gathered for them. NaN and inf come
+element in all), so that an array split along its last axis takes a collective. NaN and inf come
 back as NaN (float8_e5m2 has an inf).
 """
 

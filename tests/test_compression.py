@@ -442,3 +442,4 @@ def test_errors_name_the_argument(call, kind, words):
 def test_an_activation_in_the_place_of_the_parameters_is_said():
     with pytest.warns(UserWarning, match=r"every array that tanh is given.*params_argnums=\(\)"):
         lm.compress(jnp.tanh)(normal(32, 64))
+    assert lm.compress(lambda: 3)() == 3  # nothing is given, and nothing is said
