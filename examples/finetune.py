@@ -4,7 +4,7 @@
     python examples/finetune.py
 
 All comes from the package index: the weights are MiniLM's (6 layers, 384 wide), the task is to tell
-from a docstring of Python's standard library which package it documents. About 3 minutes on two
+from a docstring of Python's standard library which package it documents. About 5 minutes on two
 CPU cores. One table, which also goes into --output with a plot: accuracy, loss, bytes kept for the
 backward. After `pip install -e ".[planner]"` it also has the memory that a training step takes on
 a GPU; no GPU is needed for that.

@@ -1,29 +1,25 @@
 """Training memory for JAX and Flax: activations and norms that keep less for the backward."""
 
 from lowmembp_jax import memory
-from lowmembp_jax.activations import (
-    REGELU2_TABLE,
-    RESILU2_TABLE,
-    regelu2,
-    resilu2,
-    step_activation,
-)
+from lowmembp_jax.activations import gelu, regelu2, resilu2, silu, step_activation
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
 from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.compression import compress, products_saveable
+from lowmembp_jax.fitting.step_fitting import derivative_error, fit_step_table
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
 from lowmembp_jax.patching import PatchReport, patch
-from lowmembp_jax.step_fitting import fit_step_table
+from lowmembp_jax.step_tables import REGELU2_TABLE, RESILU2_TABLE, STEP_TABLES
 
 __all__ = [
     "IMPLEMENTATIONS",
     "REGELU2_TABLE",
     "RESIDUAL_NAMES",
     "RESILU2_TABLE",
+    "STEP_TABLES",
     "MSLayerNorm",
     "MSRMSNorm",
     "MergeRule",
@@ -34,7 +30,9 @@ __all__ = [
     "checkpoint_policy",
     "compress",
     "compress_module",
+    "derivative_error",
     "fit_step_table",
+    "gelu",
     "memory",
     "merge_norm_affine",
     "ms_layer_norm",
@@ -45,6 +43,7 @@ __all__ = [
     "regelu2",
     "resilu2",
     "set_implementation",
+    "silu",
     "step_activation",
     "unpack_2bit",
 ]

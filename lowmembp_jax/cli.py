@@ -1,4 +1,5 @@
-"""The `lowmembp` command: what a training step takes of a GPU, on a machine that has none.
+"""The `lowmembp` command: what a training step takes of a GPU, on a machine that has none; and
+step tables for activations.
 
 lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
 
@@ -7,6 +8,8 @@ lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --j
 lowmembp residuals --model vit-b16 --method lowmembp
 
 lowmembp devices
+
+lowmembp fit --function jax.nn.mish --bits 4 --plot fit.png
 
 Exit statuses: 0 done, and it fits; 1 the model's own code failed; 2 an argument does not work;
 3 no method fits; 4 a package is missing; 130 interrupted.
@@ -21,9 +24,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
+import numpy as np
 
 from lowmembp_jax.memory.devices import DEVICES, get_device
 from lowmembp_jax.memory.planning.factories import Factory, load_factory
@@ -109,6 +113,28 @@ class DevicesCommand:
     """List the GPUs that can be planned for."""
 
 
+@dataclasses.dataclass(frozen=True)
+class FitCommand:
+    """Fit a step function to an activation's derivative: the table for lm.step_activation."""
+
+    function: str
+    """The activation: jax.nn.mish, or path/to/file.py:function."""
+    bits: Literal[1, 2, 4] = 2
+    """Bits of a code."""
+    objective: Literal["derivative", "function"] = "derivative"
+    """What is to be near: the derivative, or the values as in LowMemoryBP."""
+    weight: str = "1.0"
+    """Of x: a standard deviation, or a .npy file of pre-activations of a real model."""
+    keep_limits: bool = False
+    """The outer levels are the derivative's limits."""
+    unbiased: bool = False
+    """With --keep-limits: the mean of the slopes is the derivative's."""
+    plot: Path | None = None
+    """Write a picture of the activation, its derivative and the table: .png, .svg or .pdf."""
+    json: Path | None = None
+    """Write thresholds and levels."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -123,11 +149,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = Annotated[
         Annotated[PlanCommand, tyro.conf.subcommand("plan")]
         | Annotated[ResidualsCommand, tyro.conf.subcommand("residuals")]
-        | Annotated[DevicesCommand, tyro.conf.subcommand("devices")],
+        | Annotated[DevicesCommand, tyro.conf.subcommand("devices")]
+        | Annotated[FitCommand, tyro.conf.subcommand("fit")],
         tyro.conf.OmitSubcommandPrefixes,
     ]
     command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
-    run = {PlanCommand: _plan, ResidualsCommand: _residuals, DevicesCommand: _devices}
+    run = {
+        PlanCommand: _plan,
+        ResidualsCommand: _residuals,
+        DevicesCommand: _devices,
+        FitCommand: _fit,
+    }
     try:
         return run[type(command)](command)
     except (UsageError, WorkloadError) as error:
@@ -159,10 +191,8 @@ def _plan(command: PlanCommand) -> int:
         raise UsageError(str(error)) from error
     if not 1 <= command.devices <= 8:
         raise UsageError(f"--devices must be 1 to 8, got {command.devices}")
-    for path in (command.plot, command.json):
-        _check_folder(path)
-    if command.plot is not None and command.plot.suffix not in _IMAGES:
-        raise UsageError(f"--plot must end in {', '.join(_IMAGES)}, got {command.plot}")
+    _check_output(command.json)
+    _check_output(command.plot, _IMAGES)
 
     arguments = command.arguments()
     if factory.takes("device"):
@@ -203,8 +233,8 @@ def _plan(command: PlanCommand) -> int:
 def _residuals(command: ResidualsCommand) -> int:
     from lowmembp_jax.memory.residuals import residuals
 
-    for path in (command.json, command.csv):
-        _check_folder(path)
+    _check_output(command.json)
+    _check_output(command.csv)
     workload = command.load()(command.method, command.batch, **command.arguments())
     function = workload.loss or workload.step
     args = workload.args if workload.loss_args is None else workload.loss_args
@@ -224,10 +254,40 @@ def _devices(command: DevicesCommand) -> int:
     return OK
 
 
-def _check_folder(path: Path | None) -> None:
+def _fit(command: FitCommand) -> int:
+    from lowmembp_jax.fitting.report import fit_report, load_activation, plot_fit
+    from lowmembp_jax.fitting.step_fitting import fit_step_table
+
+    _check_output(command.json)
+    _check_output(command.plot, _IMAGES)
+    try:
+        function = load_activation(command.function)
+        weight = command.weight
+        table = fit_step_table(
+            function,
+            command.bits,
+            objective=command.objective,
+            weight=np.load(weight) if weight.endswith(".npy") else float(weight),
+            keep_limits=command.keep_limits,
+            unbiased=command.unbiased,
+        )
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if command.json is not None:
+        _write_json(command.json, dataclasses.asdict(table))
+    title = f"{command.function}, {command.bits} bits"
+    if command.plot is not None:
+        plot_fit(function, {title: table}, command.plot, title)
+    print(fit_report(function, table))
+    return OK
+
+
+def _check_output(path: Path | None, suffixes: Sequence[str] = ()) -> None:
     """Before minutes of compilation, not after."""
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
+    if path is not None and suffixes and path.suffix not in suffixes:
+        raise UsageError(f"--plot must end in {', '.join(suffixes)}, got {path}")
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
+from pallas_kernels import step_table
+
 _SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)
 
 
@@ -52,7 +54,7 @@ class StepTable:
     @property
     def dtype(self) -> jnp.dtype:
         """Of the codes."""
-        return jnp.dtype(jnp.uint2 if len(self.thresholds) <= 3 else jnp.uint4)
+        return jnp.dtype(jnp.uint2 if step_table.code_bits(len(self.levels)) == 2 else jnp.uint4)
 
 
 def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shape"]:
@@ -60,17 +62,14 @@ def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shap
 
     It is 0 for NaN.
     """
+    # Not `step_table.encode`, whose constants in the shape of x `lax.scan` would compute ahead.
     codes = sum((x > threshold).astype(jnp.uint8) for threshold in table.thresholds)
     return jnp.asarray(codes).astype(table.dtype)
 
 
 def slopes(codes: Integer[Array, "*shape"], table: StepTable, dtype) -> Float[Array, "*shape"]:
     """The level of every code."""
-    # Scalars, not full arrays: under an explicit mesh those would not be sharded as the codes.
-    codes, slope = codes.astype(jnp.uint8), jnp.asarray(table.levels[-1], dtype)
-    for code, level in reversed(list(enumerate(table.levels[:-1]))):
-        slope = jnp.where(codes == code, jnp.asarray(level, dtype), slope)
-    return slope
+    return step_table.slopes(codes.astype(jnp.uint8), table.levels, dtype)
 
 
 def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:

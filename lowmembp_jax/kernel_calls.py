@@ -49,7 +49,7 @@ def _axes(rank: int) -> str:
 def activation_forward(
     x: Array, function: str, table: StepTable, implementation: str
 ) -> tuple[Array, Array]:
-    """y and the codes of x, `jnp.uint2` of x's shape."""
+    """y and the codes of x, `table.dtype` of x's shape."""
     kernel = _prepare(
         _kernels(implementation).activation.activation_forward,
         implementation,
@@ -59,8 +59,8 @@ def activation_forward(
 
     def local(x):
         y, packed = kernel(x)
-        codes = lax.bitcast_convert_type(packed, jnp.uint2).reshape(4 * packed.size)[: x.size]
-        return y, codes.reshape(x.shape)
+        codes = lax.bitcast_convert_type(packed, table.dtype)
+        return y, codes.reshape(codes.size)[: x.size].reshape(x.shape)
 
     axes = ascii_lowercase[: x.ndim]
     y, codes = Partitioned(local, (axes,), (axes, axes))(x)
@@ -74,12 +74,14 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
         implementation,
         levels=table.levels,
     )
+    each = 8 // jnp.iinfo(table.dtype).bits  # codes of a byte
 
     def local(codes, g):
         # As a bitcast: `custom_partitioning` takes no constants, such as those of `pack_2bit`.
         flat = codes.reshape(codes.size)
-        flat = lax.pad(flat, jnp.uint2(0), [(0, -flat.size % 4, 0)]) if flat.size % 4 else flat
-        packed = lax.bitcast_convert_type(flat.reshape(flat.size // 4, 4), jnp.uint8)
+        if unused := -flat.size % each:
+            flat = lax.pad(flat, table.dtype.type(0), [(0, unused, 0)])
+        packed = lax.bitcast_convert_type(flat.reshape(flat.size // each, each), jnp.uint8)
         return (kernel(packed, g),)
 
     axes = ascii_lowercase[: g.ndim]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.activations import own_copy, regelu2, resilu2
+from lowmembp_jax.activations import gelu, own_copy, silu
 from lowmembp_jax.jax_internals import cache_miss
 
 _thread = threading.local()
@@ -26,14 +26,15 @@ _thread = threading.local()
 _gelu: Any = inspect.unwrap(jax.nn.gelu)
 _silu: Any = inspect.unwrap(jax.nn.silu)
 _plain: Any = {"gelu": own_copy(_gelu), "silu": own_copy(_silu)}
-_ours = {"gelu": regelu2, "silu": resilu2}
+_ours: Any = {"gelu": gelu, "silu": silu}
 _silu_missed = cache_miss(jax.nn.silu)
 _plain_missed = _silu_missed.cell_contents
 
 
 def _run(op: str, x, *approximate):
-    if (seen := getattr(_thread, "seen", None)) is None:
+    if (swap := getattr(_thread, "swap", None)) is None:
         return _plain[op](x, *approximate)
+    seen, bits = swap
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # such as nnx.Param
         x = x.__jax_array__()
     aval: Any = jax.typeof(x)
@@ -44,7 +45,7 @@ def _run(op: str, x, *approximate):
         # The result would be strongly typed and promote what it meets.
         reason = "weakly typed input, as Python numbers are"
     seen(op, reason)
-    return (_plain if reason else _ours)[op](x, *approximate)
+    return _plain[op](x, *approximate) if reason else _ours[op](x, *approximate, bits=bits)
 
 
 # These two lend their bodies, which see the globals of jax.nn and not those of this file.
@@ -61,7 +62,7 @@ def _silu_body(x):
 
 
 def _missed(*args, **kwargs):
-    if getattr(_thread, "seen", None) is None:
+    if getattr(_thread, "swap", None) is None:
         return _plain_missed(*args, **kwargs)
     return _silu(*args, **kwargs), None, False
 
@@ -80,15 +81,18 @@ def _count(change: int) -> None:
 
 
 @contextlib.contextmanager
-def swapped_activations(seen: Callable[[str, str | None], None] | None) -> Iterator[None]:
-    """Swaps gelu and silu in this thread and tells `seen`; None runs the originals.
+def swapped_activations(
+    seen: Callable[[str, str | None], None], bits: int | None
+) -> Iterator[None]:
+    """Swaps gelu and silu in this thread and tells `seen`; for `bits` None it runs the originals.
 
     Told are the operator, and why the original runs, None where it is swapped.
     """
-    outer, _thread.seen = getattr(_thread, "seen", None), seen
+    outer = getattr(_thread, "swap", None)
+    _thread.swap = None if bits is None else (seen, bits)
     _count(1)
     try:
         yield
     finally:
         _count(-1)
-        _thread.seen = outer
+        _thread.swap = outer

@@ -56,7 +56,7 @@ class PatchReport:
 
 @dataclass(frozen=True)
 class _Settings:
-    activations: bool
+    bits: int | None
     norms: bool
     norm_dtype: jnp.dtype | None
     norm_residual: Residual
@@ -140,7 +140,7 @@ def _patch(settings: _Settings) -> Iterator[PatchReport]:
     entry = _Entry(settings, entries[-1].place if entries else "", _of_coroutine.get())
     entry.contexts.enter_context(_trace_context(settings))
     entry.contexts.enter_context(nn.intercept_methods(partial(_intercept, entry)))
-    entry.contexts.enter_context(swapped_activations(entry.seen if settings.activations else None))
+    entry.contexts.enter_context(swapped_activations(entry.seen, settings.bits))
     entries.append(entry)
     _of_coroutine.set(entry)
     try:
@@ -168,6 +168,7 @@ def patch(
     /,
     *,
     activations: bool | None = None,
+    bits: int = 2,
     norms: bool | None = None,
     norm_dtype: jax.typing.DTypeLike | None = None,
     norm_residual: Residual = "normalized",
@@ -186,7 +187,7 @@ def patch(
 
     Swapped are, with their parameters as they are:
 
-    - `jax.nn.gelu` for `lm.regelu2`, `jax.nn.silu` (`swish`) for `lm.resilu2`: the functions of
+    - `jax.nn.gelu` for `lm.gelu`, `jax.nn.silu` (`swish`) for `lm.silu`: the functions of
       `flax.linen` and `flax.nnx` too, and wherever a reference was captured, under another name,
       in a `partial`, a registry such as the `ACT2FN` of `transformers`, a field of a module.
       The forward is the original's, computed in float32 for 16-bit inputs; forward-mode
@@ -212,6 +213,7 @@ def patch(
     Args:
       function: what `@lm.patch` decorates: no generator and no coroutine, which run later.
       activations: swap gelu and silu; None: unless `compress` is given.
+      bits: that they keep an element, 2 or 4.
       norms: swap LayerNorm and RMSNorm; None: unless `compress` is given.
       norm_dtype: output dtype of the swapped norms, None for the model's own choice. Many
         models leave norms at a float32 output in front of bfloat16 Denses. These keep a bfloat16
@@ -226,7 +228,7 @@ def patch(
     Raises:
       TypeError: `function` is no function; `activations` or `norms` is not a bool; `norm_dtype`
         is not a floating dtype; `compress` is not of strings.
-      ValueError: unknown `norm_residual` or `compress_dtype`; nothing to swap.
+      ValueError: unknown `bits`, `norm_residual` or `compress_dtype`; nothing to swap.
     """
     if function is not None and not callable(function):
         raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
@@ -241,6 +243,8 @@ def patch(
             raise TypeError(f"patch: {name}={given!r} is not accepted, only None, True and False")
     if not activations and not norms and not patterns:
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
+    if bits not in (2, 4):
+        raise ValueError(f"patch: bits={bits!r} is not accepted, only 2 and 4")
     if norm_residual not in RESIDUALS:
         raise ValueError(
             f"patch: norm_residual={norm_residual!r} is not known: "
@@ -255,6 +259,7 @@ def patch(
             f"such as jnp.bfloat16"
         )
     stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
-    settings = _Settings(activations, norms, norm_dtype, norm_residual, tuple(patterns), stored)
+    swapped = bits if activations else None
+    settings = _Settings(swapped, norms, norm_dtype, norm_residual, tuple(patterns), stored)
     patched = _patch(settings)
     return patched if function is None else patched(function)

@@ -1,7 +1,7 @@
-"""Step activations in one pass: y and packed 2-bit codes forward, the gradient backward.
+"""Step activations in one pass: y and packed codes forward, the gradient backward.
 
-In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of codes) and the backward
-as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of 2-bit codes) and the
+backward as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ class _Tiling(NamedTuple):
 
     size: int
     block: int
-    per_word: int
+    bits: int
+    word_bytes: int
 
     @property
     def masked(self) -> bool:
@@ -45,8 +46,12 @@ class _Tiling(NamedTuple):
         return pl.cdiv(self.size, self.block)
 
     @property
+    def per_word(self) -> int:
+        return 8 * self.word_bytes // self.bits
+
+    @property
     def words(self) -> jnp.dtype:
-        return jnp.dtype({4: jnp.uint8, 8: jnp.uint16}[self.per_word])
+        return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}[self.word_bytes])
 
     def shape(self, each: int) -> tuple[int, int]:
         """Two axes for an array that has one entry for `each` elements."""
@@ -67,13 +72,13 @@ class _Tiling(NamedTuple):
         return index < self.shape(each)[1]
 
 
-def _tiling(size: int, cores: int | None) -> _Tiling:
+def _tiling(size: int, bits: int, cores: int | None) -> _Tiling:
     """The largest block that divides `size` and leaves work for every multiprocessor."""
     cores = cores or DEFAULT_CORES
-    per_word = 4 if pl.cdiv(size, 4) <= _MOST_BYTES else 8
+    word_bytes = 1 if pl.cdiv(size, 8 // bits) <= _MOST_BYTES else 2
     fitting = [block for block in _BLOCKS if size >= 4 * cores * block] or _BLOCKS[-1:]
     block = next((block for block in fitting if size % block == 0), fitting[0])
-    return _Tiling(size, block, per_word)
+    return _Tiling(size, block, bits, word_bytes)
 
 
 def _padded(size: int) -> int:
@@ -103,14 +108,14 @@ def _forward_kernel(x_ref, y_ref, packed_ref, *, tiling, function, thresholds):
     codes = step_table.encode(x, thresholds)
     if mask is not None:  # the last word's unused bits are 0
         codes = jnp.where(mask, codes, 0)
-    packed = step_table.pack(codes, tiling.per_word)
+    packed = step_table.pack(codes, tiling.per_word, tiling.bits)
     plgpu.store(packed_ref, packed.astype(packed_ref.dtype), mask=tiling.mask(tiling.per_word))
 
 
 def _backward_kernel(packed_ref, g_ref, dx_ref, *, tiling, levels):
     mask = tiling.mask(1)
     words = _load(packed_ref, tiling.mask(tiling.per_word)).astype(jnp.int32)
-    slope = step_table.slopes(step_table.unpack(words, tiling.per_word), levels)
+    slope = step_table.slopes(step_table.unpack(words, tiling.per_word, tiling.bits), levels)
     dx = _load(g_ref, mask).astype(jnp.float32) * slope
     plgpu.store(dx_ref, dx.astype(dx_ref.dtype), mask=mask)
 
@@ -123,30 +128,31 @@ def activation_forward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
-    """`function(x)` and the 2-bit codes of x, in one pass.
+    """`function(x)` and the codes of x, in one pass.
 
     Args:
       x: `[*shape]`, n elements, float32, bfloat16 or float16.
       function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as by `jax.nn`; the value at
         -inf is that at the lowest finite number, -0.
-      thresholds: at most 3, ascending. An element's code is how many are strictly below
-        float32(x); 0 for NaN.
+      thresholds: at most 15, ascending. An element's code is how many are strictly below
+        float32(x); 0 for NaN. Up to 3 thresholds make codes of 2 bits, more make codes of 4.
       cores: multiprocessors of the device that is compiled for; None for 132.
       interpret: run on the CPU, without Triton.
 
     Returns:
-      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]`, element i in byte i >> 2, bits
-      2 (i & 3) and up, unused bits 0.
+      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]` or `[ceil(n / 2)]`, the first of
+      each byte in its lowest bits, unused bits 0.
 
     Raises:
-      TypeError: another dtype. ValueError: another function, more than 3 thresholds.
+      TypeError: another dtype. ValueError: another function, more than 15 thresholds.
     """
     check_float("x", x.dtype)
     check_activation(function, thresholds)
     if x.size == 0:
         return x, jnp.zeros((0,), jnp.uint8)
     flat = _pad(x.reshape(x.size), _padded(x.size), -jnp.inf)  # code 0
-    tiling = _tiling(flat.size, cores)
+    bits = step_table.code_bits(len(thresholds) + 1)
+    tiling = _tiling(flat.size, bits, cores)
     each = (1, tiling.per_word)
     y, packed = launch(
         _forward_kernel,
@@ -166,7 +172,7 @@ def activation_forward(
     )(flat.reshape(tiling.shape(1)))
     if packed.dtype != jnp.uint8:
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
-    packed = packed.reshape(packed.size)[: pl.cdiv(x.size, 4)]
+    packed = packed.reshape(packed.size)[: pl.cdiv(x.size, 8 // bits)]
     return y.reshape(flat.size)[: x.size].reshape(x.shape), packed
 
 
@@ -183,24 +189,24 @@ def activation_backward(
     Args:
       packed: the codes as `activation_forward` returned them.
       g: `[*shape]`, n elements, float32, bfloat16 or float16; multiplied in float32.
-      levels: the slope for each code, at most 4.
+      levels: the slope for each code, at most 16.
       cores, interpret: as for `activation_forward`.
 
     Returns:
       `[*shape]` in g's dtype. NaN wherever g is, at a level of 0 too.
 
     Raises:
-      TypeError: another dtype. ValueError: `packed` of another shape, more than 4 levels.
+      TypeError: another dtype. ValueError: `packed` of another shape, more than 16 levels.
     """
     check_float("g", g.dtype)
     check_codes(packed, g.size, levels)
     if g.size == 0:
         return g
     size = _padded(g.size)
-    tiling = _tiling(size, cores)
+    tiling = _tiling(size, step_table.code_bits(len(levels)), cores)
     flat = _pad(g.reshape(g.size), size)
     words = pl.cdiv(size, tiling.per_word)
-    packed = _pad(packed, words * tiling.per_word // 4)
+    packed = _pad(packed, words * tiling.word_bytes)
     if tiling.words != jnp.uint8:
         packed = lax.bitcast_convert_type(packed.reshape(words, 2), tiling.words)
     each = (tiling.per_word, 1)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.step_table import code_bits
+
 #: Multiprocessors assumed where the caller does not say: H100, H200.
 DEFAULT_CORES = 132
 
@@ -35,22 +37,22 @@ def check_float(name: str, dtype) -> jnp.dtype:
 
 
 def check_activation(function: str, thresholds: Sequence[float]) -> None:
-    """Raises ValueError for a function without a kernel or more thresholds than 2 bits count."""
+    """Raises ValueError for a function without a kernel or more thresholds than 4 bits count."""
     if function not in FUNCTIONS:
         raise ValueError(f"function={function!r} is not one of {FUNCTIONS}")
-    if not 1 <= len(thresholds) <= 3:
-        raise ValueError(f"thresholds must be 1 to 3 numbers, got {thresholds}")
+    if not 1 <= len(thresholds) <= 15:
+        raise ValueError(f"thresholds must be 1 to 15 numbers, got {thresholds}")
 
 
 def check_codes(packed: Array, size: int, levels: Sequence[float]) -> None:
-    """Raises ValueError unless `packed` has the codes of `size` elements, `levels` 2 to 4."""
-    shape = (-(-size // 4),)
+    """Raises ValueError unless `packed` has the codes of `size` elements, `levels` 2 to 16."""
+    if not 2 <= len(levels) <= 16:
+        raise ValueError(f"levels must be 2 to 16 numbers, got {levels}")
+    shape = (-(-size // (8 // code_bits(len(levels)))),)
     if packed.dtype != jnp.uint8 or packed.shape != shape:
         raise ValueError(
             f"packed must be uint8 {shape} for {size} elements, got {packed.dtype} {packed.shape}"
         )
-    if not 2 <= len(levels) <= 4:
-        raise ValueError(f"levels must be 2 to 4 numbers, got {levels}")
 
 
 def check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:

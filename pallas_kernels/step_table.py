@@ -1,7 +1,7 @@
 """The mathematics of a step activation: the function, its codes, and slopes from codes.
 
-Everything here is elementwise on float32 or int32 values and runs both inside a Pallas kernel and
-outside. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+Everything here is elementwise and runs both inside a Pallas kernel and outside. Source:
+LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 # Cephes' erff and erfcf, highest power first, by which XLA expands `lax.erfc` too: in x^2 for
 # abs(x) < 1, in 1 / x^2 below and above 2.
@@ -90,6 +90,11 @@ def activate(function: str, x: Float32[Array, "*shape"]) -> Float32[Array, "*sha
     return FUNCTIONS[function](jnp.where(x < lowest, lowest, x))
 
 
+def code_bits(levels: int) -> int:
+    """Bits of a code for so many levels: 2 or 4."""
+    return 2 if levels <= 4 else 4
+
+
 def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Array, "*shape"]:
     """How many thresholds are strictly below x; 0 for NaN."""
     codes = jnp.zeros(x.shape, jnp.int32)
@@ -98,24 +103,30 @@ def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Ar
     return codes
 
 
-def slopes(codes: Int32[Array, "*shape"], levels: Sequence[float]) -> Float32[Array, "*shape"]:
+def slopes(
+    codes: Int[Array, "*shape"], levels: Sequence[float], dtype=jnp.float32
+) -> Float[Array, "*shape"]:
     """The level of every code."""
-    slope = jnp.full(codes.shape, levels[-1], jnp.float32)
-    for code, level in reversed(list(enumerate(levels[:-1]))):
-        slope = jnp.where(codes == code, jnp.float32(level), slope)
-    return slope
+    count = code_bits(len(levels))
+    # Scalars, not full arrays: under an explicit mesh those would not be sharded as the codes.
+    slopes = [jnp.asarray(level, dtype) for level in levels]
+    slopes += [slopes[-1]] * (2**count - len(levels))
+    for k in range(count):  # by bits: 16 levels take 19 operations, and compared with each 30
+        bit = (codes & codes.dtype.type(2**k)) != 0
+        slopes = [jnp.where(bit, b, a) for a, b in zip(slopes[::2], slopes[1::2], strict=True)]
+    return slopes[0]
 
 
-def pack(codes: Int32[Array, " n"], per_word: int) -> Int32[Array, " n//per_word"]:
-    """`per_word` 2-bit codes to a word, the first in the lowest bits."""
+def pack(codes: Int32[Array, " n"], per_word: int, bits: int) -> Int32[Array, " n//per_word"]:
+    """`per_word` codes to a word, the first in the lowest bits."""
     words = codes.reshape(codes.size // per_word, per_word)
-    shifts = 2 * lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    shifts = bits * lax.broadcasted_iota(jnp.int32, words.shape, 1)
     return jnp.sum(words << shifts, axis=1, dtype=jnp.int32)
 
 
-def unpack(words: Int32[Array, " n"], per_word: int) -> Int32[Array, " n*per_word"]:
+def unpack(words: Int32[Array, " n"], per_word: int, bits: int) -> Int32[Array, " n*per_word"]:
     """Inverse of `pack`."""
     shape = (words.size, per_word)
-    shifts = 2 * lax.broadcasted_iota(jnp.int32, shape, 1)
-    codes = (jnp.broadcast_to(words[:, None], shape) >> shifts) & 3
+    shifts = bits * lax.broadcasted_iota(jnp.int32, shape, 1)
+    codes = (jnp.broadcast_to(words[:, None], shape) >> shifts) & (2**bits - 1)
     return codes.reshape(words.size * per_word)

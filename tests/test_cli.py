@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import lowmembp_jax as lm
@@ -99,6 +100,45 @@ def test_budget(run, tmp_path):
     status, out, _ = run(*base, "--budget", "1kB")
     assert status == 3
     assert "does not fit" in out
+
+
+def test_fit(run, tmp_path):
+    sample = tmp_path / "sample.npy"
+    np.save(sample, np.random.default_rng(0).normal(size=10_000))
+    plot, table = tmp_path / "fit.svg", tmp_path / "table.json"
+    status, out, _ = run(
+        "fit", "--function", "jax.nn.mish", "--bits", "4", "--weight", sample, "--keep-limits",
+        "--plot", plot, "--json", table,
+    )  # fmt: skip
+    assert status == 0
+    found = json.loads(table.read_text())
+    assert len(found["thresholds"]) == 15 and found["levels"][0] == pytest.approx(0)
+    assert eval(out[: out.index(")\n") + 1], {"lm": lm}).thresholds == pytest.approx(
+        found["thresholds"], rel=1e-8
+    )
+    assert "relative error of the derivative" in out
+    assert plot.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--function", "jax.nn.mash"], "--function jax.nn.mash is none that can be imported"),
+        (["--function", "mish"], "--function mish is none that can be imported"),
+        (["--function", "nowhere.py:f"], "there is no file nowhere.py"),
+        (["--function", "jax.nn.softmax_"], "is none that can be imported"),
+        (["--function", "jax.numpy.concatenate"], "no differentiable function of one number"),
+        (["--function", "jax.nn.mish", "--weight", "wide"], "could not convert string"),
+        (["--function", "jax.nn.mish", "--weight", "x.npy"], "No such file"),
+        (["--function", "jax.nn.mish", "--weight", "-1"], "weight must be above 0"),
+        (["--function", "jax.numpy.square", "--keep-limits"], "must have limits at -inf"),
+        (["--function", "jax.nn.mish", "--plot", "fit.doc"], "--plot must end in"),
+    ],
+)
+def test_usage_errors_of_fit(run, arguments, message):
+    status, out, err = run("fit", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("lowmembp: error: ") and message in err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from lowmembp_examples import finetune
-from lowmembp_examples.benchmarks import gradient_fidelity
+from lowmembp_examples.benchmarks import drift, gradient_fidelity
 from lowmembp_examples.data.labelled_text import LabelledText, tokenize
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
@@ -103,21 +103,39 @@ def test_the_memory_of_a_gpu_is_planned(small, monkeypatch, tmp_path):
     assert memory["peak_bytes"][OURS] < 0.9 * memory["peak_bytes"][PLAIN]
 
 
+def run_benchmark(module, monkeypatch, output, **options):
+    arguments = [module.__name__, "--output", str(output)]
+    for name, value in options.items():
+        arguments += [
+            f"--{name.replace('_', '-')}",
+            *([value] if type(value) is str else map(str, value)),
+        ]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert module.main() == 0
+    return json.loads(output.read_text())["models"]
+
+
 def test_gradient_fidelity(small, monkeypatch, tmp_path):
-    checkpoint, train = small[1], small[3]
-    names = ("compress", "compress, int8", "lowmembp_jax")
-    methods = {name: gradient_fidelity.METHODS[name] for name in names}
-    monkeypatch.setattr(gradient_fidelity, "METHODS", methods)
-    options = {"checkpoint": checkpoint, "train": train, "output": tmp_path / "results.json"}
-    options |= {"batch-size": 4, "max-tokens": 8, "batches": 1, "steps": 2}
-    pairs = [(f"--{name}", str(value)) for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["gradient_fidelity.py", *sum(pairs, ())])
-    assert gradient_fidelity.main() == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    names = ("compress, int8", "compress", "operators, 4 bits", "operators, 2 bits as published")
+    own = {"checkpoint": [small[1]], "train": [small[3]], "batch_size": [4], "max_tokens": [8]}
+    rows = run_benchmark(
+        gradient_fidelity, monkeypatch, tmp_path / "results.json",
+        model=["minilm"], methods=names, batches=[1], steps=[2], **own,
+    )["minilm"]["rows"]  # fmt: skip
     for when in ("start", "trained"):
         errors = [rows[name][when]["error"] for name in names]
-        assert 0 < errors[1] < errors[0] < errors[2] < 1
+        assert 0 < errors[0] < errors[1] and errors[2] < errors[3] < 1
         assert all(rows[name][when]["cosine"] > 0.8 for name in names)
+
+
+def test_drift(monkeypatch, tmp_path):
+    names = ("plain Flax", "operators, 2 bits")
+    rows = run_benchmark(
+        drift, monkeypatch, tmp_path / "drift.json",
+        model=["vit"], methods=names, batch_size=[4], steps=[3],
+    )["vit"]  # fmt: skip
+    assert 0 < rows["plain Flax"]["parameters"] < 1e-2
+    assert all(0 < rows[name]["parameters"] < 1 for name in names)
 
 
 def test_ctrl_c_ends_it_at_once(small, tmp_path):

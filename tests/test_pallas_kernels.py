@@ -20,6 +20,8 @@ FUNCTIONS = {
     "gelu_tanh": (functools.partial(lm.regelu2, approximate=True), REGELU2_TABLE),
     "gelu_erf": (functools.partial(lm.regelu2, approximate=False), REGELU2_TABLE),
     "silu": (lm.resilu2, RESILU2_TABLE),
+    "gelu_tanh, 4 bits": (functools.partial(lm.gelu, bits=4), lm.STEP_TABLES["gelu_tanh", 4]),
+    "silu, 4 bits": (functools.partial(lm.silu, bits=4), lm.STEP_TABLES["silu", 4]),
 }
 
 
@@ -61,9 +63,18 @@ def hard_values(table, shape, dtype):
     return jnp.asarray(x.reshape(shape)).astype(dtype)
 
 
+def packed_codes(x, table):
+    codes = encode(x.astype(jnp.float32), table)
+    if table.dtype == jnp.uint2:
+        return lm.pack_2bit(codes)
+    pairs = jnp.pad(codes.ravel().astype(jnp.uint8), (0, codes.size % 2)).reshape(-1, 2)
+    return pairs[:, 0] | (pairs[:, 1] << 4)
+
+
 def check_activation(function, size, dtype, cores=None):
-    """Bit for bit the jnp path; the codes four to a byte as `lm.pack_2bit` has them."""
+    """Bit for bit the jnp path; the first codes of a byte are in its lowest bits."""
     op, table = FUNCTIONS[function]
+    function = function.split(",")[0]
     x, g = hard_values(table, (size,), dtype), normal(1, (size,), dtype)
     options = {"cores": cores, "interpret": True}
 
@@ -75,7 +86,7 @@ def check_activation(function, size, dtype, cores=None):
     y, packed, dx = run(x, g)
     expected, vjp = jax.vjp(jax.jit(op), x)
     assert_same(y, expected)
-    assert_same(packed, lm.pack_2bit(encode(x.astype(jnp.float32), table)))
+    assert_same(packed, packed_codes(x, table))
     assert_same(dx, vjp(g)[0])
 
 
@@ -91,18 +102,22 @@ def check_activation(function, size, dtype, cores=None):
         ("gelu_erf", 511, jnp.float32, None),
         ("silu", 2049, jnp.bfloat16, None),
         ("silu", 8197, jnp.float16, 1),
+        ("silu, 4 bits", 1, jnp.float32, None),
+        ("gelu_tanh, 4 bits", 2049, jnp.bfloat16, None),
+        ("silu, 4 bits", 10 * 1024, jnp.float16, 1),
     ],
 )
 def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
     check_activation(function, size, dtype, cores)
 
 
+@pytest.mark.parametrize("function", ["silu", "silu, 4 bits"])
 @pytest.mark.parametrize("size", [2050, 1024 + 32])
-def test_activation_of_a_large_array(monkeypatch, size):
+def test_activation_of_a_large_array(monkeypatch, size, function):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
     monkeypatch.setattr(activation, "_MOST_MASKED", 0)
     monkeypatch.setattr(activation, "_MOST_BYTES", 0)
-    check_activation("silu", size, jnp.float32)
+    check_activation(function, size, jnp.float32)
 
 
 def test_erfc_is_that_of_jax():
@@ -120,7 +135,7 @@ def test_activation_arguments():
     x = jnp.zeros((4, 32))
     for call, error, message in (
         (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function='relu'"),
-        (lambda: activation_forward(x, "silu", (0.0,) * 4), ValueError, "thresholds"),
+        (lambda: activation_forward(x, "silu", (0.0,) * 16), ValueError, "thresholds"),
         (lambda: activation_forward(x.astype(int), "silu", (0.0,)), TypeError, "must be float32"),
         (
             lambda: activation_backward(jnp.zeros(3, jnp.uint8), x, (0.0, 1.0)),
@@ -130,7 +145,7 @@ def test_activation_arguments():
         (
             lambda: activation_backward(jnp.zeros(32, jnp.uint8), x, (0.0,)),
             ValueError,
-            "levels must be 2 to 4",
+            "levels must be 2 to 16",
         ),
     ):
         with pytest.raises(error, match=message):

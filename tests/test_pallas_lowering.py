@@ -24,14 +24,18 @@ def compile_for(device, fn, *shapes_dtypes):
     return lm.memory.compile_for(fn, *args, device=device)
 
 
-def activation_forward(function, x):
-    y, packed = activation.activation_forward(x, function, REGELU2_TABLE.thresholds)
-    return y, jax.lax.bitcast_convert_type(packed, jnp.uint2).reshape(x.shape)
+TABLES = (REGELU2_TABLE, lm.STEP_TABLES["gelu_erf", 4])
 
 
-def activation_backward(codes, g):
-    packed = jax.lax.bitcast_convert_type(codes.reshape(codes.size // 4, 4), jnp.uint8)
-    return activation.activation_backward(packed, g, REGELU2_TABLE.levels)
+def activation_forward(function, x, table=REGELU2_TABLE):
+    y, packed = activation.activation_forward(x, function, table.thresholds)
+    return y, jax.lax.bitcast_convert_type(packed, table.dtype).reshape(x.shape)
+
+
+def activation_backward(codes, g, table=REGELU2_TABLE):
+    each = 8 // jnp.iinfo(table.dtype).bits
+    packed = jax.lax.bitcast_convert_type(codes.reshape(codes.size // each, each), jnp.uint8)
+    return activation.activation_backward(packed, g, table.levels)
 
 
 def norm_forward(center, x, scale=None, bias=None):
@@ -61,15 +65,17 @@ def norm_backward(center, recover, kept, rstd, g, scale=None, bias=None):
 
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(64, 1024), (5, 12)])
-def test_activation_compiles_and_its_codes_are_uint2_for_free(device, shape):
+@pytest.mark.parametrize("table", TABLES, ids=["2 bits", "4 bits"])
+def test_activation_compiles_and_its_codes_are_small_integers_for_free(device, shape, table):
     for function in ("gelu_tanh", "gelu_erf", "silu"):
         for dtype in (BF16, F32):
-            forward = functools.partial(activation_forward, function)
+            forward = functools.partial(activation_forward, function, table=table)
             compiled = compile_for(device, forward, (shape, dtype))
             assert activation.FORWARD_NAME in compiled.as_text()
             assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
     for dtype in (BF16, jnp.float16, F32):
-        compiled = compile_for(device, activation_backward, (shape, jnp.uint2), (shape, dtype))
+        backward = functools.partial(activation_backward, table=table)
+        compiled = compile_for(device, backward, (shape, table.dtype), (shape, dtype))
         assert activation.BACKWARD_NAME in compiled.as_text()
         assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
 

@@ -7,21 +7,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lowmembp_examples.benchmarks.step_tables import ACTIVATIONS, shipped
 
 import lowmembp_jax as lm
 
 GELU = partial(jax.nn.gelu, approximate=False)
 
 
-def relative_error(table, function, sigma=1.0):
-    """Of the derivative, under N(0, sigma), in float64."""
+def mean_slopes(table, function, sigma=1.0):
+    """Means of the step function and of the derivative under N(0, sigma), in float64."""
     x = np.linspace(-8 * sigma, 8 * sigma, 100_001)
     with jax.enable_x64(True):
         d = np.asarray(jax.vmap(jax.grad(function))(jnp.asarray(x)))
     s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
     w = np.exp(-0.5 * np.square(x / sigma))
-    assert (w * s).sum() / w.sum() == pytest.approx((w * d).sum() / w.sum(), abs=1e-4)  # unbiased
-    return np.sqrt((w * np.square(d - s)).sum() / (w * np.square(d)).sum())
+    return (w * s).sum() / w.sum(), (w * d).sum() / w.sum()
+
+
+def test_the_error_of_a_derivative_is_an_integral():
+    """Over a distribution; of a sample it is a mean."""
+    x = np.random.default_rng(0).normal(size=400_000)
+    table = lm.REGELU2_TABLE
+    d = np.asarray(jax.vmap(jax.grad(GELU))(x), np.float64)
+    s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
+    want = np.sqrt(np.mean((d - s) ** 2) / np.mean(d**2))
+    assert lm.derivative_error(GELU, table) == pytest.approx(want, rel=5e-3)
+    assert lm.derivative_error(GELU, table) == pytest.approx(0.36, abs=5e-3)
+    # Of many numbers, some of their quantiles are taken.
+    assert lm.derivative_error(GELU, table, x) == pytest.approx(want, rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -43,19 +56,70 @@ def test_two_bits_of_gelus_derivative():
     table = lm.fit_step_table(GELU)
     np.testing.assert_allclose(table.thresholds, (-0.5, 0, 0.5), atol=2e-3)
     np.testing.assert_allclose(table.levels, (-0.047, 0.312, 0.688, 1.047), atol=1e-3)
-    assert relative_error(table, GELU) == pytest.approx(0.1325, abs=1e-3)
+    assert lm.derivative_error(GELU, table) == pytest.approx(0.1325, abs=1e-3)
+    np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
 
 
 @pytest.mark.parametrize("function", [GELU, jax.nn.silu, jax.nn.mish, jax.nn.softplus, jax.nn.elu])
 def test_more_bits_are_nearer(function):
-    errors = [relative_error(lm.fit_step_table(function, bits), function) for bits in (1, 2, 4)]
+    tables = {bits: lm.fit_step_table(function, bits) for bits in (1, 2, 4)}
+    errors = [lm.derivative_error(function, table) for table in tables.values()]
     assert errors[0] > errors[1] > 3 * errors[2]
     # A table for other values is worse under these.
     wide = lm.fit_step_table(function, 4, weight=3.0)
-    x = np.linspace(-8, 8, 10_001)
-    w, d = np.exp(-0.5 * x * x), jax.vmap(jax.grad(function))(x)
-    s = np.asarray(wide.levels)[np.searchsorted(wide.thresholds, x)]
-    assert np.sqrt((w * (d - s) ** 2).sum() / (w * d * d).sum()) > errors[2]
+    assert lm.derivative_error(function, wide) > errors[2]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("function", "limits"), [(GELU, (0, 1)), (jax.nn.softplus, (0, 1)), (jnp.tanh, (0, 0))]
+)
+def test_limits_are_kept_and_the_mean_too(function, limits, bits):
+    free = lm.fit_step_table(function, bits)
+    kept = lm.fit_step_table(function, bits, keep_limits=True)
+    unbiased = lm.fit_step_table(function, bits, keep_limits=True, unbiased=True)
+    for table in (kept, unbiased):
+        assert (table.levels[0], table.levels[-1]) == pytest.approx(limits, abs=1e-12)
+    errors = [lm.derivative_error(function, table) for table in (free, kept, unbiased)]
+    assert errors[0] < errors[1] < errors[2] * (1 + 1e-9) < 2.5 * errors[0]
+    for table in (free, unbiased):
+        np.testing.assert_allclose(*mean_slopes(table, function), atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("function", "thresholds", "levels"),
+    [
+        (jax.nn.relu, (0,), (0, 1)),
+        (jax.nn.relu6, (0, 6), (0, 1, 0)),
+        (jax.nn.leaky_relu, (0,), (0.01, 1)),
+    ],
+)
+def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
+    table = lm.fit_step_table(function, bits)
+    assert table.thresholds == thresholds
+    np.testing.assert_allclose(table.levels, levels, rtol=1e-12)
+    x = jnp.linspace(-9, 9, 4001)  # with 0
+    got = jax.grad(lambda x: lm.step_activation(x, function, table).sum())(x)
+    if function is not jax.nn.leaky_relu:  # whose slope at 0 is 1 in JAX
+        np.testing.assert_array_equal(got, jax.grad(lambda x: function(x).sum())(x))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_shipped_tables_are_the_fitted_ones(name):
+    for bits in (2, 4):
+        want, got = shipped(name, bits), lm.STEP_TABLES[name, bits]
+        np.testing.assert_allclose(got.thresholds, want.thresholds, atol=2e-3)
+        np.testing.assert_allclose(got.levels, want.levels, atol=1e-3)
+
+
+def test_patch_takes_bits():
+    x = jnp.linspace(-3, 3, 64)
+    for bits in (2, 4):
+        with lm.patch(bits=bits):
+            got = jax.grad(lambda x: jax.nn.gelu(x).sum())(x)
+        want = jax.grad(lambda x, bits=bits: lm.gelu(x, bits=bits).sum())(x)
+        np.testing.assert_array_equal(got, want)
 
 
 def test_no_other_cut_of_a_sample_is_better():
@@ -120,6 +184,9 @@ def test_four_bits_are_half_a_byte_in_a_gpus_memory():
         (lambda: lm.fit_step_table(GELU, weight=[1.0, 2.0]), "2 different values, for 4"),
         (lambda: lm.fit_step_table(jnp.sqrt), "derivative of function=.* is not finite"),
         (lambda: lm.fit_step_table(jnp.tanh, objective="function"), "must go to 0 at -inf"),
+        (lambda: lm.fit_step_table(jnp.square, keep_limits=True), "must have limits at -inf"),
+        (lambda: lm.gelu(jnp.ones(3), bits=3), "bits must be 2 or 4, got 3"),
+        (lambda: lm.patch(bits=8), "bits=8 is not accepted"),
         (
             lambda: lm.step_activation(
                 jnp.ones(3),

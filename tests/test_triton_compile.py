@@ -30,13 +30,16 @@ ROWS = 8192
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "uint8": "*u8", "uint16": "*u16"}
 
 
-def _activation(size, dtype, function):
-    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, THRESHOLDS)
+FOUR_BITS = lm.STEP_TABLES["gelu_erf", 4]
+
+
+def _activation(size, dtype, function, thresholds=THRESHOLDS):
+    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, thresholds)
     return launch, [dtype]
 
 
-def _activation_backward(size, dtype):
-    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), LEVELS)
+def _activation_backward(size, dtype, levels=LEVELS):
+    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), levels)
     return launch, ["uint8", dtype]
 
 
@@ -68,6 +71,12 @@ for _dtype in ("bfloat16", "float32"):
         f"{function}-{_dtype}": _activation(2**24, _dtype, function) for function in FUNCTIONS
     }
     CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
+    CASES[f"gelu_erf-4-bits-{_dtype}"] = _activation(
+        2**24, _dtype, "gelu_erf", FOUR_BITS.thresholds
+    )
+    CASES[f"activation-backward-4-bits-{_dtype}"] = _activation_backward(
+        2**24, _dtype, FOUR_BITS.levels
+    )
     CASES[f"activation-backward-{_dtype}"] = _activation_backward(2**24, _dtype)
     for _width in WIDTHS:
         _id = f"{_width}-{_dtype}"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import only_interpreted, run_in_triton_interpreter
 
-from lowmembp_jax import pack_2bit
+from lowmembp_jax import STEP_TABLES, pack_2bit
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
 from lowmembp_jax.codes import encode
 
@@ -83,6 +83,17 @@ class TestTriton:
         near = np.abs(x) < 5
         np.testing.assert_allclose(y[near], expected[near], rtol=3e-6)
         np.testing.assert_allclose(y, expected, rtol=2e-5)
+
+    @pytest.mark.parametrize("size", [1, 35, 4096])
+    def test_codes_of_four_bits(self, size):
+        table = STEP_TABLES["silu", 4]
+        x = _values((size,), DTYPES[0], table)
+        _, packed = activation.activation_forward(x, "silu", table.thresholds)
+        codes = np.asarray(encode(x, table)).astype(np.uint8)
+        pairs = np.pad(codes, (0, size % 2)).reshape(-1, 2)
+        np.testing.assert_array_equal(packed, pairs[:, 0] | (pairs[:, 1] << 4))
+        dx = activation.activation_backward(packed, np.ones_like(x), table.levels)
+        np.testing.assert_array_equal(dx, np.float32(table.levels)[codes])
 
     def test_tables_of_fewer_thresholds(self):
         x = np.array([-1.0, 0.0, 1.0, np.inf], np.float32)

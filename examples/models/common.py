@@ -47,6 +47,7 @@ class Compute:
       merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
         put it into the Denses.
       compress_dtype: what "compress" and "compress+remat" store in, see `lm.compress`.
+      bits: that the activations of "lowmembp" keep, 2 or 4; None: 2, by the published tables.
     """
 
     method: Method = "default"
@@ -55,6 +56,7 @@ class Compute:
     attention: Attention = "xla"
     merged: bool = False
     compress_dtype: Any = jnp.float8_e4m3fn
+    bits: int | None = 2
 
     @property
     def lowmembp(self) -> bool:
@@ -95,12 +97,15 @@ def gelu(
     compute: Compute, x: Float[Array, "*shape"], *, approximate: bool
 ) -> Float[Array, "*shape"]:
     if compute.lowmembp:
-        return lm.regelu2(x, approximate)
+        published = compute.bits is None
+        return lm.regelu2(x, approximate) if published else lm.gelu(x, approximate, compute.bits)
     return _activation(compute, lambda x: nn.gelu(x, approximate), x)
 
 
 def silu(compute: Compute, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    return lm.resilu2(x) if compute.lowmembp else _activation(compute, nn.silu, x)
+    if compute.lowmembp:
+        return lm.resilu2(x) if compute.bits is None else lm.silu(x, compute.bits)
+    return _activation(compute, nn.silu, x)
 
 
 def _activation(compute: Compute, function, x):

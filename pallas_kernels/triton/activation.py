@@ -1,7 +1,7 @@
-"""Step activations in one pass: y and packed 2-bit codes forward, the gradient backward.
+"""Step activations in one pass: y and packed codes forward, the gradient backward.
 
-In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of codes) and the backward
-as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of 2-bit codes) and the
+backward as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.interface import check_activation, check_codes, check_float
+from pallas_kernels.step_table import code_bits
 from pallas_kernels.triton.activation_kernels import backward_launch, forward_launch
 from pallas_kernels.triton.launch import batchable, call
 
@@ -21,7 +22,7 @@ def activation_forward(
     *,
     cores: int | None = None,
 ) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
-    """`function(x)` and the 2-bit codes of x, in one pass.
+    """`function(x)` and the codes of x, in one pass.
 
     As `pallas_kernels.activation.activation_forward`, arguments, results and errors. Besides:
 
@@ -40,10 +41,11 @@ def activation_forward(
         return y.reshape(shape), packed
 
     def fold(count, batched, x):
-        if size % 4:
+        each = 8 // code_bits(len(thresholds) + 1)
+        if size % each:
             return None
         y, packed = activation_forward(x, function, thresholds, cores=cores)
-        return y, packed.reshape(count, size // 4)
+        return y, packed.reshape(count, size // each)
 
     return batchable(run, fold)(x)
 
@@ -73,8 +75,8 @@ def activation_backward(
         return dx.reshape(shape)
 
     def fold(count, batched, packed, g):
-        if size % 4 or not all(batched):
+        if size % (8 // code_bits(len(levels))) or not all(batched):
             return None
-        return activation_backward(packed.reshape(count * size // 4), g, levels, cores=cores)
+        return activation_backward(packed.reshape(packed.size), g, levels, cores=cores)
 
     return batchable(run, fold)(packed, g)

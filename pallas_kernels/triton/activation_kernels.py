@@ -1,6 +1,5 @@
 """The kernels of `activation`, on flat arrays, and their blocks, warps and grids."""
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.interface import DEFAULT_CORES
+from pallas_kernels.step_table import code_bits
 from pallas_kernels.triton.launch import Launch
 from pallas_kernels.triton.mathematics import activate, pack, slopes
 
@@ -20,24 +20,25 @@ BACKWARD_NAME = "lowmembp_activation_backward"
 @triton.jit
 def _forward_block(
     x_ptr, y_ptr, packed_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    FUNCTION: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
+    FUNCTION: tl.constexpr, THRESHOLDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
+    EACH: tl.constexpr = 8 // BITS
     offsets = tl.arange(0, BLOCK)
     # Below every threshold: the unused bits of the last byte are 0.
     mask, other = (offsets < left, float("-inf")) if MASKED else (None, None)
     x = tl.load(x_ptr + start + offsets, mask=mask, other=other).to(tl.float32)
     y = activate(x, FUNCTION)
     tl.store(y_ptr + start + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    quads = tl.arange(0, BLOCK // 4)
-    packed = pack(x, C1, C2, C3, BLOCK)
-    mask = quads * 4 < left if MASKED else None
-    tl.store(packed_ptr + start // 4 + quads, packed.to(tl.uint8), mask=mask)
+    places = tl.arange(0, BLOCK // EACH)
+    packed = pack(x, THRESHOLDS, BITS, BLOCK)
+    mask = places * EACH < left if MASKED else None
+    tl.store(packed_ptr + start // EACH + places, packed.to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def forward_kernel(
     x_ptr, y_ptr, packed_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr,
-    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr,
+    THRESHOLDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = SIZE - start
@@ -45,38 +46,39 @@ def forward_kernel(
     if SIZE % BLOCK != 0:  # noqa: SIM102  (a constant, known when compiled)
         if left < BLOCK:
             _forward_block(x_ptr, y_ptr, packed_ptr, start, left, True, BLOCK,
-                           FUNCTION, C1, C2, C3)  # fmt: skip
+                           FUNCTION, THRESHOLDS, BITS)  # fmt: skip
             return
     _forward_block(x_ptr, y_ptr, packed_ptr, start, left, False, BLOCK,
-                   FUNCTION, C1, C2, C3)  # fmt: skip
+                   FUNCTION, THRESHOLDS, BITS)  # fmt: skip
 
 
 @triton.jit
 def _backward_block(
     packed_ptr, g_ptr, dx_ptr, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
+    LEVELS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    offsets, quads = tl.arange(0, BLOCK), tl.arange(0, BLOCK // 4)
+    EACH: tl.constexpr = 8 // BITS
+    offsets, places = tl.arange(0, BLOCK), tl.arange(0, BLOCK // EACH)
     mask = offsets < left if MASKED else None
     g = tl.load(g_ptr + start + offsets, mask=mask).to(tl.float32)
-    quads_mask = quads * 4 < left if MASKED else None
-    packed = tl.load(packed_ptr + start // 4 + quads, mask=quads_mask).to(tl.int32)
-    dx = g * tl.reshape(slopes(packed, L0, L1, L2, L3), (BLOCK,))
+    places_mask = places * EACH < left if MASKED else None
+    packed = tl.load(packed_ptr + start // EACH + places, mask=places_mask).to(tl.int32)
+    dx = g * tl.reshape(slopes(packed, LEVELS, BITS), (BLOCK,))
     tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    packed_ptr, g_ptr, dx_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, L0: tl.constexpr,
-    L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
+    packed_ptr, g_ptr, dx_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = SIZE - start
     if SIZE % BLOCK != 0:  # noqa: SIM102
         if left < BLOCK:
-            _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, True, BLOCK, L0, L1, L2, L3)
+            _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, True, BLOCK, LEVELS, BITS)
             return
-    _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, False, BLOCK, L0, L1, L2, L3)
+    _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, False, BLOCK, LEVELS, BITS)
 
 
 def _block(size: int, cores: int | None) -> tuple[int, int]:
@@ -104,17 +106,17 @@ def forward_launch(
 ) -> Launch:
     """The launch of `forward_kernel`: input x[size]; outputs y, packed."""
     block, warps = _block(size, cores)
-    # A threshold of infinity is never below anything.
-    c1, c2, c3 = (*(_floor(c, dtype) for c in thresholds), math.inf, math.inf)[:3]
+    bits = code_bits(len(thresholds) + 1)
+    thresholds = tuple(_floor(c, dtype) for c in thresholds)
     return Launch(
         forward_kernel,
         (triton.cdiv(size, block),),
         warps,
         (
             jax.ShapeDtypeStruct((size,), dtype),
-            jax.ShapeDtypeStruct((triton.cdiv(size, 4),), jnp.uint8),
+            jax.ShapeDtypeStruct((triton.cdiv(size, 8 // bits),), jnp.uint8),
         ),
-        dict(SIZE=size, BLOCK=block, FUNCTION=function, C1=c1, C2=c2, C3=c3),
+        dict(SIZE=size, BLOCK=block, FUNCTION=function, THRESHOLDS=thresholds, BITS=bits),
         FORWARD_NAME,
     )
 
@@ -122,12 +124,13 @@ def forward_launch(
 def backward_launch(size: int, dtype, levels: Sequence[float], cores: int | None = None) -> Launch:
     """The launch of `backward_kernel`: inputs packed, g[size]; output dx."""
     block, warps = _block(size, cores)
-    l0, l1, l2, l3 = (*map(float, levels), *[float(levels[-1])] * 3)[:4]
+    bits = code_bits(len(levels))
+    levels = (*map(float, levels), *[float(levels[-1])] * (2**bits - len(levels)))
     return Launch(
         backward_kernel,
         (triton.cdiv(size, block),),
         warps,
         (jax.ShapeDtypeStruct((size,), dtype),),
-        dict(SIZE=size, BLOCK=block, L0=l0, L1=l1, L2=l2, L3=l3),
+        dict(SIZE=size, BLOCK=block, LEVELS=levels, BITS=bits),
         BACKWARD_NAME,
     )

@@ -65,30 +65,42 @@ def activate(x, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def pack(x, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of x[BLOCK], how many thresholds are strictly below, 0 for NaN, as int32[BLOCK / 4].
+def pack(x, THRESHOLDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of x[BLOCK], how many thresholds are strictly below, 0 for NaN, as int32[bytes].
 
-    Four to a byte, the first in the lowest bits.
+    8 / BITS codes make a byte, the first in the lowest bits.
     """
-    x = tl.reshape(x, (BLOCK // 4, 4))
-    shifts = (2 * tl.arange(0, 4))[None, :]
-    codes = tl.where(x > C2, tl.where(x > C3, 3 << shifts, 2 << shifts), 0)
-    codes = tl.where(x > C1, tl.where(x > C2, codes, 1 << shifts), 0)
+    x = tl.reshape(x, (BLOCK * BITS // 8, 8 // BITS))
+    shifts = (BITS * tl.arange(0, 8 // BITS))[None, :]
+    codes = tl.zeros(x.shape, tl.int32)
+    for k in tl.static_range(len(THRESHOLDS)):
+        codes = tl.where(x > THRESHOLDS[k], (k + 1) << shifts, codes)
     return tl.sum(codes, axis=1)
 
 
 @triton.jit
-def slopes(
-    packed, L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr
-):  # fmt: skip
-    """The level of every code, float32[BLOCK / 4, 4], from packed[BLOCK / 4].
+def _level(packed, shifts, LEVELS: tl.constexpr, FIRST: tl.constexpr, BIT: tl.constexpr):
+    """LEVELS[FIRST + c], where c are the bits of a code from BIT down.
 
     The bits are tested where they are: the codes themselves would cost a shift and a mask each.
     """
-    shifts = (2 * tl.arange(0, 4))[None, :]
-    low = (packed[:, None] & (1 << shifts)) != 0
-    high = (packed[:, None] & (2 << shifts)) != 0
-    return tl.where(high, tl.where(low, L3, L2), tl.where(low, L1, L0))
+    if BIT == 0:
+        level = tl.full(packed.shape, LEVELS[FIRST], tl.float32)
+    else:
+        level = tl.where(
+            (packed & (BIT << shifts)) != 0,
+            _level(packed, shifts, LEVELS, FIRST + BIT, BIT // 2),
+            _level(packed, shifts, LEVELS, FIRST, BIT // 2),
+        )
+    return level
+
+
+@triton.jit
+def slopes(packed, LEVELS: tl.constexpr, BITS: tl.constexpr):
+    """The level of every code, float32[bytes, 8 / BITS], from packed[bytes]; 2^BITS levels."""
+    shifts = (BITS * tl.arange(0, 8 // BITS))[None, :]
+    packed = tl.broadcast_to(packed[:, None], (packed.shape[0], 8 // BITS))
+    return _level(packed, shifts, LEVELS, 0, 2 ** (BITS - 1))
 
 
 @triton.jit

@@ -5,12 +5,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from lowmembp_jax.importing import NoSuchFunctionError, function_of_file
 from lowmembp_jax.memory.planning.workload import METHODS, Workload, WorkloadError, as_workload
 from lowmembp_jax.patching import patch
 
@@ -102,23 +101,17 @@ def load_factory(model: str) -> Factory:
     """The factory that `--model` names.
 
     Args:
-      model: a model of the examples, or `path/to/file.py:function`. The folder of the file can be
-        imported from while it runs, as for `python path/to/file.py`.
+      model: a model of the examples, or `path/to/file.py:function`, see `function_of_file`.
 
     Raises:
       WorkloadError: no such file, function or model.
     """
-    path, colon, name = model.rpartition(":")
-    if not colon:
+    if ":" not in model:
         return _example(model)
-    module = _import_file(Path(path))
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
-        raise WorkloadError(
-            f"model={model!r}: {path} has no function {name!r}; it has {', '.join(functions)}"
-        )
-    return Factory(function, model)
+    try:
+        return Factory(function_of_file("model", model), model)
+    except NoSuchFunctionError as error:
+        raise WorkloadError(str(error)) from error
 
 
 def example_models() -> Mapping[str, Callable[..., Any]]:
@@ -136,16 +129,3 @@ def _example(model: str) -> Factory:
         f"model={model!r} is not known: accepted are {', '.join(models)} "
         f"or path/to/file.py:function"
     )
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise WorkloadError(f"model: there is no file {path}")
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module

@@ -1,0 +1,104 @@
+"""Models on real data, small enough for a CPU: what gradients and their errors are measured on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from lowmembp_examples.data.batches import TrainingBatches
+from lowmembp_examples.data.minilm import minilm_directory
+from lowmembp_examples.data.tasks import DataConfig, load_task
+from lowmembp_examples.finetune import MINILM
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.source import (
+    Source,
+    find_source,
+    fit,
+    initial_params,
+    model_inputs,
+)
+from lowmembp_examples.trainer.step import (
+    LossFn,
+    OptimizerConfig,
+    init_state,
+    make_optimizer,
+    make_step,
+)
+
+Name = Literal["minilm", "vit", "llama"]
+IMAGE = 32
+
+
+class RealModel(NamedTuple):
+    """A model, its parameters at the start, and its batches.
+
+    Attributes:
+      source: family and sizes.
+      params: pretrained, or drawn at random.
+      batches: by number.
+      data: where they are from.
+    """
+
+    source: Source
+    params: Any
+    batches: TrainingBatches
+    data: str
+
+    def build(self, compute: Compute) -> Any:
+        return self.source.family.build(self.source.config, compute)
+
+    def loss(self, compute: Compute) -> LossFn:
+        return make_loss(self.source.family.task, self.build(compute))
+
+    def train(
+        self, compute: Compute, steps: int, rate: float = 2e-4, devices: int = 1
+    ) -> Iterator[tuple[Any, Any]]:
+        """State and metrics after each step of AdamW from the start, data parallel."""
+        optimizer = make_optimizer(OptimizerConfig(rate), steps)
+        step = jax.jit(make_step(self.loss(compute), optimizer))
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        state = jax.device_put(init_state(self.params, optimizer, "float32"), whole)
+        for number in range(steps):
+            batch = jax.device_put(self.batches.at(number), split)
+            state, metrics = step(state, {}, batch)
+            yield state, metrics
+
+
+def load(
+    name: Name,
+    batch_size: int = 32,
+    tokens: int = 48,
+    checkpoint: Path | None = None,
+    train: Path | None = None,
+) -> RealModel:
+    """The model of that name.
+
+    Args:
+      name: "minilm", the pretrained BERT of 6 layers, on docstrings of Python's standard library;
+        "vit", of 4 layers, on digits; "llama", of 4 layers, on the library's source text.
+      batch_size: examples a batch.
+      tokens: of a text.
+      checkpoint: directory of another BERT than MiniLM: config.json, model.safetensors,
+        tokenizer.json.
+      train: a data set of your own, see `DataConfig`.
+    """
+    if name == "minilm":
+        directory = checkpoint or minilm_directory()
+        source = find_source(None, directory, "text-classification", new_head=True)
+        source, tokenizer = source._replace(family=MINILM), directory / "tokenizer.json"
+    else:
+        source, tokenizer = find_source(f"{name}-toy", None, None), None
+    task_name = source.family.task
+    task = load_task(
+        DataConfig(task_name, train, tokenizer=tokenizer, sequence_length=tokens, image_size=IMAGE)
+    )
+    source = source._replace(config=fit(source, task, tokens, IMAGE))
+    params = initial_params(
+        source, source.config, model_inputs(task_name, tokens, IMAGE), jax.random.key(0)
+    )
+    return RealModel(source, params, TrainingBatches(task.train, batch_size, seed=0), task.source)

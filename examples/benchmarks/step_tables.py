@@ -1,0 +1,205 @@
+"""The step tables of the library: fitted, their errors measured, and drawn.
+
+    python examples/benchmarks/step_tables.py
+
+writes `results/step_tables.json`, the relative errors of the derivatives for x of N(0, 1/2),
+N(0, 1) and N(0, 2), and for what reaches the GELUs of MiniLM's 6 layers on docstrings of Python's
+standard library; and the pictures of docs/activations.md. About a minute. With --source it fits the
+tables again and writes `lowmembp_jax/step_tables.py` instead.
+"""
+
+import dataclasses
+import os
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from lowmembp_examples.benchmarks import real_models
+from lowmembp_examples.benchmarks.on_gpu import write_json
+from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.stages import versions
+from lowmembp_examples.models.common import Compute
+from matplotlib.figure import Figure
+
+import lowmembp_jax as lm
+from lowmembp_jax.fitting.report import SIGMAS, plot_fit
+
+ROOT = Path(__file__).parents[2]
+#: What tables are shipped for; the last three are step functions or have them on one side.
+ACTIVATIONS = {
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "silu": jax.nn.silu,
+    "mish": jax.nn.mish,
+    "softplus": jax.nn.softplus,
+    "elu": jax.nn.elu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "leaky_relu": jax.nn.leaky_relu,
+}
+PUBLISHED = {"gelu": lm.REGELU2_TABLE, "silu": lm.RESILU2_TABLE}
+DIGITS = 5
+
+
+#: Of the file with the tables.
+HEAD = '''"""Step tables that come with the library.
+
+Written by `examples/benchmarks/step_tables.py --source`, but for the published ones.
+"""
+
+from lowmembp_jax.codes import StepTable
+
+
+def _published(a1: float, a2: float, c1: float, c2: float, c3: float) -> StepTable:
+    return StepTable(thresholds=(c1, c2, c3), levels=(0.0, a1, a1 + a2, 1.0))
+
+
+#: The published constants (arXiv:2406.16282, section 4.2). Slope at 0: a1 + a2 = 1.0487.
+REGELU2_TABLE = _published(
+    -0.04922261145617846,
+    1.0979632065417297,
+    -3.1858810036855245,
+    -0.001178821281161997,
+    3.190832613414926,
+)
+#: The published constants (arXiv:2406.16282, section 4.2). Slope at 0: a1 + a2 = 1.0403.
+RESILU2_TABLE = _published(
+    -0.04060357190528599,
+    1.080925428529668,
+    -6.3050461001646445,
+    -0.0008684942046214787,
+    6.325815242089708,
+)
+
+# fmt: off
+#: By activation and bits: the nearest to the derivative under N(0, 1), see `lm.fit_step_table`.
+#: Exact for "relu", "relu6" and "leaky_relu". quick_gelu is x sigmoid(1.702 x).
+STEP_TABLES: dict[tuple[str, int], StepTable] = {
+'''
+
+
+@dataclasses.dataclass
+class Config:
+    """The step tables of the library: fitted, their errors measured, and drawn."""
+
+    output: Path = Path(__file__).parent / "results" / "step_tables.json"
+    """The results."""
+    source: bool = False
+    """Fit the tables and write them into the library, and nothing else."""
+
+
+def shipped(name: str, bits: int) -> lm.StepTable:
+    """The table as the library has it: fitted under N(0, 1), and rounded."""
+    fitted = lm.fit_step_table(ACTIVATIONS[name], bits)
+    return lm.StepTable(
+        *(tuple(round(v, DIGITS) for v in each) for each in (fitted.thresholds, fitted.levels))
+    )
+
+
+def minilm_inputs(texts: int = 128, tokens: int = 48) -> np.ndarray:
+    """What reaches the GELUs of the 6 layers of the pretrained MiniLM, padding left out."""
+    model = real_models.load("minilm", texts, tokens)
+    batch = model.batches.at(0)
+
+    def is_intermediate(module: nn.Module, method: str) -> bool:
+        return method == "__call__" and module.name == "intermediate"
+
+    _, state = model.build(Compute()).apply(
+        {"params": model.params},
+        batch.input_ids,
+        batch.lengths,
+        capture_intermediates=is_intermediate,
+        mutable=["intermediates"],
+    )
+    real = np.arange(tokens) < np.asarray(batch.lengths)[:, None]
+    return np.concatenate([np.asarray(x)[real].ravel() for x in jax.tree.leaves(state)])
+
+
+def source() -> str:
+    """Of `lowmembp_jax/step_tables.py`."""
+    lines = []
+    for name in ACTIVATIONS:
+        for bits in (2, 4):
+            one = shipped(name, bits)
+            lines.append(f'    ("{name}", {bits}): StepTable(')
+            for values in (one.thresholds, one.levels):
+                indents = {"initial_indent": " " * 8, "subsequent_indent": " " * 9}
+                lines += textwrap.wrap(f"{values},", 100, **indents)
+            lines.append("    ),")
+    return HEAD + "\n".join(lines) + "\n}\n# fmt: on\n"
+
+
+def measured(sample: np.ndarray) -> dict[str, Any]:
+    """Relative errors of the derivatives, by activation, table and distribution of x."""
+    weights = {f"N(0, {sigma:g})": sigma for sigma in SIGMAS}
+    rows: dict[str, Any] = {}
+    for name, function in ACTIVATIONS.items():
+        tables = {f"{bits} bits": lm.STEP_TABLES[name, bits] for bits in (2, 4)}
+        for prefix, published in PUBLISHED.items():
+            if name.startswith(prefix):
+                tables = {"published": published, **tables}
+        for label, one in tables.items():
+            errors = {w: lm.derivative_error(function, one, v) for w, v in weights.items()}
+            if name == "gelu_erf":
+                errors["MiniLM"] = lm.derivative_error(function, one, sample)
+            rows.setdefault(name, {})[label] = errors
+    return rows
+
+
+def draw(directory: Path) -> None:
+    for name in ("gelu_erf", "silu", "mish"):
+        tables = {f"{bits} bits": lm.STEP_TABLES[name, bits] for bits in (2, 4)}
+        if name.split("_")[0] in PUBLISHED:
+            tables = {"published, 2 bits": PUBLISHED[name.split("_")[0]], **tables}
+        plot_fit(ACTIVATIONS[name], tables, directory / f"{name}.svg", name)
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name in ("gelu_erf", "silu", "mish", "softplus", "elu"):
+        function = ACTIVATIONS[name]
+        errors = [lm.derivative_error(function, lm.fit_step_table(function, b)) for b in (1, 2, 4)]
+        axes.plot((1, 2, 4), errors, marker="o", label=name)
+    axes.set(xlabel="bits", ylabel="relative error of the derivative, N(0, 1)", yscale="log")
+    axes.set_xticks((1, 2, 4))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(directory / "bits.svg")
+
+
+def main() -> int:
+    config = tyro.cli(Config, description=__doc__)
+    if config.source:
+        (ROOT / "lowmembp_jax" / "step_tables.py").write_text(source())
+        return 0
+    sample = minilm_inputs()
+    rows = measured(sample)
+    results = {
+        "command": " ".join(["python", *sys.argv]),
+        "versions": versions(),
+        "minilm": {"mean": float(sample.mean()), "std": float(sample.std()), "n": sample.size},
+        "rows": rows,
+    }
+    write_json(config.output, results)
+    draw(ROOT / "docs" / "activations")
+    heads = [*(f"N(0, {sigma:g})" for sigma in SIGMAS), "MiniLM"]
+    cells = [
+        [f"{name}, {label}", *(f"{errors[w]:.3f}" if w in errors else "" for w in heads)]
+        for name, tables in rows.items()
+        for label, errors in tables.items()
+    ]
+    print(table([["relative error of the derivative", *heads], *cells]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Step tables for any activation."""

@@ -1,0 +1,203 @@
+"""Step tables for any activation: thresholds and levels that are nearest to its derivative."""
+
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float
+
+from lowmembp_jax.codes import StepTable
+from lowmembp_jax.fitting.values import fit_values
+
+_COARSE, _FINE = 1024, 2**16
+
+
+def fit_step_table(
+    function: Callable[[Array], Array],
+    bits: int = 2,
+    *,
+    objective: Literal["derivative", "function"] = "derivative",
+    weight: ArrayLike = 1.0,
+    keep_limits: bool = False,
+    unbiased: bool = False,
+) -> StepTable:
+    """The step function of 2^bits levels that is nearest to the derivative of an activation.
+
+        table = lm.fit_step_table(jax.nn.mish, bits=4)
+        y = lm.step_activation(x, jax.nn.mish, table)
+
+    Args:
+      function: a scalar activation, of JAX operations that are differentiable.
+      bits: 1, 2 or 4.
+      objective: "derivative" minimises the weighted mean square of f'(x) - s(x). Each level is the
+        mean of f' between its thresholds, and so within the bounds of f'. "function" minimises
+        the integral of (f - h)^2, where h, whose derivative is s, goes to 0 at -inf and to x at
+        +inf as f does: LowMemoryBP (arXiv:2406.16282, section 4.2). It takes none of the arguments
+        below.
+      weight: of x: the standard deviation of a normal distribution around 0, or a sample of
+        pre-activations of a real model, `[n]`.
+      keep_limits: the first and the last level are the limits of f' at -inf and +inf, as 0 and 1
+        for GELU, and not the means of f' beyond the outer thresholds.
+      unbiased: the mean of s under the weight is that of f'. It is so anyhow where the limits are
+        not kept; with them, the other levels are moved by what is missing.
+
+    Returns:
+      2^bits - 1 thresholds and a level more, from dynamic programming on a grid, then refined;
+      fewer where they are exact, as for ReLU. Some seconds.
+
+    Raises:
+      ValueError: bits or objective is none of these; the weight is no positive number and no finite
+        sample; the derivative is not finite; the limits of f are others than 0 and x, for
+        "function"; those of f' are not finite, for `keep_limits`.
+    """
+    if bits not in (1, 2, 4):
+        raise ValueError(f"fit_step_table: bits must be 1, 2 or 4, got {bits!r}")
+    if objective not in ("derivative", "function"):
+        raise ValueError(
+            f"fit_step_table: objective must be 'derivative' or 'function', got {objective!r}"
+        )
+    with jax.enable_x64(True):
+        if objective == "function":
+            return fit_values(function, 2**bits - 1)
+        x, w = _weighted(np.asarray(weight, np.float64))
+        derivative = jax.jit(jax.vmap(jax.grad(function)))
+        slope = np.asarray(derivative(x))
+        if not np.isfinite(slope).all():
+            raise ValueError(
+                f"fit_step_table: the derivative of function={function!r} at "
+                f"{x[~np.isfinite(slope)][0]} is not finite"
+            )
+        costs = _Costs(w, slope, _limits(derivative, function) if keep_limits else (None, None))
+        cuts = _cuts(costs, 2**bits)
+        levels = costs.levels(cuts)
+        if unbiased and keep_limits and len(levels) > 2:
+            weights = np.add.reduceat(w, cuts[:-1])
+            levels[1:-1] += (w @ slope - weights @ levels) / weights[1:-1].sum()
+        different = np.abs(np.diff(levels)) > 1e-9
+        cuts, levels = cuts[1:-1][different], levels[np.append(True, different)]
+        thresholds = _crossings(derivative, x[cuts - 1], x[cuts], (levels[1:] + levels[:-1]) / 2)
+    return StepTable(tuple(map(float, thresholds)), tuple(map(float, levels)))
+
+
+def derivative_error(
+    function: Callable[[Array], Array], table: StepTable, weight: ArrayLike = 1.0
+) -> float:
+    """How far a step function is from the derivative: the root of E(f' - s)^2 / E f'^2.
+
+    Args:
+      function: the activation.
+      table: thresholds and levels, compared in float64.
+      weight: as of `fit_step_table`.
+
+    Raises:
+      ValueError: the weight is no positive number and no finite sample.
+    """
+    x, w = _weighted(np.asarray(weight, np.float64))
+    with jax.enable_x64(True):
+        slope = np.asarray(jax.vmap(jax.grad(function))(x))
+    s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
+    return float(np.sqrt((w @ np.square(slope - s)) / (w @ np.square(slope))))
+
+
+def _weighted(weight: Float[np.ndarray, "*n"]):
+    """Points on which the derivative is fitted, ascending, and their weights."""
+    if weight.ndim == 0:
+        if not 0 < weight < np.inf:
+            raise ValueError(f"fit_step_table: weight must be above 0, got {weight}")
+        x = np.linspace(-8 * weight, 8 * weight, _FINE)
+        return x, np.exp(-0.5 * np.square(x / weight))
+    x = np.sort(weight.ravel())
+    if x.size < 2 or not np.isfinite(x).all():
+        raise ValueError("fit_step_table: weight must be a sample of finite numbers, 2 or more")
+    if x.size > _FINE:
+        x = x[np.linspace(0, x.size - 1, _FINE).astype(int)]
+    return x, np.ones(x.size)
+
+
+def _limits(derivative, function) -> tuple[float, float]:
+    """Of the derivative at -inf and +inf."""
+    near, far = (np.asarray(derivative(end * np.array([-1.0, 1.0]))) for end in (1e3, 1e4))
+    if not np.allclose(near, far, rtol=0, atol=1e-6):
+        raise ValueError(
+            f"fit_step_table: the derivative of function={function!r} must have limits at -inf "
+            f"and +inf for keep_limits=True; at -1e4 and 1e4 it is {far[0]:.6g} and {far[1]:.6g}"
+        )
+    return float(far[0]), float(far[1])
+
+
+class _Costs:
+    """Squared errors of one level for the points from i up to j; the ends may have their own."""
+
+    def __init__(self, w, d, ends):
+        self.w, self.d, self.ends = w, d, ends
+        self.sums = [np.concatenate([[0], np.cumsum(w * d**k)]) for k in range(3)]
+
+    def levels(self, cuts) -> np.ndarray:
+        """The best, not from differences of sums, of which rounding is large in the tails."""
+        parts = itertools.pairwise(cuts)
+        levels = np.array([np.average(self.d[i:j], weights=self.w[i:j]) for i, j in parts])
+        first, last = self.ends
+        levels[0] = levels[0] if first is None else first
+        levels[-1] = levels[-1] if last is None else last
+        return levels
+
+    def between(self, i, j):
+        w, wd, wdd = (s[j] - s[i] for s in self.sums)
+        level = self._level(i, j)
+        return wdd - 2 * level * wd + level**2 * w
+
+    def _level(self, i, j):
+        w, wd, _ = (s[j] - s[i] for s in self.sums)
+        level = np.divide(wd, w, out=np.zeros_like(wd), where=w > 0)
+        first, last = self.ends
+        level = level if first is None else np.where(i == 0, first, level)
+        return level if last is None else np.where(j == len(self.sums[0]) - 1, last, level)
+
+
+def _cuts(costs: _Costs, levels: int) -> np.ndarray:
+    """Which points begin the levels, and the end: by dynamic programming, then each moved."""
+    size = len(costs.sums[0]) - 1
+    # Where the weight is, for a grid of equal steps would not resolve a sample.
+    share = costs.sums[0] / costs.sums[0][-1]
+    grid = np.unique(np.searchsorted(share, np.linspace(0, 1, _COARSE + 1)).clip(0, size))
+    grid[0], grid[-1] = 0, size
+    if len(grid) <= levels:
+        raise ValueError(
+            f"fit_step_table: weight has {len(grid) - 1} different values, for {levels} levels"
+        )
+    table = costs.between(grid[:, None], grid[None, :])
+    table[np.tril_indices(len(grid))] = np.inf
+    best, came = table[0], []
+    for _ in range(levels - 1):
+        each = best[:, None] + table
+        came.append(np.argmin(each, axis=0))
+        best = np.min(each, axis=0)
+    cuts = [len(grid) - 1]
+    for before in reversed(came):
+        cuts.append(before[cuts[-1]])
+    cuts = np.array([0, *grid[cuts[:0:-1]], size])
+    while True:  # each cut alone, among all points between its neighbours
+        moved = False
+        for k in range(1, levels):
+            places = np.arange(cuts[k - 1] + 1, cuts[k + 1])
+            error = costs.between(cuts[k - 1], places) + costs.between(places, cuts[k + 1])
+            place = places[np.argmin(error)]
+            moved |= place != cuts[k]
+            cuts[k] = place
+        if not moved:
+            return cuts
+
+
+def _crossings(derivative, low, high, level) -> np.ndarray:
+    """Where between two points the derivative crosses a level; halfway where it does not."""
+    rises = np.asarray(derivative(low)) < level
+    crosses = rises != (np.asarray(derivative(high)) < level)
+    half = (low + high) / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        before = (np.asarray(derivative(middle)) < level) == rises
+        low, high = np.where(before, middle, low), np.where(before, high, middle)
+    # Rounded: a step of the derivative at 0, where it is that of the left, is to be at 0.
+    return np.where(crosses, np.round(low, 9) + 0.0, half)
