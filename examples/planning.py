@@ -45,6 +45,7 @@ def workload(
     device: str = "h200",
     attention: Attention | None = None,
     merged: bool | None = None,
+    bits: int = 2,
 ) -> lm.memory.Workload:
     """The step of one model.
 
@@ -61,6 +62,7 @@ def workload(
       device: which decides the attention, where it is not given.
       attention: see `models.attention`.
       merged: norms are merged into the Denses; by default with lowmembp_jax's methods.
+      bits: that their activations keep, 2 or 4.
 
     Raises:
       ValueError: tokens for a model of images.
@@ -79,6 +81,7 @@ def workload(
         jnp.dtype("float32" if train == "full" else dtype),
         attention,
         method.startswith("lowmembp") if merged is None else merged,
+        bits=bits,
     )
     model = apply_lora(family.build(config, compute), train, rank)
     arrays, inputs = _batch(family.task, batch, tokens, config)

@@ -139,7 +139,7 @@ def _train(config: Config) -> dict[str, Any]:
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)
     stored = jnp.dtype(config.compress_dtype)
-    compute = Compute(config.method, dtype, param_dtype, attention, merged, stored)
+    compute = Compute(config.method, dtype, param_dtype, attention, merged, stored, config.bits)
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))
     params = initial_params(source, sizes, inputs, init_key)

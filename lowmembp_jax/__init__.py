@@ -6,6 +6,7 @@ from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
 from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.compression import compress, products_saveable
+from lowmembp_jax.fidelity import Fidelity, gradient_distance, gradient_fidelity
 from lowmembp_jax.fitting.step_fitting import derivative_error, fit_step_table
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
@@ -20,6 +21,7 @@ __all__ = [
     "RESIDUAL_NAMES",
     "RESILU2_TABLE",
     "STEP_TABLES",
+    "Fidelity",
     "MSLayerNorm",
     "MSRMSNorm",
     "MergeRule",
@@ -33,6 +35,8 @@ __all__ = [
     "derivative_error",
     "fit_step_table",
     "gelu",
+    "gradient_distance",
+    "gradient_fidelity",
     "memory",
     "merge_norm_affine",
     "ms_layer_norm",

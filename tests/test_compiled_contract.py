@@ -34,6 +34,11 @@ def test_block_keeps_what_the_arithmetic_says(train, scan):
     assert block_units("lowmembp_jax", train, scan, compiler_options=options) <= limit
 
 
+@each_layout
+def test_codes_of_four_bits_keep_half_a_unit_more(scan):
+    assert block_units("lowmembp_jax, 4 bits", "lora-qv", scan) <= 7.0 * TOLERANCE
+
+
 @pytest.mark.slow
 @each_train
 @each_layout

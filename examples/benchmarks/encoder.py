@@ -68,7 +68,7 @@ _compress_but_attention = partial(
     ),
     dtype={"attention": None, None: jnp.float8_e4m3fn},
 )
-_ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.regelu2)
+_ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.gelu)
 
 #: What a user can choose from. The first is Flax as it comes.
 METHODS: dict[str, Method] = {
@@ -91,6 +91,7 @@ METHODS: dict[str, Method] = {
         partial(_compress, policy=None, dtype=jnp.int8),
     ),
     "lowmembp_jax": _ours,
+    "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),
     "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=None)),
     "lowmembp_jax, its remat policy": Method(
         _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())

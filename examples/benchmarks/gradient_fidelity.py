@@ -29,6 +29,8 @@ from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.models.common import Compute
 from tqdm import tqdm
 
+import lowmembp_jax as lm
+
 #: The rows: how each computes in float32, but for the first.
 METHODS: dict[str, Compute] = {
     "plain Flax in bfloat16": Compute(dtype=jnp.bfloat16),
@@ -69,16 +71,6 @@ class Config:
     """Steps of AdamW between start and end."""
 
 
-def distance(got: Any, exact: Any) -> tuple[float, float]:
-    """Relative error and cosine of gradients, over all parameters at once, in float64."""
-    g, e = (
-        np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
-        for tree in (got, exact)
-    )
-    size = np.linalg.norm(e)
-    return float(np.linalg.norm(g - e) / size), float(g @ e / (np.linalg.norm(g) * size))
-
-
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
     results: dict[str, Any] = {
@@ -102,10 +94,13 @@ def main() -> int:
             for method in config.methods:
                 approximate = gradient(model, METHODS[method])
                 found = [
-                    distance(approximate(params, batch), want)
+                    lm.gradient_distance(approximate(params, batch), want)
                     for batch, want in zip(drawn, wanted, strict=True)
                 ]
-                error, cosine = np.mean(found, axis=0)
+                error, cosine = (
+                    float(np.mean([getattr(one, key) for one in found]))
+                    for key in ("error", "cosine")
+                )
                 rows.setdefault(method, {})[when] = {"error": error, "cosine": cosine}
                 write_json(config.output, results)
                 print(f"{name}, {when}: {method}: {error:.4f}, cosine {cosine:.5f}", flush=True)

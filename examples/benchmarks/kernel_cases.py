@@ -30,6 +30,7 @@ class Kernel:
       parameters: how many float32 `[width]` arguments follow x.
       kept: what the forward writes besides y: "codes", "rstd" or "normalized" (and rstd).
       center: of a norm.
+      bits: of a code.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kernel:
     parameters: int = 0
     kept: str = "codes"
     center: bool = True
+    bits: int = 2
 
     @property
     def is_norm(self) -> bool:
@@ -47,14 +49,14 @@ class Kernel:
     def bytes_an_element(self, direction: str, dtype: jnp.dtype, rows: int) -> float:
         """The fewest: each input read once, each result written once. By hand:
 
-        activation, both ways: two arrays of x's dtype (x, y or g, dx), codes 1/4;
+        activation, both ways: two arrays of x's dtype (x, y or g, dx), and the codes;
         norm forward: x and y, and the normalized x where that is kept; rstd 4 a row;
         norm backward: y or the normalized x, g and dx; rstd 4 a row;
         parameters: 4 a column forward each; backward what is read to undo or pass the affine,
         and a gradient each.
         """
         if not self.is_norm:
-            return 2 * dtype.itemsize + 1 / 4
+            return 2 * dtype.itemsize + self.bits / 8
         if direction == "forward":
             arrays = 3 if self.kept == "normalized" else 2
             columns = self.parameters
@@ -112,13 +114,20 @@ _gelu_erf = partial(nn.gelu, approximate=False)
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("gelu_tanh", lm.regelu2, _checkpointed({"flax": nn.gelu}), FFN),
+        Kernel("gelu_tanh", lm.gelu, _checkpointed({"flax": nn.gelu}), FFN),
+        Kernel(
+            "gelu_tanh 4 bits",
+            partial(lm.gelu, bits=4),
+            _checkpointed({"flax": nn.gelu}),
+            FFN,
+            bits=4,
+        ),
         *_norm("layer_norm", lm.ms_layer_norm, nn.LayerNorm, 2),
         *_norm("rms_norm", lm.ms_rms_norm, nn.RMSNorm, 1),
-        Kernel("silu", lm.resilu2, _checkpointed({"flax": nn.silu}), FFN),
+        Kernel("silu", lm.silu, _checkpointed({"flax": nn.silu}), FFN),
         Kernel(
             "gelu_erf",
-            partial(lm.regelu2, approximate=False),
+            partial(lm.gelu, approximate=False),
             _checkpointed({"flax": _gelu_erf}),
             FFN,
         ),

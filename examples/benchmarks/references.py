@@ -29,9 +29,10 @@ def _silu(x):
 
 
 _ACTIVATIONS = {
-    "gelu_tanh": (_gelu_tanh, lm.REGELU2_TABLE),
-    "gelu_erf": (_gelu_erf, lm.REGELU2_TABLE),
-    "silu": (_silu, lm.RESILU2_TABLE),
+    "gelu_tanh": (_gelu_tanh, lm.STEP_TABLES["gelu_tanh", 2]),
+    "gelu_tanh 4 bits": (_gelu_tanh, lm.STEP_TABLES["gelu_tanh", 4]),
+    "gelu_erf": (_gelu_erf, lm.STEP_TABLES["gelu_erf", 2]),
+    "silu": (_silu, lm.STEP_TABLES["silu", 2]),
 }
 
 

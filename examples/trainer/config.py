@@ -61,6 +61,8 @@ class Config:
     compress_dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"] = "float8_e4m3fn"
     """What the compress methods store in. float8_e4m3fn clips at 448: take float8_e5m2 for a model
     with larger activations."""
+    bits: Literal[2, 4] = 2
+    """That the lowmembp methods' activations keep an element."""
     merge: bool | None = None
     """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
     begins as the same function. Default: with the lowmembp methods."""

@@ -1,0 +1,102 @@
+"""How near an approximate gradient is to the exact one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from lowmembp_jax.patching import patch
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The distance of a gradient g from the exact one, g*.
+
+    Attributes:
+      error: |g - g*| / |g*|, over all parameters at once; 0 where both are 0.
+      cosine: of the angle between them; 1 where both are 0.
+      groups: the same by group of parameters, without groups of their own.
+    """
+
+    error: float
+    cosine: float
+    groups: dict[str, "Fidelity"]
+
+    def __str__(self) -> str:
+        rows = [("all parameters", self), *self.groups.items()]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{'':{width}}  relative error    cosine"]
+        lines += [f"{name:{width}}  {one.error:14.4f}  {one.cosine:8.5f}" for name, one in rows]
+        return "\n".join(lines)
+
+
+def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
+    """How near the gradient `got` is to `exact`, in float64.
+
+    Args:
+      got, exact: trees of arrays, of the same structure.
+      depth: a group is the parameters whose paths begin with the same `depth` keys.
+
+    Raises:
+      ValueError: the trees are not alike.
+    """
+    groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def add(path, g, e):
+        name = jax.tree_util.keystr(path[:depth], simple=True, separator="/")
+        groups.setdefault(name, []).append((_flat(g), _flat(e)))
+
+    jax.tree_util.tree_map_with_path(add, got, exact)
+    whole = [pair for pairs in groups.values() for pair in pairs]
+    return _fidelity(whole, {name: _fidelity(pairs, {}) for name, pairs in groups.items()})
+
+
+def gradient_fidelity(
+    loss: Callable[..., Float[Array, ""]],
+    params: PyTree,
+    *args: Any,
+    depth: int = 1,
+    **settings: Any,
+) -> Fidelity:
+    """What `lm.patch` does to a gradient: the patched against the exact one.
+
+        print(lm.gradient_fidelity(loss, params, batch, bits=4, depth=2))
+
+    Args:
+      loss: of the parameters and `args`; a scalar. It runs as it is and under `lm.patch`, each time
+        in a `jax.jit` of its own.
+      params: what the gradient is taken by.
+      args: what the loss takes besides.
+      depth: a group is the parameters whose paths begin with the same `depth` keys.
+      settings: of `lm.patch`.
+
+    Returns:
+      Relative error and cosine, of all parameters and by group; as text, a table.
+
+    Raises:
+      ValueError: under these settings nothing is swapped in the loss.
+    """
+    exact = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+    with patch(**settings) as report:
+        got = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+    if not report.swapped:
+        raise ValueError(f"gradient_fidelity: {report}")
+    return gradient_distance(got, exact, depth)
+
+
+def _flat(x) -> np.ndarray:
+    return np.ravel(np.asarray(x)).astype(np.float64)
+
+
+def _fidelity(pairs, groups) -> Fidelity:
+    squares = np.sum([[g @ g, e @ e, g @ e, (g - e) @ (g - e)] for g, e in pairs], axis=0)
+    if not squares.any():
+        return Fidelity(0.0, 1.0, groups)
+    got, exact, product, distance = (float(square) for square in squares)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = float(np.sqrt(np.divide(distance, exact)))
+        cosine = float(np.divide(product, np.sqrt(got * exact)))
+    return Fidelity(error, cosine, groups)

@@ -1,0 +1,67 @@
+"""lm.gradient_fidelity and lm.gradient_distance."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowmembp_jax as lm
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for name in ("one", "two"):
+            x = nn.gelu(nn.Dense(64, name=name)(x))
+        return nn.Dense(1, name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    x = jax.random.normal(jax.random.key(0), (256, 32))
+    params = Model().init(jax.random.key(1), x)["params"]
+    return lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2), params, x
+
+
+def test_it_is_the_distance_of_the_two_gradients(problem):
+    loss, params, x = problem
+    exact = jax.grad(loss)(params, x)
+    with lm.patch(norms=False):
+        got = jax.grad(loss)(params, x)
+    found = lm.gradient_fidelity(loss, params, x, norms=False)
+    g, e = (np.concatenate([np.ravel(a) for a in jax.tree.leaves(t)]) for t in (got, exact))
+    assert found.error == pytest.approx(np.linalg.norm(g - e) / np.linalg.norm(e), rel=1e-4)
+    assert found.cosine == pytest.approx(g @ e / np.linalg.norm(g) / np.linalg.norm(e), rel=1e-5)
+    assert set(found.groups) == {"one", "two", "head"}
+    # Behind the last activation the gradient is exact; the further from there, the less.
+    errors = {name: one.error for name, one in found.groups.items()}
+    assert errors["head"] < 1e-5 < errors["two"] < errors["one"]
+    assert found.groups["one"].cosine < 1 and len(str(found).splitlines()) == 5
+
+
+def test_bits_and_depth(problem):
+    loss, params, x = problem
+    two, four = (lm.gradient_fidelity(loss, params, x, bits=bits, depth=2) for bits in (2, 4))
+    assert four.error < two.error / 2
+    assert set(four.groups) == {
+        f"{m}/{p}" for m in ("one", "two", "head") for p in ("kernel", "bias")
+    }
+
+
+def test_a_loss_in_which_nothing_is_swapped_is_an_error(problem):
+    with pytest.raises(ValueError, match="swapped: nothing"):
+        lm.gradient_fidelity(lambda w: jnp.sum(jnp.tanh(w)), jnp.ones(3))
+
+
+def test_zeros_nans_and_other_trees():
+    zero = {"a": jnp.zeros(3)}
+    assert lm.gradient_distance(zero, zero) == lm.Fidelity(
+        0.0, 1.0, {"a": lm.Fidelity(0.0, 1.0, {})}
+    )
+    assert lm.gradient_distance({"a": jnp.ones(3)}, zero).error == np.inf
+    assert np.isnan(lm.gradient_distance({"a": jnp.full(3, jnp.nan)}, {"a": jnp.ones(3)}).error)
+    with pytest.raises(ValueError):
+        lm.gradient_distance(zero, {"b": jnp.zeros(3)})
+    got = lm.gradient_distance(jnp.array([3.0, 4.0]), jnp.array([3.0, 0.0]))
+    assert (got.error, got.cosine) == (pytest.approx(4 / 3), pytest.approx(0.6))
