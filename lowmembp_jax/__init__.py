@@ -1,6 +1,6 @@
 """Training memory for JAX and Flax: activations and norms that keep less for the backward."""
 
-from lowmembp_jax import memory
+from lowmembp_jax import memory, nnx
 from lowmembp_jax.activations import gelu, regelu2, resilu2, silu, step_activation
 from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
 from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
@@ -41,6 +41,7 @@ __all__ = [
     "merge_norm_affine",
     "ms_layer_norm",
     "ms_rms_norm",
+    "nnx",
     "pack_2bit",
     "patch",
     "products_saveable",

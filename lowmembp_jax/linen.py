@@ -1,16 +1,12 @@
 """Flax linen modules over the operators: the fields and parameters of those they replace."""
 
-from collections.abc import Iterable
-
 import flax.linen as nn
-import jax.numpy as jnp
-from flax.linen import dtypes
 from jaxtyping import Array, Float
 
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
-from lowmembp_jax.implementations import check_implementation, choose_implementation
-from lowmembp_jax.norms import NormSpec, check_residual, normalize
+from lowmembp_jax.flax_norms import all_axes, check_norm, normalize_as
+from lowmembp_jax.implementations import check_implementation
 
 
 class ReGELU2(nn.Module):
@@ -49,50 +45,16 @@ class ReSiLU2(nn.Module):
         return resilu2(x, implementation=self.implementation)
 
 
-def _axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    axes = axes if isinstance(axes, Iterable) else (axes,)
-    return tuple(sorted({axis + rank if axis < 0 else axis for axis in axes}))
-
-
-def _check_norm(norm: nn.Module) -> None:
-    check_implementation(norm.implementation)
-    check_residual(norm.residual)
-    unsupported = {
-        "axis_name": (norm.axis_name, None),
-        "axis_index_groups": (norm.axis_index_groups, None),
-        "force_float32_reductions": (norm.force_float32_reductions, True),
-    }
-    for field, (given, accepted) in unsupported.items():
-        if given != accepted:
-            raise ValueError(
-                f"{type(norm).__qualname__}: {field}={given!r} is not supported, only "
-                f"{accepted!r}: statistics are always float32, and jit combines those of devices"
-            )
-
-
 def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -> Array:
     """Creates the parameters as Flax's own norms do and applies `normalize`."""
     x = real_array(x)
-    features = _axes(x.ndim, norm.feature_axes)
-    own_shape = tuple(x.shape[axis] for axis in features)
-    shape = tuple(size if axis in features else 1 for axis, size in enumerate(x.shape))
+    shape = tuple(x.shape[axis] for axis in all_axes(x.ndim, norm.feature_axes))
     scale = bias = None
     if norm.use_scale:
-        scale = norm.param("scale", norm.scale_init, own_shape, norm.param_dtype).reshape(shape)
+        scale = norm.param("scale", norm.scale_init, shape, norm.param_dtype)
     if use_bias:
-        bias = norm.param("bias", norm.bias_init, own_shape, norm.param_dtype).reshape(shape)
-    dtype = dtypes.canonicalize_dtype(x, scale, bias, dtype=norm.dtype)
-    spec = NormSpec(
-        axes=_axes(x.ndim, norm.reduction_axes),
-        center=center,
-        epsilon=norm.epsilon,
-        x_dtype=x.dtype,
-        dtype=jnp.dtype(dtype),
-        fast_variance=norm.use_fast_variance,
-        residual=norm.residual,
-        implementation=choose_implementation(norm.implementation),
-    )
-    return normalize(spec, x, scale, bias, mask)
+        bias = norm.param("bias", norm.bias_init, shape, norm.param_dtype)
+    return normalize_as(norm, x, scale, bias, mask, center)
 
 
 class MSLayerNorm(nn.LayerNorm):
@@ -115,7 +77,7 @@ class MSLayerNorm(nn.LayerNorm):
     implementation: str | None = None
 
     def __post_init__(self):
-        _check_norm(self)
+        check_norm(self)
         super().__post_init__()
 
     @nn.compact
@@ -133,7 +95,7 @@ class MSRMSNorm(nn.RMSNorm):
     implementation: str | None = None
 
     def __post_init__(self):
-        _check_norm(self)
+        check_norm(self)
         super().__post_init__()
 
     @nn.compact

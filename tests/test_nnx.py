@@ -1,0 +1,197 @@
+"""lm.nnx against Flax NNX's own modules and transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
+
+import lowmembp_jax as lm
+
+PAIRS = [(lm.nnx.MSLayerNorm, nnx.LayerNorm), (lm.nnx.MSRMSNorm, nnx.RMSNorm)]
+RANDOM = {"scale_init": nnx.initializers.normal(1.0), "bias_init": nnx.initializers.normal(2.0)}
+
+
+def build(norm, features, **given):
+    names = nnx.RMSNorm.__init__.__kwdefaults__ if issubclass(norm, nnx.RMSNorm) else None
+    given = {k: v for k, v in (RANDOM | given).items() if names is None or k in names}
+    return norm(features, **given, rngs=nnx.Rngs(0))
+
+
+def data(shape, dtype=jnp.float32):
+    return (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(dtype)
+
+
+def apply(norm, x, *mask):
+    """Output, and the gradients of x and of the parameters."""
+    graph, state = nnx.split(norm)
+
+    @jax.jit
+    def run(state, x):
+        call = lambda state, x: nnx.merge(graph, state)(x, **dict(zip(["mask"], mask)))  # noqa: E731, B905
+        y, vjp = jax.vjp(call, state, x)
+        return y, *vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
+
+    return run(state, x)
+
+
+@pytest.mark.parametrize(("ours", "flax"), PAIRS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"epsilon": 0.1},
+        {"use_bias": False},
+        {"use_scale": False},
+        {"use_scale": False, "use_bias": False},
+        {"use_fast_variance": False},
+        {"param_dtype": jnp.bfloat16},
+        {"dtype": jnp.bfloat16},
+        {"reduction_axes": (1, 2)},
+        {"scale_metadata": {"mine": 1}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_are_those_of_flax(ours, flax, given, dtype):
+    with jax.numpy_dtype_promotion("standard"):
+        x = data((4, 6, 32), dtype)
+        one, other = build(ours, 32, **given), build(flax, 32, **given)
+        state, expected = nnx.state(one), nnx.state(other)
+        assert jax.tree.structure(state) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+        (y, *gradients), (want, *exact) = apply(one, x), apply(other, x)
+    assert (y.dtype, y.shape) == (want.dtype, want.shape)
+    np.testing.assert_allclose(
+        np.float32(y), np.float32(want), rtol=float(jnp.finfo(y.dtype).eps), atol=1e-6
+    )
+    rough = jnp.bfloat16 in (y.dtype, *given.values(), x.dtype)
+    for got, e in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
+        assert (got.dtype, got.shape) == (e.dtype, e.shape)
+        scale = np.abs(np.float32(e)).max()
+        tolerance = (0.03 if rough else 1e-5) * scale
+        np.testing.assert_allclose(np.float32(got), np.float32(e), rtol=0, atol=tolerance)
+
+
+def test_norms_keep_their_output():
+    norm = build(lm.nnx.MSLayerNorm, 64, use_scale=False, use_bias=False)
+    kept = [aval for aval, why in saved_residuals(norm, data((16, 64))) if aval.size > 16]
+    assert [aval.shape for aval in kept] == [(16, 64)]  # the output, which is not the argument
+
+
+def test_mask_and_errors():
+    x, mask = data((4, 16)), jnp.arange(16) < 9
+    one, other = (build(norm, 16) for norm in PAIRS[0])
+    np.testing.assert_allclose(one(x, mask=mask), other(x, mask=mask), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="axis_name='i' is not supported"):
+        build(lm.nnx.MSLayerNorm, 16, axis_name="i")
+    with pytest.raises(ValueError, match="residual"):
+        lm.nnx.MSRMSNorm(16, residual="all", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="implementation"):
+        lm.nnx.ReGELU2(implementation="cuda")
+
+
+def test_activations():
+    x = data((8, 8))
+    np.testing.assert_array_equal(lm.nnx.ReGELU2()(x), lm.regelu2(x))
+    np.testing.assert_array_equal(lm.nnx.ReGELU2(False)(x), lm.regelu2(x, False))
+    np.testing.assert_array_equal(lm.nnx.ReSiLU2()(x), lm.resilu2(x))
+    assert not jax.tree.leaves(nnx.state(lm.nnx.ReSiLU2()))
+
+
+class Block(nnx.Module):
+    def __init__(self, width, rngs, rate=0.0):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.statistics = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.dropout(nnx.gelu(self.up(self.norm(x))))
+        return x + self.statistics(self.down(h))
+
+
+class Model(nnx.Module):
+    def __init__(self, wrap, width=32, rate=0.0):
+        rngs = nnx.Rngs(0)
+        self.wrap = wrap
+        self.blocks = nnx.List([Block(width, rngs, rate) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = self.wrap(Block.__call__)(block, x)
+        return x
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_compress_is_used_like_remat(rate):
+    """Equal values, statistics and counts of random numbers; the same mask in the backward."""
+    x, results = data((64, 32)), {}
+    for name, wrap in (("remat", nnx.remat), ("ours", lm.nnx.compress)):
+        model = Model(wrap, rate=rate)
+        value, grads = nnx.jit(nnx.value_and_grad(loss))(model, x)
+        results[name] = value, grads, nnx.state(model)
+    np.testing.assert_allclose(results["ours"][0], results["remat"][0], rtol=1e-6)
+    assert jax.tree.structure(results["ours"][1]) == jax.tree.structure(results["remat"][1])
+    for got, want in zip(*(jax.tree.leaves(results[n][2]) for n in results), strict=True):
+        got, want = (
+            jax.random.key_data(a) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+            for a in (got, want)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    distance = lm.gradient_distance(nnx.to_pure_dict(results["ours"][1]),
+                                    nnx.to_pure_dict(results["remat"][1]))  # fmt: skip
+    assert 0 < distance.error < 0.05 and distance.cosine > 0.998
+
+
+def test_compress_as_a_decorator_trains():
+    class Compressed(Block):
+        @lm.nnx.compress
+        def __call__(self, x):
+            return super().__call__(x)
+
+    model = nnx.Sequential(Compressed(32, nnx.Rngs(0)), nnx.Linear(32, 1, rngs=nnx.Rngs(1)))
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    x = data((256, 32))
+    with jax.numpy_dtype_promotion("standard"):  # NNX's optimizer counts in integers
+        losses = [float(step(model, optimizer, x, jnp.sin(x[:, :1]))) for _ in range(40)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_compress_stores_eight_bits():
+    graph, state = nnx.split(Model(lm.nnx.compress))
+    plain = nnx.split(Model(lambda f: f))[0]
+    kept = {}
+    for name, which in (("ours", graph), ("plain", plain)):
+        run = lambda state, x, which=which: loss(nnx.merge(which, state), x)  # noqa: E731
+        kept[name] = lm.memory.saved_bytes(run, state, data((4096, 32)))
+    assert kept["ours"] < kept["plain"] / 4
+
+
+def test_errors_of_compress():
+    with pytest.raises(ValueError, match="dtype"):
+        lm.nnx.compress(Block.__call__, dtype=jnp.float16)
+    with pytest.raises(ValueError, match="static_argnums must be positions from 1 on"):
+        lm.nnx.compress(Block.__call__, static_argnums=0)
+
+    @lm.nnx.compress
+    def grow(module, x):
+        module.late = nnx.Param(jnp.ones(3))
+        return x
+
+    with pytest.raises(ValueError, match="grow changes the structure of its module"):
+        grow(Block(8, nnx.Rngs(0)), data((4, 8)))
