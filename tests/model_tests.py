@@ -96,28 +96,21 @@ class Case:
         return gradients
 
 
-def with_steps(function, a1, a2, *thresholds):
+def _with_steps(x, function, table):
     """`function` with a slope of steps in the backward, written without the library."""
-
-    def activation(compute, x, **kwargs):
-        steps = zip(thresholds, (a1, a2, 1 - a1 - a2), strict=True)
-        slope = sum(jnp.where(x > c, np.float32(a), np.float32(0)) for c, a in steps)
-        stop = jax.lax.stop_gradient
-        return stop(function(x, **kwargs)) + stop(slope) * (x - stop(x))
-
-    return activation
+    rises = zip(table.thresholds, np.diff(table.levels), strict=True)
+    slope = table.levels[0] + sum(jnp.where(x > c, np.float32(rise), 0) for c, rise in rises)
+    stop = jax.lax.stop_gradient
+    return stop(function(x)) + stop(slope) * (x - stop(x))
 
 
-step_gelu = with_steps(
-    jax.nn.gelu,
-    *(-0.04922261145617846, 1.0979632065417297),
-    *(-3.1858810036855245, -0.001178821281161997, 3.190832613414926),
-)
-step_silu = with_steps(
-    jax.nn.silu,
-    *(-0.04060357190528599, 1.080925428529668),
-    *(-6.3050461001646445, -0.0008684942046214787, 6.325815242089708),
-)
+def step_gelu(compute, x, *, approximate):
+    table = lm.STEP_TABLES["gelu_tanh" if approximate else "gelu_erf", 2]
+    return _with_steps(x, functools.partial(jax.nn.gelu, approximate=approximate), table)
+
+
+def step_silu(compute, x):
+    return _with_steps(x, jax.nn.silu, lm.STEP_TABLES["silu", 2])
 
 
 def assert_close(gradients, expected, tolerance=1e-4):
@@ -139,7 +132,7 @@ class ModelTests:
     """What does not depend on the task."""
 
     case: Case
-    with_steps = staticmethod(step_gelu)
+    activation = staticmethod(step_gelu)
 
     @pytest.mark.parametrize("method", EXACT)
     def test_gradients_are_pytorchs(self, method):
@@ -155,7 +148,7 @@ class ModelTests:
     @pytest.mark.parametrize("method", LOWMEMBP)
     def test_only_the_slope_of_the_activation_is_not_exact(self, method, merged):
         gradients = self.case.run(Compute(method, merged=merged))
-        expected = self.case.run(Compute("default", merged=merged), self.with_steps)
+        expected = self.case.run(Compute("default", merged=merged), self.activation)
         assert_close(gradients, expected)
 
     def test_norm_residual_output(self):

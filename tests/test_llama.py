@@ -22,7 +22,7 @@ LLAMA, GROUPED, SCANNED, SCANNED_GROUPED = (
 
 class TestLlama(ModelTests):
     case = LLAMA
-    with_steps = staticmethod(step_silu)
+    activation = staticmethod(step_silu)
 
 
 class TestScannedGrouped(TestLlama):
