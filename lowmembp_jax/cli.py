@@ -123,8 +123,9 @@ class FitCommand:
     """Bits of a code."""
     objective: Literal["derivative", "function"] = "derivative"
     """What is to be near: the derivative, or the values as in LowMemoryBP."""
-    weight: str = "1.0"
-    """Of x: a standard deviation, or a .npy file of pre-activations of a real model."""
+    weight: str | None = None
+    """Of x: a standard deviation, or a .npy file of pre-activations of a real model. Default: 1,
+    and 2 for 4 bits."""
     keep_limits: bool = False
     """The outer levels are the derivative's limits."""
     unbiased: bool = False
@@ -263,11 +264,13 @@ def _fit(command: FitCommand) -> int:
     try:
         function = load_activation(command.function)
         weight = command.weight
+        if weight is not None:
+            weight = np.load(weight) if weight.endswith(".npy") else float(weight)
         table = fit_step_table(
             function,
             command.bits,
             objective=command.objective,
-            weight=np.load(weight) if weight.endswith(".npy") else float(weight),
+            weight=weight,
             keep_limits=command.keep_limits,
             unbiased=command.unbiased,
         )

@@ -75,9 +75,9 @@ def test_more_bits_are_nearer(function):
     ("function", "limits"), [(GELU, (0, 1)), (jax.nn.softplus, (0, 1)), (jnp.tanh, (0, 0))]
 )
 def test_limits_are_kept_and_the_mean_too(function, limits, bits):
-    free = lm.fit_step_table(function, bits)
-    kept = lm.fit_step_table(function, bits, keep_limits=True)
-    unbiased = lm.fit_step_table(function, bits, keep_limits=True, unbiased=True)
+    fit = partial(lm.fit_step_table, function, bits, weight=1.0)
+    free, kept = fit(), fit(keep_limits=True)
+    unbiased = fit(keep_limits=True, unbiased=True)
     for table in (kept, unbiased):
         assert (table.levels[0], table.levels[-1]) == pytest.approx(limits, abs=1e-12)
     errors = [lm.derivative_error(function, table) for table in (free, kept, unbiased)]

@@ -11,6 +11,8 @@ from jaxtyping import Array, ArrayLike, Float
 from lowmembp_jax.codes import StepTable
 from lowmembp_jax.fitting.values import fit_values
 
+#: Standard deviations of x, by bits: the best for the gradient of a real model.
+WEIGHTS = {1: 1.0, 2: 1.0, 4: 2.0}
 _COARSE, _FINE = 1024, 2**16
 
 
@@ -19,7 +21,7 @@ def fit_step_table(
     bits: int = 2,
     *,
     objective: Literal["derivative", "function"] = "derivative",
-    weight: ArrayLike = 1.0,
+    weight: ArrayLike | None = None,
     keep_limits: bool = False,
     unbiased: bool = False,
 ) -> StepTable:
@@ -37,7 +39,8 @@ def fit_step_table(
         +inf as f does: LowMemoryBP (arXiv:2406.16282, section 4.2). It takes none of the arguments
         below.
       weight: of x: the standard deviation of a normal distribution around 0, or a sample of
-        pre-activations of a real model, `[n]`.
+        pre-activations of a real model, `[n]`. None: 1, and 2 for 4 bits, whose outermost levels
+        under 1 are far off where real models have values too (docs/activations.md).
       keep_limits: the first and the last level are the limits of f' at -inf and +inf, as 0 and 1
         for GELU, and not the means of f' beyond the outer thresholds.
       unbiased: the mean of s under the weight is that of f'. It is so anyhow where the limits are
@@ -61,6 +64,7 @@ def fit_step_table(
     with jax.enable_x64(True):
         if objective == "function":
             return fit_values(function, 2**bits - 1)
+        weight = WEIGHTS[bits] if weight is None else weight
         x, w = _weighted(np.asarray(weight, np.float64))
         derivative = jax.jit(jax.vmap(jax.grad(function)))
         slope = np.asarray(derivative(x))
