@@ -50,7 +50,9 @@ def test_twelve_blocks_keep_what_the_arithmetic_says(train, scan):
     assert units <= limit
 
 
-@each_train
+@pytest.mark.parametrize(
+    "train", ["full", *(pytest.param(t, marks=pytest.mark.slow) for t in ("lora-qv", "lora-all"))]
+)
 def test_alternatives_that_recompute_no_matrix_product_keep_more(train):
     """Scanned, where everything that is kept is really stacked."""
     ours = block_units("lowmembp_jax", train, True)
@@ -67,7 +69,7 @@ def test_the_remat_policy_keeps_codes_and_norm_outputs_only():
 #: fc1's output 2. int8 has a scale for each 64 elements of a head: 0.125 in all.
 COMPRESSED = [
     ("compress", "full", 5.15),
-    ("compress, int8", "full", 5.2),
+    pytest.param("compress, int8", "full", 5.2, marks=pytest.mark.slow),
     ("compress, its input alone", "full", 0.6),
     ("compress, attention in bfloat16", "full", 7.15),
     ("compress, lowmembp_jax", "lora-qv", 3.7),

@@ -116,7 +116,7 @@ def run_benchmark(module, monkeypatch, output, **options):
 
 
 def test_gradient_fidelity(small, monkeypatch, tmp_path):
-    names = ("compress, int8", "compress", "operators, 4 bits", "operators, 2 bits as published")
+    names = ("compress, int8", "compress", "operators, 4 bits")
     own = {"checkpoint": [small[1]], "train": [small[3]], "batch_size": [4], "max_tokens": [8]}
     rows = run_benchmark(
         gradient_fidelity, monkeypatch, tmp_path / "results.json",
@@ -124,10 +124,11 @@ def test_gradient_fidelity(small, monkeypatch, tmp_path):
     )["minilm"]["rows"]  # fmt: skip
     for when in ("start", "trained"):
         errors = [rows[name][when]["error"] for name in names]
-        assert 0 < errors[0] < errors[1] and errors[2] < errors[3] < 1
+        assert 0 < errors[0] < errors[1] < 1 and 0 < errors[2] < 1
         assert all(rows[name][when]["cosine"] > 0.8 for name in names)
 
 
+@pytest.mark.slow
 def test_drift(monkeypatch, tmp_path):
     names = ("plain Flax", "operators, 2 bits")
     rows = run_benchmark(
