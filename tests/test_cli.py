@@ -83,6 +83,7 @@ def test_one_method_in_detail(run):
         assert text in out
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_budget(run, tmp_path):
     base = ("plan", "--model", f"{FILE}:mlp", "--method", "default", "--batch", 8192)

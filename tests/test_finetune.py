@@ -115,6 +115,7 @@ def run_benchmark(module, monkeypatch, output, **options):
     return json.loads(output.read_text())["models"]
 
 
+@pytest.mark.slow
 def test_gradient_fidelity(small, monkeypatch, tmp_path):
     names = ("compress, int8", "compress", "operators, 4 bits")
     own = {"checkpoint": [small[1]], "train": [small[3]], "batch_size": [4], "max_tokens": [8]}

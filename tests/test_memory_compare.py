@@ -88,6 +88,7 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     assert "estimate" in captured.get()
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_largest_batch_over_a_mesh():
     def sharded(method, batch):

@@ -29,6 +29,7 @@ def run(*arguments, path=""):
     )
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path):
     done = run("--smoke", "--output", tmp_path)
     planner = not lm.memory.missing_wheels()

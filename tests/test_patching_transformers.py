@@ -70,7 +70,9 @@ def relative_error(tree, reference) -> float:
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "Roberta")) for n in MODELS]
+)
 def test_model(name):
     model, init, x = build(name)
     params = jax.jit(init)(jax.random.key(0))
