@@ -54,9 +54,7 @@ def apply(norm, x, *mask):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_norms_are_those_of_flax(ours, flax, given, dtype):
     with jax.numpy_dtype_promotion("standard"):
         x = data((4, 6, 32), dtype)
