@@ -77,8 +77,11 @@ def gradient_fidelity(
       Relative error and cosine, of all parameters and by group; as text, a table.
 
     Raises:
+      TypeError: `loss` is not callable.
       ValueError: under these settings nothing is swapped in the loss.
     """
+    if not callable(loss):
+        raise TypeError(f"gradient_fidelity: loss must be callable, got {loss!r}")
     exact = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
     with patch(**settings) as report:
         got = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)

@@ -54,6 +54,11 @@ def test_a_loss_in_which_nothing_is_swapped_is_an_error(problem):
         lm.gradient_fidelity(lambda w: jnp.sum(jnp.tanh(w)), jnp.ones(3))
 
 
+def test_a_loss_that_is_no_function_is_an_error():
+    with pytest.raises(TypeError, match="loss must be callable, got 3"):
+        lm.gradient_fidelity(3, jnp.ones(2))  # pyright: ignore[reportArgumentType]
+
+
 def test_zeros_nans_and_other_trees():
     zero = {"a": jnp.zeros(3)}
     assert lm.gradient_distance(zero, zero) == lm.Fidelity(

@@ -109,12 +109,12 @@ def _weighted(weight: Float[np.ndarray, "*n"]):
     """Points on which the derivative is fitted, ascending, and their weights."""
     if weight.ndim == 0:
         if not 0 < weight < np.inf:
-            raise ValueError(f"fit_step_table: weight must be above 0, got {weight}")
+            raise ValueError(f"weight must be above 0, got {weight}")
         x = np.linspace(-8 * weight, 8 * weight, _FINE)
         return x, np.exp(-0.5 * np.square(x / weight))
     x = np.sort(weight.ravel())
     if x.size < 2 or not np.isfinite(x).all():
-        raise ValueError("fit_step_table: weight must be a sample of finite numbers, 2 or more")
+        raise ValueError("weight must be a sample of finite numbers, 2 or more")
     if x.size > _FINE:
         x = x[np.linspace(0, x.size - 1, _FINE).astype(int)]
     return x, np.ones(x.size)
