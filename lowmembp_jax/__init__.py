@@ -12,7 +12,8 @@ from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
 from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
-from lowmembp_jax.patching import PatchReport, patch
+from lowmembp_jax.patch_report import PatchReport
+from lowmembp_jax.patching import patch
 from lowmembp_jax.step_tables import REGELU2_TABLE, RESILU2_TABLE, STEP_TABLES
 
 __all__ = [

@@ -142,11 +142,13 @@ def step_activation(
 
 
 def own_copy(function: Any) -> Callable[..., Array]:
-    """A copy of a function of `jax.nn`, whose body `lm.patch` does not exchange."""
+    """A copy of a function, whose body `lm.patch` does not exchange."""
     function = inspect.unwrap(function)
-    return types.FunctionType(
+    copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
     )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 _gelu_tanh = partial(own_copy(jax.nn.gelu), approximate=True)

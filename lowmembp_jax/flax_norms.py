@@ -8,7 +8,13 @@ from flax.linen import dtypes
 from jaxtyping import Array, Bool, Float
 
 from lowmembp_jax.implementations import check_implementation, choose_implementation
-from lowmembp_jax.norms import NormSpec, check_residual, normalize
+from lowmembp_jax.normalization import NormSpec, check_residual, normalize
+
+#: What `check_norm` and `normalize_as` read of a norm, besides residual and implementation.
+FIELDS = (
+    "axis_name", "axis_index_groups", "reduction_axes", "feature_axes", "epsilon",
+    "use_fast_variance", "dtype",
+)  # fmt: skip
 
 
 def all_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
@@ -29,8 +35,8 @@ def check_norm(norm: Any) -> None:
     for field, (given, accepted) in unsupported.items():
         if given != accepted:
             raise ValueError(
-                f"{type(norm).__qualname__}: {field}={given!r} is not supported, only "
-                f"{accepted!r}: statistics are always float32, and jit combines those of devices"
+                f"{field}={given!r} is not supported, only {accepted!r}: statistics are always "
+                f"float32, and jit combines those of devices"
             )
 
 

@@ -65,7 +65,7 @@ class MSLayerNorm(nn.LayerNorm):
     nothing is shared with it.
 
     Attributes:
-      residual: "normalized" or "output", what is kept where there is a scale or a bias.
+      residual: "auto", "normalized" or "output": what is kept where there is an affine.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Raises:
@@ -73,7 +73,7 @@ class MSLayerNorm(nn.LayerNorm):
         `force_float32_reductions=False`; at the call for a `mask` that does not broadcast to x.
     """
 
-    residual: str = "normalized"
+    residual: str = "auto"
     implementation: str | None = None
 
     def __post_init__(self):
@@ -91,7 +91,7 @@ class MSRMSNorm(nn.RMSNorm):
     Fields, parameters, initial values, automatic names and errors as for `MSLayerNorm`.
     """
 
-    residual: str = "normalized"
+    residual: str = "auto"
     implementation: str | None = None
 
     def __post_init__(self):

@@ -52,7 +52,7 @@ class MSLayerNorm(nnx.LayerNorm):
     Arguments, parameters and state are those of `nnx.LayerNorm`. Besides:
 
     Args:
-      residual: "normalized" or "output", what is kept where there is a scale or a bias.
+      residual: "auto", "normalized" or "output": what is kept where there is an affine.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Raises:
@@ -63,7 +63,7 @@ class MSLayerNorm(nnx.LayerNorm):
     def __init__(
         self,
         *args: Any,
-        residual: str = "normalized",
+        residual: str = "auto",
         implementation: str | None = None,
         **kwargs: Any,
     ):
@@ -74,7 +74,7 @@ class MSLayerNorm(nnx.LayerNorm):
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "..."] | None = None
     ) -> Float[Array, "*shape"]:
-        return _apply(self, x, mask, center=True)
+        return apply_norm(self, self, x, mask, center=True)
 
 
 class MSRMSNorm(nnx.RMSNorm):
@@ -83,7 +83,7 @@ class MSRMSNorm(nnx.RMSNorm):
     def __init__(
         self,
         *args: Any,
-        residual: str = "normalized",
+        residual: str = "auto",
         implementation: str | None = None,
         **kwargs: Any,
     ):
@@ -94,19 +94,20 @@ class MSRMSNorm(nnx.RMSNorm):
     def __call__(
         self, x: Float[Array, "*shape"], mask: Bool[Array, "..."] | None = None
     ) -> Float[Array, "*shape"]:
-        return _apply(self, x, mask, center=False)
+        return apply_norm(self, self, x, mask, center=False)
 
 
-def _apply(norm: Any, x: Array, mask: Array | None, center: bool) -> Array:
-    params = (getattr(norm, name, None) for name in ("scale", "bias"))
+def apply_norm(fields: Any, holder: Any, x: Array, mask: Array | None, center: bool) -> Array:
+    """`normalize` by the fields of a norm, with the scale and the bias that `holder` has."""
+    params = (getattr(holder, name, None) for name in ("scale", "bias"))
     scale, bias = (None if param is None else param[...] for param in params)
     # NNX rounds x and the parameters to the dtype first; linen only its result.
-    x, *given = norm.promote_dtype(
-        (real_array(x), *(p for p in (scale, bias) if p is not None)), dtype=norm.dtype
+    x, *given = fields.promote_dtype(
+        (real_array(x), *(p for p in (scale, bias) if p is not None)), dtype=fields.dtype
     )
     rest = iter(given)
     scale, bias = (None if p is None else next(rest) for p in (scale, bias))
-    return normalize_as(norm, x, scale, bias, mask, center)
+    return normalize_as(fields, x, scale, bias, mask, center)
 
 
 def compress(

@@ -1,40 +1,35 @@
-"""`jax.nn.gelu` and `jax.nn.silu` with another body, in the threads that ask for it.
+"""Which GELUs and SiLUs of other people's models `lm.patch` swaps, and for what."""
 
-Third-party code holds on to these functions in too many places to replace their names:
-`from flax.linen import gelu`, `partial(nn.gelu, approximate=False)` in a dictionary, a default
-of a module's field, a closure. So the function objects stay what they are, and their bodies,
-`__code__`, are exchanged while any thread asks. The new body runs the old one in other threads.
-
-`jax.nn.silu` is jitted: in the threads that ask, its body runs at each call, as gelu's does.
-"""
-
-import contextlib
-import inspect
-import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.activations import gelu, own_copy, silu
-from lowmembp_jax.jax_internals import cache_miss
+from lowmembp_jax.activations import gelu, silu
 
-_thread = threading.local()
-
-# The Python functions; `jax.nn.silu` is one under `jax.jit`.
-_gelu: Any = inspect.unwrap(jax.nn.gelu)
-_silu: Any = inspect.unwrap(jax.nn.silu)
-_plain: Any = {"gelu": own_copy(_gelu), "silu": own_copy(_silu)}
-_ours: Any = {"gelu": gelu, "silu": silu}
-_silu_missed = cache_miss(jax.nn.silu)
-_plain_missed = _silu_missed.cell_contents
+_OURS: dict[str, Callable] = {"gelu": gelu, "silu": silu}
+#: Parts of the names of activations that are no other operator's.
+_NAMES = ("gelu", "silu", "swish", "mish")
 
 
-def _run(op: str, x, *approximate):
-    if (swap := getattr(_thread, "swap", None)) is None:
-        return _plain[op](x, *approximate)
-    seen, bits = swap
+def swap_activation(
+    op: str,
+    plain: Callable,
+    seen: Callable[..., None],
+    bits: int,
+    kernels: Iterable[tuple[int, ...]],
+    x: Any,
+    *args: Any,
+) -> Any:
+    """The activation of x that keeps the least, by the Denses around it; the call tells `seen`.
+
+    Args:
+      kernels: the shapes of their kernels, `(in, out)`.
+    """
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # such as nnx.Param
         x = x.__jax_array__()
     aval: Any = jax.typeof(x)
@@ -44,55 +39,57 @@ def _run(op: str, x, *approximate):
     elif aval.weak_type:
         # The result would be strongly typed and promote what it meets.
         reason = "weakly typed input, as Python numbers are"
-    seen(op, reason)
-    return _plain[op](x, *approximate) if reason else _ours[op](x, *approximate, bits=bits)
+    if reason:
+        seen(op, reason)
+        return plain(x, *args)
+    if aval.ndim and is_gate(kernels, aval.shape[-1]):
+        seen(op, "multiplied by another Dense: exact, computed again from its input")
+        return jax.checkpoint(lambda x: plain(x, *args), prevent_cse=False)(x)
+    ours = partial(_OURS[op], bits=bits)
+    seen(op, None, lambda x: plain(x, *args), lambda x: ours(x, *args), x)
+    return ours(x, *args)
 
 
-# These two lend their bodies, which see the globals of jax.nn and not those of this file.
-def _gelu_body(x, approximate=True):
-    from lowmembp_jax import patched_activations
-
-    return patched_activations._run("gelu", x, approximate)
-
-
-def _silu_body(x):
-    from lowmembp_jax import patched_activations
-
-    return patched_activations._run("silu", x)
+def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the kernels in a module, or in the next one around it that holds any."""
+    while isinstance(module, nn.Module) and module.scope is not None:
+        held = module.variables.get("params", {}).values()
+        kernels = (each.get("kernel") for each in held if isinstance(each, Mapping))
+        if shapes := [kernel.shape for kernel in kernels if hasattr(kernel, "shape")]:
+            return shapes
+        module = module.parent  # pyright: ignore[reportAssignmentType]
+    return []
 
 
-def _missed(*args, **kwargs):
-    if getattr(_thread, "swap", None) is None:
-        return _plain_missed(*args, **kwargs)
-    return _silu(*args, **kwargs), None, False
+def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:
+    """Whether an activation of that width is multiplied by another Dense, told from the kernels.
 
-
-_lock = threading.Lock()
-_inside = 0
-
-
-def _count(change: int) -> None:
-    global _inside
-    with _lock:
-        _inside += change
-        _gelu.__code__ = _gelu_body.__code__ if _inside else _plain["gelu"].__code__
-        _silu.__code__ = _silu_body.__code__ if _inside else _plain["silu"].__code__
-        _silu_missed.cell_contents = _missed if _inside else _plain_missed
-
-
-@contextlib.contextmanager
-def swapped_activations(
-    seen: Callable[[str, str | None], None], bits: int | None
-) -> Iterator[None]:
-    """Swaps gelu and silu in this thread and tells `seen`; for `bits` None it runs the originals.
-
-    Told are the operator, and why the original runs, None where it is swapped.
+    Two Denses give the width, or one gives it twice, and another takes it. The product behind the
+    activation keeps the activation's output, so that a code in place of the input, which the
+    backward of a compiled model reads for that output, only adds to what is kept.
     """
-    outer = getattr(_thread, "swap", None)
-    _thread.swap = None if bits is None else (seen, bits)
-    _count(1)
-    try:
-        yield
-    finally:
-        _count(-1)
-        _thread.swap = outer
+    shapes = [shape for shape in kernels if len(shape) == 2]
+    sources = [source for source, out in shapes if out == width]
+    is_twice = any(out == 2 * width for _, out in shapes)
+    takes = any(source == width for source, _ in shapes)
+    return takes and (is_twice or any(sources.count(source) > 1 for source in sources))
+
+
+def own_activations(module: nn.Module) -> dict[str, str]:
+    """Activations that a module holds, or is, which no swapped function computes: name -> why."""
+    found = {}
+    for value in vars(module).values():
+        function = getattr(value, "func", value)  # of a partial
+        if isinstance(function, types.FunctionType) and _is_activation(function.__name__):
+            name, whose = function.__name__, function.__module__
+            if not whose.startswith(("jax.", "lowmembp_jax.")):
+                found[name] = f"{whose}.{name} is a function of its own"
+    name = type(module).__name__
+    is_ours = type(module).__module__.startswith("lowmembp_jax.")
+    if _is_activation(name) and not module.variables and not is_ours:
+        found[name] = f"{type(module).__module__}.{name} is a class of its own"
+    return found
+
+
+def _is_activation(name: str) -> bool:
+    return any(part in name.lower() for part in _NAMES)

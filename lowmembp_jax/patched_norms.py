@@ -7,46 +7,64 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax import nnx
 
+from lowmembp_jax.arrays import real_array
+from lowmembp_jax.flax_norms import FIELDS, check_norm
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm
-from lowmembp_jax.norms import Residual, ms_rms_norm
+from lowmembp_jax.nnx import apply_norm
+from lowmembp_jax.normalization import Residual
+from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
+from lowmembp_jax.recognized_norms import RecognizedNorm
+
+#: Told the operator, why the original runs (None where it is swapped), and then the plain function
+#: of arrays, ours, and their arguments.
+Seen = Callable[..., None]
 
 # Flax's norms by the functions that compute them, which a subclass may call from its own.
 _FLAX: dict[Callable, tuple[str, type, Any]] = {
     inspect.unwrap(nn.LayerNorm.__call__): ("layer_norm", nn.LayerNorm, MSLayerNorm),
     inspect.unwrap(nn.RMSNorm.__call__): ("rms_norm", nn.RMSNorm, MSRMSNorm),
 }
-
-# RMSNorms of `transformers`, classes of its own with a `weight` and an `epsilon`, and what each
-# adds to the weight.
-_TRANSFORMERS = {"FlaxLlamaRMSNorm": 0, "FlaxMistralRMSNorm": 0, "FlaxGemmaRMSNorm": 1}
+_OTHERS = ("Batch", "Group", "Instance", "Spectral", "Weight")
 
 
-def norm_op(module: nn.Module) -> str | None:
-    """ "layer_norm" or "rms_norm" for a class, or a base, named so; None if it holds modules."""
+def flax_norm(context: Any) -> str | None:
+    """ "layer_norm" or "rms_norm" for a call that runs the function of one of Flax's norms."""
+    return _FLAX.get(context.orig_method.func, (None,))[0]
+
+
+def named_norm(module: nn.Module) -> str | None:
+    """The same for a class, or a base, that is named so; None if it holds modules."""
     names = [cls.__name__ for cls in type(module).__mro__]
-    for ending, op in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
-        if any(name.endswith(ending) for name in names) and module.scope is not None:
+    for ending, op in (("LayerNorm", "layer_norm"), ("Norm", "rms_norm")):
+        if any(name.endswith(ending) and not name.startswith(_OTHERS) for name in names):
             ours = isinstance(module, MSLayerNorm | MSRMSNorm)
-            held = module.variables.get("params", {}).values()
+            held = module.variables.get("params", {}).values() if module.scope else [{}]
             return None if ours or any(isinstance(one, Mapping) for one in held) else op
     return None
 
 
-def swap_norm(context, seen: Callable, dtype: jnp.dtype | None, residual: Residual) -> None:
+def swap_linen_norm(
+    context: Any, known: RecognizedNorm | None, seen: Seen, dtype: Any, residual: Residual
+) -> None:
     """Swaps the function that a module's call runs, if that is a norm's; the call tells `seen`.
 
     It is the partial that Flax makes for each call, behind all interceptors, which see the call.
+
+    Args:
+      known: as what the module is known, if it is none of Flax's.
     """
-    original, cls = context.orig_method.func, type(context.module)
+    original = context.orig_method.func
     if original in _FLAX:
         run = partial(_flax, original, seen, dtype, residual)
-    elif cls.__module__.startswith("transformers.models.") and cls.__name__ in _TRANSFORMERS:
-        run = partial(_transformers, seen, dtype, residual)
+    elif known is not None:
+        run = partial(_recognized, known, seen, dtype, residual)
     else:
         return
     context.orig_method.__setstate__((run, context.orig_method.args, {}, None))
@@ -55,21 +73,58 @@ def swap_norm(context, seen: Callable, dtype: jnp.dtype | None, residual: Residu
 def _flax(original, seen, dtype, residual, module, x, **mask):
     op, norm, ours = _FLAX[original]
     given = {f.name: getattr(module, f.name) for f in fields(norm) if f.name != "name"}
-    given |= {"dtype": dtype or module.dtype, "residual": residual, "parent": None}
+    given |= {"parent": None}
+    plain = norm(**given)
     try:
         if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
             raise ValueError(f"{x.dtype} input")
-        swapped = ours(**given)
+        swapped = ours(**given | {"dtype": dtype or module.dtype, "residual": residual})
     except ValueError as reason:
         seen(op, str(reason))
         return original(module, x, **mask)
-    seen(op, None)
+    unbound = swapped.clone()
+    variables = {"params": dict(module.variables.get("params", {}))}
+    seen(op, None, plain.apply, unbound.apply, variables, x)
     object.__setattr__(swapped, "param", module.param)
     return inspect.unwrap(ours.__call__)(swapped, x, **mask)
 
 
-def _transformers(seen, dtype, residual, module, hidden_states):
-    seen("rms_norm", None)
-    scale = module.weight + _TRANSFORMERS[type(module).__name__]
-    dtype = dtype or jnp.promote_types(scale.dtype, module.dtype)
-    return ms_rms_norm(hidden_states, scale, epsilon=module.epsilon, dtype=dtype, residual=residual)
+def _recognized(norm: RecognizedNorm, seen, dtype, residual, module, x):
+    def ours(variables, x):
+        params = variables["params"]
+        scale = params[norm.scale] + norm.offset
+        given = {"epsilon": norm.epsilon, "dtype": dtype or norm.dtype, "residual": residual}
+        if norm.center:
+            bias = None if norm.bias is None else params[norm.bias]
+            return ms_layer_norm(x, scale, bias, **given)
+        return ms_rms_norm(x, scale, **given)
+
+    variables = {"params": dict(module.variables["params"])}
+    op = "layer_norm" if norm.center else "rms_norm"
+    seen(op, None, module.clone(parent=None).apply, ours, variables, x)
+    return ours(variables, x)
+
+
+def swap_nnx_norm(
+    op: str, plain: Callable, seen: Seen, dtype: Any, residual: Residual, norm: Any, x, mask=None
+) -> Any:
+    """The call of an `nnx.LayerNorm` or `nnx.RMSNorm`, which tells `seen`."""
+    given = {name: getattr(norm, name) for name in (*FIELDS, "promote_dtype")}
+    given |= {"dtype": dtype or norm.dtype, "residual": residual, "implementation": None}
+    ours, center = SimpleNamespace(**given), op == "layer_norm"
+    try:
+        check_norm(ours)
+        real_array(x)
+    except (TypeError, ValueError) as reason:
+        seen(op, str(reason))
+        return plain(norm, x, mask=mask)
+    graph, state = nnx.split(norm)
+
+    def plain_of(state, x):
+        return plain(nnx.merge(graph, state), x)
+
+    def ours_of(state, x):
+        return apply_norm(ours, nnx.merge(graph, state), x, None, center)
+
+    seen(op, None, plain_of, ours_of, state, x)
+    return apply_norm(ours, norm, x, mask, center)

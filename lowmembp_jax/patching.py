@@ -21,54 +21,52 @@ import jax
 import jax.numpy as jnp
 
 from lowmembp_jax.compressed_module import compress_module
-from lowmembp_jax.norms import RESIDUALS, Residual
-from lowmembp_jax.patched_activations import swapped_activations
-from lowmembp_jax.patched_norms import norm_op, swap_norm
+from lowmembp_jax.exchange import exchanged
+from lowmembp_jax.nnx_places import attribute_path, kernel_shapes, running_modules
+from lowmembp_jax.normalization import RESIDUALS, Residual
+from lowmembp_jax.patch_report import PatchReport
+from lowmembp_jax.patched_activations import linen_kernels, own_activations, swap_activation
+from lowmembp_jax.patched_norms import (
+    flax_norm,
+    named_norm,
+    swap_linen_norm,
+    swap_nnx_norm,
+)
+from lowmembp_jax.recognized_norms import RecognizedNorm, recognize
 from lowmembp_jax.storage import check_storage
-
-
-@dataclass
-class PatchReport:
-    """What one `with lm.patch() as report:` met, by operator and module path.
-
-    Paths read "encoder/layer_0/mlp", and "" outside linen modules. Only what is traced is met:
-    a call that `jax.jit` serves from its cache adds nothing.
-
-    Attributes:
-      swapped: "gelu", "silu", "layer_norm", "rms_norm" or "compress" -> the places, each once, in
-        order.
-      skipped: the same -> {place: why the original ran}.
-    """
-
-    swapped: dict[str, list[str]] = field(default_factory=dict)
-    skipped: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = ["swapped:" if self.swapped else "swapped: nothing"]
-        for op, places in self.swapped.items():
-            names = ", ".join(place or "(no module)" for place in places)
-            lines.append(f"  {op} in {len(places)} places: {names}")
-        lines += ["not swapped:"] if self.skipped else []
-        for op, reasons in self.skipped.items():
-            lines += [f"  {op} in {at or '(no module)'}: {why}" for at, why in reasons.items()]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class _Settings:
-    bits: int | None
-    norms: bool
+    ops: frozenset[str]
+    bits: int
     norm_dtype: jnp.dtype | None
     norm_residual: Residual
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
     compress: tuple[str, ...] = ()
     compress_dtype: jnp.dtype | None = None
 
     def compresses(self, place: str) -> bool:
+        return _matches(self.compress, place)
+
+    def why_not(self, op: str, place: str) -> str | None:
+        """Why an operator at a place is left, as far as the settings say."""
         names = place.split("/")
-        return any(
-            len(parts) == len(names) and all(map(fnmatchcase, names, parts))
-            for parts in (pattern.split("/") for pattern in self.compress)
-        )
+        parents = ["/".join(names[: end + 1]) for end in range(len(names))]
+        if self.include is not None and not any(_matches(self.include, at) for at in parents):
+            return "not in include"
+        if any(_matches(self.exclude, at) for at in parents):
+            return "in exclude"
+        return None
+
+
+def _matches(patterns: Sequence[str], place: str) -> bool:
+    names = place.split("/")
+    return any(
+        len(parts) == len(names) and all(map(fnmatchcase, names, parts))
+        for parts in (pattern.split("/") for pattern in patterns)
+    )
 
 
 @dataclass(eq=False)
@@ -76,48 +74,90 @@ class _Entry:
     """One `with lm.patch()` that a thread is in."""
 
     settings: _Settings
-    place: str
+    module: nn.Module | None  # the innermost linen module that is called
     outer: "_Entry | None"
     report: PatchReport = field(default_factory=PatchReport)
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
     compressing: str | None = None
+    asleep: bool = False
 
-    def seen(self, op: str, reason: str | None) -> None:
+    def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
+        """Which norm a module's call is, and as which it is recognized if it is none of Flax's."""
+        op = flax_norm(context)
+        if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(_NORMS):
+            return op, None
+        self.asleep = True  # while the module is tried
+        try:
+            known = recognize(context.module, args[0])
+        finally:
+            self.asleep = False
+        return (None if known is None else _NORMS[not known.center]), known
+
+    @property
+    def place(self) -> str:
+        """The path of the linen or NNX module whose method runs."""
+        if self.module is None:
+            return attribute_path(running_modules())
+        return "" if self.module.scope is None else "/".join(self.module.path)
+
+    def seen(self, op: str, reason: str | None, *call: Any) -> None:
         if _of_coroutine.get() is not self:
             raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
-        if reason is not None:
-            self.report.skipped.setdefault(op, {}).setdefault(self.place, reason)
-        elif self.place not in self.report.swapped.setdefault(op, []):
-            self.report.swapped[op].append(self.place)
+        self.report.add(op, self.place, reason, *call)
+
+    def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of gelu, of silu, or of a norm of NNX, which is then x."""
+        settings = self.settings
+        if op not in settings.ops:
+            return plain(x, *args, **kwargs)
+        if reason := settings.why_not(op, self.place):
+            self.seen(op, reason)
+            return plain(x, *args, **kwargs)
+        if op in _NORMS:
+            dtype, residual = settings.norm_dtype, settings.norm_residual
+            return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
+        modules = running_modules() if self.module is None else []
+        kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
+        return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
 
 
+_ACTIVATIONS, _NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
 _of_thread = threading.local()
 _of_coroutine: ContextVar[_Entry | None] = ContextVar("patch", default=None)
 _trace_context = jax.make_user_context(None)
 
 
 def _intercept(entry: _Entry, next_fun, args, kwargs, context):
-    if _of_thread.entries[-1] is not entry:  # a patch further inside decides
+    # A patch further inside decides.
+    if _of_thread.entries[-1] is not entry or entry.asleep:
         return next_fun(*args, **kwargs)
-    module, settings, outer = context.module, entry.settings, entry.place
-    entry.place = "" if module.scope is None else "/".join(module.path)
+    module, settings, outer = context.module, entry.settings, entry.module
+    entry.module = module
     is_call = context.method_name == "__call__"
-    swaps = settings.norms and is_call
     try:
         if is_call and settings.compresses(entry.place) and entry.compressing is None:
             entry.seen("compress", None)
             return _compressed_call(entry, module, args, kwargs)
-        if swaps:
-            swap_norm(context, entry.seen, settings.norm_dtype, settings.norm_residual)
+        op, known = entry.norm(context, args, kwargs) if is_call else (None, None)
+        reason = op and settings.why_not(op, entry.place)
+        if op in settings.ops and not reason:
+            dtype, residual = settings.norm_dtype, settings.norm_residual
+            swap_linen_norm(context, known, entry.seen, dtype, residual)
         out = next_fun(*args, **kwargs)
-        op = norm_op(module) if swaps else None
-        if op is not None and entry.place not in entry.report.swapped.get(op, ()):
-            cls = type(module)
-            entry.seen(op, f"{cls.__module__}.{cls.__qualname__} has a __call__ of its own")
+        op = op or (named_norm(module) if is_call else None)
+        if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):
+            entry.seen(op, reason or f"{_name(module)} has a __call__ of its own")
+        if is_call and settings.ops.intersection(_ACTIVATIONS):
+            for name, reason in own_activations(module).items():
+                entry.seen(name, reason)
         return out
     finally:
-        entry.place = outer
+        entry.module = outer
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
@@ -137,10 +177,10 @@ def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
 @contextlib.contextmanager
 def _patch(settings: _Settings) -> Iterator[PatchReport]:
     entries = _of_thread.__dict__.setdefault("entries", [])
-    entry = _Entry(settings, entries[-1].place if entries else "", _of_coroutine.get())
+    entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
     entry.contexts.enter_context(_trace_context(settings))
     entry.contexts.enter_context(nn.intercept_methods(partial(_intercept, entry)))
-    entry.contexts.enter_context(swapped_activations(entry.seen, settings.bits))
+    entry.contexts.enter_context(exchanged(entry.exchanged))
     entries.append(entry)
     _of_coroutine.set(entry)
     try:
@@ -167,11 +207,13 @@ def patch(
     function: Callable | None = None,
     /,
     *,
-    activations: bool | None = None,
+    activations: bool | str | Sequence[str] | None = None,
     bits: int = 2,
-    norms: bool | None = None,
+    norms: bool | str | Sequence[str] | None = None,
     norm_dtype: jax.typing.DTypeLike | None = None,
-    norm_residual: Residual = "normalized",
+    norm_residual: Residual = "auto",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
     compress: str | Sequence[str] = (),
     compress_dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
 ) -> contextlib._GeneratorContextManager[PatchReport] | Any:
@@ -192,10 +234,15 @@ def patch(
       in a `partial`, a registry such as the `ACT2FN` of `transformers`, a field of a module.
       The forward is the original's, computed in float32 for 16-bit inputs; forward-mode
       differentiation raises JAX's error for `custom_vjp`.
-    - `nn.LayerNorm` for `lm.MSLayerNorm`, `nn.RMSNorm` for `lm.MSRMSNorm`, also where a subclass
-      calls them, and the RMSNorms of the Llama, Mistral and Gemma of `transformers`. Not:
-      `nnx.LayerNorm`, `nnx.RMSNorm`, norms with an `axis_name`. The report names the linen norms
-      that were met and left: classes that are named so and hold no other modules.
+    - `nn.LayerNorm` for `lm.MSLayerNorm`, `nn.RMSNorm` for `lm.MSRMSNorm`, `nnx.LayerNorm` and
+      `nnx.RMSNorm` for those of `lm.nnx`, also where a subclass calls them. Linen modules under
+      other names that compute one of the two, tried on random numbers while they are traced:
+      those of Llama, Gemma and T5 in `transformers`. Not: norms with an `axis_name`.
+
+    Left, with the reason in the report, is what would not keep less: an activation whose output is
+    multiplied by another Dense's, as in a SwiGLU, which is told from the kernels of its module and
+    is then computed again from its input, exactly. The report names norms and activations that are
+    of a kind unknown to it: classes that are named so, functions that a linen module holds.
 
     With `compress="encoder/layer/*"`, the calls of the linen modules at these paths are those of
     `lm.compress_module` instead: their values do not change, nor do gelu, silu and norms. Take the
@@ -212,36 +259,37 @@ def patch(
 
     Args:
       function: what `@lm.patch` decorates: no generator and no coroutine, which run later.
-      activations: swap gelu and silu; None: unless `compress` is given.
+      activations: swap gelu and silu, or the one that is named; None: unless `compress` is given.
       bits: that they keep an element, 2 or 4.
-      norms: swap LayerNorm and RMSNorm; None: unless `compress` is given.
+      norms: swap "layer_norm" and "rms_norm", or the one that is named; None: unless `compress` is
+        given.
       norm_dtype: output dtype of the swapped norms, None for the model's own choice. Many
         models leave norms at a float32 output in front of bfloat16 Denses. These keep a bfloat16
         copy, and the norm shares it only with `norm_dtype=jnp.bfloat16`.
-      norm_residual: "normalized" or "output", see `residual` of `lm.ms_layer_norm`.
-      compress: patterns of module paths, `*` for any part of one name, such as "layers/*".
+      norm_residual: "auto", "normalized" or "output", see `residual` of `lm.ms_layer_norm`.
+      include: patterns of module paths, `*` for any part of one name, such as "layers/*": swap
+        in these modules, and in what they hold, and nowhere else.
+      exclude: patterns of modules to leave as they are, with what they hold.
+      compress: patterns of modules to compress, each its whole path.
       compress_dtype: of what these modules keep, see `dtype` of `lm.compress`.
 
     Returns:
       A context manager for one `with`, which gives a `PatchReport`; also a decorator.
 
     Raises:
-      TypeError: `function` is no function; `activations` or `norms` is not a bool; `norm_dtype`
-        is not a floating dtype; `compress` is not of strings.
+      TypeError: `function` is no function; `activations` or `norms` is no bool and names no
+        operator; `norm_dtype` is not a floating dtype; patterns are not strings.
       ValueError: unknown `bits`, `norm_residual` or `compress_dtype`; nothing to swap.
     """
     if function is not None and not callable(function):
         raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
-    patterns = [compress] if isinstance(compress, str) else compress
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"patch: compress={compress!r} is not accepted, only paths of modules")
+    patterns = _paths("compress", compress)
+    within = None if include is None else _paths("include", include)
+    without = _paths("exclude", exclude)
     check_storage(compress_dtype, "patch: compress_dtype")
-    activations = not patterns if activations is None else activations
-    norms = not patterns if norms is None else norms
-    for name, given in (("activations", activations), ("norms", norms)):
-        if not isinstance(given, bool):
-            raise TypeError(f"patch: {name}={given!r} is not accepted, only None, True and False")
-    if not activations and not norms and not patterns:
+    ops = _chosen("activations", activations, _ACTIVATIONS, not patterns)
+    ops |= _chosen("norms", norms, _NORMS, not patterns)
+    if not ops and not patterns:
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
     if bits not in (2, 4):
         raise ValueError(f"patch: bits={bits!r} is not accepted, only 2 and 4")
@@ -259,7 +307,26 @@ def patch(
             f"such as jnp.bfloat16"
         )
     stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
-    swapped = bits if activations else None
-    settings = _Settings(swapped, norms, norm_dtype, norm_residual, tuple(patterns), stored)
+    settings = _Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
     patched = _patch(settings)
     return patched if function is None else patched(function)
+
+
+def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"patch: {name}={given!r} is not accepted, only paths of modules")
+    return tuple(patterns)
+
+
+def _chosen(name: str, given: Any, known: tuple[str, ...], default: bool) -> frozenset[str]:
+    given = default if given is None else given
+    if isinstance(given, bool):
+        return frozenset(known if given else ())
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not set(names) <= set(known):
+        words = ", ".join(map(repr, known))
+        raise TypeError(
+            f"patch: {name}={given!r} is not accepted, only None, True and False, or {words}"
+        )
+    return frozenset(names)

@@ -77,7 +77,9 @@ def _backward_kernel(kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, cent
             )
             y = _load(kept_ref.at[tile, :], mask, policy=policy)
             if recover:
-                y = row_norm.recover(y, scale, bias)
+                inverse = row_norm.recovery(scale, bias, kept_ref.dtype)
+                y = y if bias is None else y - bias
+                y = y if inverse is None else y * inverse
                 y = y if mask is None else jnp.where(mask, y, 0.0)
             g = _load(g_ref.at[tile, :], mask, policy=policy)
             return y, g, g if scale is None else g * scale
@@ -182,7 +184,8 @@ def norm_backward(
       scale, bias: as in the forward.
       center: LayerNorm (True) or RMSNorm.
       x_dtype: dtype of dx.
-      recover: kept is the output; y = (kept - bias) / scale is computed from it.
+      recover: kept is the output; y = (kept - bias) / scale is computed from it, by
+        `row_norm.recovery`.
       cores: multiprocessors of the device that is compiled for; None for 132. The order in which
         parameter gradients are summed depends on it, and on nothing else.
       interpret: run on the CPU, without Triton.

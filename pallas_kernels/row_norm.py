@@ -40,14 +40,20 @@ def affine(
     return y if bias is None else y + bias
 
 
-def recover(
-    out: Float32[Array, "rows columns"],
-    scale: Float32[Array, "1 columns"] | None,
-    bias: Float32[Array, "1 columns"] | None,
-) -> Float32[Array, "rows columns"]:
-    """y from the output of `affine`."""
-    y = out if bias is None else out - bias
-    return y if scale is None else y / scale
+def recovery(
+    scale: Float32[Array, "1 columns"] | None, bias: Float32[Array, "1 columns"] | None, dtype
+) -> Float32[Array, "1 columns"] | None:
+    """What (output of `affine` - bias) is multiplied with to get y, the output being of `dtype`.
+
+    1 / scale, and less where the rounding of the output has as much of it as y, down to 0.
+    """
+    if scale is None:
+        return None
+    limits = jnp.finfo(dtype)
+    noise = float(limits.tiny)
+    noise = noise if bias is None else noise + float(limits.eps) * jnp.abs(bias)
+    ratio = noise / jnp.abs(scale)
+    return jnp.where(ratio < 1e6, 1 / (scale * (1 + ratio * ratio)), 0.0)
 
 
 def gradient_means(

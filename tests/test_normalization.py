@@ -77,11 +77,11 @@ class Norms:
         return partial(OPS[name], implementation=self.implementation, **options)
 
     @each_op
-    @pytest.mark.parametrize("residual", [None, "normalized", "output"])
+    @pytest.mark.parametrize("residual", [None, "auto", "normalized", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
     def test_output_and_gradients_against_float64(self, name, shape, x_dtype, dtype, residual):
         args, g, want_y, want = example(name, shape, x_dtype, dtype, residual is not None)
-        op = self.op(name, dtype=dtype, residual=residual or "normalized")
+        op = self.op(name, dtype=dtype, residual=residual or "auto")
         y, vjp = jax.vjp(op, *args)
         got = vjp(g)
         assert y.dtype == dtype and y.shape == shape
@@ -98,6 +98,36 @@ class Norms:
             size = np.linalg.norm(b) + (1e3 if shape[-1] == 1 else 0)
             # Sums over rows are in float32, in an order of the implementation's.
             assert error < (3 * max(eps, float(jnp.finfo(a.dtype).eps)) + 1e-6) * size
+
+    @each_op
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_frozen_scale_near_zero(self, name, dtype):
+        """dx from the output is within the bound of the docstring, at any scale."""
+        sizes = jnp.asarray(10.0 ** np.arange(-44.0, 4.0), jnp.float32)
+        scale = jnp.concatenate([sizes, -sizes, jnp.zeros(4), jnp.linspace(-2, 2, 60)])
+        x = jax.random.normal(jax.random.key(0), (9, scale.size)).astype(dtype)
+        g = jax.random.normal(jax.random.key(1), x.shape).astype(dtype)
+        bias = jax.random.normal(jax.random.key(2), scale.shape)
+        rest = (bias,)[: len(affine(name, 1)) - 1]
+        dx = jax.vjp(lambda x: self.op(name)(x, scale, *rest), x)[1](g)[0]
+        with jax.enable_x64(True):
+            wide = partial(np.asarray, dtype=np.float64)
+            given = (wide(scale), *(wide(p) for p in rest))
+            y = np.asarray(reference(name, jnp.asarray(wide(x))))
+            frozen = partial(lambda *p: reference(name, p[-1], *p[:-1]), *map(jnp.asarray, given))
+            want = np.asarray(jax.vjp(frozen, jnp.asarray(wide(x)))[1](jnp.asarray(wide(g)))[0])
+        eps, tiny = (float(getattr(jnp.finfo(dtype), at)) for at in ("eps", "tiny"))
+        with np.errstate(divide="ignore"):
+            p = (eps * np.abs(given[1] if rest else 0) + tiny) / np.abs(given[0])
+        error = (eps + np.minimum(1, p * p)) * np.abs(y) + np.minimum(p, 1 / p)
+        centered = wide(x) - wide(x).mean(-1, keepdims=True) * (name == "ms_layer_norm")
+        rstd = (centered**2).mean(-1, keepdims=True) ** -0.5
+        inner = wide(g) * given[0]
+        along = np.abs((inner * y).mean(-1, keepdims=True))
+        off = np.abs(inner * error).mean(-1, keepdims=True)
+        bound = rstd * (along * error + off * (np.abs(y) + error))
+        bound += 4 * eps * np.abs(want) + 1e-5 * rstd * np.abs(inner).mean(-1, keepdims=True)
+        assert (np.abs(wide(dx) - want) <= bound).all()
 
     @each_op
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -184,7 +214,21 @@ SCALE = jax.ShapeDtypeStruct((1024,), jnp.float32)
 @each_op
 def test_residuals_are_output_and_rstd(name):
     op = partial(OPS[name], dtype=jnp.bfloat16)
-    assert kept(op, X) == [("bfloat16", (16, 1024)), ("float32", (16, 1))]
+    output = [("bfloat16", (16, 1024)), ("float32", (16, 1))]
+    assert kept(op, X) == output
+    frozen = jnp.ones(1024)
+    assert [row for row in kept(lambda x: op(x, frozen), X) if row[1] != (1, 1024)] == output
+
+
+@each_op
+def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name):
+    def big(x, dtype):
+        op = partial(OPS[name], dtype=dtype)
+        return [row for row in kept(op, x, SCALE) if row[1] == X.shape]
+
+    narrow = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
+    assert big(narrow, jnp.float32) == big(narrow, jnp.bfloat16) == [("bfloat16", X.shape)]
+    assert big(X, jnp.bfloat16) == [("bfloat16", X.shape)]
 
 
 @each_op

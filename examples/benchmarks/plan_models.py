@@ -58,7 +58,9 @@ def cells(done: list[dict]) -> list[list[str]]:
     for model, train in dict.fromkeys((r["model"], r["train"]) for r in done):
         default = peaks[model, train, "default"]
         own = (peaks.get((model, train, method)) for method in lm.memory.METHODS)
-        numbers = (f"{peak / 2**30:.2f} ({peak / default - 1:+.0%})" if peak else "" for peak in own)
+        numbers = (
+            f"{peak / 2**30:.2f} ({peak / default - 1:+.0%})" if peak else "" for peak in own
+        )
         out.append([f"{model}, {train}", *numbers])
     return out
 

@@ -108,7 +108,7 @@ class BertLayer(nn.Module):
         x = with_affine(hidden) + h
         merged = compute.merged and not self.is_last
         # The last norm feeds no Dense and keeps an array of its own anyway.
-        residual = "normalized" if self.is_last else residual
+        residual = "auto" if self.is_last else residual
         return post_norm(compute, eps, "output_norm", x, merged=merged, residual=residual)
 
 
@@ -119,12 +119,12 @@ class Bert(nn.Module):
       config: sizes.
       compute: how it computes. With `merged`, see `NORM_RULES`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
-        "normalized" is exact and costs an array more than "output" or merging.
+        "output" is the least exact, where a scale trains, and costs as little as merging.
     """
 
     config: BertConfig
     compute: Compute = Compute()
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
 
     @nn.compact
     def __call__(
@@ -188,7 +188,7 @@ class BertClassifier(nn.Module):
 
     config: BertConfig
     compute: Compute = Compute()
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
     pooling: Literal["first", "mean"] = "first"
 
     @nn.compact

@@ -27,7 +27,7 @@ Method = Literal[
 _REMAT_OPS = ("norm+activation", "mesa")
 Attention = Literal["xla", "cudnn", "chunked"]
 #: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
-NormResidual = Literal["normalized", "output"]
+NormResidual = Literal["auto", "normalized", "output"]
 
 
 @dataclasses.dataclass(frozen=True)

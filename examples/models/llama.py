@@ -149,14 +149,14 @@ class Llama(nn.Module):
       config: sizes.
       compute: how it computes. With `merged`, see `norm_rules`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_rms_norm`:
-        "normalized" is exact and costs an array more than "output" or merging.
+        "output" is the least exact, where a scale trains, and costs as little as merging.
       scan_layers: one `nn.scan` over the layers: parameters are stacked, under "layers", in place
         of "layer_0", "layer_1", ...; compiles in the time of one layer.
     """
 
     config: LlamaConfig
     compute: Compute = Compute()
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
     scan_layers: bool = False
 
     @nn.compact

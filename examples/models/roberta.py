@@ -55,7 +55,7 @@ class RobertaClassifier(nn.Module):
 
     config: RobertaConfig
     compute: Compute = Compute()
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
 
     @nn.compact
     def __call__(

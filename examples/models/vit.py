@@ -109,12 +109,12 @@ class ViT(nn.Module):
       config: sizes.
       compute: how it computes. With `merged`, see `NORM_RULES`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
-        "normalized" is exact and costs an array more than "output" or merging.
+        "output" is the least exact, where a scale trains, and costs as little as merging.
     """
 
     config: ViTConfig
     compute: Compute = Compute()
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
 
     @nn.compact
     def __call__(

@@ -66,7 +66,7 @@ class Config:
     merge: bool | None = None
     """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
     begins as the same function. Default: with the lowmembp methods."""
-    norm_residual: NormResidual = "normalized"
+    norm_residual: NormResidual = "auto"
     """What the lowmembp methods' norms keep where they are not merged: output, with a little
     rounding, is one array less."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

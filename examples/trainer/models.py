@@ -23,7 +23,7 @@ class Family(NamedTuple):
     toy: Any  # sizes for a CPU
 
     def build(
-        self, config: Any, compute: Compute, norm_residual: NormResidual = "normalized"
+        self, config: Any, compute: Compute, norm_residual: NormResidual = "auto"
     ) -> nn.Module:
         """The model; the layers of a LLaMA in one scan, which compiles in the time of one."""
         fields = {"scan_layers": True} if self.name == "llama" else {}

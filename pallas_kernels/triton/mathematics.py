@@ -131,8 +131,28 @@ def affine(x, rstd, scale, bias):
 
 
 @triton.jit
+def recovery(scale, bias, DTYPE: tl.constexpr):
+    """What (output of `affine` - bias) is multiplied with to get y, the output being of DTYPE.
+
+    1 / scale, and less where the rounding of the output has as much of it as y, down to 0.
+    """
+    if DTYPE == tl.float16:
+        noise = 6.103515625e-05
+        eps = 0.0009765625
+    else:
+        noise = 1.1754943508222875e-38
+        eps = 0.0078125 if DTYPE == tl.bfloat16 else 1.1920928955078125e-07
+    size = tl.abs(scale)
+    noise = noise if bias is None else tl.abs(bias) * eps + noise
+    ratio = noise / size
+    # At 0 it is selected away, but not before it is divided.
+    scale = tl.where(size > 0.0, scale, 1.0)
+    return tl.where(ratio < 1e6, 1.0 / (scale * (ratio * ratio + 1.0)), 0.0)
+
+
+@triton.jit
 def recover_normalized(y, inverse, bias):
-    """What `affine` was given, from its output; `inverse` is 1 / scale."""
+    """What `affine` was given, from its output; `inverse` is `recovery`."""
     if bias is not None:
         y = y - bias
     if inverse is not None:

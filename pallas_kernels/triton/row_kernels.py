@@ -10,6 +10,7 @@ from pallas_kernels.triton.mathematics import (
     affine,
     input_gradient,
     recover_normalized,
+    recovery,
     standardize,
 )
 from pallas_kernels.triton.tiles import load, load_parameter, mask_tile
@@ -82,7 +83,7 @@ def affine_backward_kernel(
     columns_mask = None if BLOCK == WIDTH else columns < WIDTH
     scale = load_parameter(scale_ptr, columns, columns_mask, 1.0, HAS_SCALE)
     bias = load_parameter(bias_ptr, columns, columns_mask, 0.0, HAS_BIAS and RECOVER)
-    inverse = 1.0 / scale if HAS_SCALE and RECOVER else None
+    inverse = recovery(scale, bias, kept_ptr.dtype.element_ty) if HAS_SCALE and RECOVER else None
     dscale = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
 

@@ -8,7 +8,7 @@ Inputs that a launch lacks are other arrays, unread; outputs that it lacks are n
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton.mathematics import affine, recover_normalized
+from pallas_kernels.triton.mathematics import affine, recover_normalized, recovery
 from pallas_kernels.triton.tiles import load, load_parameter
 
 CHUNK = 4096
@@ -67,7 +67,8 @@ def _cotangents(
     scale = load_parameter(scale_ptr, columns, columns < WIDTH, 1.0, HAS_SCALE)
     if RECOVER:
         bias = load_parameter(bias_ptr, columns, columns < WIDTH, 0.0, HAS_BIAS)
-        y = recover_normalized(y, 1.0 / scale if HAS_SCALE else None, bias)
+        inverse = recovery(scale, bias, kept_ptr.dtype.element_ty) if HAS_SCALE else None
+        y = recover_normalized(y, inverse, bias)
         y = tl.where(mask, y, 0.0)
     return y, g, g * scale if HAS_SCALE else g
 

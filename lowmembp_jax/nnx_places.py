@@ -1,0 +1,52 @@
+"""Where in an NNX model an operator is called: NNX modules do not know where they are.
+
+The modules whose methods are running are the `self` of the frames of the Python stack.
+"""
+
+import sys
+from typing import Any
+
+from flax import nnx
+
+
+def running_modules() -> list[nnx.Module]:
+    """The NNX modules whose methods are running, innermost first, each once."""
+    found: list[nnx.Module] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_argcount else ""
+        module = frame.f_locals.get(first) if first == "self" else None
+        if isinstance(module, nnx.Module) and all(module is not one for one in found):
+            found.append(module)
+        frame = frame.f_back
+    return found
+
+
+def attribute_path(modules: list[nnx.Module]) -> str:
+    """The path of the first of `modules` from the last that holds it, such as "blocks/0/norm".
+
+    Inside NNX's transformations modules are copies, that those outside do not hold: the path then
+    begins with the class of the outermost copy.
+    """
+    if not modules:
+        return ""
+    for root in reversed(modules):
+        for path, node in nnx.iter_graph(root):
+            if node is modules[0]:
+                names = [str(part) for part in path]
+                is_copy = root is not modules[-1]
+                return "/".join(([type(root).__name__] if is_copy else []) + names)
+    return type(modules[0]).__name__
+
+
+def kernel_shapes(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
+    """Shapes of the kernels of the innermost module that holds any: an activation's neighbours."""
+    for module in modules:
+        children = [child for _, child in nnx.iter_children(module)]
+        lists = [child for child in children if isinstance(child, nnx.List | nnx.Dict)]
+        children += [one for each in lists for _, one in nnx.iter_children(each)]
+        kernels = (getattr(child, "kernel", None) for child in children)
+        if shapes := [kernel.shape for kernel in kernels if hasattr(kernel, "shape")]:
+            return shapes
+    return []

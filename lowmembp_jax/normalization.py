@@ -1,0 +1,250 @@
+"""The custom VJP of the norms: differentiated from their output (MS-BP).
+
+With y = (x - mean) r and r = 1 / std, the backward of a LayerNorm
+
+    dx = r (g - mean(g) - y mean(g y))            (RMSNorm: without mean(g))
+
+needs y and r but not x. With a mask m, of n positions in the row, the statistics are those of the
+masked positions, and the means become m sum(g) / n and m sum(g y) / n, the sums over the whole
+row. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+
+With a scale and a bias the output is y scale + bias. Then y is computed from it again, or, where
+the gradient of the scale needs y itself, from x or from a copy of y.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, ArrayLike
+
+from lowmembp_jax import kernel_calls
+from lowmembp_jax.arrays import compute_dtype
+from lowmembp_jax.checkpointing import NORM_INPUT, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.jax_internals import varying
+
+Residual = Literal["auto", "normalized", "output"]
+RESIDUALS: tuple[str, ...] = get_args(Residual)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What is static of a norm: `axes` are the reduced ones; dtypes of input and output."""
+
+    axes: tuple[int, ...]
+    center: bool
+    epsilon: float
+    x_dtype: jnp.dtype
+    dtype: jnp.dtype
+    fast_variance: bool = False
+    residual: str = "auto"
+    implementation: str = "xla"
+
+    def kept(self, scale, trains_scale: bool) -> Literal["output", "input", "normalized"]:
+        """Which array the backward reads."""
+        if self.residual == "output" or scale is None:
+            return "output"
+        if self.residual == "normalized":
+            return "normalized"
+        if not trains_scale:
+            return "output"
+        is_narrow = self.x_dtype.itemsize <= self.dtype.itemsize
+        return "input" if is_narrow and self.implementation == "xla" else "normalized"
+
+
+def check_residual(residual: str) -> None:
+    """Raises ValueError unless `residual` is one of `RESIDUALS`."""
+    if residual not in RESIDUALS:
+        raise ValueError(
+            f"residual={residual!r} is not known: accepted are {', '.join(map(repr, RESIDUALS))}"
+        )
+
+
+def normalize(
+    spec: NormSpec,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: ArrayLike | None = None,
+) -> Array:
+    """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes.
+
+    Raises ValueError where `mask` does not broadcast to x, or a kernel has no such norm.
+    """
+    if mask is not None:
+        given, mask = jnp.shape(mask), jnp.asarray(mask, bool)
+        mask = mask.reshape((1,) * (x.ndim - len(given)) + given)
+        sizes = zip(mask.shape, x.shape, strict=False)
+        if mask.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
+            raise ValueError(f"mask must broadcast to x, {x.shape}, got shape {given}")
+    if spec.implementation != "xla":
+        split = any(a is not None and a.size != x.shape[-1] for a in (scale, bias))
+        if mask is not None or spec.axes != (x.ndim - 1,) or split:
+            raise ValueError(
+                f"implementation={spec.implementation!r} normalizes over the last axis with "
+                f"parameters of that axis and no mask, got reduction axes {spec.axes} of {x.ndim} "
+                f"and mask={None if mask is None else mask.shape}: choose 'xla'"
+            )
+    if scale is None and bias is not None:  # one case less for the rules
+        scale = jnp.ones_like(bias)
+    # Inside shard_map: parameters that are the same on every device get their gradients summed
+    # over the devices by the transpose of this cast.
+    args = (x, scale, bias, mask)
+    axes = varying(*(a for a in args if a is not None))
+    cast = (
+        a
+        if a is None or not (missing := axes - varying(a))
+        else lax.pcast(a, tuple(missing), to="varying")
+        for a in args
+    )
+    # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
+    # of Flax do: to the same bits.
+    return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)
+
+
+def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:
+    """x - mean, the mean of a LayerNorm and 1 / std, float32 (float64 for float64)."""
+    x = x.astype(compute_dtype(x.dtype))
+    mean = partial(jnp.mean, axis=spec.axes, keepdims=True, where=mask)
+    mu = mean(x) if spec.center else None
+    if spec.center and spec.fast_variance:
+        variance = jnp.maximum(mean(lax.square(x)) - lax.square(mu), 0)
+    else:
+        variance = mean(lax.square(x if mu is None else x - mu))
+    rstd = lax.rsqrt(variance + jnp.asarray(spec.epsilon, variance.dtype))
+    return x if mu is None else x - mu, mu, rstd
+
+
+def _affine(spec: NormSpec, x: Array, rstd: Array, scale, bias) -> Array:
+    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    y = x * (rstd if scale is None else rstd * scale.astype(rstd.dtype))
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(spec.dtype)
+
+
+def _row(parameter: Array | None) -> Array | None:
+    return None if parameter is None else parameter.reshape(parameter.size)
+
+
+def _inverse(spec: NormSpec, scale: Array, bias: Array | None) -> tuple[Array, Array]:
+    """What (output - bias) is multiplied with to get y, and where it loses y.
+
+    In `spec.dtype` the output of a channel is y scale + bias + n, and the noise n of its rounding
+    is up to eps / 2 of it. Times 1 / scale, it would be without bound. This is the least squares
+    estimate for y of variance 1: 1 / scale where the noise is small, and 0 where it is large.
+    """
+    dtype = jnp.finfo(spec.dtype)
+    wide = compute_dtype(spec.dtype)
+    scale = scale.astype(wide)
+    noise = jnp.asarray(dtype.tiny, wide)
+    if bias is not None:
+        noise = noise + float(dtype.eps) * jnp.abs(bias.astype(wide))
+    ratio = noise / jnp.abs(scale)
+    return jnp.where(ratio < 1e6, 1 / (scale * (1 + ratio * ratio)), 0), ~(ratio < 1)
+
+
+def _run_kernel(spec: NormSpec, x: Array, scale, bias, keep_normalized: bool):
+    """Output, the normalized x or None, and rstd."""
+    return kernel_calls.norm_forward(
+        x,
+        _row(scale),
+        _row(bias),
+        spec.implementation,
+        center=spec.center,
+        epsilon=spec.epsilon,
+        dtype=spec.dtype,
+        keep_normalized=keep_normalized,
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalize(spec: NormSpec, x: Array, scale, bias, mask) -> Array:
+    if spec.implementation != "xla":
+        return _run_kernel(spec, x, scale, bias, False)[0]
+    centered, _, rstd = _standardize(spec, x, mask)
+    return _affine(spec, centered, rstd, scale, bias)
+
+
+def _forward(spec: NormSpec, *primals):
+    x, scale, bias, mask = (None if p is None else p.value for p in primals)
+    kind = spec.kept(scale, scale is not None and primals[1].perturbed)
+    if kind == "input":
+        x = checkpoint_name(x, NORM_INPUT)
+    mean = None
+    if spec.implementation != "xla":
+        out, normalized, rstd = _run_kernel(spec, x, scale, bias, kind == "normalized")
+    else:
+        centered, mean, rstd = _standardize(spec, x, mask)
+        out, normalized = _affine(spec, centered, rstd, scale, bias), None
+        if kind == "normalized":
+            normalized = (centered * rstd).astype(spec.dtype)
+        if kind != "input":
+            # Without the barrier XLA would compute y again in the backward from x, and keep x.
+            out, normalized, rstd = lax.optimization_barrier((out, normalized, rstd))
+    rstd = checkpoint_name(rstd, NORM_RSTD)
+    if kind == "output":
+        # The residual is the very array that is returned: a cast in between would be a copy.
+        out = kept = checkpoint_name(out, NORM_OUTPUT)
+    elif kind == "normalized":
+        kept = checkpoint_name(normalized, NORM_OUTPUT)
+    else:
+        kept, rstd = x, (rstd, None if mean is None else checkpoint_name(mean, NORM_RSTD))
+    return out, ({kind: kept}, rstd, scale, bias, mask)
+
+
+def _backward(spec: NormSpec, residuals, g: Array | SymbolicZero):
+    [(kind, kept)], rstd, scale, bias, mask = residuals[0].items(), *residuals[1:]
+    g = jnp.zeros(g.aval.shape, g.aval.dtype) if isinstance(g, SymbolicZero) else g
+    inverse, lost = (None, None)
+    if kind == "output" and scale is not None:
+        inverse, lost = _inverse(spec, scale, bias)
+    if spec.implementation != "xla":
+        static = dict(center=spec.center, x_dtype=spec.x_dtype, recover=kind == "output")
+        rows = (kept, rstd, g, _row(scale), _row(bias))
+        dx, *sums = kernel_calls.norm_backward(*rows, spec.implementation, **static)
+        d_scale, d_bias = (
+            None if gradient is None else gradient.reshape(parameter.shape)
+            for gradient, parameter in zip(sums, (scale, bias), strict=True)
+        )
+    else:
+        y = kept
+        if kind == "input":
+            rstd, mean = rstd
+            y = y.astype(rstd.dtype)
+            y = (y if mean is None else y - mean) * rstd
+        g, y = g.astype(rstd.dtype), y.astype(rstd.dtype)
+        if kind == "output":
+            y = y if bias is None else y - bias.astype(y.dtype)
+            y = y if inverse is None else y * inverse.astype(y.dtype)
+        d_scale = None if scale is None else _sum_like(g * y, scale)
+        d_bias = None if bias is None else _sum_like(g, bias)
+        g = g if scale is None else g * scale.astype(g.dtype)
+        dx = _input_gradient(spec, y, rstd, g, mask).astype(spec.x_dtype)
+    if lost is not None:
+        d_scale = jnp.where(lost, jnp.nan, d_scale).astype(scale.dtype)
+    return dx, d_scale, d_bias, None
+
+
+def _input_gradient(spec: NormSpec, y: Array, rstd: Array, g: Array, mask) -> Array:
+    """dx from the cotangent of y."""
+    mean = partial(jnp.mean, axis=spec.axes, keepdims=True)
+    through_statistics = y * mean(g * y)
+    if spec.center:
+        through_statistics = through_statistics + mean(g)
+    if mask is not None:
+        counted = jnp.broadcast_to(mask, g.shape).astype(g.dtype)
+        through_statistics = through_statistics * (counted / mean(counted))
+    return rstd * (g - through_statistics)
+
+
+def _sum_like(x: Array, parameter: Array) -> Array:
+    axes = tuple(axis for axis, size in enumerate(parameter.shape) if size == 1)
+    return jnp.sum(x, axis=axes, keepdims=True).astype(parameter.dtype)
+
+
+_normalize.defvjp(_forward, _backward, symbolic_zeros=True)
+_jitted = jax.jit(_normalize, static_argnums=0, inline=True)
