@@ -47,6 +47,8 @@ def kernel_shapes(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
         lists = [child for child in children if isinstance(child, nnx.List | nnx.Dict)]
         children += [one for each in lists for _, one in nnx.iter_children(each)]
         kernels = (getattr(child, "kernel", None) for child in children)
-        if shapes := [kernel.shape for kernel in kernels if hasattr(kernel, "shape")]:
+        if shapes := [
+            each.shape for each in kernels if each is not None and hasattr(each, "shape")
+        ]:
             return shapes
     return []

@@ -14,7 +14,7 @@ the gradient of the scale needs y itself, from x or from a copy of y.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, A
     x = x.astype(compute_dtype(x.dtype))
     mean = partial(jnp.mean, axis=spec.axes, keepdims=True, where=mask)
     mu = mean(x) if spec.center else None
-    if spec.center and spec.fast_variance:
+    if mu is not None and spec.fast_variance:
         variance = jnp.maximum(mean(lax.square(x)) - lax.square(mu), 0)
     else:
         variance = mean(lax.square(x if mu is None else x - mu))
@@ -170,7 +170,8 @@ def _normalize(spec: NormSpec, x: Array, scale, bias, mask) -> Array:
 
 
 def _forward(spec: NormSpec, *primals):
-    x, scale, bias, mask = (None if p is None else p.value for p in primals)
+    given: list[Any] = [None if p is None else p.value for p in primals]
+    x, scale, bias, mask = given
     kind = spec.kept(scale, scale is not None and primals[1].perturbed)
     if kind == "input":
         x = checkpoint_name(x, NORM_INPUT)
@@ -196,7 +197,7 @@ def _forward(spec: NormSpec, *primals):
     return out, ({kind: kept}, rstd, scale, bias, mask)
 
 
-def _backward(spec: NormSpec, residuals, g: Array | SymbolicZero):
+def _backward(spec: NormSpec, residuals, g: Any):
     [(kind, kept)], rstd, scale, bias, mask = residuals[0].items(), *residuals[1:]
     g = jnp.zeros(g.aval.shape, g.aval.dtype) if isinstance(g, SymbolicZero) else g
     inverse, lost = (None, None)
@@ -207,7 +208,7 @@ def _backward(spec: NormSpec, residuals, g: Array | SymbolicZero):
         rows = (kept, rstd, g, _row(scale), _row(bias))
         dx, *sums = kernel_calls.norm_backward(*rows, spec.implementation, **static)
         d_scale, d_bias = (
-            None if gradient is None else gradient.reshape(parameter.shape)
+            None if parameter is None else gradient.reshape(parameter.shape)
             for gradient, parameter in zip(sums, (scale, bias), strict=True)
         )
     else:
@@ -224,8 +225,8 @@ def _backward(spec: NormSpec, residuals, g: Array | SymbolicZero):
         d_bias = None if bias is None else _sum_like(g, bias)
         g = g if scale is None else g * scale.astype(g.dtype)
         dx = _input_gradient(spec, y, rstd, g, mask).astype(spec.x_dtype)
-    if lost is not None:
-        d_scale = jnp.where(lost, jnp.nan, d_scale).astype(scale.dtype)
+    if lost is not None and d_scale is not None:
+        d_scale = jnp.where(lost, jnp.nan, d_scale).astype(d_scale.dtype)
     return dx, d_scale, d_bias, None
 
 

@@ -55,7 +55,9 @@ def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
     while isinstance(module, nn.Module) and module.scope is not None:
         held = module.variables.get("params", {}).values()
         kernels = (each.get("kernel") for each in held if isinstance(each, Mapping))
-        if shapes := [kernel.shape for kernel in kernels if hasattr(kernel, "shape")]:
+        if shapes := [
+            each.shape for each in kernels if each is not None and hasattr(each, "shape")
+        ]:
             return shapes
         module = module.parent  # pyright: ignore[reportAssignmentType]
     return []

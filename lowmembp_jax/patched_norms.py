@@ -4,7 +4,7 @@ The module stays, with its fields, its name and its parameters; only its `__call
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -41,12 +41,31 @@ def flax_norm(context: Any) -> str | None:
 
 def named_norm(module: nn.Module) -> str | None:
     """The same for a class, or a base, that is named so; None if it holds modules."""
-    names = [cls.__name__ for cls in type(module).__mro__]
+    op = _op_of_name(type(module))
+    if op is None or isinstance(module, MSLayerNorm | MSRMSNorm):
+        return None
+    held = module.variables.get("params", {}).values() if module.scope else [{}]
+    return None if any(isinstance(one, Mapping) for one in held) else op
+
+
+def own_nnx_norms(root: nnx.Module) -> Iterator[tuple[str, str, str]]:
+    """Norms in an NNX model that are named so and are not Flax's: operator, path and why."""
+    for path, module in nnx.iter_modules(root):
+        op, is_flax = _op_of_name(type(module)), isinstance(module, nnx.LayerNorm | nnx.RMSNorm)
+        if (
+            op
+            and not is_flax
+            and not any(isinstance(one, nnx.Module) for _, one in nnx.iter_children(module))
+        ):
+            whose = f"{type(module).__module__}.{type(module).__qualname__}"
+            yield op, "/".join(map(str, path)), f"{whose} has a __call__ of its own"
+
+
+def _op_of_name(cls: type) -> str | None:
+    names = [base.__name__ for base in cls.__mro__]
     for ending, op in (("LayerNorm", "layer_norm"), ("Norm", "rms_norm")):
         if any(name.endswith(ending) and not name.startswith(_OTHERS) for name in names):
-            ours = isinstance(module, MSLayerNorm | MSRMSNorm)
-            held = module.variables.get("params", {}).values() if module.scope else [{}]
-            return None if ours or any(isinstance(one, Mapping) for one in held) else op
+            return op
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.exchange import exchanged
@@ -29,6 +30,7 @@ from lowmembp_jax.patched_activations import linen_kernels, own_activations, swa
 from lowmembp_jax.patched_norms import (
     flax_norm,
     named_norm,
+    own_nnx_norms,
     swap_linen_norm,
     swap_nnx_norm,
 )
@@ -81,6 +83,7 @@ class _Entry:
     left: bool = False
     compressing: str | None = None
     asleep: bool = False
+    nnx_root: nnx.Module | None = None
 
     def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
         """Which norm a module's call is, and as which it is recognized if it is none of Flax's."""
@@ -109,6 +112,12 @@ class _Entry:
     def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of gelu, of silu, or of a norm of NNX, which is then x."""
         settings = self.settings
+        modules = running_modules() if self.module is None else []
+        if modules and self.nnx_root is not modules[-1]:
+            self.nnx_root = modules[-1]
+            for norm, place, reason in own_nnx_norms(self.nnx_root):
+                if norm in settings.ops:
+                    self.report.add(norm, place, reason)
         if op not in settings.ops:
             return plain(x, *args, **kwargs)
         if reason := settings.why_not(op, self.place):
@@ -117,7 +126,6 @@ class _Entry:
         if op in _NORMS:
             dtype, residual = settings.norm_dtype, settings.norm_residual
             return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
-        modules = running_modules() if self.module is None else []
         kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
         return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
 

@@ -73,27 +73,29 @@ def _tried(
     random = np.random.default_rng(0)
     values = {name: random.normal(size=shape[-1]) for name in dtypes}
 
-    def call(x, dtype):
+    def call(x, dtype) -> Any:
         cast = {name: jnp.asarray(v, dtypes[name]) for name, v in values.items()}
         return module.apply({"params": cast}, jnp.asarray(x, dtype))
 
     rows = random.normal(size=(3, shape[-1])) + 0.5
     rows /= np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
-    outputs = {size: np.float64(call(size * rows, jnp.float32)) for size in _SIZES}
-    at_zero = np.float64(call(0 * rows, jnp.float32))[0]
-    values = {name: np.float64(jnp.asarray(v, dtypes[name])) for name, v in values.items()}
+    outputs = {size: np.asarray(call(size * rows, jnp.float32), np.float64) for size in _SIZES}
+    at_zero = np.asarray(call(0 * rows, jnp.float32), np.float64)[0]
+    values = {
+        name: np.asarray(jnp.asarray(v, dtypes[name]), np.float64) for name, v in values.items()
+    }
     biases = [name for name in dtypes if np.allclose(at_zero, values[name], rtol=1e-2, atol=1e-6)]
     names = [name for name in dtypes if name not in biases]
     if len(names) != 1 or (not biases and np.any(at_zero)):
         return None
     small = np.ones((*(2 for _ in shape[:-1]), shape[-1]))
     out_dtype = jnp.dtype(jax.eval_shape(lambda: call(small, dtype)).dtype)
-    bias = biases or [None]
+    bias = biases[0] if biases else None
     rough = max(float(jnp.finfo(each).eps) for each in dtypes.values())
     for center in (False, True):
         for offset in (0, 1):
             for epsilon in (*_floats(module), *_EPSILONS):
-                norm = RecognizedNorm(center, epsilon, names[0], offset, *bias, out_dtype)
+                norm = RecognizedNorm(center, epsilon, names[0], offset, bias, out_dtype)
                 errors = (
                     np.max(np.abs(_norm(norm, size * rows, values) - given))
                     for size, given in outputs.items()

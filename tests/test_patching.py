@@ -431,8 +431,17 @@ class NnxBlock(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
+class OwnRMSNorm(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        return x * self.weight[...][None]
+
+
 class NnxModel(nnx.Module):
     def __init__(self, rngs):
+        self.own = OwnRMSNorm()
         self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
         self.norm = nnx.RMSNorm(8, rngs=rngs)
         self.groups = nnx.LayerNorm(8, axis_name="devices", rngs=rngs)
@@ -440,7 +449,7 @@ class NnxModel(nnx.Module):
     def __call__(self, x):
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)
+        return self.norm(self.own(x))
 
 
 def test_nnx_norms_are_swapped_and_reported_by_attribute():
@@ -461,6 +470,8 @@ def test_nnx_norms_are_swapped_and_reported_by_attribute():
         "layer_norm": ["blocks/0/norm", "blocks/1/norm"],
         "rms_norm": ["norm"],
     }
+    own = f"{__name__}.OwnRMSNorm has a __call__ of its own"
+    assert report.skipped == {"rms_norm": {"own": own}}
     with lm.patch(include="blocks/1") as report:
         fn(model, X)
     assert report.swapped == {"layer_norm": ["blocks/1/norm"], "gelu": ["blocks/1"]}

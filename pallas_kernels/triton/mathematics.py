@@ -136,12 +136,13 @@ def recovery(scale, bias, DTYPE: tl.constexpr):
 
     1 / scale, and less where the rounding of the output has as much of it as y, down to 0.
     """
-    if DTYPE == tl.float16:
+    noise = 1.1754943508222875e-38
+    eps = 1.1920928955078125e-07
+    if tl.bfloat16 == DTYPE:
+        eps = 0.0078125
+    elif tl.float16 == DTYPE:
         noise = 6.103515625e-05
         eps = 0.0009765625
-    else:
-        noise = 1.1754943508222875e-38
-        eps = 0.0078125 if DTYPE == tl.bfloat16 else 1.1920928955078125e-07
     size = tl.abs(scale)
     noise = noise if bias is None else tl.abs(bias) * eps + noise
     ratio = noise / size
