@@ -20,10 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from lowmembp_jax import kernel_calls
-from lowmembp_jax.arrays import compute_dtype, real_array
+from lowmembp_jax.arrays import alike, compute_dtype, real_array
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.implementations import choose_implementation
-from lowmembp_jax.jax_internals import varying
 
 Residual = Literal["normalized", "output"]
 RESIDUALS: tuple[str, ...] = get_args(Residual)
@@ -79,16 +78,7 @@ def normalize(
                 f"parameters of that axis and no mask, got reduction axes {spec.axes} of {x.ndim} "
                 f"and mask={None if mask is None else mask.shape}: choose 'xla'"
             )
-    # Inside shard_map: parameters that are the same on every device get their gradients summed
-    # over the devices by the transpose of this cast.
-    args = (x, scale, bias, mask)
-    axes = varying(*(a for a in args if a is not None))
-    cast = (
-        a
-        if a is None or not (missing := axes - varying(a))
-        else lax.pcast(a, tuple(missing), to="varying")
-        for a in args
-    )
+    cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
     return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)

@@ -11,7 +11,7 @@ import pytest
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
 from lowmembp_jax.codes import encode
-from pallas_kernels import activation, step_table
+from pallas_kernels import flat_tiling, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
 
@@ -115,8 +115,8 @@ def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
 @pytest.mark.parametrize("size", [2050, 1024 + 32])
 def test_activation_of_a_large_array(monkeypatch, size, function):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
-    monkeypatch.setattr(activation, "_MOST_MASKED", 0)
-    monkeypatch.setattr(activation, "_MOST_BYTES", 0)
+    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
+    monkeypatch.setattr(flat_tiling, "_MOST_BYTES", 0)
     check_activation(function, size, jnp.float32)
 
 

@@ -102,10 +102,10 @@ def gelu(
     return _activation(compute, lambda x: nn.gelu(x, approximate), x)
 
 
-def silu(compute: Compute, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    if compute.lowmembp:
-        return lm.resilu2(x) if compute.bits is None else lm.silu(x, compute.bits)
-    return _activation(compute, nn.silu, x)
+def swiglu(
+    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    return lm.swiglu(gate, up) if compute.lowmembp else _activation(compute, nn.silu, gate) * up
 
 
 def _activation(compute: Compute, function, x):
