@@ -110,4 +110,5 @@ def gated_backward(
     if gate.size == 0:
         return gate, up
     arrays = (gate, up, g)
-    return _run(_backward_kernel, BACKWARD_NAME, function, 2, cores, interpret, *arrays)
+    d_gate, d_up = _run(_backward_kernel, BACKWARD_NAME, function, 2, cores, interpret, *arrays)
+    return d_gate, d_up

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
-DTYPES = ["float16", "bfloat16", "float32"]
 #: Ours, and the activation of `jax.nn`.
 OPS = {
     "swiglu": (lm.swiglu, jax.nn.silu),
@@ -24,7 +23,17 @@ OPS = {
     ),
 }
 each_op = pytest.mark.parametrize("name", OPS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+#: Each in a dtype, and one in all.
+each_op_in_a_dtype = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("swiglu", "float32"),
+        ("swiglu", "bfloat16"),
+        ("swiglu", "float16"),
+        ("geglu_tanh", "bfloat16"),
+        ("geglu_erf", "float32"),
+    ],
+)
 
 
 def unfused(name, dtype="float32"):
@@ -61,8 +70,7 @@ class GatedUnits:
     def op(self, name):
         return partial(OPS[name][0], implementation=self.implementation)
 
-    @each_op
-    @each_dtype
+    @each_op_in_a_dtype
     def test_results_are_those_of_float64_rounded_once(self, name, dtype):
         gate = jnp.linspace(-12, 12, 2401).astype(dtype)
         _, up, g = normal(gate.shape, dtype)
@@ -80,8 +88,7 @@ class GatedUnits:
             plain = jax.jit(unfused(name))(gate, up).astype(dtype)
             assert ulps(got[0], plain, dtype) <= 1
 
-    @each_op
-    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @each_op_in_a_dtype
     def test_special_values(self, name, dtype):
         inf, nan = jnp.inf, jnp.nan
         one = float(OPS[name][1](1.0))
@@ -139,16 +146,15 @@ class GatedUnits:
         assert [source.split()[-1] for _, source in kept] == ["gate", "up"]
 
     def test_transformations_agree(self):
-        op = self.op("geglu_erf")
-        gate, up, g = normal((4, 6, 128))
+        op = self.op("swiglu")
+        gate, up, g = normal((4, 6, 64))
         want = results(op, gate, up, g)
         run = partial(results, op)
         for got in (
             jax.jit(run)(gate, up, g),
-            jax.vmap(run)(gate, up, g),
-            jax.vmap(run, in_axes=1, out_axes=1)(gate, up, g),
-            results(jax.vmap(op, in_axes=-1, out_axes=-1), gate, up, g),
-            results(jax.checkpoint(op), gate, up, g),
+            jax.jit(jax.vmap(run, in_axes=1, out_axes=1))(gate, up, g),
+            jax.jit(partial(results, jax.vmap(op)))(gate, up, g),
+            jax.jit(partial(results, jax.checkpoint(op)))(gate, up, g),
         ):
             for a, b in zip(got, want, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)

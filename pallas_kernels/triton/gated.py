@@ -50,7 +50,8 @@ def gated_backward(
     check_gated(function, gate=gate, up=up, g=g)
     if gate.size == 0:
         return gate, up
-    return _run(backward_launch, function, cores, gate, up, g)
+    d_gate, d_up = _run(backward_launch, function, cores, gate, up, g)
+    return d_gate, d_up
 
 
 def _run(launch_of, function: str, cores: int | None, *arrays: Array) -> tuple[Array, ...]:
