@@ -8,6 +8,7 @@ from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.compression import compress, products_saveable
 from lowmembp_jax.fidelity import Fidelity, gradient_distance, gradient_fidelity
 from lowmembp_jax.fitting.step_fitting import derivative_error, fit_step_table
+from lowmembp_jax.gated import geglu, swiglu
 from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
 from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
 from lowmembp_jax.merging import MergeRule, merge_norm_affine
@@ -35,6 +36,7 @@ __all__ = [
     "compress_module",
     "derivative_error",
     "fit_step_table",
+    "geglu",
     "gelu",
     "gradient_distance",
     "gradient_fidelity",
@@ -51,5 +53,6 @@ __all__ = [
     "set_implementation",
     "silu",
     "step_activation",
+    "swiglu",
     "unpack_2bit",
 ]

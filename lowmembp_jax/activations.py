@@ -26,6 +26,11 @@ from lowmembp_jax.implementations import choose_implementation
 from lowmembp_jax.step_tables import REGELU2_TABLE, RESILU2_TABLE, STEP_TABLES
 
 
+def not_minus_inf(x: Array) -> Array:
+    """x, the lowest finite number at -inf: where x sigmoid(x) would be -inf * 0, its limit is 0."""
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
 @dataclass(frozen=True)
 class _Step:
     name: str
@@ -36,8 +41,7 @@ class _Step:
     def compute(self, x: Array) -> tuple[Array, Array]:
         """x and the activation of it in float32 (float64 for float64)."""
         x = x.astype(compute_dtype(x.dtype))
-        # x sigmoid(x) and the like are -inf * 0 = NaN at -inf; their limit is 0.
-        return x, self.function(jnp.maximum(x, jnp.finfo(x.dtype).min))
+        return x, self.function(not_minus_inf(x))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,7 +69,7 @@ def _forward(step: _Step, x: Array):
     x = _differentiated_once(step.name, x)
     if step.implementation != "xla":
         y, codes = kernel_calls.activation_forward(
-            x, _KERNEL_FUNCTIONS[step.function], step.table, step.implementation
+            x, _NAMES[step.function], step.table, step.implementation
         )
         return y, checkpoint_name(codes, CODES)
     wide, y = step.compute(x)
@@ -96,7 +100,7 @@ def _activate(
     implementation: str | None,
 ) -> Array:
     x, implementation = real_array(x), choose_implementation(implementation)
-    if implementation != "xla" and function not in _KERNEL_FUNCTIONS:
+    if implementation != "xla" and function not in _NAMES:
         raise ValueError(
             f"implementation={implementation!r} has no kernel for function={function!r}, only for "
             f"those of lm.gelu and lm.silu: choose 'xla'"
@@ -151,10 +155,18 @@ def own_copy(function: Any) -> Callable[..., Array]:
     return copy
 
 
-_gelu_tanh = partial(own_copy(jax.nn.gelu), approximate=True)
-_gelu_erf = partial(own_copy(jax.nn.gelu), approximate=False)
-_silu = own_copy(jax.nn.silu)
-_KERNEL_FUNCTIONS = {_gelu_tanh: "gelu_tanh", _gelu_erf: "gelu_erf", _silu: "silu"}
+#: Those of `jax.nn` that have a kernel, by its name for them.
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu_tanh": partial(own_copy(jax.nn.gelu), approximate=True),
+    "gelu_erf": partial(own_copy(jax.nn.gelu), approximate=False),
+    "silu": own_copy(jax.nn.silu),
+}
+_NAMES = {function: name for name, function in FUNCTIONS.items()}
+
+
+def gelu_name(approximate: bool) -> str:
+    """GELU's name among `FUNCTIONS`."""
+    return "gelu_tanh" if approximate else "gelu_erf"
 
 
 def _shipped(name: str, bits: int) -> StepTable:
@@ -188,8 +200,8 @@ def gelu(
     Raises:
       ValueError: other bits. Others: see `step_activation`.
     """
-    name, function = ("gelu_tanh", _gelu_tanh) if approximate else ("gelu_erf", _gelu_erf)
-    return _activate("lm.gelu", x, function, _shipped(name, bits), implementation)
+    name = gelu_name(approximate)
+    return _activate("lm.gelu", x, FUNCTIONS[name], _shipped(name, bits), implementation)
 
 
 def silu(
@@ -200,7 +212,7 @@ def silu(
     Forward: `jax.nn.silu` in float32, rounded to x's dtype. Backward: the cotangent times the
     slope of `STEP_TABLES["silu", bits]`. Arguments, results and errors as of `lm.gelu`.
     """
-    return _activate("lm.silu", x, _silu, _shipped("silu", bits), implementation)
+    return _activate("lm.silu", x, FUNCTIONS["silu"], _shipped("silu", bits), implementation)
 
 
 def regelu2(
@@ -219,7 +231,7 @@ def regelu2(
     Returns:
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
     """
-    function = _gelu_tanh if approximate else _gelu_erf
+    function = FUNCTIONS[gelu_name(approximate)]
     return _activate("lm.regelu2", x, function, REGELU2_TABLE, implementation)
 
 
@@ -238,4 +250,4 @@ def resilu2(
     Returns:
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
     """
-    return _activate("lm.resilu2", x, _silu, RESILU2_TABLE, implementation)
+    return _activate("lm.resilu2", x, FUNCTIONS["silu"], RESILU2_TABLE, implementation)

@@ -1,7 +1,14 @@
 """What every operator does to its arguments before it computes."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, ArrayLike, Float
+
+from lowmembp_jax.jax_internals import varying
 
 
 def compute_dtype(dtype) -> jnp.dtype:
@@ -9,8 +16,8 @@ def compute_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def real_array(x: ArrayLike) -> Float[Array, "*shape"]:
-    """x as a floating array, numbers, integers and booleans promoted as by `jax.nn`.
+def real_array(x: ArrayLike, name: str = "x") -> Float[Array, "*shape"]:
+    """The argument `name` as a floating array; numbers, integers and booleans as in `jax.nn`.
 
     Raises:
       TypeError: x is complex, or no array.
@@ -18,7 +25,37 @@ def real_array(x: ArrayLike) -> Float[Array, "*shape"]:
     try:
         x = jnp.asarray(x)
     except TypeError as error:
-        raise TypeError(f"x must be an array of real numbers, got {type(x).__name__}") from error
+        given = type(x).__name__
+        raise TypeError(f"{name} must be an array of real numbers, got {given}") from error
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"x must be a real array, got {x.dtype}")
+        raise TypeError(f"{name} must be a real array, got {x.dtype}")
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
+
+
+def undifferentiated(function: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """`function`, which raises NotImplementedError with `message` where it is differentiated.
+
+    Inside the rules of a custom VJP it is so by a second derivative alone.
+    """
+    once = jax.custom_jvp(function)
+
+    @once.defjvp
+    def twice(*_):
+        raise NotImplementedError(message)
+
+    return once
+
+
+def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """The arrays, inside shard_map as varying along the axes that one of them varies along.
+
+    The transpose of this cast sums the gradient of an array that is the same on every device over
+    the devices.
+    """
+    axes = varying(*(a for a in arrays if a is not None))
+    return tuple(
+        a
+        if a is None or not (missing := axes - varying(a))
+        else lax.pcast(a, tuple(missing), to="varying")
+        for a in arrays
+    )

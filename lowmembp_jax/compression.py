@@ -6,7 +6,6 @@ computed again that the policy alone would not compute again.
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,15 +17,11 @@ from jax import lax
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
-from jaxtyping import Array
 
 from lowmembp_jax.checkpointing import products_saveable
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
-from lowmembp_jax.storage import STORAGES, check_storage
-
-#: Arrays of fewer elements are kept as they are.
-_SMALL = 1024
+from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
 
 StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
 
@@ -188,7 +183,8 @@ def _with_stored_residuals(
         )
         recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
         arrays = (array for _, array in unique.values())
-        stored = [_encode(x, to, name) for x, (to, _) in zip(arrays, dtypes_of, strict=True)]
+        operator = f"lm.compress({name})"
+        stored = [encode(x, to, operator) for x, (to, _) in zip(arrays, dtypes_of, strict=True)]
         return y, (stored, recipe)
 
     def backward(stored, cotangents):
@@ -202,8 +198,7 @@ def _with_stored_residuals(
         ]
 
         def decoded(place, array):
-            narrow, dtype = recipe.dtypes[place]
-            return array if narrow is None else STORAGES[narrow].decode(array, dtype)
+            return decode(array, *recipe.dtypes[place])
 
         def again(place):
             return decoded(place, lax.optimization_barrier(arrays[place]))
@@ -227,26 +222,7 @@ def _with_stored_residuals(
 def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
     dtype = dtypes.get(fact.name, dtypes.get(None))
     is_kept = fact.statistic or not (fact.varied and fact.activation)
-    is_small = math.prod(array.shape) < _SMALL
-    if dtype is None or is_kept or is_small or not jnp.issubdtype(array.dtype, jnp.floating):
-        return None
-    dtype = jnp.dtype(dtype)
-    return dtype if dtype.itemsize < array.dtype.itemsize else None
-
-
-def _encode(array: Array, narrow: jnp.dtype | None, name: str) -> Any:
-    if narrow is None:  # the very array: one that is in memory anyway is not copied
-        return array
-    encode = jax.custom_jvp(STORAGES[narrow].encode)
-
-    # The forward rule is differentiated by a second derivative alone.
-    @encode.defjvp
-    def encode_jvp(*_):
-        raise NotImplementedError(
-            f"lm.compress({name}) has no second derivative: its residuals are rounded"
-        )
-
-    return encode(array)
+    return None if is_kept else storage_dtype(array, dtype)
 
 
 def _zeros(zero: SymbolicZero) -> Any:

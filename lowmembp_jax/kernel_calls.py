@@ -21,10 +21,12 @@ def _kernels(implementation: str) -> ModuleType:
     # Imported where they are used: Pallas and Triton are slow to import, Triton is optional.
     if implementation == "triton":
         import pallas_kernels.triton.activation
+        import pallas_kernels.triton.gated
         import pallas_kernels.triton.normalization
 
         return pallas_kernels.triton
     import pallas_kernels.activation
+    import pallas_kernels.gated
     import pallas_kernels.normalization
 
     return pallas_kernels
@@ -86,6 +88,27 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
 
     axes = ascii_lowercase[: g.ndim]
     return Partitioned(local, (axes, axes), (axes,))(codes, g)[0]
+
+
+def gated_forward(gate: Array, up: Array, function: str, implementation: str) -> Array:
+    """The function of gate, times up."""
+    kernel = _prepare(
+        _kernels(implementation).gated.gated_forward, implementation, function=function
+    )
+    axes = ascii_lowercase[: gate.ndim]
+    return Partitioned(lambda *arrays: (kernel(*arrays),), (axes, axes), (axes,))(gate, up)[0]
+
+
+def gated_backward(
+    gate: Array, up: Array, g: Array, function: str, implementation: str
+) -> tuple[Array, Array]:
+    """Gradients of gate and up."""
+    kernel = _prepare(
+        _kernels(implementation).gated.gated_backward, implementation, function=function
+    )
+    axes = ascii_lowercase[: gate.ndim]
+    d_gate, d_up = Partitioned(kernel, (axes,) * 3, (axes,) * 2)(gate, up, g)
+    return d_gate, d_up
 
 
 def _rows(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -24,9 +24,8 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
-from lowmembp_jax.arrays import compute_dtype
+from lowmembp_jax.arrays import alike, compute_dtype
 from lowmembp_jax.checkpointing import NORM_INPUT, NORM_OUTPUT, NORM_RSTD
-from lowmembp_jax.jax_internals import varying
 
 Residual = Literal["auto", "normalized", "output"]
 RESIDUALS: tuple[str, ...] = get_args(Residual)
@@ -92,16 +91,7 @@ def normalize(
             )
     if scale is None and bias is not None:  # one case less for the rules
         scale = jnp.ones_like(bias)
-    # Inside shard_map: parameters that are the same on every device get their gradients summed
-    # over the devices by the transpose of this cast.
-    args = (x, scale, bias, mask)
-    axes = varying(*(a for a in args if a is not None))
-    cast = (
-        a
-        if a is None or not (missing := axes - varying(a))
-        else lax.pcast(a, tuple(missing), to="varying")
-        for a in args
-    )
+    cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
     return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)
@@ -199,7 +189,9 @@ def _forward(spec: NormSpec, *primals):
 
 def _backward(spec: NormSpec, residuals, g: Any):
     [(kind, kept)], rstd, scale, bias, mask = residuals[0].items(), *residuals[1:]
-    g = jnp.zeros(g.aval.shape, g.aval.dtype) if isinstance(g, SymbolicZero) else g
+    if isinstance(g, SymbolicZero):
+        aval: Any = g.aval
+        g = jnp.zeros(aval.shape, aval.dtype)
     inverse, lost = (None, None)
     if kind == "output" and scale is not None:
         inverse, lost = _inverse(spec, scale, bias)
@@ -208,7 +200,7 @@ def _backward(spec: NormSpec, residuals, g: Any):
         rows = (kept, rstd, g, _row(scale), _row(bias))
         dx, *sums = kernel_calls.norm_backward(*rows, spec.implementation, **static)
         d_scale, d_bias = (
-            None if parameter is None else gradient.reshape(parameter.shape)
+            None if gradient is None else gradient.reshape(parameter.shape)
             for gradient, parameter in zip(sums, (scale, bias), strict=True)
         )
     else:

@@ -15,6 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
+from lowmembp_jax.arrays import undifferentiated
+
+#: Arrays of fewer elements are kept as they are.
+_SMALL = 1024
+
 
 class Storage(NamedTuple):
     """A format: `decode(encode(x), x.dtype)` is x, rounded; `encode` gives a pytree."""
@@ -109,3 +114,31 @@ def check_storage(dtype: Any, name: str) -> None:
     if not known:
         accepted = ", ".join(str(dtype) for dtype in STORAGES)
         raise ValueError(f"{name}={dtype!r} is not accepted: choose None or one of {accepted}")
+
+
+def storage_dtype(array: Any, dtype: Any) -> jnp.dtype | None:
+    """`dtype` where an array is stored in it; None where it stays as it is.
+
+    Those stay that are small, not floating, or no wider than `dtype`.
+    """
+    if dtype is None or math.prod(array.shape) < _SMALL:
+        return None
+    dtype = jnp.dtype(dtype)
+    wider = jnp.issubdtype(array.dtype, jnp.floating) and dtype.itemsize < array.dtype.itemsize
+    return dtype if wider else None
+
+
+def encode(array: Array, narrow: jnp.dtype | None, operator: str) -> Any:
+    """`array` as it is stored, see `storage_dtype`; for None the very array, with no copy.
+
+    Differentiated it raises NotImplementedError, which names the operator.
+    """
+    if narrow is None:
+        return array
+    message = f"{operator} has no second derivative: its residuals are rounded"
+    return undifferentiated(STORAGES[narrow].encode, message)(array)
+
+
+def decode(stored: Any, narrow: jnp.dtype | None, dtype: Any) -> Array:
+    """The array again, in its own dtype."""
+    return stored if narrow is None else STORAGES[narrow].decode(stored, dtype)

@@ -1,5 +1,5 @@
 """GPU kernels for the operators of lowmembp_jax, of which nothing is imported here.
 
-`activation` and `normalization` are written in Pallas (Triton back end); they run on the CPU with
-`interpret=True`. `triton` has the same functions written in Triton.
+`activation`, `gated` and `normalization` are written in Pallas (Triton back end); they run on the
+CPU with `interpret=True`. `triton` has the same functions written in Triton.
 """

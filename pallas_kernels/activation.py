@@ -5,7 +5,6 @@ backward as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,94 +14,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import step_table
-from pallas_kernels.interface import DEFAULT_CORES, check_activation, check_codes, check_float
+from pallas_kernels.flat_tiling import flat_tiling, load, pad, padded
+from pallas_kernels.interface import check_activation, check_codes, check_float
 from pallas_kernels.launch import launch
 
 FORWARD_NAME = "lowmembp_activation_forward"
 BACKWARD_NAME = "lowmembp_activation_backward"
 
-_BLOCKS = (2048, 1024, 512)
-_BYTES_PER_THREAD = 32  # two loads of 16 in flight; twice as many cost gelu_erf 125 registers
-# See launch.py: an array of single bytes is indexed rightly up to this many, then one of pairs is.
-_MOST_BYTES = 2**31
-# A masked array is one row of blocks, the last of which starts below 2^31.
-_MOST_MASKED = 2**31 - _BLOCKS[0]
-
-
-class _Tiling(NamedTuple):
-    """A flat array of `size` in blocks: of rows that they fill, or of one row, masked."""
-
-    size: int
-    block: int
-    bits: int
-    word_bytes: int
-
-    @property
-    def masked(self) -> bool:
-        return self.size % self.block != 0
-
-    @property
-    def programs(self) -> int:
-        return pl.cdiv(self.size, self.block)
-
-    @property
-    def per_word(self) -> int:
-        return 8 * self.word_bytes // self.bits
-
-    @property
-    def words(self) -> jnp.dtype:
-        return jnp.dtype({1: jnp.uint8, 2: jnp.uint16}[self.word_bytes])
-
-    def shape(self, each: int) -> tuple[int, int]:
-        """Two axes for an array that has one entry for `each` elements."""
-        if self.masked:
-            return 1, pl.cdiv(self.size, each)
-        return self.programs, self.block // each
-
-    def spec(self, each: int) -> pl.BlockSpec:
-        index = (lambda i: (0, i)) if self.masked else (lambda i: (i, 0))
-        return pl.BlockSpec((None, self.block // each), index)
-
-    def mask(self, each: int) -> Array | None:
-        """Within a kernel: which of the block's entries exist."""
-        if not self.masked:
-            return None
-        length = self.block // each
-        index = pl.program_id(0) * length + lax.broadcasted_iota(jnp.int32, (length,), 0)
-        return index < self.shape(each)[1]
-
-
-def _tiling(size: int, bits: int, cores: int | None) -> _Tiling:
-    """The largest block that divides `size` and leaves work for every multiprocessor."""
-    cores = cores or DEFAULT_CORES
-    word_bytes = 1 if pl.cdiv(size, 8 // bits) <= _MOST_BYTES else 2
-    fitting = [block for block in _BLOCKS if size >= 4 * cores * block] or _BLOCKS[-1:]
-    block = next((block for block in fitting if size % block == 0), fitting[0])
-    return _Tiling(size, block, bits, word_bytes)
-
-
-def _padded(size: int) -> int:
-    """The size to pad to: its own, but for an array too large for masks."""
-    return size if size <= _MOST_MASKED else pl.cdiv(size, _BLOCKS[-1]) * _BLOCKS[-1]
-
-
-def _pad(flat: Array, size: int, value: float = 0) -> Array:
-    if flat.size == size:
-        return flat
-    return jnp.pad(flat, (0, size - flat.size), constant_values=value)
-
-
-def _warps(tiling: _Tiling, dtype) -> int:
-    return tiling.block * jnp.dtype(dtype).itemsize // (32 * _BYTES_PER_THREAD)
-
-
-def _load(ref, mask) -> Array:
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
-
 
 def _forward_kernel(x_ref, y_ref, packed_ref, *, tiling, function, thresholds):
     mask = tiling.mask(1)
-    x = _load(x_ref, mask).astype(jnp.float32)
+    x = load(x_ref, mask).astype(jnp.float32)
     y = step_table.activate(function, x)
     plgpu.store(y_ref, y.astype(y_ref.dtype), mask=mask)
     codes = step_table.encode(x, thresholds)
@@ -114,9 +36,9 @@ def _forward_kernel(x_ref, y_ref, packed_ref, *, tiling, function, thresholds):
 
 def _backward_kernel(packed_ref, g_ref, dx_ref, *, tiling, levels):
     mask = tiling.mask(1)
-    words = _load(packed_ref, tiling.mask(tiling.per_word)).astype(jnp.int32)
+    words = load(packed_ref, tiling.mask(tiling.per_word)).astype(jnp.int32)
     slope = step_table.slopes(step_table.unpack(words, tiling.per_word, tiling.bits), levels)
-    dx = _load(g_ref, mask).astype(jnp.float32) * slope
+    dx = load(g_ref, mask).astype(jnp.float32) * slope
     plgpu.store(dx_ref, dx.astype(dx_ref.dtype), mask=mask)
 
 
@@ -150,9 +72,9 @@ def activation_forward(
     check_activation(function, thresholds)
     if x.size == 0:
         return x, jnp.zeros((0,), jnp.uint8)
-    flat = _pad(x.reshape(x.size), _padded(x.size), -jnp.inf)  # code 0
+    flat = pad(x.reshape(x.size), padded(x.size), -jnp.inf)  # code 0
     bits = step_table.code_bits(len(thresholds) + 1)
-    tiling = _tiling(flat.size, bits, cores)
+    tiling = flat_tiling(flat.size, cores, bits)
     each = (1, tiling.per_word)
     y, packed = launch(
         _forward_kernel,
@@ -164,7 +86,7 @@ def activation_forward(
             jax.ShapeDtypeStruct(tiling.shape(count), dtype)
             for count, dtype in zip(each, (x.dtype, tiling.words), strict=True)
         ],
-        warps=_warps(tiling, x.dtype),
+        warps=tiling.warps(x.dtype),
         interpret=interpret,
         tiling=tiling,
         function=function,
@@ -202,11 +124,11 @@ def activation_backward(
     check_codes(packed, g.size, levels)
     if g.size == 0:
         return g
-    size = _padded(g.size)
-    tiling = _tiling(size, step_table.code_bits(len(levels)), cores)
-    flat = _pad(g.reshape(g.size), size)
+    size = padded(g.size)
+    tiling = flat_tiling(size, cores, step_table.code_bits(len(levels)))
+    flat = pad(g.reshape(g.size), size)
     words = pl.cdiv(size, tiling.per_word)
-    packed = _pad(packed, words * tiling.word_bytes)
+    packed = pad(packed, words * tiling.word_bytes)
     if tiling.words != jnp.uint8:
         packed = lax.bitcast_convert_type(packed.reshape(words, 2), tiling.words)
     each = (tiling.per_word, 1)
@@ -217,7 +139,7 @@ def activation_backward(
         in_specs=[tiling.spec(count) for count in each],
         out_specs=[tiling.spec(1)],
         out_shape=[jax.ShapeDtypeStruct(tiling.shape(1), g.dtype)],
-        warps=_warps(tiling, g.dtype),
+        warps=tiling.warps(g.dtype),
         interpret=interpret,
         tiling=tiling,
         levels=tuple(levels),

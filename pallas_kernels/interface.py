@@ -36,10 +36,23 @@ def check_float(name: str, dtype) -> jnp.dtype:
     return dtype
 
 
-def check_activation(function: str, thresholds: Sequence[float]) -> None:
-    """Raises ValueError for a function without a kernel or more thresholds than 4 bits count."""
+def _check_function(function: str) -> None:
     if function not in FUNCTIONS:
         raise ValueError(f"function={function!r} is not one of {FUNCTIONS}")
+
+
+def check_gated(function: str, **arrays: Array) -> None:
+    """Raises unless the arrays are floating, of one shape and dtype; as `check_activation`."""
+    _check_function(function)
+    kinds = {name: (check_float(name, a.dtype), a.shape) for name, a in arrays.items()}
+    if len(set(kinds.values())) > 1:
+        given = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape) in kinds.items())
+        raise ValueError(f"{' and '.join(kinds)} must have one shape and dtype, got {given}")
+
+
+def check_activation(function: str, thresholds: Sequence[float]) -> None:
+    """Raises ValueError for a function without a kernel or more thresholds than 4 bits count."""
+    _check_function(function)
     if not 1 <= len(thresholds) <= 15:
         raise ValueError(f"thresholds must be 1 to 15 numbers, got {thresholds}")
 

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,3 +30,11 @@ def run_in_triton_interpreter(file: str) -> None:
         text=True,
     )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+def ulps(a, b, dtype):
+    """Largest distance in units in the last place of `dtype`."""
+    info = jnp.finfo(dtype)
+    a, b = (np.asarray(t, np.float64) for t in (a, b))
+    spacing = 2.0 ** np.floor(np.log2(np.maximum(np.abs(b), float(info.tiny)))) * float(info.eps)
+    return np.max(np.abs(a - b) / spacing)

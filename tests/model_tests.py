@@ -27,11 +27,12 @@ class Case:
 
     Args:
       name: of the checkpoint, which begins with that of the family.
-      activation: the module and the name of the activation that lowmembp approximates.
+      activation: the module and the name of the activation that lowmembp approximates; None where
+        all is exact.
       fields: more of the model's.
     """
 
-    def __init__(self, name, activation, **fields):
+    def __init__(self, name, activation=None, **fields):
         family = FAMILIES[name.partition("_")[0]]
         self.module, self.model, self.fields = family.module, family.model, fields
         self.activation = activation
@@ -107,10 +108,6 @@ def _with_steps(x, function, table):
 def step_gelu(compute, x, *, approximate):
     table = lm.STEP_TABLES["gelu_tanh" if approximate else "gelu_erf", 2]
     return _with_steps(x, functools.partial(jax.nn.gelu, approximate=approximate), table)
-
-
-def step_silu(compute, x):
-    return _with_steps(x, jax.nn.silu, lm.STEP_TABLES["silu", 2])
 
 
 def assert_close(gradients, expected, tolerance=1e-4):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, run_in_triton_interpreter
+from helpers import only_interpreted, run_in_triton_interpreter, ulps
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -57,14 +57,6 @@ def expected_slope(x, table):
     x = np.asarray(x, np.float32)
     levels = np.array(table.levels)
     return levels[sum((x > np.float32(c)).astype(int) for c in table.thresholds)]
-
-
-def ulps(a, b, dtype):
-    """Largest distance in units in the last place of `dtype`."""
-    info = jnp.finfo(dtype)
-    a, b = (np.asarray(t, np.float64) for t in (a, b))
-    spacing = 2.0 ** np.floor(np.log2(np.maximum(np.abs(b), float(info.tiny)))) * float(info.eps)
-    return np.max(np.abs(a - b) / spacing)
 
 
 @pytest.mark.parametrize("op", ["regelu2_erf", "resilu2"])

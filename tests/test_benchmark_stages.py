@@ -79,7 +79,8 @@ def test_timed_programs_compiled_for_an_h200(name, implementation):
     """They move what is counted by hand, copy nothing, and a repeated run is all there."""
     kernel, rows, dtype = KERNELS[name], 682, jnp.dtype(jnp.bfloat16)
     column = jax.ShapeDtypeStruct((kernel.width,), jnp.float32)
-    args = jax.ShapeDtypeStruct((rows, kernel.width), dtype), *[column] * kernel.parameters
+    x = jax.ShapeDtypeStruct((rows, kernel.width), dtype)
+    args = *[x] * kernel.arrays, *[column] * kernel.parameters
     mesh = jax.sharding.Mesh(lm.memory.topology("h200").devices, ("devices",)).abstract_mesh
     with jax.sharding.use_abstract_mesh(mesh):
         split = ForwardBackward(partial(kernel.ours, implementation=implementation), *args)

@@ -11,7 +11,7 @@ import pytest
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
 from lowmembp_jax.codes import encode
-from pallas_kernels import activation, step_table
+from pallas_kernels import flat_tiling, gated, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
 
@@ -115,9 +115,36 @@ def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
 @pytest.mark.parametrize("size", [2050, 1024 + 32])
 def test_activation_of_a_large_array(monkeypatch, size, function):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
-    monkeypatch.setattr(activation, "_MOST_MASKED", 0)
-    monkeypatch.setattr(activation, "_MOST_BYTES", 0)
+    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
+    monkeypatch.setattr(flat_tiling, "_MOST_BYTES", 0)
     check_activation(function, size, jnp.float32)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("size", [511, 2050])
+def test_gated_units_of_any_size(monkeypatch, size, masked):
+    """What is common to all implementations is in test_gated.py; large arrays are not masked."""
+    if not masked:
+        monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
+    gate, up, g = (normal(seed, (size,), jnp.bfloat16, 4.0) for seed in range(3))
+    h = gated.gated_forward(gate, up, "silu", interpret=True)
+    want, vjp = jax.vjp(lm.swiglu, gate, up)
+    assert_close(h, want, 1)
+    gradients = gated.gated_backward(gate, up, g, "silu", interpret=True)
+    for actual, expected in zip(gradients, vjp(g), strict=True):
+        assert_close(actual, expected, 1)
+
+
+def test_gated_arguments():
+    x = jnp.zeros((4, 32))
+    for args, error, message in (
+        ((x, x, "relu"), ValueError, "function='relu'"),
+        ((x, x.astype(int), "silu"), TypeError, "up must be float32"),
+        ((x, x[1:], "silu"), ValueError, "gate and up must have one shape.*up float32 .3, 32."),
+        ((x, x, x.astype(jnp.float16), "silu"), ValueError, "gate and up and g must have.*float16"),
+    ):
+        with pytest.raises(error, match=message):
+            (gated.gated_forward if len(args) == 3 else gated.gated_backward)(*args)
 
 
 def test_erfc_is_that_of_jax():

@@ -8,7 +8,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE
-from pallas_kernels import activation, normalization
+from pallas_kernels import activation, gated, normalization
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -81,6 +81,19 @@ def test_activation_compiles_and_its_codes_are_small_integers_for_free(device, s
 
 
 @pytest.mark.parametrize("device", GPUS)
+@pytest.mark.parametrize("shape", [(64, 1024), (5, 13)])
+def test_gated_units_compile(device, shape):
+    for function, dtype in (("gelu_tanh", BF16), ("gelu_erf", F32), ("silu", jnp.float16)):
+        for run, arrays, name in (
+            (gated.gated_forward, 2, gated.FORWARD_NAME),
+            (gated.gated_backward, 3, gated.BACKWARD_NAME),
+        ):
+            run = functools.partial(run, function=function)
+            text = compile_for(device, run, *[(shape, dtype)] * arrays).as_text()
+            assert name in text and "fusion(" not in text and "copy(" not in text
+
+
+@pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(1024, 768), (7, 1023), (300, 16384)])
 def test_norms_compile(device, shape):
     rows, width = shape
@@ -128,11 +141,14 @@ def test_kernels_address_large_arrays_in_64_bits(monkeypatch):
     compile_for("h200", functools.partial(norm_forward, True), x)
     compile_for("h200", functools.partial(norm_backward, True, False), x, row, x)
     compile_for("h200", functools.partial(activation_forward, "silu"), ((2**32,), BF16))
+    compile_for(
+        "h200", functools.partial(gated.gated_backward, function="silu"), *[((2**32,), BF16)] * 3
+    )
     counts = [
         tuple(sum("tt.addptr" in line and kind in line for line in module.splitlines())
               for kind in ("bf16>, ", "xi64>", "xi32>"))
         for module in modules
     ]  # fmt: skip
-    # Of bf16 x, out; y, g, dx; x, y in 64 bits; rstd; rstd; codes in 32.
-    assert [wide for _, wide, _ in counts] == [2, 3, 2]
-    assert [narrow for _, _, narrow in counts] == [1, 1, 1]
+    # Of bf16 x, out; y, g, dx; x, y; gate, up, g and gradients in 64 bits; rstd; rstd; codes in 32.
+    assert [wide for _, wide, _ in counts] == [2, 3, 2, 5]
+    assert [narrow for _, _, narrow in counts] == [1, 1, 1, 0]

@@ -33,14 +33,17 @@ def flax_norm(module, x, *parameters):
 OPS = {
     "regelu2": (lm.regelu2, nn.gelu, 0),
     "resilu2": (lm.resilu2, nn.silu, 0),
+    "swiglu": (
+        lambda x, **how: lm.swiglu(x, jnp.cos(x), **how),
+        lambda x: nn.silu(x) * jnp.cos(x),
+        0,
+    ),
     "layer_norm": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 0),
     "layer_norm_affine": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 2),
     "rms_norm_affine": (lm.ms_rms_norm, partial(flax_norm, nn.RMSNorm()), 1),
 }
 CASES = [
-    (name, split)
-    for name in OPS
-    for split in (SPECS if name in ("regelu2", "resilu2") else ("batch", "sequence"))
+    (name, split) for name in OPS for split in (("batch", "sequence") if "norm" in name else SPECS)
 ]
 each_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 each_case = pytest.mark.parametrize(("name", "split"), CASES)
@@ -151,7 +154,8 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
             return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
 
     program = compiled(partial(ours, implementation=implementation))
-    text, family = program.as_text(), "norm" if "norm" in name else "activation"
+    text = program.as_text()
+    family = "norm" if "norm" in name else "gated" if name == "swiglu" else "activation"
     if implementation == "pallas":
         assert all(f"lowmembp_{family}_{way}" in text for way in ("forward", "backward"))
     else:  # the kernels' names are in the calls' compressed bodies
@@ -188,7 +192,7 @@ def test_activations_of_any_width_exchange_nothing(devices, implementation, kind
 
     def run(x, spec):
         results = []
-        for op in (lm.regelu2, lm.resilu2):
+        for op in (lm.regelu2, lm.resilu2, OPS["swiglu"][0]):
             op = partial(op, implementation=implementation)
             if kind == "shard_map":
                 op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -21,7 +21,14 @@ if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
 from pallas_kernels.interface import FUNCTIONS
-from pallas_kernels.triton import activation, activation_kernels, normalization, row_launches
+from pallas_kernels.triton import (
+    activation,
+    activation_kernels,
+    gated,
+    gated_kernels,
+    normalization,
+    row_launches,
+)
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
 TARGETS = (80, 90, 100)
@@ -41,6 +48,14 @@ def _activation(size, dtype, function, thresholds=THRESHOLDS):
 def _activation_backward(size, dtype, levels=LEVELS):
     launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), levels)
     return launch, ["uint8", dtype]
+
+
+def _gated(size, dtype, function):
+    return gated_kernels.forward_launch(size, jnp.dtype(dtype), function), [dtype] * 2
+
+
+def _gated_backward(size, dtype, function):
+    return gated_kernels.backward_launch(size, jnp.dtype(dtype), function), [dtype] * 3
 
 
 def _norm(width, dtype, affine):
@@ -70,6 +85,10 @@ for _dtype in ("bfloat16", "float32"):
     CASES |= {
         f"{function}-{_dtype}": _activation(2**24, _dtype, function) for function in FUNCTIONS
     }
+    for _function in FUNCTIONS:
+        CASES[f"gated-{_function}-{_dtype}"] = _gated(2**24, _dtype, _function)
+        CASES[f"gated-backward-{_function}-{_dtype}"] = _gated_backward(2**24, _dtype, _function)
+    CASES[f"gated-backward-odd-{_dtype}"] = _gated_backward(128 * 1001, _dtype, "silu")
     CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
     CASES[f"gelu_erf-4-bits-{_dtype}"] = _activation(
         2**24, _dtype, "gelu_erf", FOUR_BITS.thresholds
@@ -154,6 +173,8 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
 LARGE = {
     "activation": _activation(2**33 + 128, "bfloat16", "silu"),
     "activation-backward": _activation_backward(2**33 + 128, "bfloat16"),
+    "gated": _gated(2**33 + 128, "bfloat16", "silu"),
+    "gated-backward": _gated_backward(2**33 + 128, "bfloat16", "silu"),
     "norm-backward": _norm_backward(512, "bfloat16", False, scale=False, rows=2**25),
     "norm-backward-affine": _norm_backward(512, "bfloat16", True, rows=2**25),
 }
@@ -182,6 +203,7 @@ def test_calls_compile_for_an_h200(monkeypatch):
         )
         y, packed = activation.activation_forward(out, "silu", THRESHOLDS)
         g = activation.activation_backward(packed, y, LEVELS)
+        g, _ = gated.gated_backward(g, y, gated.gated_forward(g, y, "silu"), "silu")
         return normalization.norm_backward(
             kept, rstd, g, scale, bias, center=True, x_dtype=x.dtype, recover=False
         )
@@ -196,6 +218,8 @@ def test_calls_compile_for_an_h200(monkeypatch):
     names = (
         activation_kernels.FORWARD_NAME,
         activation_kernels.BACKWARD_NAME,
+        gated_kernels.FORWARD_NAME,
+        gated_kernels.BACKWARD_NAME,
         row_launches.FORWARD_NAME,
         row_launches.BACKWARD_NAME,
     )

@@ -54,7 +54,7 @@ def llama(
         kind = "norm+activation"
     config = CONFIGS[config] if isinstance(config, str) else config
     compute = Compute(kind, encoder.DTYPE, encoder.DTYPE, attention, merged=True)
-    layer = LlamaLayer(config, compute, "normalized")
+    layer = LlamaLayer(config, compute, "normalized", scan)
     rotation = rotary_positions(tokens, config.head_size, config.rope_theta)
     run = encoder.METHODS[method].wrap(
         lambda x, weights: layer.apply({"params": weights}, x, rotation)[0]

@@ -27,8 +27,10 @@ class Kernel:
       ours: the operator; takes `implementation`.
       baselines: what users have today, by name.
       width: row length.
-      parameters: how many float32 `[width]` arguments follow x.
-      kept: what the forward writes besides y: "codes", "rstd" or "normalized" (and rstd).
+      arrays: how many arguments are of x's shape: 2 of a gated unit.
+      parameters: how many float32 `[width]` arguments follow them.
+      kept: what the forward writes besides y: "codes", "nothing", "rstd" or "normalized" (and
+        rstd).
       center: of a norm.
       bits: of a code.
     """
@@ -37,6 +39,7 @@ class Kernel:
     ours: Callable
     baselines: dict[str, Callable]
     width: int
+    arrays: int = 1
     parameters: int = 0
     kept: str = "codes"
     center: bool = True
@@ -44,17 +47,20 @@ class Kernel:
 
     @property
     def is_norm(self) -> bool:
-        return self.kept != "codes"
+        return self.kept in ("rstd", "normalized")
 
     def bytes_an_element(self, direction: str, dtype: jnp.dtype, rows: int) -> float:
         """The fewest: each input read once, each result written once. By hand:
 
         activation, both ways: two arrays of x's dtype (x, y or g, dx), and the codes;
+        gated unit: gate, up, h forward; gate, up, g and two gradients backward;
         norm forward: x and y, and the normalized x where that is kept; rstd 4 a row;
         norm backward: y or the normalized x, g and dx; rstd 4 a row;
         parameters: 4 a column forward each; backward what is read to undo or pass the affine,
         and a gradient each.
         """
+        if self.arrays == 2:
+            return (3 if direction == "forward" else 5) * dtype.itemsize
         if not self.is_norm:
             return 2 * dtype.itemsize + self.bits / 8
         if direction == "forward":
@@ -67,9 +73,11 @@ class Kernel:
         return arrays * dtype.itemsize + 4 / self.width + 4 * columns / rows
 
     def reference(self, args, g) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """Results in float64, and codes of an activation."""
+        """Results in float64, y first, and codes of an activation."""
         x, *parameters = (np.asarray(a).astype(np.float64) for a in args)
         g = np.asarray(g).astype(np.float64)
+        if self.arrays == 2:
+            return references.gated(self.name, x, *parameters, g), None
         if not self.is_norm:
             return references.activation(self.name, x, g)
         return references.norm(x, parameters, g, center=self.center, epsilon=EPSILON), None
@@ -110,6 +118,11 @@ def _norm(name: str, ours: Callable, module: type[nn.Module], affine: int) -> li
     ]
 
 
+def _gated(name: str, ours: Callable, function: Callable) -> Kernel:
+    baselines = _checkpointed({"flax": lambda gate, up: function(gate) * up})
+    return Kernel(name, ours, baselines, FFN, arrays=2, kept="nothing")
+
+
 _gelu_erf = partial(nn.gelu, approximate=False)
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -125,6 +138,9 @@ KERNELS: dict[str, Kernel] = {
         *_norm("layer_norm", lm.ms_layer_norm, nn.LayerNorm, 2),
         *_norm("rms_norm", lm.ms_rms_norm, nn.RMSNorm, 1),
         Kernel("silu", lm.silu, _checkpointed({"flax": nn.silu}), FFN),
+        _gated("swiglu", lm.swiglu, nn.silu),
+        _gated("geglu_tanh", lm.geglu, nn.gelu),
+        _gated("geglu_erf", partial(lm.geglu, approximate=False), _gelu_erf),
         Kernel(
             "gelu_erf",
             partial(lm.gelu, approximate=False),
@@ -133,7 +149,7 @@ KERNELS: dict[str, Kernel] = {
         ),
     )
 }
-SMOKE_KERNELS = ("gelu_tanh", "layer_norm affine")
+SMOKE_KERNELS = ("gelu_tanh", "layer_norm affine", "swiglu")
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 DIRECTIONS = ("forward", "backward")
 

@@ -48,6 +48,12 @@ def activation(name: str, x: np.ndarray, g: np.ndarray) -> tuple[Arrays, np.ndar
     return {"y": y, "dx": g * slope, "dx_step": g * step}, codes
 
 
+def gated(name: str, gate: np.ndarray, up: np.ndarray, g: np.ndarray) -> Arrays:
+    """h and the gradients of gate and up."""
+    value, slope = {"swiglu": _silu, "geglu_tanh": _gelu_tanh, "geglu_erf": _gelu_erf}[name](gate)
+    return {"y": value * up, "d_gate": g * up * slope, "d_up": g * value}
+
+
 def norm(
     x: np.ndarray, parameters: list[np.ndarray], g: np.ndarray, *, center: bool, epsilon: float
 ) -> Arrays:

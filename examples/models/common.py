@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 import lowmembp_jax as lm
 
 #: How a model saves memory. Values are those of plain Flax; gradients are approximate from
-#: "compress" on.
+#: "compress" on, but for a LLaMA's with "lowmembp".
 Method = Literal[
     "default",
     "norm+activation",
@@ -47,7 +47,8 @@ class Compute:
       merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
         put it into the Denses.
       compress_dtype: what "compress" and "compress+remat" store in, see `lm.compress`.
-      bits: that the activations of "lowmembp" keep, 2 or 4; None: 2, by the published tables.
+      bits: that the activations of "lowmembp" keep, 2 or 4; None: 2, by the published tables. The
+        gated unit of a LLaMA has none: it is exact.
     """
 
     method: Method = "default"
@@ -102,10 +103,10 @@ def gelu(
     return _activation(compute, lambda x: nn.gelu(x, approximate), x)
 
 
-def silu(compute: Compute, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    if compute.lowmembp:
-        return lm.resilu2(x) if compute.bits is None else lm.silu(x, compute.bits)
-    return _activation(compute, nn.silu, x)
+def swiglu(
+    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    return lm.swiglu(gate, up) if compute.lowmembp else _activation(compute, nn.silu, gate) * up
 
 
 def _activation(compute: Compute, function, x):

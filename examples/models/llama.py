@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute, NormResidual, remat_layer, rms_norm, silu
+from lowmembp_examples.models.common import Compute, NormResidual, remat_layer, rms_norm, swiglu
 from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.language_head import cross_entropy, logits
 from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
@@ -102,7 +102,8 @@ NORM_RULES = norm_rules(CONFIGS["llama-7b"])
 
 
 class LlamaLayer(nn.Module):
-    """Self-attention and SwiGLU, each behind a norm; fields as for `Llama`.
+    """Self-attention and SwiGLU, each behind a norm; fields as for `Llama`, and `scanned`: whether
+    it is the body of a loop.
 
     Returns `(x, None)`, as `nn.scan` wants it.
     """
@@ -110,6 +111,7 @@ class LlamaLayer(nn.Module):
     config: LlamaConfig
     compute: Compute
     norm_residual: str
+    scanned: bool = False
 
     @nn.compact
     def __call__(
@@ -132,9 +134,16 @@ class LlamaLayer(nn.Module):
         # Contracts over (head, head size): a reshape before it would be kept a second time.
         x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
         y = norm(name="norm2")(x)
-        h = silu(compute, dense(config.intermediate_size, name="gate")(y))
-        h = h * dense(config.intermediate_size, name="up")(y)
-        return x + dense(config.hidden_size, name="down")(h), None
+        gate = dense(config.intermediate_size, name="gate")(y)
+        up = dense(config.intermediate_size, name="up")(y)
+
+        def down(layer, gate, up):
+            h = swiglu(compute, gate, up)
+            return dense(config.hidden_size, name="down", parent=layer)(h)
+
+        if compute.lowmembp:  # gate and up are kept, and not their product
+            down = nn.remat(down, prevent_cse=not self.scanned)
+        return x + down(self, gate, up), None
 
 
 def _norm(module: "LlamaLayer | Llama", *, name: str, affine: bool) -> nn.Module:
@@ -179,7 +188,7 @@ class Llama(nn.Module):
         x = embed(input_ids)
         rotation = rotary_positions(input_ids.shape[1], config.head_size, config.rope_theta)
         layer = remat_layer(LlamaLayer, compute, prevent_cse=not self.scan_layers)
-        fields = (config, compute, self.norm_residual)
+        fields = (config, compute, self.norm_residual, self.scan_layers)
         if self.scan_layers:
             layers = nn.scan(
                 layer,

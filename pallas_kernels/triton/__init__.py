@@ -1,7 +1,8 @@
 """The kernels of `pallas_kernels`, with the same functions, in Triton through jax-triton.
 
-Nothing of Triton is imported here. `activation` and `normalization` need the package `triton`, and
-`jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter (TRITON_INTERPRET=1).
+Nothing of Triton is imported here. `activation`, `gated` and `normalization` need the package
+`triton`, and `jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter
+(TRITON_INTERPRET=1).
 """
 
 import importlib

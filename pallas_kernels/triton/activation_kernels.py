@@ -81,7 +81,7 @@ def backward_kernel(
     _backward_block(packed_ptr, g_ptr, dx_ptr, start, left, False, BLOCK, LEVELS, BITS)
 
 
-def _block(size: int, cores: int | None) -> tuple[int, int]:
+def flat_block(size: int, cores: int | None) -> tuple[int, int]:
     """Elements a program and its warps: 16 a thread, fewer where multiprocessors would idle."""
     block = 2048
     while block > 512 and size < 4 * (cores or DEFAULT_CORES) * block:
@@ -105,7 +105,7 @@ def forward_launch(
     size: int, dtype, function: str, thresholds: Sequence[float], cores: int | None = None
 ) -> Launch:
     """The launch of `forward_kernel`: input x[size]; outputs y, packed."""
-    block, warps = _block(size, cores)
+    block, warps = flat_block(size, cores)
     bits = code_bits(len(thresholds) + 1)
     thresholds = tuple(_floor(c, dtype) for c in thresholds)
     return Launch(
@@ -123,7 +123,7 @@ def forward_launch(
 
 def backward_launch(size: int, dtype, levels: Sequence[float], cores: int | None = None) -> Launch:
     """The launch of `backward_kernel`: inputs packed, g[size]; output dx."""
-    block, warps = _block(size, cores)
+    block, warps = flat_block(size, cores)
     bits = code_bits(len(levels))
     levels = (*map(float, levels), *[float(levels[-1])] * (2**bits - len(levels)))
     return Launch(

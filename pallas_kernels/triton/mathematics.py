@@ -17,6 +17,11 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # tanh-GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)); here times -log2(e).
 _TANH_LINEAR = tl.constexpr(-2.302208198144325)
 _TANH_CUBIC = tl.constexpr(-0.1029432395800235)
+# Of 2 sqrt(2 / pi) (x + 0.044715 x^3) the derivative; exp(-x^2 / 2) / sqrt(2 pi) as a power of 2.
+_TANH_SLOPE = tl.constexpr(1.5957691216057308)
+_TANH_SLOPE_SQUARE = tl.constexpr(0.21406444881780076)
+_HALF_LOG2_E = tl.constexpr(-0.7213475204444817)
+_INVERSE_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
 
 
 @triton.jit
@@ -62,6 +67,34 @@ def activate(x, FUNCTION: tl.constexpr):
         root = tl.rsqrt(1.0 + tl.exp2(exponent))
         y = (x * root) * root
     return y
+
+
+@triton.jit
+def value_and_slope(x, FUNCTION: tl.constexpr):
+    """The activation, as `activate`, and its derivative, 0 at -inf and 1 at inf.
+
+    Each is x times a weight that goes from 0 to 1, and what that weight's derivative adds.
+    """
+    # Beyond 1000 every derivative is 0 or 1, and no power of x is infinite before.
+    near = tl.where(x < -1000.0, -1000.0, tl.where(x > 1000.0, 1000.0, x))
+    square = near * near
+    if FUNCTION == "gelu_erf":
+        tail = _half_erfc(tl.abs(near) * _SQRT_HALF)
+        weight = tl.where(near < 0.0, tail, 1.0 - tail)
+        rise = tl.exp2(square * _HALF_LOG2_E) * _INVERSE_SQRT_TWO_PI
+    else:
+        if FUNCTION == "gelu_tanh":
+            exponent = near * (square * _TANH_CUBIC + _TANH_LINEAR)
+            # The derivative of what the weight is the sigmoid of.
+            inner = square * _TANH_SLOPE_SQUARE + _TANH_SLOPE
+        else:
+            tl.static_assert(FUNCTION == "silu")
+            exponent = near * -_LOG2_E
+            inner = 1.0
+        root = tl.rsqrt(1.0 + tl.exp2(exponent))
+        weight = root * root
+        rise = weight * (1.0 - weight) * inner
+    return tl.where(x < _LOWEST, _LOWEST, x) * weight, weight + near * rise
 
 
 @triton.jit

@@ -1,0 +1,38 @@
+"""Activations with their derivatives, inside a Pallas kernel."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from pallas_kernels.step_table import erfc
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+# Beyond it every derivative is 0 or 1, and no power of x is infinite before.
+_FLAT = 1000.0
+_TANH = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+def value_and_slope(
+    function: str, x: Float32[Array, "*shape"]
+) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
+    """The activation, and its derivative; both at -inf as at the lowest finite number, 0.
+
+    Each is x times a weight that goes from 0 to 1, and what that weight's derivative adds.
+    """
+    # Not a maximum and a minimum: Pallas-Triton's take the number where the other is NaN.
+    near = jnp.where(x < -_FLAT, -_FLAT, jnp.where(x > _FLAT, _FLAT, x))
+    if function == "silu":
+        weight = jax.nn.sigmoid(near)
+        rise = weight * (1.0 - weight)
+    elif function == "gelu_tanh":
+        square = near * near
+        t = jnp.tanh(_TANH * (near + _CUBIC * (near * square)))
+        weight = 0.5 * (1.0 + t)
+        rise = 0.5 * (1.0 - t * t) * _TANH * (1.0 + 3 * _CUBIC * square)
+    else:
+        weight = 0.5 * erfc(-math.sqrt(0.5) * near)
+        rise = jnp.exp(-0.5 * (near * near)) / math.sqrt(2 * math.pi)
+    return jnp.where(x < _LOWEST, _LOWEST, x) * weight, weight + near * rise

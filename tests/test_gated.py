@@ -1,0 +1,349 @@
+"""swiglu and geglu: exact, and what they keep is gate and up."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import only_interpreted, run_in_triton_interpreter, ulps
+from jax import lax
+from jax._src.ad_checkpoint import saved_residuals
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+
+#: Ours, and the activation of `jax.nn`.
+OPS = {
+    "swiglu": (lm.swiglu, jax.nn.silu),
+    "geglu_tanh": (lm.geglu, jax.nn.gelu),
+    "geglu_erf": (
+        partial(lm.geglu, approximate=False),
+        partial(jax.nn.gelu, approximate=False),
+    ),
+}
+each_op = pytest.mark.parametrize("name", OPS)
+#: Each in a dtype, and one in all.
+each_op_in_a_dtype = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("swiglu", "float32"),
+        ("swiglu", "bfloat16"),
+        ("swiglu", "float16"),
+        ("geglu_tanh", "bfloat16"),
+        ("geglu_erf", "float32"),
+    ],
+)
+
+
+def unfused(name, dtype="float32"):
+    """As users write it, computed in `dtype`."""
+    function = OPS[name][1]
+    return lambda gate, up: function(gate.astype(dtype)) * up.astype(dtype)
+
+
+def results(op, gate, up, g):
+    """h, d_gate and d_up."""
+    h, vjp = jax.vjp(op, gate, up)
+    return h, *vjp(g)
+
+
+def in_float64(name, *arrays):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.float64(a)) for a in arrays]
+        return [np.asarray(r) for r in results(unfused(name, "float64"), *wide)]
+
+
+def normal(shape, dtype="float32", scale=4.0):
+    """gate, up and a cotangent."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [(scale * jax.random.normal(key, shape)).astype(dtype) for key in keys]
+
+
+class GatedUnits:
+    """What every implementation has to do."""
+
+    implementation: str
+    # By how much of `eps` a result is rounded; Triton's interpreter rounds bfloat16 towards zero.
+    rounding = 0.51
+
+    def op(self, name):
+        return partial(OPS[name][0], implementation=self.implementation)
+
+    @each_op_in_a_dtype
+    def test_results_are_those_of_float64_rounded_once(self, name, dtype):
+        gate = jnp.linspace(-12, 12, 2401).astype(dtype)
+        _, up, g = normal(gate.shape, dtype)
+        got = jax.jit(partial(results, self.op(name)))(gate, up, g)
+        want = in_float64(name, gate, up, g)
+        rtol = float(jnp.finfo(dtype).eps) * self.rounding + 1e-6
+        scales = (np.float64(up), np.float64(g) * np.float64(up), np.float64(g))
+        for a, exact, scale in zip(got, want, scales, strict=True):
+            assert a.dtype == gate.dtype
+            # What float32 loses of 1 + tanh far below 0 and of its derivative far above; and
+            # float16 below its least normal number.
+            atol = 1e-5 * np.abs(scale) + 1e-7
+            assert np.all(np.abs(np.float64(a) - exact) <= rtol * np.abs(exact) + atol)
+        if self.rounding < 1:
+            plain = jax.jit(unfused(name))(gate, up).astype(dtype)
+            assert ulps(got[0], plain, dtype) <= 1
+
+    @each_op_in_a_dtype
+    def test_special_values(self, name, dtype):
+        inf, nan = jnp.inf, jnp.nan
+        one = float(OPS[name][1](1.0))
+        slope = float(jax.grad(OPS[name][1])(1.0))
+        rows = [  # gate, up, h, d_gate, d_up
+            (inf, 2.0, inf, 2.0, inf),
+            (-inf, 2.0, 0.0, 0.0, 0.0),
+            (nan, 2.0, nan, nan, nan),
+            (1.0, nan, nan, nan, one),
+            (0.0, 2.0, 0.0, 1.0, 0.0),
+            (-0.0, 2.0, 0.0, 1.0, 0.0),
+            (6e4, 1.0, 6e4, 1.0, 6e4),
+            (-6e4, 1.0, 0.0, 0.0, 0.0),
+            (1.0, inf, inf, inf, one),
+            (1.0, -2.0, -2 * one, -2 * slope, one),
+        ]
+        gate, up, *want = jnp.array(rows, dtype).T
+        rtol = 3 * float(jnp.finfo(dtype).eps)
+        for a, b in zip(results(self.op(name), gate, up, jnp.ones_like(gate)), want, strict=True):
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol, 1e-30)
+
+    @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+    def test_bad_cotangent_reaches_the_gradients_even_at_slope_zero(self, bad):
+        gate = jnp.array([-900.0, 1.0, 900.0, jnp.nan, -jnp.inf])
+        _, d_gate, d_up = results(self.op("swiglu"), gate, jnp.ones(5), jnp.full(5, bad))
+        assert not jnp.isfinite(d_gate).any() and not jnp.isfinite(d_up).any()
+        np.testing.assert_array_equal(
+            jnp.isnan(d_gate), jnp.isnan(bad) | (gate < -1) | jnp.isnan(gate)
+        )
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        [
+            ((), "float32"),
+            ((0,), "float32"),
+            ((3, 0), "bfloat16"),
+            ((5, 1023), "float16"),
+            ((2,) * 10, "float32"),
+        ],
+    )
+    def test_shapes(self, shape, dtype):
+        arrays = normal(shape, dtype)
+        want = results(unfused("swiglu"), *arrays[:2], arrays[2].astype("float32"))
+        eps = float(jnp.finfo(dtype).eps)
+        for a, b in zip(results(self.op("swiglu"), *arrays), want, strict=True):
+            assert a.shape == shape and a.dtype == arrays[0].dtype
+            rtol, atol = max(3 * eps, 4e-6), max(40 * eps, 1e-4)
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol, atol)
+
+    @each_op
+    def test_kept_are_gate_and_up(self, name):
+        gate = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+        kept = saved_residuals(self.op(name), gate, gate)
+        assert [(str(aval.dtype), aval.shape) for aval, _ in kept] == [("bfloat16", (16, 1000))] * 2
+        # The very arguments, under the names of these.
+        assert [source.split()[-1] for _, source in kept] == ["gate", "up"]
+
+    def test_transformations_agree(self):
+        op = self.op("swiglu")
+        gate, up, g = normal((4, 6, 64))
+        want = results(op, gate, up, g)
+        run = partial(results, op)
+        for got in (
+            jax.jit(run)(gate, up, g),
+            jax.jit(jax.vmap(run, in_axes=1, out_axes=1))(gate, up, g),
+            jax.jit(partial(results, jax.vmap(op)))(gate, up, g),
+            jax.jit(partial(results, jax.checkpoint(op)))(gate, up, g),
+        ):
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+
+    def test_vmap_over_one_of_the_two(self):
+        op = self.op("swiglu")
+        gate, up, g = normal((4, 96))
+        h, d_gate, d_up = results(jax.vmap(op, in_axes=(0, None)), gate, up[0], g)
+        ups = jnp.broadcast_to(up[0], up.shape)
+        for got, want in zip((h, d_gate, d_up), results(op, gate, ups, g), strict=True):
+            if got.ndim < want.ndim:
+                want = want.sum(0)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+    @pytest.mark.parametrize("width", [384, 33])
+    def test_stored_in_8_bits(self, width):
+        """The gradient of gate and up rounded to float8, whoever computes it."""
+        gate, up, g = normal((32, width), scale=1.0)
+        rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
+        op = self.op("swiglu")
+        h, *gradients = results(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
+        np.testing.assert_array_equal(h, op(gate, up))
+        for got, want in zip(gradients, results(op, *rounded, g)[1:], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+class TestXLA(GatedUnits):
+    implementation = "xla"
+
+
+class TestPallas(GatedUnits):
+    implementation = "pallas_interpret"
+
+
+@only_interpreted
+class TestTriton(GatedUnits):
+    implementation = "triton"
+    rounding = 1.01
+
+
+def test_triton():
+    run_in_triton_interpreter(__file__)
+
+
+@each_op
+def test_second_derivative(name):
+    gate, up, _ = normal((5,), scale=1.0)
+    second = [
+        jax.jit(jax.hessian(lambda a, b, op=op: jnp.sum(op(a, b) ** 2), argnums=(0, 1)))(gate, up)
+        for op in (OPS[name][0], unfused(name))
+    ]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), *second)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": jnp.int8}, "lm.swiglu has no second derivative: its residuals are rounded"),
+        ({"implementation": "pallas_interpret"}, "lm.swiglu has no second derivative .*'xla'"),
+    ],
+)
+def test_second_derivative_that_is_not_there(options, words):
+    op = partial(lm.swiglu, **options)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.grad(lambda x: jax.grad(lambda x: op(x, x).sum())(x).sum())(jnp.ones(2000))
+
+
+@each_op
+def test_float64_is_computed_in_float64(name):
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(np.float64(a)) for a in normal((400,))]
+        for got, want in zip(
+            results(OPS[name][0], *arrays),
+            results(unfused(name, "float64"), *arrays),
+            strict=True,
+        ):
+            assert got.dtype == jnp.float64
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (jnp.float8_e4m3fn, [("float8_e4m3fn", (16, 1000))] * 2),
+        (jnp.float8_e5m2, [("float8_e5m2", (16, 1000))] * 2),
+        (jnp.int8, [("int8", (16, 1000)), ("float32", (16, 1))] * 2),
+    ],
+)
+def test_what_is_kept_in_8_bits(dtype, kept):
+    op = partial(lm.swiglu, dtype=dtype)
+    x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
+    assert [(str(aval.dtype), aval.shape) for aval, _ in found] == kept
+    small = jnp.ones((1, 1000), jnp.bfloat16)  # as it is: under 1024 elements
+    assert {str(aval.dtype) for aval, _ in saved_residuals(op, small, small)} == {"bfloat16"}
+
+
+def mlp_units(down, trained, layers, scan):
+    """Peak of layers `x + down(x a, x b, c)`, `trained` of a, b, c trained, compiled for an H200.
+
+    In units of rows x width x 2 bytes, of which gate and up have 4 each.
+    """
+    rows, width, hidden = 8192, 256, 1024
+
+    def layer(x, weights):
+        a, b, c = weights
+        return x + down(x @ a, x @ b, c), None
+
+    def loss(trained, frozen, x):
+        if scan:
+            x, _ = lax.scan(layer, x, (*trained, *frozen))
+        else:
+            for each in zip(*trained, *frozen, strict=True):
+                x, _ = layer(x, each)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def weights(*shape):
+        if scan:
+            return jax.ShapeDtypeStruct((layers, *shape), jnp.bfloat16)
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * layers
+
+    every = [weights(width, hidden), weights(width, hidden), weights(hidden, width)]
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    compiled = lm.memory.compile_for(jax.grad(loss), every[:trained], every[trained:], x)
+    return compiled.memory_analysis().temp_size_in_bytes / (rows * width * 2)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(
+    ("dtype", "trained", "units"), [(None, 3, 1 + 8), (jnp.float8_e4m3fn, 2, 1 + 4)]
+)
+def test_an_mlp_keeps_its_input_gate_and_up(dtype, trained, units, scan):
+    """And nothing of their product; the last Dense is frozen where two of three are trained."""
+
+    def down(gate, up, c):
+        return lm.swiglu(gate, up, dtype=dtype) @ c
+
+    if trained == 3:
+        down = jax.checkpoint(down, prevent_cse=not scan)
+    fewer, more = (mlp_units(down, trained, layers, scan) for layers in (4, 6))
+    assert (more - fewer) / 2 <= units * 1.03
+
+
+def test_up_that_is_the_same_on_every_device():
+    """Inside shard_map its gradient is summed over the devices, as that of `silu(gate) * up`."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    gate, up, g = normal((8, 64))
+    got, want = (
+        results(
+            jax.shard_map(op, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")), gate, up[:1], g
+        )
+        for op in (lm.swiglu, unfused("swiglu"))
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+def test_numbers_and_integers_are_taken_as_by_jax_nn():
+    np.testing.assert_allclose(lm.swiglu(1.5, 2.0), jax.nn.silu(1.5) * 2, rtol=1e-6)
+    assert lm.geglu(np.array([1, 2]), np.array([1, 2])).dtype == jnp.float32
+    with jax.numpy_dtype_promotion("standard"):
+        x = jnp.ones(2, jnp.bfloat16)
+        assert lm.swiglu(x, jnp.ones(2)).dtype == lm.swiglu(jnp.ones(2), x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "words"),
+    [
+        (("x", 1.0), {}, TypeError, "gate must be an array of real numbers, got str"),
+        ((jnp.ones(2), jnp.ones(2, jnp.complex64)), {}, TypeError, "up must be a real.*complex64"),
+        (
+            (jnp.ones((2, 3)), jnp.ones(3)),
+            {},
+            ValueError,
+            r"gate and up must have the same shape, got \(2, 3\) and \(3,\)",
+        ),
+        ((jnp.ones(2),) * 2, {"dtype": jnp.int16}, ValueError, "dtype=.*int16.*float8_e4m3fn"),
+        ((jnp.ones(2),) * 2, {"implementation": "cuda"}, ValueError, "implementation='cuda'"),
+    ],
+)
+@pytest.mark.parametrize("op", [lm.swiglu, lm.geglu])
+def test_errors_name_the_argument(op, args, options, error, words):
+    with pytest.raises(error, match=words):
+        op(*args, **options)
+
+
+def test_forward_mode_names_the_operator():
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))
+    assert "lm.swiglu " in error.value.__notes__[0]
