@@ -200,7 +200,7 @@ def _backward(spec: NormSpec, residuals, g: Any):
         rows = (kept, rstd, g, _row(scale), _row(bias))
         dx, *sums = kernel_calls.norm_backward(*rows, spec.implementation, **static)
         d_scale, d_bias = (
-            None if gradient is None else gradient.reshape(parameter.shape)
+            None if gradient is None or parameter is None else gradient.reshape(parameter.shape)
             for gradient, parameter in zip(sums, (scale, bias), strict=True)
         )
     else:
