@@ -66,15 +66,17 @@ def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
 def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:
     """Whether an activation of that width is multiplied by another Dense, told from the kernels.
 
-    Two Denses give the width, or one gives it twice, and another takes it. The product behind the
-    activation keeps the activation's output, so that a code in place of the input, which the
-    backward of a compiled model reads for that output, only adds to what is kept.
+    For each Dense that takes the width two give it, from one source, or one gives it twice. The
+    product behind the activation keeps the activation's output, so that a code in place of the
+    input, which the backward of a compiled model reads for that output, only adds to what is kept.
     """
     shapes = [shape for shape in kernels if len(shape) == 2]
+    takes = [out for source, out in shapes if source == width]
     sources = [source for source, out in shapes if out == width]
-    is_twice = any(out == 2 * width for _, out in shapes)
-    takes = any(source == width for source, _ in shapes)
-    return takes and (is_twice or any(sources.count(source) > 1 for source in sources))
+    if not sources:
+        is_twice = any(out == 2 * width for _, out in shapes)
+        return is_twice and any(out != 2 * width for out in takes)
+    return bool(takes) and any(sources.count(source) == 2 * len(takes) for source in sources)
 
 
 def own_activations(module: nn.Module) -> dict[str, str]:

@@ -33,6 +33,8 @@ _SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6)
 
 def recognize(module: nn.Module, x: Any) -> RecognizedNorm | None:
     """What norm a module computes for inputs such as x; None if it is none of the last axis."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return None
     params = module.variables.get("params", {})
     shapes = [getattr(p, "shape", None) for p in params.values()]
     width = x.shape[-1:]
@@ -91,7 +93,7 @@ def _tried(
     small = np.ones((*(2 for _ in shape[:-1]), shape[-1]))
     out_dtype = jnp.dtype(jax.eval_shape(lambda: call(small, dtype)).dtype)
     bias = biases[0] if biases else None
-    rough = max(float(jnp.finfo(each).eps) for each in dtypes.values())
+    rough = max(float(jnp.finfo(each).eps) for each in (*dtypes.values(), *_dtypes(module)))
     for center in (False, True):
         for offset in (0, 1):
             for epsilon in (*_floats(module), *_EPSILONS):
@@ -110,6 +112,12 @@ def _norm(norm: RecognizedNorm, x: np.ndarray, values: Mapping[str, np.ndarray])
     y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + norm.epsilon)
     y = y * (values[norm.scale] + norm.offset)
     return y if norm.bias is None else y + values[norm.bias]
+
+
+def _dtypes(module: nn.Module) -> list[Any]:
+    """Dtypes among the module's fields, to which it may round."""
+    found = (v for v in vars(module).values() if isinstance(v, type | np.dtype))
+    return [v for v in found if v in (jnp.float16, jnp.bfloat16)]
 
 
 def _floats(module: nn.Module) -> list[float]:

@@ -13,6 +13,7 @@ from flax.linen import gelu as captured_gelu
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
+from lowmembp_jax.patched_activations import is_gate
 
 REGISTRY = {"gelu": partial(nn.gelu, approximate=False), "silu": nn.swish}
 X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
@@ -376,6 +377,24 @@ def test_a_gate_is_left_exact_and_keeps_its_input(fused):
         assert_close(jax.grad(fn)(params), expected)
         assert lm.memory.saved_bytes(fn, params) < plain
     assert "multiplied by another Dense" in report.skipped["silu"][""]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "gate"),
+    [
+        ([(8, 32), (8, 32), (32, 8)], True),
+        ([(8, 64), (32, 8)], True),
+        ([(8, 32), (32, 8)], False),
+        ([(8, 32), (32, 64), (64, 2)], False),  # an MLP that grows
+        ([(8, 32), (32, 8), (8, 32), (32, 8)], False),  # two MLPs in one module
+        ([(32, 32), (32, 32), (32, 32)], False),
+        ([(8, 32), (16, 32), (32, 8)], False),
+        ([(3, 3, 8, 32)], False),
+        ([], False),
+    ],
+)
+def test_what_a_gate_is(kernels, gate):
+    assert is_gate(kernels, 32) == gate
 
 
 class Foreign(nn.Module):

@@ -95,17 +95,20 @@ def test_model(name):
     norm = "rms_norm" if name == "Llama" else "layer_norm"
     activation = "silu" if name == "Llama" else "gelu"
     # Before and after attention in each of 2 layers, and one more at an end.
-    assert {op: len(places) for op, places in report.swapped.items()} == {norm: 5, activation: 2}
-    assert report.skipped == {}
+    counts = {op: len(places) for op, places in report.swapped.items()}
+    if name == "Llama":  # its gates are left as they are
+        assert counts == {norm: 5} and list(report.skipped) == [activation]
+    else:
+        assert counts == {norm: 5, activation: 2} and report.skipped == {}
     # Hidden states are of size 1. Rounding only: both compute in float32.
     np.testing.assert_allclose(patched_hidden, hidden, rtol=0, atol=5e-6)
     assert relative_error(norm_grads, grads) < 1e-5
-    # A step in place of the slope is another gradient, by design: measured are 2% (BERT, RoBERTa,
-    # ViT), 7% (Llama) and 44% (GPT-2, whose MLPs start out with inputs so close to 0 that GELU's
-    # slope is 0.5 all over where the step's is 0 or 1).
-    assert 1e-3 < relative_error(patched_grads, grads) < (0.6 if name == "GPT2" else 0.15)
-    # Measured: 57 to 63%. The other activations of these models, attention's, are kept as before.
-    assert patched_bytes < 0.66 * plain_bytes
+    # A step in place of the slope is another gradient, by design: GPT-2's MLPs start out with
+    # inputs so close to 0 that GELU's slope is 0.5 all over where the step's is not.
+    if name != "Llama":
+        assert 1e-3 < relative_error(patched_grads, grads) < (0.6 if name == "GPT2" else 0.15)
+    # Measured: 57 to 63%, Llama 70%. What attention keeps is as before.
+    assert patched_bytes < (0.72 if name == "Llama" else 0.66) * plain_bytes
 
 
 def test_bfloat16_llama_shares_its_norms():
@@ -124,7 +127,7 @@ def test_bfloat16_llama_shares_its_norms():
         kept(norm_dtype=jnp.bfloat16),
         kept(norm_dtype=jnp.bfloat16, norm_residual="output"),
     )
-    assert output < shared < float32
+    assert output < shared < float32  # all but the casts of the Denses is as before
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma"])
