@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lowmembp_jax.jax_internals import lower_without_callbacks
+from lowmembp_jax.memory.constants import StepError, close_over_constants, is_array
 from lowmembp_jax.memory.devices import get_device, topology
 
 #: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter.
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh
+
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 
 
 def _mesh_of(args: Any) -> MeshLike | None:
@@ -83,9 +88,9 @@ def _abstract(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any
     def leaf(path, x, sharding):
         name = f"args{jax.tree_util.keystr(path)}"
         sharding = getattr(x, "sharding", None) if sharding is None else sharding
-        return jax.ShapeDtypeStruct(
-            jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=_on(mesh, sharding, name)
-        )
+        if not is_array(x):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(mesh, sharding, name))
 
     return jax.tree_util.tree_map_with_path(leaf, args, given)
 
@@ -95,9 +100,12 @@ def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
     if not isinstance(fn, jax.stages.Wrapped):
         return ()
     by_argument, _ = fn.trace(*args).args_info
+    positions = range(len(args))
+    if len(by_argument) < len(args):  # static arguments are not among them
+        positions = [i for i in positions if any(map(is_array, jax.tree.leaves(args[i])))]
     return tuple(
-        number
-        for number, infos in enumerate(by_argument)
+        position
+        for position, infos in zip(positions, by_argument, strict=True)
         if any(info.donated for info in jax.tree.leaves(infos))
     )
 
@@ -113,7 +121,7 @@ def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.st
         ("__gpu$xla.gpu.triton", "Triton's kernels", "lm.set_implementation('xla')"),
     ):
         if call in text:
-            raise ValueError(
+            raise StepError(
                 f"device={str(device)!r} has compute capability {major}.{minor} and {what} needs "
                 f"8.0 or later: use {instead}"
             )
@@ -128,12 +136,13 @@ def lower_for(
     out_shardings: Any = None,
     donate_argnums: int | tuple[int, ...] | None = None,
     keep_unused: bool = False,
-) -> jax.stages.Lowered:
-    """`compile_for` without compiling, which takes most of the time."""
+) -> tuple[jax.stages.Lowered, tuple[str, ...]]:
+    """`compile_for` without compiling, which takes most of the time; and notes, see `Plan`."""
     mesh = _mesh_of(args) if mesh is None else mesh
     if mesh is None:
         in_shardings = out_shardings = None
     gpus = device_mesh(device, mesh)
+    _check_platform()
     options: dict[str, Any] = {"keep_unused": keep_unused}
     if out_shardings is not None:
         options["out_shardings"] = jax.tree.map(
@@ -150,7 +159,9 @@ def lower_for(
         try:
             if donate_argnums is None:
                 donate_argnums = _donated(fn, abstract)
-            lowered = jax.jit(fn, donate_argnums=donate_argnums, **options).lower(*abstract)
+            fn, abstract = close_over_constants(fn, abstract)
+            traced = jax.jit(fn, donate_argnums=donate_argnums, **options).trace(*abstract)
+            lowered, callbacks = lower_without_callbacks(traced)
         except RuntimeError as error:
             if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
                 raise ImportError(
@@ -159,7 +170,49 @@ def lower_for(
                 ) from error
             raise
     _refuse_missing_instructions(device, lowered)
-    return lowered
+    if not callbacks:
+        return lowered, ()
+    names = ", ".join(sorted(set(callbacks)))
+    return lowered, (f"callbacks ({names}) are left out; what they return is taken for zeros",)
+
+
+def _check_platform() -> None:
+    """What a step computes while it is traced needs a device of this machine."""
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        platforms = getattr(jax.config, "jax_platforms", None)
+        raise StepError(
+            f"JAX_PLATFORMS={platforms!r}: this machine has no such device. Tracing a step needs "
+            f"one, compiling it does not: accepted are 'cpu' and what JAX finds here"
+        ) from error
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered,
+    device: str | os.PathLike[str],
+    compiler_options: dict[str, Any] | None = None,
+) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
+    """Compiles, with cuBLAS where XLA's Triton finds no tiles; and notes, see `Plan`.
+
+    Raises:
+      StepError: XLA has no such matrix product for this GPU.
+    """
+    options = compiler_options or {}
+    try:
+        return lowered.compile(options), ()
+    except jax.errors.JaxRuntimeError as error:
+        if "Unsupported algorithm" in str(error):
+            what = re.search(r"ALG_DOT_\w+", str(error))
+            raise StepError(
+                f"device={str(device)!r} has no matrix product in {what[0] if what else 'this'} "
+                f"precision: compute in another dtype, such as float16 in place of bfloat16"
+            ) from error
+        # On a GPU XLA tries many tilings; without one it takes the first, which may not be.
+        if "Couldn't find output tile sizes" not in str(error) or _TRITON_PRODUCTS in options:
+            raise
+    compiled = lowered.compile({**options, _TRITON_PRODUCTS: False})
+    return compiled, (f"compiled with {_TRITON_PRODUCTS}=False: XLA found no tiles for a product",)
 
 
 def compile_for(
@@ -177,7 +230,8 @@ def compile_for(
 
     Args:
       fn: the function, for instance a whole training step.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. What is no array, such
+        as a number of Python, a mode or a field of an Equinox module, is a constant.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh: of 1 to 8 GPUs, such as `{"data": 8}`, see `device_mesh`. By default the mesh over
         which the arguments are sharded, or one GPU.
@@ -196,10 +250,11 @@ def compile_for(
 
     Raises:
       ValueError: no such device; a mesh of more than 8; a sharding over axes that the mesh lacks;
-        the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4).
+        the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4); JAX has
+        no device to trace with.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
-    lowered = lower_for(
+    lowered, _ = lower_for(
         fn,
         *args,
         device=device,
@@ -209,4 +264,4 @@ def compile_for(
         donate_argnums=donate_argnums,
         keep_unused=keep_unused,
     )
-    return lowered.compile(compiler_options)
+    return compile_lowered(lowered, device, compiler_options)[0]

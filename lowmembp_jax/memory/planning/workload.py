@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lowmembp_jax.errors import GivenError
+
 #: Ways to save memory that `compare` and the `lowmembp` command know; first Flax as it comes.
 METHODS = (
     "default",
@@ -43,7 +45,7 @@ class Workload:
     loss_argnums: int | tuple[int, ...] | None = None
 
 
-class WorkloadError(ValueError):
+class WorkloadError(GivenError):
     """No workload can be had from what was given; the message says why."""
 
 
