@@ -53,3 +53,28 @@ def nothing():
 
 def broken():
     raise RuntimeError("the model's own error")
+
+
+def keywords():
+    """A step that cannot be called with arguments in their order."""
+
+    def step(params, *, x):
+        return params * x
+
+    return step, (jax.ShapeDtypeStruct((8,), jnp.float32),) * 2
+
+
+def deep(batch=256):
+    """Whose compilation takes long."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for weight in params:
+                h = h + jax.nn.gelu(h @ weight)
+            return h.sum()
+
+        return jax.grad(loss)(params)
+
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    return step, ([weight] * 100, jax.ShapeDtypeStruct((batch, 256), jnp.float32))

@@ -1,0 +1,37 @@
+"""The public names, all of them: what `lowmembp_jax` hands out when one is asked for."""
+
+from lowmembp_jax import memory as memory
+from lowmembp_jax import nnx as nnx
+from lowmembp_jax.activations import gelu as gelu
+from lowmembp_jax.activations import regelu2 as regelu2
+from lowmembp_jax.activations import resilu2 as resilu2
+from lowmembp_jax.activations import silu as silu
+from lowmembp_jax.activations import step_activation as step_activation
+from lowmembp_jax.checkpointing import RESIDUAL_NAMES as RESIDUAL_NAMES
+from lowmembp_jax.checkpointing import checkpoint_policy as checkpoint_policy
+from lowmembp_jax.codes import StepTable as StepTable
+from lowmembp_jax.codes import pack_2bit as pack_2bit
+from lowmembp_jax.codes import unpack_2bit as unpack_2bit
+from lowmembp_jax.compressed_module import compress_module as compress_module
+from lowmembp_jax.compression import compress as compress
+from lowmembp_jax.compression import products_saveable as products_saveable
+from lowmembp_jax.fidelity import Fidelity as Fidelity
+from lowmembp_jax.fidelity import gradient_distance as gradient_distance
+from lowmembp_jax.fidelity import gradient_fidelity as gradient_fidelity
+from lowmembp_jax.fitting.step_fitting import derivative_error as derivative_error
+from lowmembp_jax.fitting.step_fitting import fit_step_table as fit_step_table
+from lowmembp_jax.implementations import IMPLEMENTATIONS as IMPLEMENTATIONS
+from lowmembp_jax.implementations import set_implementation as set_implementation
+from lowmembp_jax.linen import MSLayerNorm as MSLayerNorm
+from lowmembp_jax.linen import MSRMSNorm as MSRMSNorm
+from lowmembp_jax.linen import ReGELU2 as ReGELU2
+from lowmembp_jax.linen import ReSiLU2 as ReSiLU2
+from lowmembp_jax.merging import MergeRule as MergeRule
+from lowmembp_jax.merging import merge_norm_affine as merge_norm_affine
+from lowmembp_jax.norms import ms_layer_norm as ms_layer_norm
+from lowmembp_jax.norms import ms_rms_norm as ms_rms_norm
+from lowmembp_jax.patch_report import PatchReport as PatchReport
+from lowmembp_jax.patching import patch as patch
+from lowmembp_jax.step_tables import REGELU2_TABLE as REGELU2_TABLE
+from lowmembp_jax.step_tables import RESILU2_TABLE as RESILU2_TABLE
+from lowmembp_jax.step_tables import STEP_TABLES as STEP_TABLES
