@@ -185,5 +185,7 @@ def test_missing_cudnn_says_how_to_install_it(monkeypatch):
         "find_spec",
         lambda name: None if name == "nvidia.cudnn" else find_spec(name),
     )
-    with pytest.raises(ImportError, match=r"needs nvidia-cudnn-cu12: pip install 'lowmembp_jax"):
+    with pytest.raises(
+        ImportError, match=r"needs nvidia-cudnn-cu12 or -cu13: pip install 'lowmembp_jax"
+    ):
         lm.memory.compile_for(cudnn_attention, QKV)

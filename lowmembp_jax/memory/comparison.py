@@ -137,7 +137,8 @@ def compare(
       A `Comparison`.
 
     Raises:
-      ValueError: what the factory returns is no step with arguments; or as `lm.memory.plan`.
+      ValueError: what the factory returns is no step with arguments that it can be called with;
+        or as `lm.memory.plan`.
       ImportError: as `lm.memory.plan`.
     """
     if not methods:

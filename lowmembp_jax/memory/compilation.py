@@ -3,7 +3,6 @@
 import importlib.util
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.jax_internals import lower_without_callbacks
+from lowmembp_jax.memory.compiler import check_platform, compile_lowered
 from lowmembp_jax.memory.constants import StepError, close_over_constants, is_array
 from lowmembp_jax.memory.devices import get_device, topology
 
 #: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter.
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh
-
-_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 
 
 def _mesh_of(args: Any) -> MeshLike | None:
@@ -90,7 +88,9 @@ def _abstract(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any
         sharding = getattr(x, "sharding", None) if sharding is None else sharding
         if not is_array(x):
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(mesh, sharding, name))
+        return jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.result_type(x), sharding=_on(mesh, sharding, name)
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, args, given)
 
@@ -100,9 +100,14 @@ def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
     if not isinstance(fn, jax.stages.Wrapped):
         return ()
     by_argument, _ = fn.trace(*args).args_info
-    positions = range(len(args))
+    positions = list(range(len(args)))
     if len(by_argument) < len(args):  # static arguments are not among them
         positions = [i for i in positions if any(map(is_array, jax.tree.leaves(args[i])))]
+    if len(by_argument) != len(positions):
+        raise StepError(
+            "the step is jitted, with static arguments beside numbers of Python: "
+            "give donate, the numbers of the arguments that it donates"
+        )
     return tuple(
         position
         for position, infos in zip(positions, by_argument, strict=True)
@@ -142,7 +147,7 @@ def lower_for(
     if mesh is None:
         in_shardings = out_shardings = None
     gpus = device_mesh(device, mesh)
-    _check_platform()
+    check_platform()
     options: dict[str, Any] = {"keep_unused": keep_unused}
     if out_shardings is not None:
         options["out_shardings"] = jax.tree.map(
@@ -165,7 +170,7 @@ def lower_for(
         except RuntimeError as error:
             if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
                 raise ImportError(
-                    "compiling cuDNN's flash attention needs nvidia-cudnn-cu12: "
+                    "compiling cuDNN's flash attention needs nvidia-cudnn-cu12 or -cu13: "
                     "pip install 'lowmembp_jax[planner]' (Linux)"
                 ) from error
             raise
@@ -174,45 +179,6 @@ def lower_for(
         return lowered, ()
     names = ", ".join(sorted(set(callbacks)))
     return lowered, (f"callbacks ({names}) are left out; what they return is taken for zeros",)
-
-
-def _check_platform() -> None:
-    """What a step computes while it is traced needs a device of this machine."""
-    try:
-        jax.devices()
-    except (AssertionError, RuntimeError) as error:
-        platforms = getattr(jax.config, "jax_platforms", None)
-        raise StepError(
-            f"JAX_PLATFORMS={platforms!r}: this machine has no such device. Tracing a step needs "
-            f"one, compiling it does not: accepted are 'cpu' and what JAX finds here"
-        ) from error
-
-
-def compile_lowered(
-    lowered: jax.stages.Lowered,
-    device: str | os.PathLike[str],
-    compiler_options: dict[str, Any] | None = None,
-) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    """Compiles, with cuBLAS where XLA's Triton finds no tiles; and notes, see `Plan`.
-
-    Raises:
-      StepError: XLA has no such matrix product for this GPU.
-    """
-    options = compiler_options or {}
-    try:
-        return lowered.compile(options), ()
-    except jax.errors.JaxRuntimeError as error:
-        if "Unsupported algorithm" in str(error):
-            what = re.search(r"ALG_DOT_\w+", str(error))
-            raise StepError(
-                f"device={str(device)!r} has no matrix product in {what[0] if what else 'this'} "
-                f"precision: compute in another dtype, such as float16 in place of bfloat16"
-            ) from error
-        # On a GPU XLA tries many tilings; without one it takes the first, which may not be.
-        if "Couldn't find output tile sizes" not in str(error) or _TRITON_PRODUCTS in options:
-            raise
-    compiled = lowered.compile({**options, _TRITON_PRODUCTS: False})
-    return compiled, (f"compiled with {_TRITON_PRODUCTS}=False: XLA found no tiles for a product",)
 
 
 def compile_for(

@@ -13,7 +13,8 @@ import jax
 from lowmembp_jax.memory.buffers import assignment as buffers
 from lowmembp_jax.memory.buffers.flow import Flow
 from lowmembp_jax.memory.buffers.parts import Buffers, Part
-from lowmembp_jax.memory.compilation import MeshLike, compile_lowered, lower_for
+from lowmembp_jax.memory.compilation import MeshLike, lower_for
+from lowmembp_jax.memory.compiler import compile_lowered
 from lowmembp_jax.memory.constants import check_call, close_over_constants
 from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
