@@ -64,7 +64,7 @@ class Choice:
     def __str__(self) -> str:
         seconds = self.plan.cost.estimated_seconds
         text = (
-            f"{self.method}: the fastest of those that fit, by the estimate ({seconds * 1e3:.1f} "
+            f"{self.method}: the fastest of those that fit, by the estimate ({seconds * 1e3:.3g} "
             f"ms), {format_bytes(self.plan.peak)} of {format_bytes(self.plan.limit)}"
         )
         return "\n".join(filter(None, (text, self.how)))

@@ -169,6 +169,6 @@ def cost(
     if counter.uncounted:
         notes += (
             f"the arithmetic of {', '.join(counter.uncounted)} is left out: the time of such "
-            f"kernels is that of their memory alone, and too short",
+            f"kernels is that of their memory alone, and may be too short",
         )
     return Cost(kernels, notes)
