@@ -9,7 +9,8 @@ from lowmembp_jax.memory.plan import Plan
 from lowmembp_jax.memory.planning.workload import METHODS
 from lowmembp_jax.memory.sizes import format_bytes
 
-_PATCH = "with lm.patch():\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
+_NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
+_PATCH = f"with lm.patch():{_NEAR}\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
 _DOTS = "jax.checkpoint_policies.dots_saveable"
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"
 
@@ -19,8 +20,8 @@ HOW: dict[str, str] = {
     "norm+activation": "h = nn.remat(nn.LayerNorm)()(x)\nh = jax.checkpoint(nn.gelu)(h)",
     "dots": f"Block = nn.remat(Block, policy={_DOTS})",
     "full-remat": "Block = nn.remat(Block)",
-    "compress": "Block = lm.compress_module(Block)",
-    "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING})",
+    "compress": f"Block = lm.compress_module(Block){_NEAR}",
+    "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
 }
