@@ -232,14 +232,21 @@ def _plan(command: PlanCommand) -> int:
 
 
 def _residuals(command: ResidualsCommand) -> int:
-    from lowmembp_jax.memory.residuals import residuals
+    from lowmembp_jax.memory.residuals import NotALossError, residuals
 
     _check_output(command.json)
     _check_output(command.csv)
     workload = command.load()(command.method, command.batch, **command.arguments())
     function = workload.loss or workload.step
     args = workload.args if workload.loss_args is None else workload.loss_args
-    table = residuals(function, *args, argnums=workload.loss_argnums)
+    try:
+        with workload.context():
+            table = residuals(function, *args, argnums=workload.loss_argnums)
+    except NotALossError as error:
+        raise UsageError(
+            f"{command.model} gives a training step: return the loss that it differentiates and "
+            "the loss's arguments, or a lm.memory.Workload with `loss`"
+        ) from error
     if command.json is not None:
         table.to_json(command.json)
     if command.csv is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.memory.devices import get_device, topology
+from lowmembp_jax.memory.planning.modules import OfStates, of_states
 
 #: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter.
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh
@@ -56,6 +57,11 @@ def _on(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:
     """A sharding of the same axis names over `mesh`."""
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
+    if not _is_spec(sharding):
+        raise ValueError(
+            f"{what} has the sharding {sharding!r}: accepted are None, PartitionSpec and "
+            "NamedSharding, for a whole argument or for each array in it"
+        )
     spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec()
     axes = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
     if unknown := axes - {None, PartitionSpec.UNCONSTRAINED} - set(mesh.axis_names):
@@ -91,10 +97,13 @@ def _abstract(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any
 
 
 def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The arguments that a jitted function donates."""
+    """The arguments that a function in `jax.jit` or `nnx.jit` donates."""
+    if isinstance(fn, OfStates):
+        fn, args = fn.function, fn.with_modules(args)
     if not isinstance(fn, jax.stages.Wrapped):
         return ()
-    by_argument, _ = fn.trace(*args).args_info
+    traced = fn.trace(*args)
+    by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's holds JAX's
     return tuple(
         number
         for number, infos in enumerate(by_argument)
@@ -128,8 +137,8 @@ def lower_for(
     out_shardings: Any = None,
     donate_argnums: int | tuple[int, ...] | None = None,
     keep_unused: bool = False,
-) -> jax.stages.Lowered:
-    """`compile_for` without compiling, which takes most of the time."""
+) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
+    """`compile_for` without compiling, which takes most of the time; no modules in `args`."""
     mesh = _mesh_of(args) if mesh is None else mesh
     if mesh is None:
         in_shardings = out_shardings = None
@@ -150,7 +159,8 @@ def lower_for(
         try:
             if donate_argnums is None:
                 donate_argnums = _donated(fn, abstract)
-            lowered = jax.jit(fn, donate_argnums=donate_argnums, **options).lower(*abstract)
+            traced = jax.jit(fn, donate_argnums=donate_argnums, **options).trace(*abstract)
+            lowered = traced.lower()
         except RuntimeError as error:
             if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
                 raise ImportError(
@@ -159,7 +169,7 @@ def lower_for(
                 ) from error
             raise
     _refuse_missing_instructions(device, lowered)
-    return lowered
+    return traced, lowered
 
 
 def compile_for(
@@ -177,7 +187,8 @@ def compile_for(
 
     Args:
       fn: the function, for instance a whole training step.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees; NNX modules as for
+        `lm.memory.plan`.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh: of 1 to 8 GPUs, such as `{"data": 8}`, see `device_mesh`. By default the mesh over
         which the arguments are sharded, or one GPU.
@@ -185,7 +196,8 @@ def compile_for(
         stands for the argument's own `NamedSharding`, or for replicated where it has none. What
         counts are the names of the axes: the devices are replaced. On one GPU they mean nothing.
       out_shardings: likewise of the outputs; None leaves all of them to XLA.
-      donate_argnums: as for `jax.jit`; None takes those of `fn` if that is a jitted function.
+      donate_argnums: as for `jax.jit`; None takes those of `fn` if that is in `jax.jit` or
+        `nnx.jit`.
       keep_unused: as for `jax.jit`.
       compiler_options: of XLA, as for `jax.stages.Lowered.compile`.
 
@@ -196,10 +208,12 @@ def compile_for(
 
     Raises:
       ValueError: no such device; a mesh of more than 8; a sharding over axes that the mesh lacks;
-        the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4).
+        the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4); `fn`
+        writes into an NNX module and is not in `nnx.jit`, or its `nnx.jit` has shardings.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
-    lowered = lower_for(
+    fn, args = of_states(fn, args)
+    _, lowered = lower_for(
         fn,
         *args,
         device=device,

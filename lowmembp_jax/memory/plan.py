@@ -18,6 +18,8 @@ from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
 from lowmembp_jax.memory.hlo.cost import Cost, cost
 from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
+from lowmembp_jax.memory.planning.modules import of_states
 from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.sizes import format_bytes
@@ -155,14 +157,17 @@ def plan(
 
     Args:
       step: the step, for instance `(state, batch) -> (state, loss)`; `jax.jit` is not needed.
-      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. NNX modules and
+        an `nnx.Optimizer` may be among them, such as those of `nnx.eval_shape`: a step that writes
+        into them is in `nnx.jit`, and is planned as a function of their states.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh, in_shardings, out_shardings: see `lm.memory.compile_for`.
       donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
-        `jax.jit`; None takes those of `step` if that is a jitted function.
+        `jax.jit`; None takes those of `step` if that is in `jax.jit` or `nnx.jit`.
       parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
         and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
-        names tell: of arguments, and of attributes and keys in them, such as `state.opt_state`.
+        names tell, of arguments, and of attributes and keys in them, such as `state.opt_state`,
+        and the types of NNX's variables.
       memory_fraction: of the GPU's memory that is JAX's: `XLA_PYTHON_CLIENT_MEM_FRACTION`.
       compiler_options: of XLA.
 
@@ -170,6 +175,10 @@ def plan(
       ValueError: a name in `parts` is not known, `memory_fraction` is not in (0, 1], or as
         `lm.memory.compile_for` raises.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
+
+    Warns:
+      UserWarning: the step computes gradients, and no argument is a parameter, or nothing that it
+        returns is made of them, or it returns neither new parameters nor gradients.
     """
     return plan_lowered(
         lower_step(
@@ -200,8 +209,9 @@ def lower_step(
     """What `plan` does before it compiles; the same arguments."""
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
+    step, abstract_args = of_states(step, abstract_args)
     named = arguments(step, abstract_args, parts)
-    lowered = lower_for(
+    traced, lowered = lower_for(
         step,
         *abstract_args,
         device=device,
@@ -209,6 +219,7 @@ def lower_step(
         keep_unused=True,
         **shardings,
     )
+    warn_of_lost_work(traced.jaxpr.jaxpr, named)
     return LoweredStep(lowered, named, get_device(device), memory_fraction, compiler_options or {})
 
 
