@@ -1,5 +1,7 @@
 """The planner and the table of residuals, of NNX modules."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -193,6 +195,11 @@ def test_parts_by_the_kind_of_variable():
     assert part_of["s['dropout']['rngs']['key']"] == part_of["x"] == "batch"
     assert part_of["t['opt_state'][0]['mu']['embed']['embedding']"] == "optimizer_state"
     assert part_of["grads['statistics']['scale']"] == "gradients"
+    both = nnx.eval_shape(
+        lambda: nnx.ModelAndOptimizer(Everything(), optax.adam(1e-3), wrt=nnx.Param)
+    )
+    held = Counter(a.part for a in arguments(*of_states(lambda optimizer: None, (both,)), None))
+    assert held["parameters"] == 5 and held["optimizer_state"] == 2 + 2 * 3
     of_model = arguments(*of_states(lambda model: model, (model,)), None)
     assert len(of_model) == len(jax.tree.leaves(state))  # what is shared counts once
     given = arguments(lambda s, t: s, (state, rest), ("parameters", "batch"))

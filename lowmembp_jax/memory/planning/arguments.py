@@ -59,7 +59,11 @@ def _part(words: list[str], node: Any) -> Part:
     if isinstance(node, nnx.RngState):
         return "batch"
     part = _part_by_name(words)
-    return "parameters" if part == "batch" and _is_variable(node) else part
+    if not _is_variable(node):
+        return part
+    # An nnx.ModelAndOptimizer holds the model.
+    is_held = part == "optimizer_state" and words[1:2] == ["model"]
+    return "parameters" if part == "batch" or is_held else part
 
 
 def _is_variable(node: Any) -> bool:
