@@ -64,7 +64,12 @@ def of_linen(params):
 
 
 @pytest.mark.parametrize(
-    ("method", "error"), [("default", 1e-5), ("compress", 0.05), ("lowmembp", 0.2)]
+    ("method", "error"),
+    [
+        pytest.param("default", 1e-5, marks=pytest.mark.slow),
+        pytest.param("compress", 0.05, marks=pytest.mark.slow),
+        ("lowmembp", 0.2),
+    ],
 )
 def test_the_model_is_that_of_linen(params, of_linen, method, error):
     batch, want, exact = of_linen
@@ -98,6 +103,7 @@ def test_memory_of_the_methods():
     assert compressed < 0.4 * plain and ours < 0.5 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_the_step_is_planned():
     size = {"batch": 64, "tokens": 32, "dtype": "float32"}
