@@ -58,6 +58,14 @@ def test_residuals(run, tmp_path):
     assert totals["default"] - totals["lowmembp"] > 2 * 256 * 256 * 2 * 0.8
 
 
+def test_residuals_ask_for_the_loss(run):
+    assert run("residuals", "--model", f"{FILE}:nnx_loss")[0] == 0
+    for function in ("mlp", "jitted", "nnx_mlp"):
+        status, _, err = run("residuals", "--model", f"{FILE}:{function}")
+        assert status == 2
+        assert f":{function} gives a training step: return the loss that it differentiates" in err
+
+
 @gpu_compiler
 def test_plan_of_a_model_of_ones_own(run, tmp_path):
     out_json, plot = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -74,6 +82,19 @@ def test_plan_of_a_model_of_ones_own(run, tmp_path):
     assert ours["peak"] < default["peak"]
     assert data["versions"]["jax"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@gpu_compiler
+@pytest.mark.parametrize("function", ["jitted", "nnx_mlp"])
+def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
+    out_json = tmp_path / "plan.json"
+    model = f"{FILE}:{function}"
+    assert run("plan", "--model", model, "--batch", 8192, "--json", out_json)[0] == 0
+    default, ours = (one["plan"] for one in json.loads(out_json.read_text())["methods"])
+    for plan in (default, ours):
+        assert plan["parts"]["outputs"] < 1024
+        assert plan["parts"]["parameters"] >= 2 * 4 * 64 * 64 * 4
+    assert ours["peak"] < default["peak"]
 
 
 @gpu_compiler
@@ -164,7 +185,7 @@ def test_usage_errors_of_fit(run, arguments, message):
     [
         (["--model", "vit-b17"], "model='vit-b17' is not known: accepted are vit-ti16, vit-b16"),
         (["--model", "nowhere.py:step"], "there is no file nowhere.py"),
-        (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, fixed"),
+        (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, jitted"),
         (["--model", f"{FILE}:nothing"], "nothing must return a lm.memory.Workload or a pair"),
         (["--model", f"{FILE}:mlp", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["--model", f"{FILE}:mlp", "--method", "dots"], "it can have only default and lowmembp"),

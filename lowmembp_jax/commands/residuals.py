@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lowmembp_jax.commands.model import ModelOptions
 from lowmembp_jax.commands.output import check_output, print_report, write_text
+from lowmembp_jax.errors import GivenError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,14 +21,21 @@ class ResidualsCommand(ModelOptions):
 
     def run(self) -> int:
         """Returns the exit status."""
-        from lowmembp_jax.memory.residuals import residuals
+        from lowmembp_jax.memory.residuals import NotALossError, residuals
 
         check_output("--json", self.json)
         check_output("--csv", self.csv)
         workload = self.load()(self.method, self.batch, **self.arguments())
         function = workload.loss or workload.step
         args = workload.args if workload.loss_args is None else workload.loss_args
-        table = residuals(function, *args, argnums=workload.loss_argnums)
+        try:
+            with workload.context():
+                table = residuals(function, *args, argnums=workload.loss_argnums)
+        except NotALossError as error:
+            raise GivenError(
+                f"{self.model} gives a training step: return the loss that it differentiates and "
+                "the loss's arguments, or a lm.memory.Workload with `loss`"
+            ) from error
         for path, text in ((self.json, table.to_json), (self.csv, table.to_csv)):
             if path is not None:
                 write_text(path, text())

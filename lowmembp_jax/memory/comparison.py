@@ -181,13 +181,14 @@ def compare(
         options = dict(plan_options)
         if options.get("mesh") is not None:
             options.setdefault("in_shardings", workload.in_shardings)
-        return lower_step(
-            workload.step,
-            *workload.args,
-            donate=workload.donate_argnums or None,
-            parts=workload.parts,
-            **options,
-        )
+        with workload.context():
+            return lower_step(
+                workload.step,
+                *workload.args,
+                donate=workload.donate_argnums or None,
+                parts=workload.parts,
+                **options,
+            )
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())

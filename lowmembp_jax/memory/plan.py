@@ -20,6 +20,8 @@ from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
 from lowmembp_jax.memory.hlo.cost import Cost, cost
 from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
+from lowmembp_jax.memory.planning.modules import of_states
 from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
@@ -175,15 +177,18 @@ def plan(
 
     Args:
       step: the step, for instance `(state, batch) -> (state, loss)`; `jax.jit` is not needed.
-      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. What is no
-        array, such as a number of Python, a mode or a field of an Equinox module, is a constant.
+      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. NNX modules and
+        an `nnx.Optimizer` may be among them, such as those of `nnx.eval_shape`: a step that writes
+        into them is in `nnx.jit`, and is planned as a function of their states. What is no array,
+        such as a number of Python, a mode or a field of an Equinox module, is a constant.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh, in_shardings, out_shardings: see `lm.memory.compile_for`.
       donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
-        `jax.jit`; None takes those of `step` if that is a jitted function.
+        `jax.jit`; None takes those of `step` if that is in `jax.jit` or `nnx.jit`.
       parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
         and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
-        names tell: of arguments, and of attributes and keys in them, such as `state.opt_state`.
+        names tell, of arguments, and of attributes and keys in them, such as `state.opt_state`,
+        and the types of NNX's variables.
       memory_fraction: of the GPU's memory that is JAX's: `XLA_PYTHON_CLIENT_MEM_FRACTION`.
       budget: bytes that each device may use, or a size such as "24GB"; `fits` is about it. By
         default what is JAX's.
@@ -193,6 +198,10 @@ def plan(
       ValueError: a name in `parts` is not known, `memory_fraction` is not in (0, 1], the step
         cannot be called with these arguments, or as `lm.memory.compile_for` raises.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
+
+    Warns:
+      UserWarning: the step computes gradients, and no argument is a parameter, or nothing that it
+        returns is made of them, or it returns neither new parameters nor gradients.
     """
     limit = as_bytes("budget", budget)
     made = plan_lowered(
@@ -226,7 +235,8 @@ def lower_step(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
     check_call(step, abstract_args)
-    lowered, notes = lower_for(
+    step, abstract_args = of_states(step, abstract_args)
+    traced, lowered, notes = lower_for(
         step,
         *abstract_args,
         device=device,
@@ -235,6 +245,7 @@ def lower_step(
         **shardings,
     )
     named = arguments(*close_over_constants(step, abstract_args), parts)
+    warn_of_lost_work(traced.jaxpr.jaxpr, named)
     gpu, options = get_device(device), compiler_options or {}
     return LoweredStep(lowered, named, gpu, memory_fraction, options, notes)
 

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 
 class Mlp(nn.Module):
@@ -40,6 +41,43 @@ def loss_only(batch=4096):
     x = jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), (params, x)
+
+
+def jitted(batch=4096):
+    """A step that says itself what it donates."""
+    step, args = mlp(batch)
+    return jax.jit(step, donate_argnums=(0, 1)), args
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, width):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(width, 4 * width, dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def nnx_mlp(batch=4096, width=64):
+    """A step that writes into its NNX modules."""
+
+    def make():
+        model = NnxMlp(width)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.square(model(x)).astype(jnp.float32).mean())(model)
+        optimizer.update(model, grads)
+
+    return step, (*nnx.eval_shape(make), jax.ShapeDtypeStruct((batch, width), jnp.bfloat16))
+
+
+def nnx_loss(batch=256):
+    """For `lowmembp residuals`: a loss of an NNX module."""
+    model, _, x = nnx_mlp(batch)[1]
+    return lambda model, x: model(x).astype(jnp.float32).sum(), (model, x)
 
 
 def fixed():

@@ -1,6 +1,7 @@
 """What is planned: a training step with its abstract arguments."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class Workload:
       loss_args: its arguments. Default: those of the step.
       loss_argnums: which of them it is differentiated in, as for `jax.grad`; None for all that
         are floating.
+      context: makes the context that step and loss are traced in, such as `lm.patch`.
     """
 
     step: Callable[..., Any]
@@ -42,7 +44,8 @@ class Workload:
     in_shardings: Any = None
     loss: Callable[..., Any] | None = None
     loss_args: tuple[Any, ...] | None = None
-    loss_argnums: int | tuple[int, ...] | None = None
+    loss_argnums: Any = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class WorkloadError(GivenError):
