@@ -123,7 +123,8 @@ def test_largest_batch_over_a_mesh():
     assert one.plan.device_count == 8
     assert one.largest_batch % 8 == 0
     assert one.largest_plan.peak <= 5 * 2**20
-    above = factory("default", one.largest_batch + 8)
+    # After 8 plans it is the largest to a percent.
+    above = factory("default", one.largest_batch + one.largest_batch // 800 * 8)
     specs = sharded("default", 8).in_shardings
     plan = lm.memory.plan(above[0], *above[1], mesh={"data": 8}, in_shardings=specs)
     assert plan.peak > 5 * 2**20
