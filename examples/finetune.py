@@ -10,37 +10,31 @@ backward. After `pip install -e ".[planner]"` it also has the memory that a trai
 a GPU; no GPU is needed for that.
 """
 
-import dataclasses
-import importlib.metadata
-import importlib.util
 import math
-import platform
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
-from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
-from lowmembp_examples.data.tasks import DataConfig, Task, load_task
+from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states
+from lowmembp_examples.data.tasks import Task
 from lowmembp_examples.finetune_report import plot, print_table
-from lowmembp_examples.models.attention import attention_platform
-from lowmembp_examples.models.bert import Bert, BertClassifier
+from lowmembp_examples.finetune_setup import MINILM as MINILM
+from lowmembp_examples.finetune_setup import Config, prepare
+from lowmembp_examples.models.bert import Bert
 from lowmembp_examples.models.common import Compute, Method
 from lowmembp_examples.planning import workload
-from lowmembp_examples.trainer.config import all_fields
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.losses import make_loss
-from lowmembp_examples.trainer.models import FAMILIES, choose_attention
 from lowmembp_examples.trainer.run import write_json
-from lowmembp_examples.trainer.source import Source, find_source, fit, initial_params, model_inputs
+from lowmembp_examples.trainer.source import Source
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 from tqdm import tqdm
 
@@ -57,82 +51,6 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "plain, dots policy per layer": ("dots", False),
     "plain, full remat per layer": ("full-remat", False),
 }
-#: A text is the mean of its tokens, as MiniLM was trained. Norms keep their output only, which its
-#: scales allow: in the layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9 (embeddings: 0.15 and
-#: 7.5), and the gradient of the scales is as near to the float32 one as Flax's: within 5e-7 in
-#: float32, 1.1% in bfloat16 (Flax 1.2%). `Bert` excepts the last norm, with its scale of 5e-33.
-MINILM = FAMILIES["bert"]._replace(
-    model=lambda sizes, compute, _: BertClassifier(sizes, compute, "output", pooling="mean"),
-    head=("classifier",),
-)
-_PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "numpy", "tokenizers", "safetensors")
-
-
-@dataclasses.dataclass
-class Config:
-    """Fine-tune a BERT classifier with Flax's ops and with lowmembp_jax's, and compare."""
-
-    train: Path | None = None
-    """Texts to train on: .tsv (text<TAB>label) or .jsonl. Default: the standard library's
-    docstrings."""
-    dev: Path | None = None
-    """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
-    checkpoint: Path | None = None
-    """Directory of another BERT: config.json, model.safetensors, tokenizer.json. A classifier that
-    it has is not used."""
-    output: Path = Path("results/finetune")
-    """Directory for results.json and results.png."""
-    classes: int = 8
-    """Packages of the standard library to tell apart, without --train."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation (parameters are float32). bfloat16 is slow on most CPUs."""
-    batch_size: int = 16
-    """Texts a step."""
-    max_tokens: int = 48
-    """Tokens a text: longer ones are cut, shorter ones padded."""
-    epochs: int = 2
-    """Passes over the training texts."""
-    steps: int | None = None
-    """Training steps, in place of --epochs."""
-    learning_rate: float = 2e-4
-    """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""
-    weight_decay: float = 0.01
-    """AdamW's weight decay, of matrices only."""
-    seed: int = 0
-    """Of the classifier's initial values and the order of the texts."""
-    seeds: int = 1
-    """Trainings of each method, with seeds from --seed on; the table has the means."""
-    plan: bool = True
-    """Compile the step for --device where the packages for it are installed (about 2 minutes)."""
-    device: str = "h200"
-    """The GPU to compile for, one of lowmembp_jax.memory.DEVICES."""
-    gpu_batch_size: int = 256
-    """Texts a step in the memory columns for a GPU-sized bfloat16 step, which is not run."""
-    gpu_max_tokens: int = 128
-    """Tokens a text in those columns."""
-
-
-def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
-    """Raises UsageError for the first argument that does not work; makes --output."""
-    ranges = {
-        **dict.fromkeys(("batch_size", "epochs", "steps", "gpu_batch_size"), (1, math.inf)),
-        "seeds": (1, 1000),
-        **dict.fromkeys(("max_tokens", "gpu_max_tokens"), (3, most_tokens)),  # [CLS] word [SEP]
-        **{"classes": (2, math.inf), "seed": (0, 2**32 - 1)},
-        **{"learning_rate": (1e-30, math.inf), "weight_decay": (0, math.inf)},
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        if value is not None and not (low <= value <= high and value < math.inf):
-            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
-    if config.device not in lm.memory.DEVICES:
-        known = ", ".join(lm.memory.DEVICES)
-        raise UsageError(f"--device must be one of {known}, got {config.device!r}")
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {config.output}: {error.strerror}") from error
 
 
 def finetune(
@@ -168,81 +86,45 @@ def finetune(
         yield {**scores, "train_losses": losses, "seconds": seconds}
 
 
-def measure(source: Source, size: dict[str, Any], device: str, plan: bool) -> dict[str, Any]:
-    """Memory of a training step of that size by method, bytes; with `plan` its peak as well."""
+def work_of(source: Source, size: dict[str, Any], device: str, name: str) -> lm.memory.Workload:
+    """The training step of a method, to plan."""
+    fields = {"method": METHODS[name][0], "device": device, "merged": False}
+    return workload(source.family, source.config, **fields, **size)
 
-    def make(name: str, _: None = None) -> lm.memory.Workload:
-        fields = {"method": METHODS[name][0], "device": device, "merged": False}
-        return workload(source.family, source.config, **fields, **size)
+
+def measure(
+    make: Callable[[str], lm.memory.Workload],
+    names: Sequence[str],
+    size: dict[str, Any],
+    device: str,
+    plan: bool,
+) -> dict[str, Any]:
+    """Memory of training steps by name, bytes; with `plan` their peak as well."""
 
     def kept(name: str) -> int:
         work = make(name)
         return lm.memory.saved_bytes(work.loss, *work.loss_args, argnums=work.loss_argnums)
 
-    plans = lm.memory.compare(make, tuple(METHODS), device=device) if plan else ()
+    plans = lm.memory.compare(lambda name, _: make(name), names, device=device) if plan else ()
     return {
         **size,
-        "kept_bytes": {name: kept(name) for name in METHODS},
+        "kept_bytes": {name: kept(name) for name in names},
         "peak_bytes": {row.method: row.plan.peak for row in plans},
     }
 
 
-def run(config: Config) -> dict[str, Any]:
-    """Trains and measures; writes results.json whenever more is known, and returns it."""
-    check_arguments(config)
-    directory = config.checkpoint or minilm_directory()
-    source = find_source(None, directory, "text-classification", new_head=True)
-    if source.family.name == "bert":
-        source = source._replace(family=MINILM)
-    check_arguments(config, source.config.max_tokens)
-    data = DataConfig(
-        train=config.train,
-        dev=config.dev,
-        tokenizer=directory / "tokenizer.json",
-        sequence_length=config.max_tokens,
-        classes=config.classes,
-    )
-    try:
-        task = load_task(data)
-        TrainingBatches(task.train, config.batch_size, config.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    print(f"data: {task.source}; {len(task.train)} train, {len(task.dev)} dev")
-    source = source._replace(config=fit(source, task, config.max_tokens, 0))
-    inputs = model_inputs(data.task, config.max_tokens, 0)
-    seeds = range(config.seed, config.seed + config.seeds)
-    params = {
-        seed: initial_params(source, source.config, inputs, jax.random.key(seed)) for seed in seeds
-    }
-    on = attention_platform(jax.devices()[0])
-    attention = choose_attention(source.config, on, config.dtype, config.max_tokens)
-    missing = lm.memory.missing_wheels()
-    if not missing and importlib.util.find_spec("nvidia.cudnn") is None:
-        missing.append("nvidia-cudnn-cu12")
-    results = {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version()}
-        | {package: importlib.metadata.version(package) for package in _PACKAGES},
-        "config": all_fields(config),
-        "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
-        "classes": task.classes,
-        "missing_packages": missing,
-        "runs": {},
-        "memory": [],
-    }
-    for name, (method, trained) in METHODS.items():
-        if not trained:
-            continue
-        if config.checkpoint is None and GOLDEN.exists():
-            body = Bert(source.config, Compute(method))
-            difference = check_hidden_states(body, params[config.seed]["bert"])
-            print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
-        compute = Compute(method, jnp.dtype(config.dtype), attention=attention)
-        model = source.family.build(source.config, compute)
-        results["runs"][name] = []
-        for each in finetune(name, model, params, task, config):
-            results["runs"][name].append(each)
-            write_json(config.output / "results.json", results)
+def write_memory(
+    results: dict[str, Any], make: Callable[..., Any], names: Sequence[str], config: Config
+) -> None:
+    """Measures the step that is run and one for a GPU, which is not; writes results.json.
+
+    Args:
+      results: with "missing_packages", and "memory" to add to.
+      make: gives the step for a size, a device and a name.
+      names: of the methods.
+      config: the sizes.
+    """
+    missing = results["missing_packages"]
     for batch, tokens, dtype in (
         (config.batch_size, config.max_tokens, config.dtype),
         (config.gpu_batch_size, config.gpu_max_tokens, "bfloat16"),
@@ -250,17 +132,38 @@ def run(config: Config) -> dict[str, Any]:
         # cuDNN's attention, in 16 bits, cannot even be traced without its wheel.
         if not missing or dtype == "float32":
             size = {"batch": batch, "tokens": tokens, "dtype": dtype}
-            found = measure(source, size, config.device, config.plan and not missing)
-            results["memory"].append(found)
+            work = partial(make, size, config.device)
+            plan = config.plan and not missing
+            results["memory"].append(measure(work, names, size, config.device, plan))
             write_json(config.output / "results.json", results)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Trains and measures; writes results.json whenever more is known, and returns it."""
+    source, task, params, attention, results = prepare(config)
+    for name, (method, trained) in METHODS.items():
+        if not trained:
+            continue
+        if config.checkpoint is None and GOLDEN.exists():
+            variables = {"params": params[config.seed]["bert"]}
+            encode = partial(Bert(source.config, Compute(method)).apply, variables)
+            difference = check_hidden_states(encode)
+            print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
+        compute = Compute(method, jnp.dtype(config.dtype), attention=attention)
+        model = source.family.build(source.config, compute)
+        results["runs"][name] = []
+        for each in finetune(name, model, params, task, config):
+            results["runs"][name].append(each)
+            write_json(config.output / "results.json", results)
+    write_memory(results, partial(work_of, source), tuple(METHODS), config)
     return results
 
 
-def main() -> int:
+def main(config_type: type[Config] = Config, run: Callable[[Any], dict[str, Any]] = run) -> int:
     """Runs the command line; returns the exit status."""
     # A shell starts background jobs with Ctrl-C ignored; this one can always be stopped.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
     try:
         results = run(config)
         plot(results, config.output / "results.png")

@@ -1,21 +1,10 @@
 """Training memory for JAX and Flax: activations and norms that keep less for the backward."""
 
-from lowmembp_jax import memory, nnx
-from lowmembp_jax.activations import gelu, regelu2, resilu2, silu, step_activation
-from lowmembp_jax.checkpointing import RESIDUAL_NAMES, checkpoint_policy
-from lowmembp_jax.codes import StepTable, pack_2bit, unpack_2bit
-from lowmembp_jax.compressed_module import compress_module
-from lowmembp_jax.compression import compress, products_saveable
-from lowmembp_jax.fidelity import Fidelity, gradient_distance, gradient_fidelity
-from lowmembp_jax.fitting.step_fitting import derivative_error, fit_step_table
-from lowmembp_jax.gated import geglu, swiglu
-from lowmembp_jax.implementations import IMPLEMENTATIONS, set_implementation
-from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm, ReGELU2, ReSiLU2
-from lowmembp_jax.merging import MergeRule, merge_norm_affine
-from lowmembp_jax.norms import ms_layer_norm, ms_rms_norm
-from lowmembp_jax.patch_report import PatchReport
-from lowmembp_jax.patching import patch
-from lowmembp_jax.step_tables import REGELU2_TABLE, RESILU2_TABLE, STEP_TABLES
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowmembp_jax.api import *
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -56,3 +45,15 @@ __all__ = [
     "swiglu",
     "unpack_2bit",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports JAX and Flax with the first name that is used: `lowmembp --help` needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.api"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lowmembp_jax.errors import GivenError
 
-class NoSuchFunctionError(ValueError):
+
+class NoSuchFunctionError(GivenError):
     """What was named is not there; the message says what is."""
 
 
@@ -22,7 +24,8 @@ def function_of_file(argument: str, given: str) -> Callable[..., Any]:
       given: the path, a colon, and the function's name.
 
     Raises:
-      NoSuchFunctionError: no such file or function. What the file itself raises is left alone.
+      NoSuchFunctionError: no such file or function, or the file is no Python. What the file
+        itself raises is left alone.
     """
     where, _, name = given.rpartition(":")
     path = Path(where)
@@ -35,7 +38,12 @@ def function_of_file(argument: str, given: str) -> Callable[..., Any]:
         raise NoSuchFunctionError(f"{argument}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise NoSuchFunctionError(
+            f"{argument}: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]

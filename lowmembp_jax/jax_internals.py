@@ -4,10 +4,17 @@ from types import CellType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+# A callback is lowered for GPUs of this process only, of which there may be none.
+from jax._src.callback import io_callback_p, pure_callback_p
 
 # A kernel does not say along which axes of the mesh its results differ: inside a shard_map that
 # checks this, it must be called unchecked.
 from jax._src.config import _check_vma as check_vma  # noqa: F401
+from jax._src.debugging import debug_callback_p, debug_print_p
+from jax._src.interpreters.mlir import LoweringParameters
+from jax.interpreters import mlir
 
 #: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
 #: them, and the public function of theirs that was called.
@@ -31,3 +38,30 @@ def cache_miss(jitted: Any) -> CellType:
     references to `jax.nn.silu`, which is jitted: only here `lm.patch` sees each of its calls.
     """
     return jitted._cache_miss.__closure__[0]
+
+
+def lower_without_callbacks(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, list[str]]:
+    """Lowers with zeros for what callbacks return, and tells which callbacks there were.
+
+    Args:
+      traced: by `jax.jit(fn).trace(...)`.
+
+    Returns:
+      What `traced.lower()` does but for the callbacks; and their names, such as "debug_print".
+    """
+    found: list[str] = []
+
+    def zeros(ctx, *args, **params):
+        found.append(ctx.primitive.name)
+
+        def results(*args):
+            # What the callback would read stays alive until here.
+            made = [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]
+            return jax.lax.optimization_barrier((made, args))[0]
+
+        return mlir.lower_fun(results, multiple_results=True)(ctx, *args)
+
+    callbacks = (debug_callback_p, debug_print_p, io_callback_p, pure_callback_p)
+    rules: Any = tuple((callback, zeros) for callback in callbacks)
+    parameters = LoweringParameters(override_lowering_rules=rules)
+    return traced.lower(_private_parameters=parameters), found

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 # {name}, or {name+1} and {name-1} on the Denses' side.
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)([+-]\d+)?\}")
@@ -87,7 +88,8 @@ def merge_norm_affine(
         where only that fits the Denses, they are features). Denses hold `kernel`
         `[D, *outputs]` and perhaps `bias` `[*outputs]`, with the same L in front when stacked;
         D may be split into several leading axes, as by DenseGeneral. Leaves are NumPy or JAX
-        arrays, `jax.ShapeDtypeStruct`s, or boxes around one such as `nn.Partitioned`.
+        arrays, `jax.ShapeDtypeStruct`s, or boxes around one, `nn.Partitioned` or `nnx.Param`.
+        Integers in paths, as of an `nnx.List`, are written like names: "blocks/{i}/norm1".
       rules: norm path -> Dense path(s), or `MergeRule`s, which say what the paths may hold.
 
     Returns:
@@ -103,6 +105,8 @@ def merge_norm_affine(
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"merge_norm_affine: params must be a mapping, got {type(params).__name__}")
+    if isinstance(params, nnx.State):  # states in a state are another tree than dicts in it
+        return nnx.State(merge_norm_affine(_as_dicts(params), rules))
     if isinstance(params.get("params"), Mapping):
         return _like(params, {**params, "params": merge_norm_affine(params["params"], rules)})
     modules = dict(_modules(params, ""))
@@ -125,6 +129,10 @@ def merge_norm_affine(
     for dense, (norm, checked) in merges.items():
         edits[dense] = _fold(norms[norm], dense, modules[dense], *checked)
     return _rebuild(params, "", edits)
+
+
+def _as_dicts(node: Any) -> Any:
+    return {k: _as_dicts(v) for k, v in node.items()} if isinstance(node, Mapping) else node
 
 
 def _as_rules(rules) -> list[MergeRule]:
@@ -285,7 +293,7 @@ def _fold(
     shape = kernel.shape
     out_shape = shape[:stack] + shape[stop:]
     if isinstance(kernel, jax.ShapeDtypeStruct):
-        added = {"bias": jax.ShapeDtypeStruct(out_shape, kernel.dtype)}
+        added = {"bias": _boxed(module["kernel"], jax.ShapeDtypeStruct(out_shape, kernel.dtype))}
         return module if bias is None or shift is not None else {**module, **added}
     layers, inputs, outputs = map(math.prod, (shape[:stack], shape[stack:stop], shape[stop:]))
     weight = _float64(kernel).reshape(layers, inputs, outputs)
@@ -294,11 +302,17 @@ def _fold(
         moved = (_float64(bias).reshape(layers, 1, inputs) @ weight).reshape(out_shape)
         moved = moved if shift is None else moved + _float64(shift)
         like = kernel if shift is None else shift
-        new["bias"] = _replace(rule, f"{dense}/bias", module.get("bias", like), like, moved)
+        box = module["bias"] if shift is not None else _boxed(module["kernel"], kernel)
+        new["bias"] = _replace(rule, f"{dense}/bias", box, like, moved)
     if scale is not None:
         weight = (weight * _float64(scale).reshape(layers, inputs, 1)).reshape(shape)
         new["kernel"] = _replace(rule, f"{dense}/kernel", module["kernel"], kernel, weight)
     return new
+
+
+def _boxed(kernel: Any, bias: Any) -> Any:
+    """A bias that is new, in a variable where its kernel is in one; not with its shardings."""
+    return type(kernel)(bias) if isinstance(kernel, nnx.Variable) else bias
 
 
 def _float64(leaf: Any) -> np.ndarray:

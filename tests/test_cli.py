@@ -10,6 +10,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+from lowmembp_jax.memory.planning.factories import load_factory
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 gpu_compiler = pytest.mark.gpu_compiler
@@ -57,6 +58,14 @@ def test_residuals(run, tmp_path):
     assert totals["default"] - totals["lowmembp"] > 2 * 256 * 256 * 2 * 0.8
 
 
+def test_residuals_ask_for_the_loss(run):
+    assert run("residuals", "--model", f"{FILE}:nnx_loss")[0] == 0
+    for function in ("mlp", "jitted", "nnx_mlp"):
+        status, _, err = run("residuals", "--model", f"{FILE}:{function}")
+        assert status == 2
+        assert f":{function} gives a training step: return the loss that it differentiates" in err
+
+
 @gpu_compiler
 def test_plan_of_a_model_of_ones_own(run, tmp_path):
     out_json, plot = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -76,6 +85,19 @@ def test_plan_of_a_model_of_ones_own(run, tmp_path):
 
 
 @gpu_compiler
+@pytest.mark.parametrize("function", ["jitted", "nnx_mlp"])
+def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
+    out_json = tmp_path / "plan.json"
+    model = f"{FILE}:{function}"
+    assert run("plan", "--model", model, "--batch", 8192, "--json", out_json)[0] == 0
+    default, ours = (one["plan"] for one in json.loads(out_json.read_text())["methods"])
+    for plan in (default, ours):
+        assert plan["parts"]["outputs"] < 1024
+        assert plan["parts"]["parameters"] >= 2 * 4 * 64 * 64 * 4
+    assert ours["peak"] < default["peak"]
+
+
+@gpu_compiler
 def test_one_method_in_detail(run):
     status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
     assert status == 0
@@ -83,24 +105,40 @@ def test_one_method_in_detail(run):
         assert text in out
 
 
+@gpu_compiler
+def test_budget(run):
+    base = ("plan", "--model", f"{FILE}:mlp", "--batch", 8192)
+    status, out, err = run(*base, "--budget", "25MB")
+    assert status == 0
+    assert err.count("planning") == 2  # the largest batch is not looked for
+    assert "lowmembp: the fastest of those that fit" in out and "with lm.patch():" in out
+    assert out.count("does not fit") == 1
+
+    status, out, err = run(*base, "--budget", "1kB", "--json", "-")
+    assert status == 3
+    assert "no method fits in 1,000 B: the smallest peak is" in err
+    data = json.loads(out)
+    assert data["fastest"] is None
+    assert [one["plan"]["fits"] for one in data["methods"]] == [False, False]
+
+
 @pytest.mark.slow
 @gpu_compiler
-def test_budget(run, tmp_path):
-    base = ("plan", "--model", f"{FILE}:mlp", "--method", "default", "--batch", 8192)
+def test_largest_batch(run, tmp_path):
     out_json = tmp_path / "plan.json"
-    status, out, _ = run(*base, "--budget", "40MB", "--json", out_json)
+    status, out, err = run(
+        "plan", "--model", f"{FILE}:mlp", "--method", "default", "--batch", 8192, "--largest-batch",
+        "--budget", "40MB", "--json", out_json,
+    )  # fmt: skip
     assert status == 0
+    assert err.count("planning") <= 8
     (one,) = json.loads(out_json.read_text())["methods"]
     largest = one["largest_batch"]
-    assert largest % 8192
-    assert f"{largest:,}" in out
+    assert largest % 8 == 0 and largest % 8192
+    assert f"largest batch that fits: {largest:,}" in out
     assert one["largest_plan"]["peak"] <= 40_000_000
-    workload = cli.load_factory(f"{FILE}:mlp")("default", largest + 1)
+    workload = load_factory(f"{FILE}:mlp")("default", largest + 8)
     assert lm.memory.plan(workload.step, *workload.args).peak > 40_000_000
-
-    status, out, _ = run(*base, "--budget", "1kB")
-    assert status == 3
-    assert "does not fit" in out
 
 
 def test_fit(run, tmp_path):
@@ -147,7 +185,7 @@ def test_usage_errors_of_fit(run, arguments, message):
     [
         (["--model", "vit-b17"], "model='vit-b17' is not known: accepted are vit-ti16, vit-b16"),
         (["--model", "nowhere.py:step"], "there is no file nowhere.py"),
-        (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, fixed"),
+        (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, jitted"),
         (["--model", f"{FILE}:nothing"], "nothing must return a lm.memory.Workload or a pair"),
         (["--model", f"{FILE}:mlp", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["--model", f"{FILE}:mlp", "--method", "dots"], "it can have only default and lowmembp"),
@@ -157,7 +195,11 @@ def test_usage_errors_of_fit(run, arguments, message):
         (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
         (["--model", f"{FILE}:mlp", "--devices", "9"], "--devices must be 1 to 8, got 9"),
         (["--model", f"{FILE}:mlp", "--budget", "24 apples"], "'24 apples' is not a size"),
-        (["--model", f"{FILE}:fixed", "--budget", "24GB"], "--batch is needed"),
+        (["--model", f"{FILE}:mlp", "--budget", "24"], "with one of B, KB, KiB, MB, MiB, GB, GiB"),
+        (["--model", f"{FILE}:fixed", "--largest-batch"], "--batch is needed"),
+        (["--model", f"{FILE}:mlp", "--devices", "3"], "multiple of --devices 3, which share it"),
+        (["--model", f"{FILE.parent}/no_python.txt:f"], "is no Python file"),
+        (["--model", f"{FILE}:keywords"], "keywords.<locals>.step(params, *, x)"),
         (["--model", f"{FILE}:mlp", "--plot", "/nowhere/plan.png"], "no folder /nowhere"),
         (["--model", f"{FILE}:mlp", "--plot", "plan.doc"], "--plot must end in"),
         (["--model", "vit-b16", "--train", "half"], "train='half'"),
@@ -195,3 +237,11 @@ def test_missing_compiler(run, monkeypatch):
     status, _, err = run("plan", "--model", f"{FILE}:mlp")
     assert status == 4
     assert "jax-cuda12-pjrt" in err
+
+
+def test_a_file_that_is_no_python(run, tmp_path):
+    (tmp_path / "model.py").write_text("import jax\ndef step(:\n")
+    status, out, err = run("plan", "--model", f"{tmp_path / 'model.py'}:step")
+    assert (status, out) == (2, "")
+    assert f"model: {tmp_path / 'model.py'}, line 2: invalid syntax" in err
+    assert err.count("\n") == 1

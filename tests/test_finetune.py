@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from lowmembp_examples.data.tokenizer import load_tokenizer
 from lowmembp_examples.models.bert import Bert
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.source import find_source, initial_params, model_inputs
-from safetensors.numpy import load_file, save_file
+from tiny_models import small_bert
 
 PLAIN, OURS = "plain Flax", "lowmembp_jax"
 pytestmark = pytest.mark.usefixtures("jax_defaults")
@@ -27,29 +28,8 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Options for a small run: corners of MiniLM's matrices, 2 layers of 2 heads, with a classifier
-    of another task; two files."""
-    directory = tmp_path_factory.mktemp("bert")
-    minilm = minilm_directory()
-    (directory / "tokenizer.json").symlink_to(minilm / "tokenizer.json")
-    config = json.loads((minilm / "config.json").read_text())
-    config |= {"hidden_size": 32, "intermediate_size": 64}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 2}
-    (directory / "config.json").write_text(json.dumps(config))
-    sizes = {384: 32, 1536: 64}
-    tensors = {
-        f"bert.{name}": tensor[tuple(slice(sizes.get(size, size)) for size in tensor.shape)].copy()
-        for name, tensor in load_file(minilm / "model.safetensors").items()
-        if not any(f"layer.{index}." in name for index in range(2, 6))
-    }
-    tensors["classifier.weight"] = np.zeros((2, 32), np.float32)
-    tensors["classifier.bias"] = np.array([100, -100], np.float32)
-    save_file(tensors, directory / "model.safetensors")
-    lines = "what a fine film\tgood\na dull mess\tbad\n"
-    (directory / "train.tsv").write_text(4 * lines)
-    (directory / "dev.tsv").write_text(lines)
-    files = ("--train", directory / "train.tsv", "--dev", directory / "dev.tsv")
-    return ("--checkpoint", directory, *files, "--batch-size", 4, "--max-tokens", 8)
+    """Options for a small run."""
+    return small_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -98,7 +78,8 @@ def test_the_memory_of_a_gpu_is_planned(small, monkeypatch, tmp_path):
     monkeypatch.setattr(finetune, "METHODS", {PLAIN: ("default", True), OURS: ("lowmembp", True)})
     source = find_source(None, small[1], None)
     size = {"batch": 512, "tokens": 32, "dtype": "float32"}
-    memory = finetune.measure(source, size, "h200", plan=True)
+    work = partial(finetune.work_of, source, size, "h200")
+    memory = finetune.measure(work, (PLAIN, OURS), size, "h200", plan=True)
     assert memory["kept_bytes"][OURS] < memory["kept_bytes"][PLAIN]
     assert memory["peak_bytes"][OURS] < 0.9 * memory["peak_bytes"][PLAIN]
 
@@ -211,10 +192,11 @@ def test_hidden_states_are_pytorchs():
     tokens = tokenize(text, load_tokenizer(minilm_directory()), 9, ["a", "b"])
     np.testing.assert_array_equal(tokens.input_ids, golden["input_ids"])
     for method in ("default", "lowmembp"):
-        assert check_hidden_states(Bert(source.config, Compute(method)), params) < 2e-5
+        bert = partial(Bert(source.config, Compute(method)).apply, {"params": params})
+        assert check_hidden_states(bert) < 2e-5
     params["embeddings_norm"]["scale"] = 1.1 * params["embeddings_norm"]["scale"]
     with pytest.raises(RuntimeError, match="away from PyTorch's"):
-        check_hidden_states(Bert(source.config), params)
+        check_hidden_states(partial(Bert(source.config).apply, {"params": params}))
 
 
 def test_stdlib_docs_are_balanced_split_and_do_not_name_their_package():

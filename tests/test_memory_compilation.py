@@ -149,7 +149,7 @@ def test_the_environment_is_left_as_it_was(first):
 
 
 def test_missing_wheels_say_how_to_install_them(monkeypatch):
-    monkeypatch.setattr(lm.memory.devices, "_WHEELS", ({"no_such_module": "no-such-wheel"},))
+    monkeypatch.setattr(lm.memory.devices, "WHEELS", ({"no_such_module": "no-such-wheel"},))
     lm.memory.topology.cache_clear()
     with pytest.raises(ImportError, match=r"needs no-such-wheel: pip install 'lowmembp_jax\[plan"):
         lm.memory.compile_for(loss, X)
@@ -185,5 +185,7 @@ def test_missing_cudnn_says_how_to_install_it(monkeypatch):
         "find_spec",
         lambda name: None if name == "nvidia.cudnn" else find_spec(name),
     )
-    with pytest.raises(ImportError, match=r"needs nvidia-cudnn-cu12: pip install 'lowmembp_jax"):
+    with pytest.raises(
+        ImportError, match=r"needs nvidia-cudnn-cu12 or -cu13: pip install 'lowmembp_jax"
+    ):
         lm.memory.compile_for(cudnn_attention, QKV)

@@ -33,7 +33,7 @@ def test_same_as_trying_all(shape, multiple):
         while peak(expected + multiple) <= budget:
             expected += multiple
         start = rng.choice([1, 8, 64])
-        found, calls = run(peak, budget, start=start, multiple=multiple)
+        found, calls = run(peak, budget, start=start, multiple=multiple, most=1000)
         assert len(set(calls)) == len(calls)
         assert found == expected, (fixed, each, budget, start)
 
@@ -48,3 +48,12 @@ def test_nothing_fits():
     found, calls = run(lambda batch: 10 + batch, 5, start=64)
     assert found == 0
     assert min(calls) == 1
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_few_compilations_give_a_batch_that_fits(most):
+    peaks = lambda batch: 100 + batch**2  # noqa: E731
+    found, calls = run(peaks, 10**6, start=64, multiple=8, most=most)
+    assert len(calls) == most
+    assert found in calls and peaks(found) <= 10**6 and found % 8 == 0
+    assert found == max(batch for batch in calls if peaks(batch) <= 10**6)

@@ -206,12 +206,15 @@ class BertClassifier(nn.Module):
             pooled = nn.Dense(self.config.hidden_size, **dtypes, name="pooler")(hidden[:, 0])
             pooled = jnp.tanh(pooled).astype(jnp.float32)
         else:
-            pooled = _mean(hidden, lengths)
+            pooled = mean_over_tokens(hidden, lengths)
         dtypes = {"dtype": jnp.float32, "param_dtype": self.compute.param_dtype}
         return nn.Dense(self.config.num_labels, **dtypes, name="classifier")(pooled)
 
 
-def _mean(hidden, lengths):
+def mean_over_tokens(
+    hidden: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"] | None
+) -> Float[Array, "batch hidden"]:
+    """The mean state of each text, float32; padding counts nowhere."""
     tokens = hidden.shape[1]
     if lengths is None:
         lengths = jnp.full(hidden.shape[:1], tokens)

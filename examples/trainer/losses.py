@@ -46,13 +46,28 @@ def make_loss(task: str, model: nn.Module) -> LossFn:
             correct = jnp.zeros_like(losses)
         else:
             logits = model.apply(variables, *_INPUTS[task](batch))
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            weights = batch.mask.astype(jnp.float32)
-            correct = (logits.argmax(-1) == batch.labels).astype(jnp.float32)
-        totals = Totals((losses * weights).sum(), weights.sum(), (correct * weights).sum())
+            return mean_and_totals(logits, batch)
+        totals = _sums(losses, weights, correct)
         return totals.loss / totals.count, totals
 
     return loss
+
+
+def mean_and_totals(logits: Float[Array, "batch classes"], batch: Any) -> tuple[Any, Totals]:
+    """The mean cross-entropy of a classifier's logits, and `Totals`.
+
+    Args:
+      logits: float32.
+      batch: has the labels, and a mask that is False for what only fills the batch up.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    correct = (logits.argmax(-1) == batch.labels).astype(jnp.float32)
+    totals = _sums(losses, batch.mask.astype(jnp.float32), correct)
+    return totals.loss / totals.count, totals
+
+
+def _sums(losses, weights, correct) -> Totals:
+    return Totals((losses * weights).sum(), weights.sum(), (correct * weights).sum())
 
 
 def scores(task: str, totals: Totals) -> dict[str, float | None]:

@@ -17,7 +17,6 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from lowmembp_examples.data.language import Bytes
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
-from lowmembp_examples.trainer.step import TrainState
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 _CHECKSUMS = "sha256.json"
@@ -104,7 +103,7 @@ def _write_config(directory: Path, config: dict[str, Any], resume: bool) -> None
 
 
 class Checkpoints:
-    """Orbax checkpoints of a `TrainState`, written while the training goes on.
+    """Orbax checkpoints of a pytree, such as a `TrainState`, written while the training goes on.
 
     A checkpoint is renamed when it is complete, with the checksums of its files in it: one that a
     kill left unfinished is not seen, one that is damaged is not used.
@@ -128,7 +127,7 @@ class Checkpoints:
             names = {str(path.relative_to(directory)) for path in files} - {"_CHECKPOINT_METADATA"}
             write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in names})
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: Any, step: int) -> None:
         """Begins to write, and returns; waits first for the one before.
 
         Raises:
@@ -141,7 +140,7 @@ class Checkpoints:
             with self._one_error():
                 self._manager.save(step, args=ocp.args.StandardSave(state))
 
-    def restore(self, abstract: TrainState) -> TrainState | None:
+    def restore(self, abstract: Any) -> Any:
         """The newest that is not damaged, or None where there is none at all; says what is damaged.
 
         Args:

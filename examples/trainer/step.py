@@ -118,7 +118,9 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _is_matrix(path: Any, _: Any) -> bool:
-    return path[-1].key in ("kernel", "embedding", "kernel_lora_a", "kernel_lora_b")
+    # What is inside of an NNX variable has an entry without a key.
+    name = [entry.key for entry in path if hasattr(entry, "key")][-1]
+    return name in ("kernel", "embedding", "kernel_lora_a", "kernel_lora_b")
 
 
 def init_state(

@@ -1,9 +1,13 @@
 """What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
 
+from lowmembp_jax.memory.choice import Choice as Choice
+from lowmembp_jax.memory.choice import NothingFitsError as NothingFitsError
+from lowmembp_jax.memory.choice import choose as choose
 from lowmembp_jax.memory.comparison import Comparison as Comparison
 from lowmembp_jax.memory.comparison import MethodPlan as MethodPlan
 from lowmembp_jax.memory.comparison import compare as compare
 from lowmembp_jax.memory.compilation import compile_for as compile_for
+from lowmembp_jax.memory.constants import StepError as StepError
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
 from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device

@@ -1,6 +1,8 @@
 """What each way to save memory costs and saves, for one training step."""
 
+import dataclasses
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -8,10 +10,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lowmembp_jax.memory.constants import check_call
 from lowmembp_jax.memory.plan import LoweredStep, Plan, lower_step, plan_lowered
 from lowmembp_jax.memory.planning.cache import cached_plan
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
 from lowmembp_jax.memory.planning.workload import METHODS, as_workload
+from lowmembp_jax.memory.sizes import as_bytes
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class MethodPlan:
     Attributes:
       method: its name.
       plan: of the step at the batch size that was asked for.
-      largest_batch: the largest batch whose peak is within the budget, None where it was not
-        searched for, 0 if not even the smallest is.
+      largest_batch: the largest batch that was found to be within the budget, None where it was
+        not searched for, 0 if none was.
       largest_plan: of the step at that batch size.
     """
 
@@ -47,7 +51,7 @@ class Comparison:
 
     Attributes:
       batch: the batch size of `MethodPlan.plan`, None where the factory decided.
-      budget: bytes a device may use, which `largest_batch` keeps to.
+      budget: bytes a device may use, to which `fits` and `largest_batch` keep.
       methods: one for each method.
     """
 
@@ -61,11 +65,32 @@ class Comparison:
     def __getitem__(self, method: str) -> MethodPlan:
         return {one.method: one for one in self.methods}[method]
 
+    @property
+    def fastest(self) -> MethodPlan | None:
+        """The method with the least estimated time among those that fit, None if none does."""
+        fitting = [one for one in self.methods if one.plan.fits]
+        return min(
+            fitting, key=lambda one: (one.plan.cost.estimated_seconds, one.plan.peak), default=None
+        )
+
+    @property
+    def smallest(self) -> MethodPlan:
+        """The method with the smallest peak."""
+        return min(self.methods, key=lambda one: one.plan.peak)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the plans leave out, memory and time, once each."""
+        every = (note for one in self for note in (*one.plan.notes, *one.plan.cost.notes))
+        return tuple(dict.fromkeys(every))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
+        fastest = self.fastest
         return {
             "batch": self.batch,
             "budget_bytes": self.budget,
+            "fastest": fastest and fastest.method,
             "methods": [one.to_dict() for one in self.methods],
         }
 
@@ -75,9 +100,9 @@ def compare(
     methods: Sequence[str] = METHODS,
     *,
     batch: int | None = None,
-    budget: int | None = None,
+    budget: int | str | None = None,
     find_largest_batch: bool = False,
-    batch_multiple: int = 1,
+    batch_multiple: int | None = None,
     cache: bool = True,
     progress: bool = True,
     **plan_options: Any,
@@ -90,17 +115,19 @@ def compare(
             return train_step, (abstract_params, abstract_opt_state, abstract_batch)
 
         comparison = lm.memory.compare(step_factory, ["default", "dots"], batch=64, device="h200")
-        comparison["dots"].plan.peak
+        comparison["dots"].plan.peak, comparison["dots"].plan.fits, comparison.fastest
 
     Args:
       step_factory: called with a method and a batch size; returns a step and the tuple of its
         abstract arguments, or a `lm.memory.Workload`.
       methods: names that the factory knows; those of `lm.memory.METHODS` by default.
       batch: the batch size to compare at; None leaves it to the factory.
-      budget: bytes a device may use; the device's usable memory by default.
-      find_largest_batch: look for the largest batch within the budget, for each method: some 5
-        more compilations each.
-      batch_multiple: of which the largest batch is one, for instance the number of devices.
+      budget: bytes a device may use, or a size such as "24GB"; `fits` is about it. The device's
+        usable memory by default.
+      find_largest_batch: look for the largest batch within the budget, for each method: 8
+        compilations each at most, after which it is the largest to a percent or so.
+      batch_multiple: of which the largest batch is one, for instance the number of devices; by
+        default 8, or what of 8 divides `batch`.
       cache: keep plans in `lm.memory.plan_cache_directory()`, so that the same program is
         compiled once.
       progress: print a line to stderr for each plan that is made.
@@ -110,7 +137,8 @@ def compare(
       A `Comparison`.
 
     Raises:
-      ValueError: what the factory returns is no step with arguments; or as `lm.memory.plan`.
+      ValueError: what the factory returns is no step with arguments that it can be called with;
+        or as `lm.memory.plan`.
       ImportError: as `lm.memory.plan`.
     """
     if not methods:
@@ -121,8 +149,13 @@ def compare(
         if value is not None and value < 1:
             raise ValueError(f"compare: {name} must be at least 1, got {value}")
 
+    limit = as_bytes("compare: budget", budget)
+    multiple = batch_multiple or math.gcd(batch or 8, 8)
+
     # What is wrong with the factory shows before minutes of compilation.
     workloads = {(m, batch): as_workload(step_factory(m, batch), "step_factory") for m in methods}
+    for workload in workloads.values():
+        check_call(workload.step, workload.args)
     plans: dict[tuple[str, int | None], Plan] = {}
     largest: dict[str, int] = {}
 
@@ -131,8 +164,8 @@ def compare(
         yield batch
         if not find_largest_batch:
             return
-        limit = plans[method, batch].usable if budget is None else budget
-        search = largest_batch(limit, start=batch or 1, multiple=batch_multiple)
+        most = plans[method, batch].limit
+        search = largest_batch(most, start=batch or 1, multiple=multiple)
         try:
             size = next(search)
             while True:
@@ -148,13 +181,14 @@ def compare(
         options = dict(plan_options)
         if options.get("mesh") is not None:
             options.setdefault("in_shardings", workload.in_shardings)
-        return lower_step(
-            workload.step,
-            *workload.args,
-            donate=workload.donate_argnums or None,
-            parts=workload.parts,
-            **options,
-        )
+        with workload.context():
+            return lower_step(
+                workload.step,
+                *workload.args,
+                donate=workload.donate_argnums or None,
+                parts=workload.parts,
+                **options,
+            )
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -175,14 +209,15 @@ def compare(
             ready = []
             for future in done:
                 key = compiling.pop(future)
-                plans[key] = future.result()
+                plans[key] = dataclasses.replace(future.result(), budget=limit)
                 ready.append(key[0])
     finally:
-        pool.shutdown(cancel_futures=True)
+        # Of an error or Ctrl-C one hears at once: XLA cannot be interrupted.
+        pool.shutdown(wait=False, cancel_futures=True)
     rows = [
         MethodPlan(m, plans[m, batch], largest[m], plans.get((m, largest[m])))
         if m in largest
         else MethodPlan(m, plans[m, batch])
         for m in methods
     ]
-    return Comparison(batch, rows[0].plan.usable if budget is None else budget, tuple(rows))
+    return Comparison(batch, rows[0].plan.limit, tuple(rows))

@@ -31,17 +31,20 @@ _SOURCES = {
 DEVICES: tuple[str, ...] = tuple(_SOURCES)
 
 # FLOPs a clock and multiprocessor of the tensor cores, dense, with float32 accumulation: of 16-bit
-# floats, relative to which TF32 has half and 8-bit floats twice the rate, and the dtypes there are.
-_F8 = ("f8e4m3fn", "f8e5m2")
-_MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...]]] = {
-    (7, 0): (1024, ("f16",)),
-    (7, 5): (1024, ("f16",)),
-    (8, 0): (2048, ("f16", "bf16", "f32")),
-    (8, 6): (1024, ("f16", "bf16", "f32")),
-    (8, 9): (1024, ("f16", "bf16", "f32", *_F8)),
-    (9, 0): (4096, ("f16", "bf16", "f32", *_F8)),
-    (10, 0): (8192, ("f16", "bf16", "f32", *_F8)),
-    (12, 0): (1024, ("f16", "bf16", "f32", *_F8)),
+# floats, relative to which TF32 has half and 8 bits twice the rate, and the dtypes there are; and
+# of float64, on tensor cores (8.0, 9.0, 10.0) or without.
+_INT8 = ("s8", "u8")
+_AMPERE = ("f16", "bf16", "f32", *_INT8)
+_HOPPER = (*_AMPERE, "f8e4m3fn", "f8e5m2")
+_MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...], int]] = {
+    (7, 0): (1024, ("f16",), 64),
+    (7, 5): (1024, ("f16", *_INT8), 4),
+    (8, 0): (2048, _AMPERE, 128),
+    (8, 6): (1024, _AMPERE, 4),
+    (8, 9): (1024, _HOPPER, 4),
+    (9, 0): (4096, _HOPPER, 256),
+    (10, 0): (8192, _HOPPER, 128),
+    (12, 0): (1024, _HOPPER, 4),
 }
 # GHz behind the published matrix rates where the highest clock is above it.
 _MATRIX_CLOCK = {(9, 0): 1.83, (10, 0): 1.856}
@@ -57,7 +60,7 @@ _PALLAS_KINDS = {
 }
 
 #: XLA's GPU compiler: modules and the wheels that have them, for CUDA 12 and for CUDA 13.
-_WHEELS = (
+WHEELS = (
     {
         "jax_cuda12_plugin": "jax-cuda12-plugin",
         "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
@@ -82,8 +85,9 @@ class Device:
       memory_bytes: what CUDA reports, a little less than is printed on the box.
       bandwidth: of that memory, bytes/s.
       matrix_flops: FLOP/s of dense matrix products with float32 accumulation, by HLO dtype of
-        the operands. "f32" is TF32, which JAX uses by default. A dtype that is not there has no
-        matrix units and runs at `vector_flops`.
+        the operands. "f32" is TF32, which JAX uses by default. "f64" is the rate of float64 with
+        matrix units or without. Another dtype that is not there has no matrix units and runs at
+        `vector_flops`.
       vector_flops: float32 FLOP/s of everything else, a fused multiply-add counted as two.
       source: where the numbers are published.
     """
@@ -114,7 +118,7 @@ def missing_wheels() -> list[str]:
         except ModuleNotFoundError:
             return True
 
-    missing = [[w for module, w in wheels.items() if absent(module)] for wheels in _WHEELS]
+    missing = [[w for module, w in wheels.items() if absent(module)] for wheels in WHEELS]
     return min(missing, key=len)
 
 
@@ -165,19 +169,21 @@ def get_device(device: str | os.PathLike[str]) -> Device:
             f"accepted are {known}"
         )
     cores, clock = int(field("core_count")), float(field("clock_rate_ghz")) * 1e9
-    per_clock, dtypes = _MATRIX[capability]
+    per_clock, dtypes, per_clock_f64 = _MATRIX[capability]
     description = field("device_description_str")
+    relative = {"f32": 0.5, "f8e4m3fn": 2.0, "f8e5m2": 2.0, "s8": 2.0, "u8": 2.0}
     if "GeForce" in description:
         per_clock //= 2
+        relative |= dict.fromkeys(_INT8, 4.0)  # integers are accumulated at the full rate
     matrix = cores * per_clock * min(clock, _MATRIX_CLOCK.get(capability, float("inf")) * 1e9)
-    relative = {"f32": 0.5, "f8e4m3fn": 2.0, "f8e5m2": 2.0}
+    rates = {dtype: matrix * relative.get(dtype, 1.0) for dtype in dtypes}
     return Device(
         name=str(device),
         description=description,
         capability=capability,
         memory_bytes=int(field("device_memory_size")),
         bandwidth=float(field("memory_bandwidth")),
-        matrix_flops={dtype: matrix * relative.get(dtype, 1.0) for dtype in dtypes},
+        matrix_flops=rates | {"f64": float(cores * per_clock_f64 * clock)},
         vector_flops=2.0 * cores * int(field("fpus_per_core")) * clock,
         source=_SOURCES.get(str(device), f"target description {device}"),
     )
@@ -225,7 +231,7 @@ def topology(
     try:
         return describe()
     except NotImplementedError:
-        plugins = (module for wheels in _WHEELS for module in wheels if "jax_plugins" in module)
+        plugins = (module for wheels in WHEELS for module in wheels if "jax_plugins" in module)
         importlib.import_module(next(filter(importlib.util.find_spec, plugins))).initialize()
         return describe()
     finally:

@@ -1,65 +1,79 @@
-"""Plans as stacked bars: memory by part, a bar a method."""
+"""Pictures of plans: one plan's memory by part, and methods by memory and time."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.plan import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
-# Told apart by hatching as well as by lightness, so that print and colour blindness do no harm.
-_STYLE = dict(
-    zip(
-        PARTS,
-        [
-            *(("0.25", ""), ("0.45", "//"), ("0.6", ".."), ("0.7", "xx")),
-            *(("0.95", ""), ("0.85", "--"), ("1.0", "oo")),
-        ],
-        strict=True,
-    )
-)
+_GIB = 2**30
 
 
-def plot_plans(plans: Mapping[str, Plan], path: Path, title: str, budget: int) -> None:
-    """Writes a bar a method, its parts stacked, with a line at the budget.
+def plot_plan(plan: Plan, path: Path, title: str) -> None:
+    """Writes a bar for each part of the memory.
 
     Args:
-      plans: by method.
+      plan: of one method.
       path: of the image; its suffix is the format, one that matplotlib writes.
       title: above the bars.
-      budget: bytes a device may use.
     """
-    figure = Figure(figsize=(9, 1.6 + 0.5 * len(plans)), layout="constrained")
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
-    gib = 2**30
-    start = dict.fromkeys(plans, 0.0)
-    for part in PARTS:
-        sizes = {method: getattr(plan, part) / gib for method, plan in plans.items()}
-        if not any(sizes.values()):
-            continue
-        axes.barh(
-            list(plans),
-            list(sizes.values()),
-            left=list(start.values()),
-            label=part.replace("_", " "),
-            facecolor=_STYLE[part][0],
-            hatch=_STYLE[part][1],
-            edgecolor="black",
-            linewidth=0.7,
-        )
-        start = {method: start[method] + size for method, size in sizes.items()}
-    for method, plan in plans.items():
-        axes.annotate(
-            f" {format_bytes(plan.peak)}", (start[method], method), va="center", fontsize=9
-        )
-    widest = max(start.values())
-    if budget / gib < 2 * widest:  # further away, it would leave the bars no room
-        axes.axvline(budget / gib, color="black", linestyle="--", label="budget")
-        widest = max(widest, budget / gib)
-    axes.set_xlim(0, 1.15 * widest)
+    sizes = {part.replace("_", " "): getattr(plan, part) for part in PARTS}
+    bars = axes.barh(
+        list(sizes), [size / _GIB for size in sizes.values()], facecolor="0.7", edgecolor="black"
+    )
+    axes.bar_label(bars, [f" {format_bytes(size)}" for size in sizes.values()], fontsize=9)
+    axes.margins(x=0.2)
     axes.invert_yaxis()
     axes.set_xlabel("GiB on each device")
+    verdict = "fits in" if plan.fits else "does not fit in"
+    peak = f"peak {format_bytes(plan.peak)}, {verdict} {format_bytes(plan.limit)}"
+    axes.set_title(f"{title}\n{peak}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def pareto(comparison: Comparison) -> tuple[MethodPlan, ...]:
+    """The methods than which none takes both less memory and less time, the smallest first."""
+    front: list[MethodPlan] = []
+    for one in sorted(comparison, key=_memory_and_time):
+        if not front or _memory_and_time(one)[1] < _memory_and_time(front[-1])[1]:
+            front.append(one)
+    return tuple(front)
+
+
+def _memory_and_time(one: MethodPlan) -> tuple[float, float]:
+    """GiB at the peak, and milliseconds by the estimate."""
+    return one.plan.peak / _GIB, one.plan.cost.estimated_seconds * 1e3
+
+
+def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
+    """Writes a point for each method, and a line through those that no other beats in both.
+
+    Args:
+      comparison: of methods.
+      path: of the image; its suffix is the format, one that matplotlib writes.
+      title: above.
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    front = pareto(comparison)
+    axes.plot(*zip(*map(_memory_and_time, front), strict=True), color="0.6", linewidth=1, zorder=1)
+    for one in comparison:
+        memory, time = _memory_and_time(one)
+        face = "black" if one in front else "white"
+        axes.scatter(memory, time, facecolor=face, edgecolor="black", zorder=2)
+        axes.annotate(one.method, (memory, time), (5, 5), textcoords="offset points", fontsize=9)
+    limit = comparison.budget / _GIB
+    largest = max(_memory_and_time(one)[0] for one in comparison)
+    if limit < 2 * largest:  # further away, it would leave the points no room
+        axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="limit")
+        axes.legend(loc="upper right", fontsize=9)
+    axes.margins(0.15)
+    axes.set_xlabel("peak, GiB on each device")
+    axes.set_ylabel("time of a step, ms (estimate by the roofline)")
     axes.set_title(title, loc="left", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

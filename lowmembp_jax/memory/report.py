@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowmembp_jax.memory.comparison import Comparison
+from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
+from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.plan import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
@@ -23,32 +24,38 @@ def _table(title: str, *columns: str, left: Iterable[str] = ()) -> Table:
     return table
 
 
-def _verdict(plan: Plan, budget: int) -> str:
-    return "fits" if plan.peak <= budget else "does not fit"
+def _verdict(plan: Plan) -> str:
+    return "fits" if plan.fits else "does not fit"
 
 
-def _usable(plan: Plan, budget: int) -> str:
+def _limit(plan: Plan) -> str:
     count = f"{plan.device_count} x " if plan.device_count > 1 else ""
-    what = "usable" if budget == plan.usable else "budget"
+    what = "usable" if plan.budget is None else "budget"
     capacity = format_bytes(plan.device.memory_bytes)
-    return f"{count}{plan.device.description} ({capacity}), {format_bytes(budget)} {what}"
+    return f"{count}{plan.device.description} ({capacity}), {format_bytes(plan.limit)} {what}"
 
 
-def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> RenderableType:
+def _notes(*notes: str) -> Text:
+    return Text("\n".join((_ESTIMATE, *(f"Note: {note}." for note in notes))))
+
+
+def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableType:
     """One plan: its parts, what is live at the peak, and what the kernels do.
 
     Args:
-      plan: of one method.
+      one: the plan of one method.
       title: what was planned.
-      budget: bytes a device may use.
       largest: how many kinds of buffers at the peak to show.
     """
-    parts = _table(f"{title}\n{_usable(plan, budget)}", "part", "on each device", "of the peak")
+    plan = one.plan
+    parts = _table(f"{title}\n{_limit(plan)}", "part", "on each device", "of the peak")
     for name in PARTS:
         size = getattr(plan, name)
         parts.add_row(name.replace("_", " "), format_bytes(size), f"{size / plan.peak:.1%}")
     parts.add_section()
-    parts.add_row("peak", format_bytes(plan.peak), _verdict(plan, budget))
+    parts.add_row("peak", format_bytes(plan.peak), _verdict(plan))
+    if one.largest_batch is not None:
+        parts.caption = f"largest batch that fits: {one.largest_batch:,}"
 
     live = _table(
         "Largest at the peak, layers together", "size", "part", "arrays", "from",
@@ -65,8 +72,7 @@ def plan_report(plan: Plan, title: str, budget: int, largest: int = 12) -> Rende
         phases.add_row(name, *_work(part))
     phases.add_section()
     phases.add_row("step", *_work(cost))
-    notes = Text("\n".join((_ESTIMATE, *cost.notes)))
-    return Group(parts, live, phases, notes)
+    return Group(parts, live, phases, _notes(*plan.notes, *cost.notes))
 
 
 def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
@@ -89,7 +95,10 @@ def _work(cost) -> tuple[str, str, str, str]:
 
 
 def comparison_report(comparison: Comparison, title: str) -> RenderableType:
-    """One row a method: peak, its largest parts, bytes moved, FLOPs, time and largest batch."""
+    """One row a method: peak, its largest parts, bytes moved, FLOPs, time and largest batch.
+
+    Below are what the numbers leave out, and the fastest method that fits.
+    """
     first = comparison.methods[0].plan
     columns = [
         "method",
@@ -102,7 +111,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
     ]
     searched = comparison.methods[0].largest_batch is not None
     table = _table(
-        f"{title}\n{_usable(first, comparison.budget)}",
+        f"{title}\n{_limit(first)}",
         *columns,
         *(["largest batch"] if searched else []),
         "",
@@ -114,9 +123,13 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
             *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
             *_work(cost)[:3],
             *([f"{one.largest_batch:,}"] if searched else []),
-            _verdict(one.plan, comparison.budget),
+            _verdict(one.plan),
         )
-    return Group(table, Text(_ESTIMATE))
+    try:
+        outcome = str(fastest_of(comparison))
+    except NothingFitsError as error:
+        outcome = str(error)
+    return Group(table, _notes(*comparison.notes), Text(f"\n{outcome}"))
 
 
 def devices_report(devices: Iterable[Device]) -> RenderableType:

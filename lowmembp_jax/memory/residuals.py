@@ -1,16 +1,25 @@
 """What a function's backward keeps."""
 
+import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from lowmembp_jax.memory.planning.lost_work import has_backward, without_unused
+from lowmembp_jax.memory.planning.modules import of_states
 from lowmembp_jax.memory.saved_residuals.labels import Labels
 from lowmembp_jax.memory.saved_residuals.origin import Equations, Origin
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
 from lowmembp_jax.memory.saved_residuals.trace import Trace, trace
+
+
+class NotALossError(ValueError):
+    """Where a loss is asked for, a function computes gradients itself, as a training step does."""
 
 
 def _bits(dtype) -> int:
@@ -59,7 +68,9 @@ def _row(
 
 
 def residuals(
-    fn: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | tuple[int, ...] | nnx.DiffState | None = None,
 ) -> Residuals:
     """The arrays that the forward of `fn` keeps for its backward, and where each comes from.
 
@@ -70,12 +81,15 @@ def residuals(
     parts together.
 
     Args:
-      fn: the function that is differentiated, for instance the loss. Whatever `jax.jit` takes;
-        remat policies, scans and shardings count.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. Nothing is computed.
+      fn: the function that is differentiated, for instance the loss, and not the training step.
+        Whatever `jax.jit` takes; remat policies, scans and shardings count.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees, and NNX modules. Nothing
+        is computed.
       argnums: positions of the arguments that are differentiated, as for `jax.grad`. None: all;
         in either case the floating arrays in them. What only the gradient of another argument
-        would need is not kept: give the frozen parameters as an argument of their own.
+        would need is not kept: give the frozen parameters as an argument of their own. Of NNX
+        modules and states, `nnx.Param`s are differentiated, as by `nnx.grad`, or what an
+        `nnx.DiffState` says, such as `nnx.DiffState(0, nnx.LoRAParam)`.
 
     Returns:
       The table; `print` it, or take its `rows`, `total_bytes`, `by_op()` and `by_layer()`.
@@ -83,11 +97,21 @@ def residuals(
     Raises:
       TypeError: an argument is no array; nothing to differentiate in the arguments is floating;
         no output is floating.
-      ValueError: `argnums` are not positions of arguments.
+      ValueError: `argnums` are not positions of arguments; `fn` is a training step, which computes
+        gradients itself.
     """
-    traced = trace(fn, args, argnums)
+    fn, args = of_states(fn, args, is_loss=True)
+    plain = functools.cache(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
+    try:
+        traced = trace(fn, args, argnums)
+    except (NotImplementedError, TypeError):
+        # A step may have no second derivative, and return no arrays.
+        with contextlib.suppress(TypeError):
+            _refuse_step(fn, plain())
+        raise
+    _refuse_step(fn, plain())
     forward, backward = Equations(traced.jaxpr), Equations(traced.live)
-    labels = Labels(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
+    labels = Labels(plain)
     outputs = {forward.origin(var).key for var in traced.jaxpr.outvars}
     found: dict[tuple, tuple[Any, Origin, list[int]]] = {}
     for index, var in traced.kept.items():
@@ -106,8 +130,21 @@ def residuals(
     return Residuals(tuple(sorted(rows, key=lambda row: (row.kind != "kept", -row.bytes))))
 
 
+def _refuse_step(fn: Callable[..., Any], jaxpr: Any) -> None:
+    # A loss may hold gradients, as a penalty does, and is a number that is made of them.
+    is_number = not any(var.aval.shape for var in jaxpr.outvars)
+    if has_backward(jaxpr) and not (is_number and has_backward(without_unused(jaxpr))):
+        raise NotALossError(
+            f"residuals: {getattr(fn, '__name__', 'fn')} computes gradients itself, as a training "
+            "step does, whose own backward would be that of the optimizer: give the loss that it "
+            "differentiates, with the loss's arguments"
+        )
+
+
 def saved_bytes(
-    fn: Callable[..., Any], *args: Any, argnums: int | tuple[int, ...] | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | tuple[int, ...] | nnx.DiffState | None = None,
 ) -> int:
     """Bytes that the backward of `fn` keeps beyond what is in memory anyway.
 

@@ -2,7 +2,7 @@
 
 import re
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGT", 1)
     for suffix, base in (("B", 1000), ("iB", 1024))
@@ -11,10 +11,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes in "24GB" (10^9 each), "22.5 GiB" (2^30) or "1000".
+    """The number of bytes in "24GB" (10^9 each), "22.5 GiB" (2^30) or "1000B".
 
     Raises:
-      ValueError: it is none of these.
+      ValueError: it is none of these. A number without a unit is not taken for bytes.
     """
     match = _SIZE.fullmatch(text)
     unit = (
@@ -23,9 +23,26 @@ def parse_bytes(text: str) -> int:
         else None
     )
     if match is None or unit is None:
-        units = ", ".join(filter(None, _UNITS))
+        units = ", ".join(_UNITS)
         raise ValueError(f"{text!r} is not a size: expected a number with one of {units}")
     return int(float(match[1]) * unit)
+
+
+def as_bytes(name: str, size: int | str | None) -> int | None:
+    """Bytes of a size that is given as a number of bytes or as `parse_bytes` takes it.
+
+    Raises:
+      ValueError: it is neither, or not above 0; the message has the name.
+    """
+    if size is None:
+        return None
+    try:
+        count = parse_bytes(size) if isinstance(size, str) else int(size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if count < 1:
+        raise ValueError(f"{name}={size!r}: accepted are sizes above 0, such as '24GB'")
+    return count
 
 
 def format_bytes(count: int) -> str:

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 
 class Mlp(nn.Module):
@@ -42,6 +43,43 @@ def loss_only(batch=4096):
     return lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), (params, x)
 
 
+def jitted(batch=4096):
+    """A step that says itself what it donates."""
+    step, args = mlp(batch)
+    return jax.jit(step, donate_argnums=(0, 1)), args
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, width):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(width, 4 * width, dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def nnx_mlp(batch=4096, width=64):
+    """A step that writes into its NNX modules."""
+
+    def make():
+        model = NnxMlp(width)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.square(model(x)).astype(jnp.float32).mean())(model)
+        optimizer.update(model, grads)
+
+    return step, (*nnx.eval_shape(make), jax.ShapeDtypeStruct((batch, width), jnp.bfloat16))
+
+
+def nnx_loss(batch=256):
+    """For `lowmembp residuals`: a loss of an NNX module."""
+    model, _, x = nnx_mlp(batch)[1]
+    return lambda model, x: model(x).astype(jnp.float32).sum(), (model, x)
+
+
 def fixed():
     """Without a batch size to choose."""
     return mlp(batch=512)
@@ -53,3 +91,28 @@ def nothing():
 
 def broken():
     raise RuntimeError("the model's own error")
+
+
+def keywords():
+    """A step that cannot be called with arguments in their order."""
+
+    def step(params, *, x):
+        return params * x
+
+    return step, (jax.ShapeDtypeStruct((8,), jnp.float32),) * 2
+
+
+def deep(batch=256):
+    """Whose compilation takes long."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for weight in params:
+                h = h + jax.nn.gelu(h @ weight)
+            return h.sum()
+
+        return jax.grad(loss)(params)
+
+    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    return step, ([weight] * 100, jax.ShapeDtypeStruct((batch, 256), jnp.float32))

@@ -18,11 +18,14 @@ from lowmembp_jax.memory.hlo.collectives import is_collective, link_bytes
 from lowmembp_jax.memory.hlo.cost_totals import Cost as Cost
 from lowmembp_jax.memory.hlo.cost_totals import Kernel as Kernel
 from lowmembp_jax.memory.hlo.flops import flops
-from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program, Shape
 from lowmembp_jax.memory.hlo.traffic import bytes_moved, result_shapes
 
 #: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
 LAUNCH_SECONDS = 2e-6
+
+# At whose rate other types are multiplied.
+_RATED = {"c64": "f32 highest", "c128": "f64"}
 
 # Instructions that launch nothing.
 _FREE = {
@@ -39,6 +42,7 @@ class _Counter:
         self.device = device
         self.link_bandwidth = link_bandwidth
         self.notes: dict[str, None] = {}  # ordered, once each
+        self.uncounted: dict[str, None] = {}  # whose arithmetic is
 
     def kernels(self, computation: Computation) -> Iterator[Kernel]:
         for instruction in computation.instructions.values():
@@ -78,14 +82,15 @@ class _Counter:
         read, written = bytes_moved(self.program, computation, instruction)
         sent = link_bytes(instruction, sum(operands, ()), results)
         matrix_flops, dtype = flops(self.program, computation, instruction)
-        rate = self.device.matrix_flops.get(dtype, self.device.vector_flops)
+        rate = self.device.matrix_flops.get(_RATED.get(dtype, dtype), self.device.vector_flops)
         seconds = max((read + written) / self.device.bandwidth, matrix_flops / rate)
         if sent and self.link_bandwidth:
             seconds = max(seconds, sent / self.link_bandwidth)
         elif sent:
             self.notes["time on the links between devices is left out"] = None
-        if instruction.opcode == "custom-call" and not matrix_flops:
-            self.notes["FLOPs of Pallas, Triton and other custom kernels are left out"] = None
+        if not matrix_flops:
+            shapes = sum(operands, results)
+            self.uncounted |= dict.fromkeys(self._uncounted(instruction, shapes))
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
@@ -100,6 +105,18 @@ class _Counter:
             count=1,
             estimated_seconds=seconds + LAUNCH_SECONDS,
         )
+
+    def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
+        """Names of what a kernel computes that takes longer than its memory."""
+        inner = [i for name in instruction.calls for i in self._called(name).instructions.values()]
+        if instruction.opcode == "custom-call":
+            yield instruction.attribute("custom_call_target")
+        if any(i.opcode == "sort" for i in (instruction, *inner)):
+            yield "sort"
+        slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
+        copies = instruction.opcode in ("copy", "copy-start")
+        if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
+            yield "float64"
 
     def _op_name(self, fusion: Instruction) -> str:
         """Of the last operation in it that has a name: XLA leaves some fusions without."""
@@ -148,4 +165,10 @@ def cost(
         program = hlo.parse(program)
     counter = _Counter(program, device, link_bandwidth)
     kernels = tuple(counter.kernels(program.entry))
-    return Cost(kernels, tuple(counter.notes))
+    notes = tuple(counter.notes)
+    if counter.uncounted:
+        notes += (
+            f"the arithmetic of {', '.join(counter.uncounted)} is left out: the time of such "
+            f"kernels is that of their memory alone, and may be too short",
+        )
+    return Cost(kernels, notes)

@@ -1,7 +1,8 @@
 """FLOPs of the matrix products, convolutions and attention in a compiled program.
 
-A multiplication and an addition are two. Elementwise operations and reductions are left out: such
-kernels wait for memory. So are Pallas and Triton kernels, whose insides the program does not show.
+A multiplication and an addition are two, of complex numbers eight. Elementwise operations and
+reductions are left out: such kernels wait for memory. So are sorts, solvers, Pallas and Triton
+kernels, whose insides the program does not show.
 """
 
 import math
@@ -31,7 +32,7 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
     if opcode in ("dot", "scaled-dot"):
         contracting = instruction.integers("lhs_contracting_dims")
         count = _product(instruction.shapes[0], operands[0], contracting)
-    elif target.startswith("__cublas"):
+    elif target.startswith("__cublas") and target != "__cublas$triangularSolve":
         config = instruction.backend_config.get("gemm_backend_config", {})
         numbers = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
         count = _product(instruction.shapes[0], operands[0], tuple(map(int, numbers)))
@@ -41,7 +42,10 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
         count = _convolution(instruction, operands, target)
     else:
         return 0, ""
-    return count, _type(instruction, operands[0].dtype)
+    dtype = operands[0].dtype
+    if dtype in ("c64", "c128"):
+        count *= 4
+    return count, _type(instruction, dtype)
 
 
 def _product(result: Shape, lhs: Shape, contracting: tuple[int, ...]) -> int:

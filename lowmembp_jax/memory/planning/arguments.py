@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from lowmembp_jax.memory.buffers.parts import Part
 
@@ -32,7 +33,8 @@ class Argument(NamedTuple):
     shape: tuple[int, ...]  # whole, on all devices
 
 
-def _names(step: Callable[..., Any], count: int) -> list[str]:
+def argument_names(step: Callable[..., Any], count: int) -> list[str]:
+    """Names of the positional arguments; "args[2]" where there is none."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
@@ -49,6 +51,23 @@ def _part_by_name(words: list[str]) -> Part:
             if pattern.match(word):
                 return part
     return "batch"
+
+
+def _part(words: list[str], node: Any) -> Part:
+    if isinstance(node, nnx.OptState):
+        return "optimizer_state"
+    if isinstance(node, nnx.RngState):
+        return "batch"
+    part = _part_by_name(words)
+    if not _is_variable(node):
+        return part
+    # An nnx.ModelAndOptimizer holds the model.
+    is_held = part == "optimizer_state" and words[1:2] == ["model"]
+    return "parameters" if part == "batch" or is_held else part
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _checked(part: Any) -> Part:
@@ -73,7 +92,8 @@ def arguments(step: Callable[..., Any], args: tuple[Any, ...], parts: Any) -> li
     names: argument, attributes and keys, such as `state.opt_state[0].mu['kernel']`. "params",
     "weights", "frozen", "batch_stats" and the like are parameters, "opt_state" and "optimizer"
     optimizer state, "grads" gradients; what is called "master..." are parameters anywhere. The
-    rest is the batch.
+    rest is the batch. An optimizer's variables in an `nnx.State` are optimizer state, random
+    numbers batch, and other variables, of which no name tells, parameters.
 
     Args:
       step: whose argument names count.
@@ -83,12 +103,13 @@ def arguments(step: Callable[..., Any], args: tuple[Any, ...], parts: Any) -> li
     Raises:
       ValueError: `parts` has another name, or is no prefix of `args`.
     """
-    names = _names(step, len(args))
-    given = None if parts is None else _broadcast(parts, args)
+    names = argument_names(step, len(args))
+    given = None if parts is None else iter(_broadcast(parts, args))
     result = []
-    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(args)):
+    for path, node in jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_variable):
         name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
         words = re.findall(r"[A-Za-z_]\w*", name)
-        part = _part_by_name(words) if given is None else _checked(given[i])
-        result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
+        for x in jax.tree.leaves(node):
+            part = _part(words, node) if given is None else _checked(next(given))
+            result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
     return result

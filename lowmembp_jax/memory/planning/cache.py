@@ -1,18 +1,20 @@
 """Plans of programs that were compiled before."""
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import threading
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lowmembp_jax.memory.devices import target_config
+from lowmembp_jax.memory.devices import WHEELS, target_config
 from lowmembp_jax.memory.plan import LoweredStep, Plan, plan_lowered
 
 # What a plan depends on beside the program.
-_PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
+_PACKAGES = ("jax", "jaxlib", *(wheel for wheels in WHEELS for wheel in wheels.values()))
 
 
 def plan_cache_directory() -> Path:
@@ -22,15 +24,20 @@ def plan_cache_directory() -> Path:
 
 
 def cached_plan(step: LoweredStep) -> Plan:
-    """`plan_lowered`, from the cache if the same program was planned before."""
+    """`plan_lowered`, from the cache if the same program was planned before.
+
+    A file that cannot be read, or is no plan, is as good as none; so is a folder in which nothing
+    can be written.
+    """
     path = plan_cache_directory() / f"{_key(step)}.json"
-    if path.is_file():
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return Plan.from_dict(json.loads(path.read_text()))
     made = plan_lowered(step)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(made.to_json())
-    partial.replace(path)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        partial.write_text(made.to_json())
+        partial.replace(path)
     return made
 
 

@@ -1,7 +1,6 @@
 """Where `--model` finds the functions that make workloads."""
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -78,23 +77,7 @@ class Factory:
             if self.is_example:
                 raise WorkloadError(f"{self.name}: {error}") from error
             raise
-        return _patched(workload) if patched else workload
-
-
-def _patched(workload: Workload) -> Workload:
-    def inside_patch(function):
-        @functools.wraps(function)
-        def wrapper(*args):
-            with patch():
-                return function(*args)
-
-        return wrapper
-
-    return dataclasses.replace(
-        workload,
-        step=inside_patch(workload.step),
-        loss=workload.loss and inside_patch(workload.loss),
-    )
+        return dataclasses.replace(workload, context=patch) if patched else workload
 
 
 def load_factory(model: str) -> Factory:

@@ -3,7 +3,9 @@
 from collections.abc import Generator
 
 
-def largest_batch(budget: int, *, start: int = 1, multiple: int = 1) -> Generator[int, int, int]:
+def largest_batch(
+    budget: int, *, start: int = 1, multiple: int = 1, most: int = 8
+) -> Generator[int, int, int]:
     """Searches for the largest batch whose peak is within a budget, by bisection.
 
     The peak must not fall as the batch grows. It is nearly linear in it, so that a line through
@@ -13,17 +15,19 @@ def largest_batch(budget: int, *, start: int = 1, multiple: int = 1) -> Generato
       budget: bytes.
       start: where to begin.
       multiple: of which the batch must be one, for instance the devices that share it.
+      most: how many peaks to ask for at most.
 
     Yields:
       A batch size, each another; the bytes of its step are to be sent.
 
     Returns:
-      The batch size, a multiple of `multiple`; 0 if not even the smallest fits.
+      The largest batch size that is known to fit, a multiple of `multiple`: the largest that
+      does, unless `most` ended the search. 0 if none was found to fit.
     """
     fits, misses = 0, None  # in multiples
     guess = max(1, start // multiple)
     known: dict[int, int] = {}
-    while misses is None or misses - fits > 1:
+    while len(known) < most and (misses is None or misses - fits > 1):
         known[guess] = yield guess * multiple
         if known[guess] <= budget:
             fits = guess

@@ -1,8 +1,11 @@
 """What is planned: a training step with its abstract arguments."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+from lowmembp_jax.errors import GivenError
 
 #: Ways to save memory that `compare` and the `lowmembp` command know; first Flax as it comes.
 METHODS = (
@@ -31,6 +34,7 @@ class Workload:
       loss_args: its arguments. Default: those of the step.
       loss_argnums: which of them it is differentiated in, as for `jax.grad`; None for all that
         are floating.
+      context: makes the context that step and loss are traced in, such as `lm.patch`.
     """
 
     step: Callable[..., Any]
@@ -40,10 +44,11 @@ class Workload:
     in_shardings: Any = None
     loss: Callable[..., Any] | None = None
     loss_args: tuple[Any, ...] | None = None
-    loss_argnums: int | tuple[int, ...] | None = None
+    loss_argnums: Any = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class WorkloadError(ValueError):
+class WorkloadError(GivenError):
     """No workload can be had from what was given; the message says why."""
 
 

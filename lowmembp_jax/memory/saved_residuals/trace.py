@@ -1,6 +1,5 @@
 """The trace of a function's forward and backward, its residuals marked."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
+
+from lowmembp_jax.memory.planning.arguments import argument_names
 
 # The identity between forward and backward, one a residual. It is only ever traced.
 _kept_p = Primitive("lowmembp_kept")
@@ -33,17 +35,6 @@ class Trace:
     read: dict[int, Any]
     live: Any
     arguments: tuple[str, ...]
-
-
-def _names(fn: Callable, args: tuple) -> list[str]:
-    names = [f"args[{i}]" for i in range(len(args))]
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # builtins have none
-        return names
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    known = [p.name for p in parameters if p.kind in positional]
-    return known[: len(names)] + names[len(known) :]
 
 
 def _leaves(names: list[str], args: tuple) -> list[tuple[str, Any, Any]]:
@@ -76,6 +67,22 @@ def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ..
     return tuple(sorted({number % len(args) for number in numbers}))
 
 
+def _trained(arg: Any, variables: Any) -> list[bool]:
+    """Of each array of an argument, whether it is none of an NNX variable that is not trained."""
+    is_trained = nnx.filterlib.to_predicate(variables)
+    trained = []
+    paths = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_is_variable)
+    for path, node in paths:
+        keys = tuple(getattr(entry, "key", getattr(entry, "idx", entry)) for entry in path)
+        keep = not _is_variable(node) or is_trained(keys, node)
+        trained += [keep] * len(jax.tree.leaves(node))
+    return trained
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
 def _inexact(dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
@@ -85,15 +92,24 @@ def _cotangent(out):
     return jnp.ones_like(out) if _inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)
 
 
-def trace(fn: Callable[..., Any], args: tuple, argnums: int | tuple[int, ...] | None) -> Trace:
+def trace(
+    fn: Callable[..., Any],
+    args: tuple,
+    argnums: int | tuple[int, ...] | nnx.DiffState | None,
+) -> Trace:
     """Traces `fn` and its backward for all floating leaves of the arguments in `argnums`.
+
+    Of NNX's variables, those that are trained: `nnx.Param`s, or what `nnx.DiffState` selects.
 
     Raises:
       TypeError: an argument is no array; no argument to differentiate or no output is floating.
       ValueError: `argnums` are not positions of `args`.
     """
+    variables: Any = nnx.Param
+    if isinstance(argnums, nnx.DiffState):
+        argnums, variables = argnums.argnum, argnums.filter
     chosen = _chosen(argnums, args)
-    names = _names(fn, args)
+    names = argument_names(fn, len(args))
     leaves = _leaves(names, args)
     flat, treedef = jax.tree.flatten(args)
     ours = set()
@@ -101,7 +117,8 @@ def trace(fn: Callable[..., Any], args: tuple, argnums: int | tuple[int, ...] | 
     for number, arg in enumerate(args):
         count = len(jax.tree.leaves(arg))
         if number in chosen:
-            ours |= {i for i in range(start, start + count) if _inexact(leaves[i][2])}
+            trained = enumerate(_trained(arg, variables), start)
+            ours |= {i for i, is_trained in trained if is_trained and _inexact(leaves[i][2])}
         start += count
     if not ours:
         have = ", ".join(f"{name}: {dtype}" for name, _, dtype in leaves[:8]) or "no arrays"

@@ -1,0 +1,1 @@
+"""One file a command of `lowmembp`. They import JAX when they run, not before."""

@@ -1,0 +1,39 @@
+"""What `--model` and its companions name."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lowmembp_jax.errors import GivenError
+
+if TYPE_CHECKING:
+    from lowmembp_jax.memory.planning.factories import Factory
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    model: str
+    """An example's model, or path/to/file.py:function, which is called with method, train, batch
+    and --options, as it takes them, and returns a step and the tuple of its abstract arguments."""
+    train: str | None = None
+    """What is trained: full, lora-qv, lora-all, ... (of the examples' models)."""
+    batch: int | None = None
+    """Batch size, of all devices together."""
+    options: tuple[str, ...] = ()
+    """More arguments of the model, such as tokens=2048."""
+
+    def load(self) -> "Factory":
+        from lowmembp_jax.memory.planning.factories import load_factory
+
+        if self.batch is not None and self.batch < 1:
+            raise GivenError(f"--batch must be at least 1, got {self.batch}")
+        return load_factory(self.model)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the factory is called with, apart from method and batch."""
+        given: dict[str, Any] = {"train": self.train}
+        for option in self.options:
+            key, equals, value = option.partition("=")
+            if not equals or not key.isidentifier():
+                raise GivenError(f"--options takes name=value, got {option!r}")
+            given[key] = int(value) if value.lstrip("-").isdecimal() else value
+        return given

@@ -1,0 +1,102 @@
+"""`lowmembp plan`: the memory of a training step, with each method to save it."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from lowmembp_jax.commands.model import ModelOptions
+from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
+from lowmembp_jax.errors import GivenError
+
+#: Exit statuses that scripts can rely on.
+FITS, DOES_NOT_FIT = 0, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCommand(ModelOptions):
+    """Compile a training step for a GPU and report its memory, with each method to save it: does
+    it fit, and which method that fits is the fastest."""
+
+    method: str | None = None
+    """One method, reported in detail. Default: all that the model has, side by side."""
+    device: str = "h200"
+    """See `lowmembp devices`; or the path of a target description of your own."""
+    devices: int = 1
+    """GPUs that share the batch, 1 to 8."""
+    budget: str | None = None
+    """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
+    takes, 75% of the device."""
+    largest_batch: bool = False
+    """Look for the largest batch that fits, with up to 8 plans a method. It is a multiple of 8, or
+    of what of 8 divides --batch."""
+    plot: Path | None = None
+    """Write a picture: of all methods, memory against estimated time; of one, its parts. .png,
+    .svg or .pdf."""
+    json: Path | None = None
+    """Write everything, every kernel included; - is stdout, and the table goes to stderr."""
+    cache: bool = True
+    """Take plans of programs that were compiled before from ~/.cache/lowmembp_jax."""
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        check_output("--json", self.json)
+        check_output("--plot", self.plot, IMAGES)
+        comparison, title = self._compare()
+        if self.json is not None:
+            write_json(self.json, comparison.to_dict())
+        if self.plot is not None:
+            from lowmembp_jax.memory.plot import plot_comparison, plot_plan
+
+            caption = f"{title}, {self.device}"
+            if self.method is None:
+                plot_comparison(comparison, self.plot, caption)
+            else:
+                plot_plan(comparison[self.method].plan, self.plot, f"{caption}, {self.method}")
+        print_report(self._report(comparison, title), self.json)
+        return DOES_NOT_FIT if comparison.fastest is None else FITS
+
+    def _compare(self):
+        from lowmembp_jax.memory.comparison import compare
+        from lowmembp_jax.memory.devices import get_device
+        from lowmembp_jax.memory.sizes import as_bytes
+
+        factory = self.load()
+        methods = factory.methods if self.method is None else (self.method,)
+        try:
+            get_device(self.device)
+            budget = as_bytes("--budget", self.budget)
+        except ValueError as error:
+            raise GivenError(str(error)) from error
+        batch = self.batch if self.batch is not None else factory.default_batch
+        if not 1 <= self.devices <= 8:
+            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
+        if batch is not None and batch % self.devices:
+            raise GivenError(
+                f"--batch must be a multiple of --devices {self.devices}, which share it, "
+                f"got {batch}"
+            )
+        if self.largest_batch and batch is None:
+            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
+        arguments = self.arguments()
+        if factory.takes("device"):
+            arguments.setdefault("device", self.device)
+        comparison = compare(
+            lambda method, batch: factory(method, batch, **arguments),
+            methods,
+            batch=batch,
+            budget=budget,
+            find_largest_batch=self.largest_batch,
+            batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
+            cache=self.cache,
+            device=self.device,
+            mesh={"data": self.devices} if self.devices > 1 else None,
+        )
+        size = None if batch is None else f"batch {batch}"
+        return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))
+
+    def _report(self, comparison, title: str):
+        from lowmembp_jax.memory.report import comparison_report, plan_report
+
+        if self.method is None:
+            return comparison_report(comparison, title)
+        return plan_report(comparison[self.method], f"{title}, {self.method}")

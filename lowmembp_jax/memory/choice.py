@@ -1,0 +1,117 @@
+"""The fastest way to save memory that fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowmembp_jax.memory.comparison import Comparison, compare
+from lowmembp_jax.memory.plan import Plan
+from lowmembp_jax.memory.planning.workload import METHODS
+from lowmembp_jax.memory.sizes import format_bytes
+
+_NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
+_PATCH = f"with lm.patch():{_NEAR}\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
+_DOTS = "jax.checkpoint_policies.dots_saveable"
+_NOTHING = "jax.checkpoint_policies.nothing_saveable"
+
+#: The lines of code that switch each method on, for a Flax model of layers `Block`.
+HOW: dict[str, str] = {
+    "default": "# nothing to change",
+    "norm+activation": "h = nn.remat(nn.LayerNorm)()(x)\nh = jax.checkpoint(nn.gelu)(h)",
+    "dots": f"Block = nn.remat(Block, policy={_DOTS})",
+    "full-remat": "Block = nn.remat(Block)",
+    "compress": f"Block = lm.compress_module(Block){_NEAR}",
+    "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
+    "lowmembp": _PATCH,
+    "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
+}
+
+
+class NothingFitsError(ValueError):
+    """No method's peak is within the budget.
+
+    Attributes:
+      comparison: of all methods.
+    """
+
+    def __init__(self, comparison: Comparison):
+        smallest = comparison.smallest
+        super().__init__(
+            f"no method fits in {format_bytes(comparison.budget)}: the smallest peak is "
+            f"{format_bytes(smallest.plan.peak)}, of {smallest.method!r}"
+        )
+        self.comparison = comparison
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` found.
+
+    Attributes:
+      method: its name.
+      plan: of the step with it.
+      comparison: of all methods.
+    """
+
+    method: str
+    plan: Plan
+    comparison: Comparison
+
+    @property
+    def how(self) -> str:
+        """The lines of code that switch the method on, "" for a method of the factory's own."""
+        return HOW.get(self.method, "")
+
+    def __str__(self) -> str:
+        seconds = self.plan.cost.estimated_seconds
+        text = (
+            f"{self.method}: the fastest of those that fit, by the estimate ({seconds * 1e3:.3g} "
+            f"ms), {format_bytes(self.plan.peak)} of {format_bytes(self.plan.limit)}"
+        )
+        return "\n".join(filter(None, (text, self.how)))
+
+
+def choose(
+    step_factory: Callable[[str, int | None], Any],
+    methods: Sequence[str] = METHODS,
+    *,
+    budget: int | str | None = None,
+    batch: int | None = None,
+    **options: Any,
+) -> Choice:
+    """Plans a training step with each method and takes the fastest that fits.
+
+        choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
+        train_step, _ = step_factory(choice.method, 64)
+
+    The time by which methods are told apart is an estimate, by the roofline, of the compiled
+    program; the memory is XLA's own buffer assignment.
+
+    Args:
+      step_factory: see `compare`.
+      methods: names that the factory knows; those of `lm.memory.METHODS` by default.
+      budget: bytes that each device may use, or a size such as "24GB"; by default the device's
+        usable memory.
+      batch: the batch size; None leaves it to the factory.
+      **options: of `compare` and `lm.memory.plan`: `device`, `mesh`, `cache`, `progress`, ...
+
+    Returns:
+      A `Choice`.
+
+    Raises:
+      NothingFitsError: no method fits; the message has the smallest peak, and its method.
+      ValueError, ImportError: as `compare`.
+    """
+    return fastest_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
+
+
+def fastest_of(comparison: Comparison) -> Choice:
+    """The choice among methods that were compared.
+
+    Raises:
+      NothingFitsError: none fits.
+    """
+    fastest = comparison.fastest
+    if fastest is None:
+        raise NothingFitsError(comparison)
+    return Choice(fastest.method, fastest.plan, comparison)

@@ -1,0 +1,73 @@
+"""Arguments of a step that are no arrays: numbers of Python, modes, functions in a pytree."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lowmembp_jax.errors import GivenError
+
+
+class StepError(GivenError):
+    """A step cannot be planned as it was given; the message says why."""
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether it has a shape and a dtype, such as a `jax.ShapeDtypeStruct` or a NumPy scalar."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises StepError if `step(*args)` is no call that Python would make."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin: whoever calls it finds out
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(step, "__qualname__", "the step")
+        raise StepError(
+            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Arguments "
+            f"are given in their order; bind keyword arguments with functools.partial"
+        ) from error
+
+
+def close_over_constants(
+    fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of the arrays in `args` alone, and those.
+
+    `jax.jit` traces what is an array and takes the rest of an argument, such as the activation
+    that is a field of an Equinox module, for an error. Here it is a constant; a number of Python
+    is one too, as a static argument must be. Where the function returns such things, None is
+    in their place.
+
+    Args:
+      fn: called with arguments as in `args`.
+      args: pytrees.
+
+    Returns:
+      `fn` and `args` where all leaves are arrays. Otherwise both with None for what is none.
+    """
+    if all(map(is_array, jax.tree.leaves(args))):
+        return fn, args
+
+    def arrays_of(tree):
+        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+
+    def whole(arrays):
+        return jax.tree.map(
+            lambda leaf, given: given if leaf is None else leaf,
+            arrays,
+            args,
+            is_leaf=lambda leaf: leaf is None,
+        )
+
+    @functools.wraps(fn)
+    def of_arrays(*arrays):
+        return arrays_of(fn(*whole(arrays)))
+
+    return of_arrays, arrays_of(args)
