@@ -94,7 +94,7 @@ def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
     for plan in (default, ours):
         assert plan["parts"]["outputs"] < 1024
         assert plan["parts"]["parameters"] >= 2 * 4 * 64 * 64 * 4
-    assert ours["peak"] < default["peak"]
+    assert ours["peak"] <= default["peak"]
 
 
 @gpu_compiler
