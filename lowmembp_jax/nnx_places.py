@@ -1,6 +1,6 @@
 """Where in an NNX model an operator is called: NNX modules do not know where they are.
 
-The modules whose methods are running are the `self` of the frames of the Python stack.
+The modules whose methods are running are the first arguments in the frames of the Python stack.
 """
 
 import sys
@@ -10,13 +10,12 @@ from flax import nnx
 
 
 def running_modules() -> list[nnx.Module]:
-    """The NNX modules whose methods are running, innermost first, each once."""
+    """The NNX modules whose methods or functions are running, innermost first, each once."""
     found: list[nnx.Module] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        first = code.co_varnames[0] if code.co_argcount else ""
-        module = frame.f_locals.get(first) if first == "self" else None
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(module, nnx.Module) and all(module is not one for one in found):
             found.append(module)
         frame = frame.f_back

@@ -1,5 +1,6 @@
 """Which GELUs and SiLUs of other people's models `lm.patch` swaps, and for what."""
 
+import math
 import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -70,7 +71,7 @@ def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:
     product behind the activation keeps the activation's output, so that a code in place of the
     input, which the backward of a compiled model reads for that output, only adds to what is kept.
     """
-    shapes = [shape for shape in kernels if len(shape) == 2]
+    shapes = [(shape[0], math.prod(shape[1:])) for shape in kernels if len(shape) in (2, 3)]
     takes = [out for source, out in shapes if source == width]
     sources = [source for source, out in shapes if out == width]
     if not sources:

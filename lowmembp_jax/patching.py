@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,9 @@ from flax import nnx
 from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.exchange import exchanged
 from lowmembp_jax.nnx_places import attribute_path, kernel_shapes, running_modules
-from lowmembp_jax.normalization import RESIDUALS, Residual
+from lowmembp_jax.normalization import Residual
 from lowmembp_jax.patch_report import PatchReport
+from lowmembp_jax.patch_settings import ACTIVATIONS, NORMS, Settings, check_settings
 from lowmembp_jax.patched_activations import linen_kernels, own_activations, swap_activation
 from lowmembp_jax.patched_norms import (
     flax_norm,
@@ -35,47 +35,13 @@ from lowmembp_jax.patched_norms import (
     swap_nnx_norm,
 )
 from lowmembp_jax.recognized_norms import RecognizedNorm, recognize
-from lowmembp_jax.storage import check_storage
-
-
-@dataclass(frozen=True)
-class _Settings:
-    ops: frozenset[str]
-    bits: int
-    norm_dtype: jnp.dtype | None
-    norm_residual: Residual
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    compress: tuple[str, ...] = ()
-    compress_dtype: jnp.dtype | None = None
-
-    def compresses(self, place: str) -> bool:
-        return _matches(self.compress, place)
-
-    def why_not(self, op: str, place: str) -> str | None:
-        """Why an operator at a place is left, as far as the settings say."""
-        names = place.split("/")
-        parents = ["/".join(names[: end + 1]) for end in range(len(names))]
-        if self.include is not None and not any(_matches(self.include, at) for at in parents):
-            return "not in include"
-        if any(_matches(self.exclude, at) for at in parents):
-            return "in exclude"
-        return None
-
-
-def _matches(patterns: Sequence[str], place: str) -> bool:
-    names = place.split("/")
-    return any(
-        len(parts) == len(names) and all(map(fnmatchcase, names, parts))
-        for parts in (pattern.split("/") for pattern in patterns)
-    )
 
 
 @dataclass(eq=False)
 class _Entry:
     """One `with lm.patch()` that a thread is in."""
 
-    settings: _Settings
+    settings: Settings
     module: nn.Module | None  # the innermost linen module that is called
     outer: "_Entry | None"
     report: PatchReport = field(default_factory=PatchReport)
@@ -88,14 +54,14 @@ class _Entry:
     def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
         """Which norm a module's call is, and as which it is recognized if it is none of Flax's."""
         op = flax_norm(context)
-        if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(_NORMS):
+        if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(NORMS):
             return op, None
         self.asleep = True  # while the module is tried
         try:
             known = recognize(context.module, args[0])
         finally:
             self.asleep = False
-        return (None if known is None else _NORMS[not known.center]), known
+        return (None if known is None else NORMS[not known.center]), known
 
     @property
     def place(self) -> str:
@@ -123,14 +89,13 @@ class _Entry:
         if reason := settings.why_not(op, self.place):
             self.seen(op, reason)
             return plain(x, *args, **kwargs)
-        if op in _NORMS:
+        if op in NORMS:
             dtype, residual = settings.norm_dtype, settings.norm_residual
             return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
         kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
         return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
 
 
-_ACTIVATIONS, _NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
 _of_thread = threading.local()
 _of_coroutine: ContextVar[_Entry | None] = ContextVar("patch", default=None)
 _trace_context = jax.make_user_context(None)
@@ -156,7 +121,7 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         op = op or (named_norm(module) if is_call else None)
         if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):
             entry.seen(op, reason or f"{_name(module)} has a __call__ of its own")
-        if is_call and settings.ops.intersection(_ACTIVATIONS):
+        if is_call and settings.ops.intersection(ACTIVATIONS):
             for name, reason in own_activations(module).items():
                 entry.seen(name, reason)
         return out
@@ -183,7 +148,7 @@ def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
 
 
 @contextlib.contextmanager
-def _patch(settings: _Settings) -> Iterator[PatchReport]:
+def _patch(settings: Settings) -> Iterator[PatchReport]:
     entries = _of_thread.__dict__.setdefault("entries", [])
     entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
     entry.contexts.enter_context(_trace_context(settings))
@@ -291,50 +256,9 @@ def patch(
     """
     if function is not None and not callable(function):
         raise TypeError(f"patch: {function!r} is not accepted, only settings by name")
-    patterns = _paths("compress", compress)
-    within = None if include is None else _paths("include", include)
-    without = _paths("exclude", exclude)
-    check_storage(compress_dtype, "patch: compress_dtype")
-    ops = _chosen("activations", activations, _ACTIVATIONS, not patterns)
-    ops |= _chosen("norms", norms, _NORMS, not patterns)
-    if not ops and not patterns:
-        raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
-    if bits not in (2, 4):
-        raise ValueError(f"patch: bits={bits!r} is not accepted, only 2 and 4")
-    if norm_residual not in RESIDUALS:
-        raise ValueError(
-            f"patch: norm_residual={norm_residual!r} is not known: "
-            f"accepted are {', '.join(map(repr, RESIDUALS))}"
-        )
-    with contextlib.suppress(TypeError):
-        norm_dtype = norm_dtype if norm_dtype is None else jnp.dtype(norm_dtype)
-    is_dtype = isinstance(norm_dtype, jnp.dtype)
-    if norm_dtype is not None and not (is_dtype and jnp.issubdtype(norm_dtype, jnp.floating)):
-        raise TypeError(
-            f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
-            f"such as jnp.bfloat16"
-        )
-    stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
-    settings = _Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
+    settings = check_settings(
+        activations, bits, norms, norm_dtype, norm_residual, include, exclude, compress,
+        compress_dtype,
+    )  # fmt: skip
     patched = _patch(settings)
     return patched if function is None else patched(function)
-
-
-def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"patch: {name}={given!r} is not accepted, only paths of modules")
-    return tuple(patterns)
-
-
-def _chosen(name: str, given: Any, known: tuple[str, ...], default: bool) -> frozenset[str]:
-    given = default if given is None else given
-    if isinstance(given, bool):
-        return frozenset(known if given else ())
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, Sequence) or not set(names) <= set(known):
-        words = ", ".join(map(repr, known))
-        raise TypeError(
-            f"patch: {name}={given!r} is not accepted, only None, True and False, or {words}"
-        )
-    return frozenset(names)

@@ -384,6 +384,7 @@ def test_a_gate_is_left_exact_and_keeps_its_input(fused):
     [
         ([(8, 32), (8, 32), (32, 8)], True),
         ([(8, 64), (32, 8)], True),
+        ([(8, 2, 32), (32, 8)], True),
         ([(8, 32), (32, 8)], False),
         ([(8, 32), (32, 64), (64, 2)], False),  # an MLP that grows
         ([(8, 32), (32, 8), (8, 32), (32, 8)], False),  # two MLPs in one module
