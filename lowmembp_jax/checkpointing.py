@@ -7,12 +7,11 @@ import jax
 from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
-NORM_INPUT = "lowmembp_norm_input"
 NORM_OUTPUT = "lowmembp_norm_output"
 NORM_RSTD = "lowmembp_norm_rstd"
 
 #: The `checkpoint_name` of every residual that the operators of this library keep.
-RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_INPUT, NORM_OUTPUT, NORM_RSTD)
+RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_RSTD)
 
 
 # Primitives whose results take a matrix product, a convolution or a kernel to compute again.

@@ -25,7 +25,7 @@ from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, compute_dtype
-from lowmembp_jax.checkpointing import NORM_INPUT, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 
 Residual = Literal["auto", "normalized", "output"]
 RESIDUALS: tuple[str, ...] = get_args(Residual)
@@ -163,8 +163,6 @@ def _forward(spec: NormSpec, *primals):
     given: list[Any] = [None if p is None else p.value for p in primals]
     x, scale, bias, mask = given
     kind = spec.kept(scale, scale is not None and primals[1].perturbed)
-    if kind == "input":
-        x = checkpoint_name(x, NORM_INPUT)
     mean = None
     if spec.implementation != "xla":
         out, normalized, rstd = _run_kernel(spec, x, scale, bias, kind == "normalized")
@@ -176,15 +174,14 @@ def _forward(spec: NormSpec, *primals):
         if kind != "input":
             # Without the barrier XLA would compute y again in the backward from x, and keep x.
             out, normalized, rstd = lax.optimization_barrier((out, normalized, rstd))
-    rstd = checkpoint_name(rstd, NORM_RSTD)
+    if kind == "input":  # without names: a policy that keeps them would keep x twice
+        return out, ({kind: x}, (rstd, mean), scale, bias, mask)
     if kind == "output":
         # The residual is the very array that is returned: a cast in between would be a copy.
-        out = kept = checkpoint_name(out, NORM_OUTPUT)
-    elif kind == "normalized":
-        kept = checkpoint_name(normalized, NORM_OUTPUT)
+        out = normalized = checkpoint_name(out, NORM_OUTPUT)
     else:
-        kept, rstd = x, (rstd, None if mean is None else checkpoint_name(mean, NORM_RSTD))
-    return out, ({kind: kept}, rstd, scale, bias, mask)
+        normalized = checkpoint_name(normalized, NORM_OUTPUT)
+    return out, ({kind: normalized}, checkpoint_name(rstd, NORM_RSTD), scale, bias, mask)
 
 
 def _backward(spec: NormSpec, residuals, g: Any):

@@ -4,6 +4,7 @@ import csv
 import inspect
 import json
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -20,7 +21,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        y = (lm.MSLayerNorm if self.ours else nn.LayerNorm)(name="norm", use_bias=False)(x)
+        ours = partial(lm.MSLayerNorm, residual="normalized")
+        y = (ours if self.ours else nn.LayerNorm)(name="norm", use_bias=False)(x)
         h = nn.Dense(4 * x.shape[-1], name="intermediate")(y)
         h = lm.regelu2(h) if self.ours else nn.gelu(h)
         return x + nn.Dense(x.shape[-1], name="output")(h)
@@ -63,7 +65,7 @@ def test_rows_name_op_module_line_and_readers():
     assert codes.module == "Net/layer_1" and codes.used_by == ("Net/layer_1: regelu2",)
     assert (codes.dtype, codes.shape, codes.times) == ("uint2", (2, 8, 128), 1)
     assert codes.bytes == 2 * 8 * 128 // 4
-    line = inspect.getsourcelines(Block)[1] + 9  # of lm.regelu2
+    line = inspect.getsourcelines(Block)[1] + 10  # of lm.regelu2
     assert codes.source.endswith(f"test_memory_residual_rows.py:{line}")
     (hidden,) = (r for r in table.kept if r.used_by == ("Net/layer_1/output: Dense",))
     assert hidden.op == "regelu2" and not hidden.shared
