@@ -8,6 +8,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
     FIDELITY_METHODS,
+    PLAN_METHODS,
     PLANNED,
     TRAINED,
 )
@@ -77,11 +79,13 @@ def _estimate(row: dict[str, Any], default: dict[str, Any]) -> str:
 def block_summary() -> Rows:
     """The README's: memory, and time as estimated, of the methods that a user chooses from."""
     done = block_rows()
-    rows = [["method", "full tuning", "LoRA on q, v", "time, full tuning (estimate)"]]
+    rows = [["method", "full tuning", "time (estimate)", "LoRA on q, v", "time (estimate)"]]
     for method in ("default", "dots policy", "full remat", "compress", "lowmembp_jax"):
-        full, lora = done[method, "full"], done[method, "lora-qv"]
-        units = (f"{row['block_units']:.2f}" for row in (full, lora))
-        rows.append([BLOCK_METHODS[method][0], *units, _estimate(full, done["default", "full"])])
+        cells = []
+        for train in ("full", "lora-qv"):
+            row = done[method, train]
+            cells += [f"{row['block_units']:.2f}", _estimate(row, done["default", train])]
+        rows.append([BLOCK_METHODS[method][0], *cells])
     return rows
 
 
@@ -119,17 +123,9 @@ def gradient_summary() -> Rows:
     rows = [["gradients of MiniLM on SST-2", "error", "cosine", "after 200 steps", "cosine"]]
     for method in ("plain Flax in bfloat16", "compress", "operators, 2 bits", "operators, 4 bits"):
         numbers = (done[method][when] for when in ("start", "trained"))
-        cells = (f(n) for n in numbers for f in (_error, _cosine))
-        rows.append([FIDELITY_METHODS[method], *cells])
+        cells = ((f"{n['error']:.1%}", f"{n['cosine']:.4f}") for n in numbers)
+        rows.append([FIDELITY_METHODS[method], *chain(*cells)])
     return rows
-
-
-def _error(distance: dict[str, float]) -> str:
-    return f"{distance['error']:.1%}"
-
-
-def _cosine(distance: dict[str, float]) -> str:
-    return f"{distance['cosine']:.4f}"
 
 
 def step_table_errors() -> Rows:
@@ -178,11 +174,15 @@ def third_party(methods: dict[str, str]) -> Rows:
 def plan_of_vit() -> Rows:
     """`lowmembp plan --model vit-b16 --train lora-qv`, as `plan_models.py` has it."""
     rows = [["method", "peak", "intermediate results", "moved", "TFLOP", "time (estimate)"]]
-    for method, row in _planned()["vit-b16", "lora-qv"].items():
+    found = _planned()["vit-b16", "lora-qv"]
+    for method, name in PLAN_METHODS.items():
+        if method not in found:  # the script has not come so far
+            continue
+        row = found[method]
         sizes = (row["peak"], row["parts"]["intermediates"], row["bytes_moved"])
         cells = (f"{size / GIB:.2f} GiB" for size in sizes)
         tera, time = f"{row['flops'] / 1e12:.2f}", f"{1e3 * row['estimated_seconds']:.1f} ms"
-        rows.append([method, *cells, tera, time])
+        rows.append([name, *cells, tera, time])
     return rows
 
 
@@ -195,14 +195,15 @@ def _planned() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 def plan_models() -> Rows:
     done = _planned()
-    methods = list(next(iter(done.values())))
-    rows = [["model, batch, trained", *methods]]
+    rows = [["model, batch, trained", *PLAN_METHODS.values()]]
     for model, name in PLANNED.items():
         for train, trained in TRAINED.items():
             if found := done.get((model, train)):
                 batch, tokens = found["default"]["batch"], found["default"]["tokens"]
                 size = f"{batch} x {tokens}" if tokens else f"{batch}"
-                peaks = (f"{found[m]['peak'] / GIB:.2f}" if m in found else "" for m in methods)
+                peaks = (
+                    f"{found[m]['peak'] / GIB:.2f}" if m in found else "" for m in PLAN_METHODS
+                )
                 rows.append([f"{name}, {size}, {trained}", *peaks])
     return rows
 
@@ -215,11 +216,12 @@ def finetune() -> Rows:
     for method in sizes[0]["kept_bytes"]:
         done = runs.get(method, [])
         accuracy, loss = ([run[what] for run in done] for what in ("accuracy", "loss"))
-        scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
+        scores = ["", ""]
+        if done:
+            scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
         counts = (size[part][method] for size in sizes for part in ("kept_bytes", "peak_bytes"))
-        rows.append(
-            [method, *(scores if done else ["", ""]), *(f"{c / MIB:,.0f} MiB" for c in counts)]
-        )
+        name = method.replace("lm.compress", "`lm.compress`")
+        rows.append([name, *scores, *(f"{count / MIB:,.0f} MiB" for count in counts)])
     return rows
 
 

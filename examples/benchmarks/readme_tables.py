@@ -27,7 +27,7 @@ def markdown(rows: Rows) -> str:
     """The rows as a table; columns that begin with digits all the way down go to the right."""
     columns = zip(*rows[1:], strict=True)
     rules = ("---:" if all(map(_NUMBER.match, c)) and any(c) else "---" for c in columns)
-    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
     return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
 
 

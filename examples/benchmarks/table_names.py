@@ -37,6 +37,17 @@ ACTIVATIONS = {
     "elu": "ELU",
     "squared_relu": "squared ReLU",
 }
+#: Methods of `plan_models.json`.
+PLAN_METHODS = {
+    "default": "default",
+    "norm+activation": "norm+activation",
+    "dots": "dots",
+    "full-remat": "full-remat",
+    "compress": "**compress**",
+    "compress+remat": "compress+remat",
+    "lowmembp": "**lowmembp**",
+    "lowmembp+remat": "lowmembp+remat",
+}
 PLANNED = {
     "vit-b16": "ViT-B/16",
     "vit-l16": "ViT-L/16",
