@@ -26,13 +26,17 @@ def _normal(shape, seed=0, dtype=jnp.float32):
 
 def _vjp(function, *args):
     """The value, and gradients under a cotangent that is not constant."""
+    y, vjp = jax.vjp(function, *args)
+    return y, vjp(_normal(y.shape, 9, y.dtype))
 
-    @jax.jit
-    def run(*args):
-        y, vjp = jax.vjp(function, *args)
-        return y, vjp(_normal(y.shape, 9, y.dtype))
 
-    return run(*args)
+def _vjps(functions, *args):
+    """The same of several functions, in one program, which compiles sooner."""
+    return jax.jit(lambda *args: [_vjp(function, *args) for function in functions])(*args)
+
+
+def _run(function, *args):
+    return _vjps((function,), *args)[0]
 
 
 def _near(what: str, got, expected, most: float) -> None:
@@ -64,15 +68,19 @@ def check_codes() -> str:
 
 def check_activations() -> str:
     x = _normal((64, 128))
-    for name, ours, plain, most in (
+    cases = (
         ("gelu, 2 bits", lm.gelu, jax.nn.gelu, 0.2),
         ("gelu, 4 bits", partial(lm.gelu, bits=4), jax.nn.gelu, 0.06),
         ("silu, 2 bits", lm.silu, jax.nn.silu, 0.2),
         ("silu, 4 bits", partial(lm.silu, bits=4), jax.nn.silu, 0.06),
         ("regelu2", lm.regelu2, jax.nn.gelu, 0.5),
         ("resilu2", lm.resilu2, jax.nn.silu, 0.6),
-    ):
-        (y, grads), (y_plain, exact) = _vjp(ours, x), _vjp(plain, x)
+    )
+    results = _vjps([ours for _, ours, _, _ in cases], x)
+    plains = (jax.nn.gelu, jax.nn.silu)
+    exacts = dict(zip(plains, _vjps(plains, x), strict=True))
+    for (name, ours, plain, most), (y, grads) in zip(cases, results, strict=True):
+        y_plain, exact = exacts[plain]
         _near(f"{name}: values", y, y_plain, 1e-6)
         _near(f"{name}: gradients", grads, exact, most)
         kept = lm.memory.saved_bytes(lambda x, ours=ours: ours(x).sum(), x)
@@ -86,8 +94,8 @@ def check_activations() -> str:
 def check_gated() -> str:
     gate, up = _normal((64, 128)), _normal((64, 128), 1)
     for name, ours, act in (("swiglu", lm.swiglu, jax.nn.silu), ("geglu", lm.geglu, jax.nn.gelu)):
-        plain = _vjp(lambda gate, up, act=act: act(gate) * up, gate, up)
-        _near(name, _vjp(ours, gate, up), plain, 1e-5)
+        got, exact = _vjps((ours, lambda gate, up, act=act: act(gate) * up), gate, up)
+        _near(name, got, exact, 1e-5)
     return "values and gradients"
 
 
@@ -100,13 +108,13 @@ def _plain_norm(x, *affine, center):
 
 def check_norms() -> str:
     x, scale, bias = 3 * _normal((64, 128)) + 1, 1 + 0.1 * _normal((128,), 1), _normal((128,), 2)
-    for ours, center, args in (
-        (lm.ms_layer_norm, True, (x,)),
-        (lm.ms_layer_norm, True, (x, scale, bias)),
-        (lm.ms_rms_norm, False, (x, scale)),
+    for name, ours, center, args in (
+        ("ms_layer_norm", lm.ms_layer_norm, True, (x,)),
+        ("ms_layer_norm", lm.ms_layer_norm, True, (x, scale, bias)),
+        ("ms_rms_norm", lm.ms_rms_norm, False, (x, scale)),
     ):
-        exact = _vjp(partial(_plain_norm, center=center), *args)
-        _near(f"{ours.__name__}, {len(args)} arguments", _vjp(ours, *args), exact, 1e-5)
+        got, exact = _vjps((ours, partial(_plain_norm, center=center)), *args)
+        _near(f"{name}, {len(args)} arguments", got, exact, 1e-5)
     return "values and gradients, with and without scale and bias"
 
 
@@ -121,8 +129,7 @@ class _Block(nn.Module):
 
 def _block():
     x = _normal((128, 64))
-    params = _Block().init(jax.random.key(1), x)
-    return params, x
+    return _Block().init(jax.random.key(1), x), x
 
 
 def _kept(apply: Callable[..., Any], params, x) -> int:
@@ -131,10 +138,9 @@ def _kept(apply: Callable[..., Any], params, x) -> int:
 
 def check_compress() -> str:
     params, x = _block()
-    plain = partial(_vjp, _Block().apply, params, x)
-    y, exact = plain()
+    y, exact = _run(_Block().apply, params, x)
     for dtype, most in ((jnp.float8_e4m3fn, 0.06), (jnp.int8, 0.03)):
-        y_ours, grads = _vjp(lm.compress(_Block().apply, dtype=dtype), params, x)
+        y_ours, grads = _run(lm.compress(_Block().apply, dtype=dtype), params, x)
         _near(f"{jnp.dtype(dtype)}: values", y_ours, y, 1e-6)
         _near(f"{jnp.dtype(dtype)}: gradients", grads, exact, most)
     before, after = (_kept(f, params, x) for f in (_Block().apply, lm.compress(_Block().apply)))
@@ -145,22 +151,21 @@ def check_compress() -> str:
 
 def check_patch() -> str:
     params, x = _block()
-    y, exact = _vjp(_Block().apply, params, x)
+    y, exact = _run(_Block().apply, params, x)
     with lm.patch() as report:
-        y_ours, grads = _vjp(_Block().apply, params, x)
+        y_ours, grads = _run(_Block().apply, params, x)
     if sorted(report.swapped) != ["gelu", "layer_norm"]:
         raise AssertionError(f"gelu and layer_norm are not both swapped: {report}")
     _near("values", y_ours, y, 1e-6)
     _near("gradients", grads, exact, 0.2)
-    _equal("outside the patch", _vjp(_Block().apply, params, x), (y, exact))
+    _equal("outside the patch", _run(_Block().apply, params, x), (y, exact))
     return "GELU and LayerNorm of a Flax module"
 
 
 def check_flax_modules() -> str:
     x = _normal((32, 64))
-    linen = nn.LayerNorm(name="norm")
-    params = linen.init(jax.random.key(0), x)
-    expected = linen.apply(params, x)
+    params = nn.LayerNorm().init(jax.random.key(0), x)
+    expected = nn.LayerNorm().apply(params, x)
     _near("lm.MSLayerNorm", lm.MSLayerNorm().apply(params, x), expected, 1e-6)
     ours, flax = lm.nnx.MSLayerNorm(64, rngs=nnx.Rngs(0)), nnx.LayerNorm(64, rngs=nnx.Rngs(0))
     _near("lm.nnx.MSLayerNorm", ours(x), flax(x), 1e-6)
@@ -184,9 +189,9 @@ def check_merging() -> str:
 
 def check_remat() -> str:
     params, x = _block()
+    with_policy = jax.checkpoint(_Block().apply, policy=lm.checkpoint_policy())
     with lm.patch():
-        plain = _vjp(_Block().apply, params, x)
-        remat = _vjp(jax.checkpoint(_Block().apply, policy=lm.checkpoint_policy()), params, x)
+        plain, remat = _vjps((_Block().apply, with_policy), params, x)
     _near("gradients under jax.checkpoint", remat, plain, 1e-5)
     return "lm.checkpoint_policy() gives the same gradients"
 
@@ -197,20 +202,18 @@ def check_kernels() -> str:
         ("gelu", lm.gelu, (x,)),
         ("rms_norm", lm.ms_rms_norm, (x, scale)),
     ):
-        expected = _vjp(op, *args)
+        expected = _run(op, *args)
         with lm.set_implementation("pallas_interpret"):
-            _near(name, _vjp(op, *args), expected, 1e-5)
+            _near(name, _run(op, *args), expected, 1e-5)
     return "Pallas in its interpreter: gelu, rms_norm"
 
 
 def check_planner() -> str:
     if missing := lm.memory.missing_wheels():
         return f"not checked, without {', '.join(missing)} (the planner extra)"
-    compiled = lm.memory.compile_for(
-        lambda w, x: jax.grad(lambda w: lm.gelu(x @ w).sum())(w),
-        *(jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2,
-        device="h200",
-    )
+    step = jax.grad(lambda w, x: lm.gelu(x @ w).sum())
+    shapes = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
+    compiled = lm.memory.compile_for(step, *shapes, device="h200")
     memory = compiled.memory_analysis()
     assert memory is not None and memory.argument_size_in_bytes == 2 * 4 * 256**2, memory
     return "a step compiled for an H200"
