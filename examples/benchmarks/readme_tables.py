@@ -1,76 +1,61 @@
-"""Fills the README's column of step times in, from the results of `on_gpu.py`.
+"""Writes the measured tables of README.md and docs/ from the JSON files in `results/`.
 
-    python examples/benchmarks/readme_tables.py results/gpu/on_gpu.json
+    python examples/benchmarks/readme_tables.py
 
-A row is known by its first cell. What was not measured is left empty.
+A table stands between two comments, `<!-- table: NAME -->` and `<!-- end of table -->`;
+`measured_tables.py` has the names. Run it when a file of `results/` is new: a test compares. The
+step times of a GPU are one column more as soon as `results/on_gpu.json` is there.
 """
 
-import argparse
-import json
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lowmembp_examples.benchmarks.measured_tables import TABLES, Rows
+
 ROOT = Path(__file__).resolve().parents[2]
-COLUMN = "step time"
-#: Methods of `encoder.py` by the README's name of them.
-METHODS = {
-    "Flax as it comes": "default",
-    "`jax.checkpoint` around norm and GELU": "checkpointed norm and activation",
-    "`jax.checkpoint`, dots policy": "dots policy",
-    "`jax.checkpoint`, everything": "full remat",
-    "`lm.products_saveable`": "products policy",
-    "`lm.compress`": "compress",
-    "lowmembp_jax": "lowmembp_jax",
-    "lowmembp_jax with `lm.checkpoint_policy()`": "lowmembp_jax, its remat policy",
-}
+_END = "<!-- end of table -->"
+_TABLE = re.compile(rf"<!-- table: (\S+) -->\n(.*?){_END}", re.DOTALL)
+_NUMBER = re.compile(r"\d|$")
 
 
-def step_times(results: dict) -> dict[str, str]:
-    """Milliseconds of ViT-B's blocks by method; of our operators those of XLA, the default."""
-    return {
-        record["method"]: f"{record['milliseconds']:.1f} ms"
-        for job, one in results["jobs"].items()
-        for record in one["records"]
-        if job.startswith("blocks/ViT-B,") and record["implementation"] in (None, "xla")
-    }
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def fill(text: str, times: dict[str, str], gpu: str) -> str:
-    """The README with those times, and the GPU in the column's head.
+def markdown(rows: Rows) -> str:
+    """The rows as a table; columns that begin with digits all the way down go to the right."""
+    columns = zip(*rows[1:], strict=True)
+    rules = ("---:" if all(map(_NUMBER.match, c)) and any(c) else "---" for c in columns)
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
+    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
+
+
+def fill(text: str, tables: Mapping[str, Callable[[], Rows]] = TABLES) -> str:
+    """The page with its tables as the results have them.
 
     Raises:
-      ValueError: it has no table with such a column.
+      ValueError: a marker has no table, or no end.
     """
-    lines = text.splitlines()
-    head = next((i for i, line in enumerate(lines) if f"| {COLUMN}" in line), None)
-    if head is None:
-        raise ValueError(f"the README has no table with a column {COLUMN!r}")
-    for number, line in enumerate(lines[head:], head):
-        if not line.startswith("|"):
-            break
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if number == head:
-            column = next(i for i, cell in enumerate(cells) if cell.startswith(COLUMN))
-            cells[column] = f"{COLUMN}, {gpu.removeprefix('NVIDIA ')}"
-        elif time := times.get(METHODS.get(cells[0].strip("*"), "")):
-            cells[column] = time
-        else:
-            continue
-        lines[number] = f"| {' | '.join(cells)} |"
-    return "\n".join(lines) + "\n"
+
+    def write(match: re.Match) -> str:
+        if match[1] not in tables:
+            raise ValueError(f"no table {match[1]!r}; there are {', '.join(tables)}")
+        return f"<!-- table: {match[1]} -->\n{markdown(tables[match[1]]())}{_END}"
+
+    if text.count("<!-- table: ") != len(_TABLE.findall(text)) or text.count(_END) != text.count(
+        "<!-- table: "
+    ):
+        raise ValueError(f"each <!-- table: NAME --> needs a line {_END}")
+    return _TABLE.sub(write, text)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="on_gpu.json")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    if results.get("gpu", "none").startswith("none"):  # or a smoke run's
-        print(f"{options.results}: nothing was measured, the column stays as it is")
-        return
-    times = step_times(results)
-    options.readme.write_text(fill(options.readme.read_text(), times, results["gpu"]))
-    print(f"{options.readme}: {times}")
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := fill(before)) != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"written: {page.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

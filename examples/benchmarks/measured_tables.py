@@ -1,0 +1,245 @@
+"""The measured tables of README.md and docs/, from the JSON files in `results/`.
+
+`TABLES` has a function for each name that a marker can have; it gives rows of cells, the head
+first. `readme_tables.py` writes them.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lowmembp_examples.benchmarks.table_names import (
+    ACTIVATIONS,
+    BLOCK_METHODS,
+    FIDELITY_METHODS,
+    PLAN_METHODS,
+    PLANNED,
+    TRAINED,
+)
+
+RESULTS = Path(__file__).parent / "results"
+Rows = list[list[str]]
+MIB, GIB = 2**20, 2**30
+
+
+def read(name: str) -> dict[str, Any]:
+    """One file of `results/`, by its name without ".json"."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """What was measured of a ViT-B block with unrolled layers, by method and what is trained."""
+    rows = read("block_memory")["rows"]
+    return {(r["method"], r["train"]): r for r in rows if r["layers"] == "unrolled"}
+
+
+def step_times() -> tuple[str, dict[str, str]]:
+    """The GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
+
+    Of our operators those of XLA, the default. Empty where nothing was measured.
+    """
+    if not (RESULTS / "on_gpu.json").exists():
+        return "", {}
+    results = read("on_gpu")
+    if results["gpu"].startswith("none"):  # a smoke run
+        return "", {}
+    return results["gpu"].removeprefix("NVIDIA "), {
+        record["method"]: f"{record['milliseconds']:.1f} ms"
+        for job, one in results["jobs"].items()
+        for record in one["records"]
+        if job.startswith("blocks/ViT-B,") and record["implementation"] in (None, "xla")
+    }
+
+
+def block_memory() -> Rows:
+    done, (gpu, times) = block_rows(), step_times()
+    head = ["method", "full tuning", "LoRA on q, v", "LoRA on all Denses", "recomputes"]
+    rows = [head + ([f"step time, {gpu}"] if times else [])]
+    for method, (name, recomputes) in BLOCK_METHODS.items():
+        found = [done.get((method, train)) for train in ("full", "lora-qv", "lora-all")]
+        cells = (
+            f"{r['block_units']:.2f} ({r['peak_mib_12_blocks']:,.0f} MiB)" if r else ""
+            for r in found
+        )
+        rows.append([name, *cells, recomputes, *([times.get(method, "")] if times else [])])
+    return rows
+
+
+def _estimate(row: dict[str, Any], default: dict[str, Any]) -> str:
+    milliseconds = row.get("estimated_ms_4_blocks")
+    if milliseconds is None:
+        return ""
+    return f"{milliseconds:.2f} ms ({milliseconds / default['estimated_ms_4_blocks']:.2f})"
+
+
+def block_summary() -> Rows:
+    """The README's: memory, and time as estimated, of the methods that a user chooses from."""
+    done = block_rows()
+    rows = [["method", "full tuning", "time (estimate)", "LoRA on q, v", "time (estimate)"]]
+    for method in ("default", "dots policy", "full remat", "compress", "lowmembp_jax"):
+        cells = []
+        for train in ("full", "lora-qv"):
+            row = done[method, train]
+            cells += [f"{row['block_units']:.2f}", _estimate(row, done["default", train])]
+        rows.append([BLOCK_METHODS[method][0], *cells])
+    return rows
+
+
+def block_cost() -> Rows:
+    done = block_rows()
+    head = ["method", "kept, units a block", "peak of 12 blocks", "moved, units a block"]
+    rows = [[*head, "kernels a block", "time (estimate)"]]
+    for method, (name, _) in BLOCK_METHODS.items():
+        row = done.get((method, "full"))
+        if row and "moved_units_a_block" in row:
+            kept, peak = f"{row['block_units']:.2f}", f"{row['peak_mib_12_blocks']:,.0f} MiB"
+            moved = f"{row['moved_units_a_block']:.1f}", f"{row['kernels_a_block']:.0f}"
+            rows.append([name, kept, peak, *moved, _estimate(row, done["default", "full"])])
+    return rows
+
+
+def gradient_fidelity(methods: Sequence[str]) -> Rows:
+    """Relative error and cosine of a loss's gradient, at the start and after training."""
+    sets = {"MiniLM, SST-2": read("gradient_fidelity_sst2")["models"]["minilm"]}
+    models = read("gradient_fidelity")["models"]
+    sets |= {"MiniLM": models["minilm"], "ViT": models["vit"], "LLaMA": models["llama"]}
+    rows = [["", *(cell for name in sets for cell in (name, f"{name}, trained"))]]
+    for method in methods:
+        found = (
+            one["rows"][method][when] for one in sets.values() for when in ("start", "trained")
+        )
+        cells = (f"{f['error']:.3f} ({f['cosine']:.4f})" for f in found)
+        rows.append([FIDELITY_METHODS[method], *cells])
+    return rows
+
+
+def gradient_summary() -> Rows:
+    """The README's: the errors on a pretrained model and real text."""
+    done = read("gradient_fidelity_sst2")["models"]["minilm"]["rows"]
+    rows = [["gradients of MiniLM on SST-2", "error", "cosine", "after 200 steps", "cosine"]]
+    for method in ("plain Flax in bfloat16", "compress", "operators, 2 bits", "operators, 4 bits"):
+        numbers = (done[method][when] for when in ("start", "trained"))
+        cells = ((f"{n['error']:.1%}", f"{n['cosine']:.4f}") for n in numbers)
+        rows.append([FIDELITY_METHODS[method], *chain(*cells)])
+    return rows
+
+
+def step_table_errors() -> Rows:
+    columns = ("N(0, 0.5)", "N(0, 1)", "N(0, 2)", "MiniLM")
+    done = read("step_tables")["rows"]
+    rows = [["", "bits", *("N(0, 1/2)" if c == "N(0, 0.5)" else c for c in columns)]]
+    for activation, name in ACTIVATIONS.items():
+        for table, errors in done[activation].items():
+            published = table == "published"
+            cells = (f"{errors[c]:.3f}" if c in errors else "" for c in columns)
+            rows.append([name + ", published" * published, "2" if published else table[0], *cells])
+    return rows
+
+
+def drift() -> Rows:
+    models = read("drift")["models"]
+    rows = [["", "ViT: parameters", "loss", "LLaMA: parameters", "loss"]]
+    names = FIDELITY_METHODS | {"plain Flax": "plain Flax"}
+    for method in models["vit"]:
+        cells = (
+            f"{models[model][method][what]:.1e}".replace("e-0", "e-")
+            for model in ("vit", "llama")
+            for what in ("parameters", "loss")
+        )
+        rows.append([names[method], *cells])
+    return rows
+
+
+def third_party(methods: dict[str, str]) -> Rows:
+    """MiB, and the part of plain; `methods` are those of `third_party.py` and their columns."""
+    heads = ["plain", *methods.values()]
+    trained = {"full": "full tuning", "LoRA": "LoRA"}
+    rows = [["model", *(f"{train}: {head}" for train in trained.values() for head in heads)]]
+    for model, row in read("third_party")["rows"].items():
+        cells = []
+        for train in trained:
+            if not (found := row.get(train)):  # the script has not come so far
+                cells += [""] * len(heads)
+                continue
+            parts = (f"{found[m] / MIB:,.0f} ({found[m] / found['plain']:.2f})" for m in methods)
+            cells += [f"{found['plain'] / MIB:,.0f}", *parts]
+        rows.append([model, *cells])
+    return rows
+
+
+def plan_of_vit() -> Rows:
+    """`lowmembp plan --model vit-b16 --train lora-qv`, as `plan_models.py` has it."""
+    rows = [["method", "peak", "intermediate results", "moved", "TFLOP", "time (estimate)"]]
+    found = _planned()["vit-b16", "lora-qv"]
+    for method, name in PLAN_METHODS.items():
+        if method not in found:  # the script has not come so far
+            continue
+        row = found[method]
+        sizes = (row["peak"], row["parts"]["intermediates"], row["bytes_moved"])
+        cells = (f"{size / GIB:.2f} GiB" for size in sizes)
+        tera, time = f"{row['flops'] / 1e12:.2f}", f"{1e3 * row['estimated_seconds']:.1f} ms"
+        rows.append([name, *cells, tera, time])
+    return rows
+
+
+def _planned() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    done: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in read("plan_models")["rows"]:
+        done.setdefault((row["model"], row["train"]), {})[row["method"]] = row
+    return done
+
+
+def plan_models() -> Rows:
+    done = _planned()
+    rows = [["model, batch, trained", *PLAN_METHODS.values()]]
+    for model, name in PLANNED.items():
+        for train, trained in TRAINED.items():
+            if found := done.get((model, train)):
+                batch, tokens = found["default"]["batch"], found["default"]["tokens"]
+                size = f"{batch} x {tokens}" if tokens else f"{batch}"
+                peaks = (
+                    f"{found[m]['peak'] / GIB:.2f}" if m in found else "" for m in PLAN_METHODS
+                )
+                rows.append([f"{name}, {size}, {trained}", *peaks])
+    return rows
+
+
+def finetune() -> Rows:
+    runs, sizes = read("finetune")["runs"], read("finetune_memory")["memory"]
+    labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
+    heads = (cell for label in labels for cell in (f"kept, {label}", "H200 peak"))
+    rows = [["method", "dev accuracy", "dev loss", *heads]]
+    for method in sizes[0]["kept_bytes"]:
+        done = runs.get(method, [])
+        accuracy, loss = ([run[what] for run in done] for what in ("accuracy", "loss"))
+        scores = ["", ""]
+        if done:
+            scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
+        counts = (size[part][method] for size in sizes for part in ("kept_bytes", "peak_bytes"))
+        name = method.replace("lm.compress", "`lm.compress`")
+        rows.append([name, *scores, *(f"{count / MIB:,.0f} MiB" for count in counts)])
+    return rows
+
+
+_ALL = tuple(FIDELITY_METHODS)
+_STEPS = ("operators, 2 bits as published", "operators, 2 bits", "operators, 4 bits")
+_COMPRESS = {"compress": "`lm.patch(compress=...)`", "compress, int8": "the same, int8"}
+TABLES: dict[str, Callable[[], Rows]] = {
+    "block_summary": block_summary,
+    "block_memory": block_memory,
+    "block_cost": block_cost,
+    "gradient_summary": gradient_summary,
+    "compress_fidelity": partial(gradient_fidelity, _ALL[:9]),
+    "activation_fidelity": partial(gradient_fidelity, (*_STEPS, "compress", "compress, int8")),
+    "step_tables": step_table_errors,
+    "drift": drift,
+    "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
+    "third_party_compress": partial(third_party, _COMPRESS),
+    "plan_of_vit": plan_of_vit,
+    "plan_models": plan_models,
+    "finetune": finetune,
+}

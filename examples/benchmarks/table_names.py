@@ -1,0 +1,62 @@
+"""How the measured tables call what the JSON files in `results/` name."""
+
+#: Methods of `block_memory.json`: how the pages call them, and what they compute again.
+BLOCK_METHODS = {
+    "default": ("Flax as it comes", "nothing"),
+    "checkpointed norm and activation": ("`jax.checkpoint` around norm and GELU", "norm, GELU"),
+    "dots policy": ("`jax.checkpoint`, dots policy", "norm, GELU, attention"),
+    "products policy": ("`jax.checkpoint`, `lm.products_saveable`", "norm, GELU"),
+    "full remat": ("`jax.checkpoint`, everything", "everything"),
+    "compress": ("**`lm.compress`**", "norm, GELU"),
+    "compress, attention in bfloat16": ("`lm.compress`, attention in bfloat16", "norm, GELU"),
+    "lowmembp_jax": ("**the operators**", "**nothing**"),
+    "lowmembp_jax, its remat policy": (
+        "the operators with `lm.checkpoint_policy()`",
+        "products, attention, GELU",
+    ),
+}
+#: Methods of `gradient_fidelity.json`.
+FIDELITY_METHODS = {
+    "plain Flax in bfloat16": "plain Flax in bfloat16",
+    "compress": "`lm.compress`, float8_e4m3fn",
+    "compress, float8_e5m2": "`lm.compress`, float8_e5m2",
+    "compress, int8": "`lm.compress`, int8",
+    "compress, int4": "`lm.compress`, int4",
+    "compress, inputs of layers alone": "inputs of layers alone, float8_e4m3fn",
+    "compress, inputs alone, int8": "inputs of layers alone, int8",
+    "Mesa: all that is kept, int8": "Mesa: all that the operators keep, int8",
+    "operators, 2 bits as published": "`lm.regelu2`, `lm.resilu2`: 2 bits, published tables",
+    "operators, 2 bits": "`lm.gelu`, `lm.silu`, 2 bits",
+    "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
+}
+ACTIVATIONS = {
+    "gelu_erf": "GELU",
+    "silu": "SiLU",
+    "mish": "Mish",
+    "softplus": "softplus",
+    "elu": "ELU",
+    "squared_relu": "squared ReLU",
+}
+#: Methods of `plan_models.json`.
+PLAN_METHODS = {
+    "default": "default",
+    "norm+activation": "norm+activation",
+    "dots": "dots",
+    "full-remat": "full-remat",
+    "compress": "**compress**",
+    "compress+remat": "compress+remat",
+    "lowmembp": "**lowmembp**",
+    "lowmembp+remat": "lowmembp+remat",
+}
+PLANNED = {
+    "vit-b16": "ViT-B/16",
+    "vit-l16": "ViT-L/16",
+    "bert-base": "BERT-base",
+    "bert-large": "BERT-large",
+    "roberta-base": "RoBERTa-base",
+    "llama-7b": "LLaMA-7B",
+    "llama-13b": "LLaMA-13B",
+    "swin-t": "Swin-T",
+    "swin-s": "Swin-S",
+}
+TRAINED = {"full": "full", "lora-qv": "LoRA q, v", "qlora-all": "QLoRA, all Denses"}

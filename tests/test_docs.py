@@ -1,0 +1,123 @@
+"""README.md and docs/: their examples run, and what they name is there."""
+
+import ast
+import doctest
+import html
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from lowmembp_examples.benchmarks import plots
+from lowmembp_examples.benchmarks.readme_tables import ROOT, pages
+
+import lowmembp_jax as lm
+
+NOTEBOOK = ROOT / "examples" / "third_party_memory.ipynb"
+_CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+
+
+def blocks(page: Path) -> list[str]:
+    return _CODE.findall(page.read_text(encoding="utf-8"))
+
+
+def with_doctests() -> list[Path]:
+    return [page for page in pages() if any(">>>" in block for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", with_doctests(), ids=lambda page: page.name)
+def test_examples_print_what_the_page_says(page, jax_defaults):
+    examples = "\n".join(block for block in blocks(page) if ">>>" in block)
+    test = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
+    failures = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=failures.append)
+    assert test.examples and not failures, "".join(failures)
+
+
+def test_pages_with_doctests():
+    assert {page.stem for page in with_doctests()} >= {
+        *("README", "activations", "compress", "kernels", "norms", "patch", "reproducibility")
+    }
+
+
+@each_page
+def test_other_examples_are_python(page):
+    for block in blocks(page):
+        if ">>>" not in block:
+            ast.parse(textwrap.dedent(block))
+
+
+@each_page
+def test_names_exist(page):
+    """Every `lm.something` on a page is a public name."""
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\blm\.((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)", text):
+        found = lm
+        for part in name.split("."):
+            assert hasattr(found, part), f"{page.name}: lm.{name}"
+            found = getattr(found, part)
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links(page):
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not link.startswith("https://"):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.is_file(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_public_name_is_on_the_api_page():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    names = set(lm.__all__) - {"memory", "nnx"}
+    assert names == {name for name in names if re.search(rf"(\.|lm\.){name}\b", text)}
+
+
+def test_the_pages_of_the_site():
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    docs = {str(page.relative_to(ROOT / "docs")) for page in pages()[1:]}
+    assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
+
+
+def test_the_picture_is_of_the_results(tmp_path):
+    plots.draw(tmp_path / "again.svg")
+    for picture in (plots.OUTPUT, tmp_path / "again.svg"):
+        text = html.unescape(picture.read_text(encoding="utf-8"))
+        assert plots.description() in text, "run python examples/benchmarks/plots.py"
+    for train in plots.PANELS:
+        assert all(plots.LABELS[method] in text for method in plots.points(train))
+
+
+def cells() -> list[dict]:
+    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.filterwarnings("default")
+def test_notebook(monkeypatch, jax_defaults, capsys):
+    """Its code, in order, in one namespace; the numbers are those that it has stored, nearly."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = {}
+    for cell in cells():
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    peaks = names["peaks"]
+    assert peaks["lm.compress"] < 0.6 * peaks["plain"] and peaks["operators"] < peaks["plain"]
+    assert "swapped:" in capsys.readouterr().out and len(names["bars"]) == len(peaks)
+
+
+def test_notebook_has_ten_cells_and_has_run():
+    done = cells()
+    assert len(done) == 10
+    assert all(c["outputs"] or "import" in "".join(c["source"]) for c in done if "outputs" in c)
