@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.plan import PARTS
 from lowmembp_jax.memory.planning.arguments import arguments
 from lowmembp_jax.memory.planning.modules import of_states
+from lowmembp_jax.memory.planning.result import PARTS
 
 gpu_compiler = pytest.mark.gpu_compiler
 pytestmark = pytest.mark.usefixtures("mixed_dtypes")  # NNX's optimizer counts in integers

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.plan import PARTS
+from lowmembp_jax.memory.planning.result import PARTS
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -1,8 +1,10 @@
 """`lowmembp plan`: the memory of a training step, with each method to save it."""
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 from lowmembp_jax.commands.model import ModelOptions
 from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
@@ -22,7 +24,9 @@ class PlanCommand(ModelOptions):
     device: str = "h200"
     """See `lowmembp devices`; or the path of a target description of your own."""
     devices: int = 1
-    """GPUs that share the batch, 1 to 8."""
+    """GPUs, 1 to 8: those of the mesh that the step has, or else sharing the batch."""
+    parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
+    """What each argument of the step is, in their order. Default: as the program tells."""
     budget: str | None = None
     """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
     takes, 75% of the device."""
@@ -56,10 +60,17 @@ class PlanCommand(ModelOptions):
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
     def _compare(self):
+        import jax
+
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import get_device
         from lowmembp_jax.memory.sizes import as_bytes
 
+        if not 1 <= self.devices <= 8:
+            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
+        with contextlib.suppress(RuntimeError):  # where JAX runs already
+            # Users make a mesh of the devices that they find.
+            jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
         methods = factory.methods if self.method is None else (self.method,)
         try:
@@ -68,8 +79,6 @@ class PlanCommand(ModelOptions):
         except ValueError as error:
             raise GivenError(str(error)) from error
         batch = self.batch if self.batch is not None else factory.default_batch
-        if not 1 <= self.devices <= 8:
-            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
         if batch is not None and batch % self.devices:
             raise GivenError(
                 f"--batch must be a multiple of --devices {self.devices}, which share it, "
@@ -89,7 +98,8 @@ class PlanCommand(ModelOptions):
             batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
             cache=self.cache,
             device=self.device,
-            mesh={"data": self.devices} if self.devices > 1 else None,
+            mesh=self.devices if self.devices > 1 else None,
+            **({"parts": self.parts} if self.parts else {}),
         )
         size = None if batch is None else f"batch {batch}"
         return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))

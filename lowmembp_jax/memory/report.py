@@ -11,7 +11,7 @@ from rich.text import Text
 from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
-from lowmembp_jax.memory.plan import PARTS, Plan
+from lowmembp_jax.memory.planning.result import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
 _ESTIMATE = "Times are estimates by the roofline, not measured; memory is XLA's buffer assignment."
