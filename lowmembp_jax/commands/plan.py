@@ -99,7 +99,7 @@ class PlanCommand(ModelOptions):
             cache=self.cache,
             device=self.device,
             mesh=self.devices if self.devices > 1 else None,
-            **({"parts": self.parts} if self.parts else {}),
+            parts=self.parts or None,
         )
         size = None if batch is None else f"batch {batch}"
         return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))

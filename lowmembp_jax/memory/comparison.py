@@ -183,7 +183,8 @@ def compare(
         options = dict(plan_options)
         if options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
             options.setdefault("in_shardings", workload.in_shardings)
-        options.setdefault("parts", workload.parts)
+        if options.get("parts") is None:
+            options["parts"] = workload.parts
         with workload.context():
             return lower_step(
                 workload.step,

@@ -22,6 +22,7 @@ from lowmembp_jax.memory.planning.meshes import (
     planned_mesh,
 )
 from lowmembp_jax.memory.planning.modules import OfStates, of_states
+from lowmembp_jax.memory.planning.nnx_scopes import named_modules
 from lowmembp_jax.memory.planning.own_meshes import find_own_mesh, without_shardings
 
 
@@ -31,7 +32,8 @@ def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
         fn, args = fn.function, fn.with_modules(args)
     if not isinstance(fn, jax.stages.Wrapped):
         return ()
-    traced = fn.trace(*args)
+    with named_modules(args):  # it is not traced again
+        traced = fn.trace(*args)
     by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's holds JAX's
     positions = list(range(len(args)))
     if len(by_argument) < len(args):  # static arguments are not among them

@@ -79,7 +79,7 @@ def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
     """Buffers alike but for the numbers in their module paths, and their sizes."""
     groups = defaultdict(list)
     for buffer in plan.live:
-        module = re.sub(r"(?<=_)\d+(?=/|$)", "*", buffer.module)
+        module = re.sub(r"(?<=[_/])\d+(?=/|$)", "*", buffer.module)
         origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
         groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
     return sorted(groups.items(), key=lambda group: -sum(group[1]))

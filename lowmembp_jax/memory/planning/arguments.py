@@ -50,8 +50,11 @@ def argument_names(step: Callable[..., Any], count: int) -> list[str]:
 
 def _first(words: list[str], patterns: tuple[tuple[re.Pattern[str], Part], ...]) -> Part | None:
     """What the outermost word says that matches one of `patterns`."""
-    matches = (part for word in words for pattern, part in patterns if pattern.match(word))
-    return next(matches, None)
+    for word in words:
+        for pattern, part in patterns:
+            if pattern.match(word):
+                return part
+    return None
 
 
 def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> Part:
@@ -59,7 +62,7 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
         return "batch"
     if isinstance(node, nnx.OptState) or _is_optax(node):
         return "optimizer_state"
-    if (part := _first(words, _ANYWHERE) or role) and not _is_variable(node):
+    if part := _first(words, _ANYWHERE) or role:
         return part
     if is_training:  # of a batch that holds weights, and does not come back
         words = [words[0], *(word for word in words[1:] if not word.startswith("weight"))]

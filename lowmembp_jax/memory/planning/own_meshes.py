@@ -123,7 +123,9 @@ def _on(value: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, value.spec, memory_kind=kind)
     if isinstance(value, Mesh) and not value.empty:
         return mesh
-    return type(value)(_on(x, mesh) for x in value) if type(value) in (tuple, list) else value
+    if type(value) is tuple:  # and no named tuple
+        return tuple(_on(x, mesh) for x in value)
+    return [_on(x, mesh) for x in value] if type(value) is list else value
 
 
 def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[PartitionSpec | None]:

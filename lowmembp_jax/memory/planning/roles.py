@@ -78,7 +78,7 @@ def _like(var: Any) -> tuple[Any, ...]:
     return tuple(var.aval.shape), var.aval.dtype
 
 
-def roles(jaxpr: core.Jaxpr) -> list[Role | None]:
+def roles(jaxpr: Any) -> list[Role | None]:
     """The role of each input of a training step, None where the program does not tell.
 
     - Of what reaches the loss, what is returned in the same shape, changed by the backward or,
