@@ -59,9 +59,9 @@ def test_a_mesh_of_the_step(name, mesh):
 
 
 def test_pmap():
-    pmapped = jax.pmap(summed, axis_name="dp", in_axes=(None, 0))
+    weights = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.float32)
     batch = jax.ShapeDtypeStruct((8, ROWS // 8, WIDTH), jnp.float32)
-    plan = lm.memory.plan(pmapped, W, batch, parts=("parameters", "batch"))
+    plan = lm.memory.plan(jax.pmap(summed, axis_name="dp"), weights, batch)
     assert (plan.device_count, plan.parameters, plan.batch) == (8, WEIGHT, BATCH // 8)
 
 

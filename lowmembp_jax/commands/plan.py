@@ -22,7 +22,8 @@ class PlanCommand(ModelOptions):
     method: str | None = None
     """One method, reported in detail. Default: all that the model has, side by side."""
     device: str = "h200"
-    """See `lowmembp devices`; or the path of a target description of your own."""
+    """See `lowmembp devices`; or the path of a target description of your own; or "all", with
+    --method: the smallest that fits."""
     devices: int = 1
     """GPUs, 1 to 8: those of the mesh that the step has, or else sharing the batch."""
     parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
@@ -45,7 +46,9 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
-        comparison, title = self._compare()
+        if self.device == "all":
+            return self._sweep()
+        comparison, title = self._compare(self.device)
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
         if self.plot is not None:
@@ -59,7 +62,30 @@ class PlanCommand(ModelOptions):
         print_report(self._report(comparison, title), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
-    def _compare(self):
+    def _sweep(self) -> int:
+        """Plans one method for every GPU, those with the least memory first."""
+        from lowmembp_jax.memory.constants import StepError
+        from lowmembp_jax.memory.devices import DEVICES, get_device
+        from lowmembp_jax.memory.report import sweep_report
+
+        for option, given in (("--method", self.method is None), ("no --plot", self.plot)):
+            if given:
+                raise GivenError(f"--device all takes {option}: it plans one method, in a table")
+        found, refused, title = [], {}, ""
+        for device in sorted(DEVICES, key=lambda name: get_device(name).memory_bytes):
+            try:
+                comparison, title = self._compare(device)
+                found += comparison
+            except StepError as error:  # such as bfloat16 on a T4
+                refused[device] = str(error)
+        if not found:
+            raise StepError("; ".join(dict.fromkeys(refused.values())))
+        if self.json is not None:
+            write_json(self.json, {"devices": [one.to_dict() for one in found], "refused": refused})
+        print_report(sweep_report(found, refused, f"{title}, {self.method}"), self.json)
+        return FITS if any(one.plan.fits for one in found) else DOES_NOT_FIT
+
+    def _compare(self, device: str):
         import jax
 
         from lowmembp_jax.memory.comparison import compare
@@ -74,7 +100,7 @@ class PlanCommand(ModelOptions):
         factory = self.load()
         methods = factory.methods if self.method is None else (self.method,)
         try:
-            get_device(self.device)
+            get_device(device)
             budget = as_bytes("--budget", self.budget)
         except ValueError as error:
             raise GivenError(str(error)) from error
@@ -88,7 +114,7 @@ class PlanCommand(ModelOptions):
             raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
         arguments = self.arguments()
         if factory.takes("device"):
-            arguments.setdefault("device", self.device)
+            arguments.setdefault("device", device)
         comparison = compare(
             lambda method, batch: factory(method, batch, **arguments),
             methods,
@@ -97,7 +123,7 @@ class PlanCommand(ModelOptions):
             find_largest_batch=self.largest_batch,
             batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
             cache=self.cache,
-            device=self.device,
+            device=device,
             mesh=self.devices if self.devices > 1 else None,
             parts=self.parts or None,
         )

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from lowmembp_jax.memory.buffers.parts import Part
+from lowmembp_jax.memory.constants import StepError
 from lowmembp_jax.memory.planning.roles import Role, roles
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")
@@ -93,8 +94,9 @@ def _broadcast(parts: Any, args: tuple[Any, ...]) -> list[Any]:
     try:
         return jax.tree.leaves(jax.tree.broadcast(parts, args))
     except ValueError as error:
-        raise ValueError(
-            f"parts={parts!r} is no pytree prefix of the {len(args)} arguments: {error}"
+        reason = str(error).partition("\n")[0]
+        raise StepError(
+            f"parts={parts!r} is no pytree prefix of the {len(args)} arguments: {reason}"
         ) from error
 
 
