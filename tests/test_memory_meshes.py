@@ -58,6 +58,12 @@ def test_a_mesh_of_the_step(name, mesh):
         assert plan.outputs < 1024  # what it donates
 
 
+def test_shardings_beside_those_of_the_step():
+    wide = {"in_shardings": (P(None, "dp"), None), "parts": ("parameters", "batch")}
+    plan = lm.memory.plan(constrained, W, X, **wide)
+    assert (plan.parameters, plan.batch) == (WEIGHT // 8, BATCH // 8)
+
+
 def test_pmap():
     weights = jax.ShapeDtypeStruct((8, WIDTH, WIDTH), jnp.float32)
     batch = jax.ShapeDtypeStruct((8, ROWS // 8, WIDTH), jnp.float32)
@@ -91,6 +97,9 @@ def test_devices_share_the_batch_where_nothing_is_said():
     whole = lm.memory.plan(weighted, W, batch, mesh=8, in_shardings=P())
     assert whole.batch == BATCH + 4 * ROWS + 12
     assert "batch 66,572 B" in whole.notes[0]
+    replicated = NamedSharding(cpu_mesh(), P())
+    in_jit = lm.memory.plan(jax.jit(weighted, in_shardings=replicated), W, batch)
+    assert (in_jit.device_count, in_jit.batch, in_jit.notes) == (8, whole.batch, whole.notes)
 
 
 def two_meshes(p, x):

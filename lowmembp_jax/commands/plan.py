@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -94,9 +95,10 @@ class PlanCommand(ModelOptions):
 
         if not 1 <= self.devices <= 8:
             raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
-        with contextlib.suppress(RuntimeError):  # where JAX runs already
-            # Users make a mesh of the devices that they find.
-            jax.config.update("jax_num_cpu_devices", self.devices)
+        if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            with contextlib.suppress(RuntimeError):  # where JAX runs already
+                # Users make a mesh of the devices that they find.
+                jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
         methods = factory.methods if self.method is None else (self.method,)
         try:

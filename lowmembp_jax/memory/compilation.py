@@ -74,12 +74,14 @@ class Lowering(NamedTuple):
       jaxpr: its trace.
       lowered: what XLA compiles.
       args: its arguments as shapes and dtypes, with their shardings over the GPUs.
+      is_said: whether anything says how they are sharded.
       notes: see `Plan`.
     """
 
     jaxpr: Any
     lowered: jax.stages.Lowered
     args: tuple[Any, ...]
+    is_said: bool
     notes: tuple[str, ...]
 
 
@@ -99,6 +101,7 @@ def lower_for(
     """
     check_platform()
     found = mesh_of(args, in_shardings, out_shardings)
+    is_said = found is not None or in_shardings is not None
     options: dict[str, Any] = {"out_shardings": out_shardings, "keep_unused": keep_unused}
     try:
         gpus = planned_mesh(device, mesh, found)
@@ -116,13 +119,13 @@ def lower_for(
             donate_argnums = _donated(fn, without_shardings(args))
         gpus = planned_mesh(device, found if mesh is None else mesh, own.mesh)
         on_gpus = own.step_on(gpus)
-        if in_shardings is None:
-            in_shardings = own.asked_shardings(arrays)
+        arrays = own.args_on(arrays, gpus)
+        is_said |= mesh_of(arrays) is not None
         abstract = abstract_on(gpus, arrays, in_shardings)
         with _mesh_in_context(gpus):
             made = _lower(on_gpus, abstract, gpus, donate_argnums, **options)
     _refuse_missing_instructions(device, made.lowered)
-    return made
+    return made._replace(is_said=is_said)
 
 
 def _mesh_in_context(gpus: Mesh) -> AbstractContextManager[Any]:
@@ -162,7 +165,7 @@ def _lower(
         raise
     names = ", ".join(sorted(set(callbacks)))
     note = f"callbacks ({names}) are left out; what they return is taken for zeros"
-    return Lowering(traced.jaxpr.jaxpr, lowered, args, (note,) if callbacks else ())
+    return Lowering(traced.jaxpr.jaxpr, lowered, args, False, (note,) if callbacks else ())
 
 
 def compile_for(

@@ -135,7 +135,7 @@ def lower_step(
     made = lower(in_shardings=in_shardings)
     named = arguments(*close_over_constants(step, abstract_args), parts, made.jaxpr)
     notes = made.notes
-    if in_shardings is None and (shared := batch_shardings(made.args, named)) is not None:
+    if not made.is_said and (shared := batch_shardings(made.args, named)) is not None:
         made = lower(in_shardings=shared)
         notes += ("nothing says how arguments are sharded: the devices share the batch",)
     warn_of_lost_work(made.jaxpr, named)

@@ -4,7 +4,7 @@
 mesh into the traced program. There its devices are replaced, by the names of the axes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -47,11 +47,13 @@ class OwnMesh(NamedTuple):
 
         return step
 
-    def asked_shardings(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Shardings of `args`: their own, or what the program asks of them, or None."""
+    def args_on(self, args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+        """The arguments over `mesh`, as they are sharded or as the program asks, or neither."""
         leaves, tree = jax.tree.flatten(args)
-        asked = zip(leaves, _asked_of_inputs(self.program.jaxpr), strict=True)
-        return jax.tree.unflatten(tree, [getattr(x, "sharding", None) or spec for x, spec in asked])
+        given = [_spec(getattr(leaf, "sharding", None)) for leaf in leaves]
+        specs = _first_said(given, _asked_of_inputs(self.program.jaxpr))
+        shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
+        return jax.tree.unflatten(tree, list(map(_struct, leaves, shardings)))
 
 
 def find_own_mesh(fn: Callable[..., Any], args: tuple[Any, ...]) -> OwnMesh | None:
@@ -72,11 +74,11 @@ def find_own_mesh(fn: Callable[..., Any], args: tuple[Any, ...]) -> OwnMesh | No
 
 def without_shardings(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments as shapes and dtypes."""
+    return jax.tree.map(lambda x: _struct(x) if is_array(x) else x, args)
 
-    def leaf(x):
-        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.result_type(x)) if is_array(x) else x
 
-    return jax.tree.map(leaf, args)
+def _struct(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.result_type(x), sharding=sharding)
 
 
 def _mesh_in(jaxpr: core.Jaxpr) -> Mesh | None:
@@ -149,7 +151,14 @@ def _asked(equation: Any) -> list[PartitionSpec | None]:
     if given is None:
         return []
     inside = _asked_of_inputs(inner_jaxprs(equation)[0])
-    return [_spec(one) or other for one, other in zip(given, inside, strict=True)]
+    return _first_said(map(_spec, given), inside)
+
+
+def _first_said(
+    first: Iterable[PartitionSpec | None], second: Iterable[PartitionSpec | None]
+) -> list[PartitionSpec | None]:
+    # Replicated is said too, and false in Python.
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
 def _spec(sharding: Any) -> PartitionSpec | None:

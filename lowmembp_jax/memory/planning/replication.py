@@ -25,11 +25,11 @@ def batch_shardings(args: tuple[Any, ...], named: Sequence[Argument]) -> Any:
       named: the arrays in `args`.
 
     Returns:
-      A `PartitionSpec` or None for each array. None for one device, where something is sharded,
-      and where the devices cannot share the batch.
+      A `PartitionSpec` or None for each array. None for one device, and where the devices cannot
+      share the batch.
     """
     leaves, tree = jax.tree.flatten(args)
-    if not leaves or not all(leaf.sharding.is_fully_replicated for leaf in leaves):
+    if not leaves:
         return None
     mesh = leaves[0].sharding.mesh
     batch = [one.shape for one in named if one.part == "batch" and one.shape]
