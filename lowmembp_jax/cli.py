@@ -7,6 +7,10 @@ lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --j
 
 lowmembp residuals --model vit-b16 --method lowmembp
 
+lowmembp plan --model vit-b16 --method compress --device all
+
+lowmembp diff before.json after.json
+
 lowmembp devices
 
 lowmembp fit --function jax.nn.mish --bits 4 --plot fit.png
@@ -43,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     import tyro
 
+    from lowmembp_jax.commands.diff import DiffCommand
+
     commands = Annotated[
         Annotated[PlanCommand, tyro.conf.subcommand("plan")]
         | Annotated[ResidualsCommand, tyro.conf.subcommand("residuals")]
+        | Annotated[DiffCommand, tyro.conf.subcommand("diff")]
         | Annotated[DevicesCommand, tyro.conf.subcommand("devices")]
         | Annotated[FitCommand, tyro.conf.subcommand("fit")],
         tyro.conf.OmitSubcommandPrefixes,

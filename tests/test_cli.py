@@ -106,6 +106,56 @@ def test_one_method_in_detail(run):
 
 
 @gpu_compiler
+def test_the_smallest_gpu_that_fits(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm.memory.devices, "DEVICES", ("h200", "l4"))
+    target = tmp_path / "all.json"
+    plan = ("plan", "--model", f"{FILE}:mlp", "--method", "default", "--device", "all")
+    status, out, _ = run(*plan, "--batch", 8, "--json", target)
+    assert status == 0
+    found = [one["plan"] for one in json.loads(target.read_text())["devices"]]
+    assert [one["device"] for one in found] == ["l4", "h200"]
+    assert "the smallest GPU that fits: l4, " in out
+    status, out, _ = run(*plan, "--batch", 8, "--budget", "1kB")
+    assert status == 3 and "it fits in none of these" in out
+    status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "all")
+    assert status == 2 and "--device all takes --method" in err
+
+
+@gpu_compiler
+def test_what_grew_between_two_plans(run, tmp_path):
+    paths = tmp_path / "before.json", tmp_path / "after.json"
+    plan = ("plan", "--model", f"{FILE}:mlp")
+    assert run(*plan, "--batch", 4096, "--json", paths[0])[0] == 0
+    assert run(*plan, "--batch", 8192, "--json", paths[1], "--method", "default")[0] == 0
+    status, _, err = run("diff", *paths)
+    assert status == 2 and "--method is none: accepted are default, lowmembp" in err
+    status, out, _ = run("diff", *paths, "--method", "default")
+    assert status == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    rows = {tuple(row[:-3]): row[-1] for row in rows if len(row) > 3}
+    assert rows["batch",] == "+524,288 B" and rows["peak",].startswith("+")
+    assert any("Dense" in key[-1] and key[0] == "intermediates" for key in rows)
+    status, out, _ = run("diff", *reversed(paths), "--method", "default")
+    assert f"-{rows['peak',][1:]}" in out
+    status, _, err = run("diff", paths[1], __file__)
+    assert status == 2 and "holds no plan" in err
+
+
+@gpu_compiler
+def test_devices_and_parts_of_a_step(run, tmp_path):
+    target = tmp_path / "plan.json"
+    plan = ("plan", "--model", f"{FILE}:mlp", "--method", "default", "--batch", 256)
+    run(*plan, "--devices", 8, "--json", target)
+    shared = json.loads(target.read_text())["methods"][0]["plan"]
+    run(*plan, "--json", target)
+    alone = json.loads(target.read_text())["methods"][0]["plan"]
+    assert shared["device_count"] == 8
+    assert 8 * shared["parts"]["batch"] == alone["parts"]["batch"] > 0
+    assert "the devices share the batch" in shared["notes"][0]
+    assert run(*plan, "--parts", "batch")[0] == 2
+
+
+@gpu_compiler
 def test_budget(run):
     base = ("plan", "--model", f"{FILE}:mlp", "--batch", 8192)
     status, out, err = run(*base, "--budget", "25MB")

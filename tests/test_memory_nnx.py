@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.plan import PARTS
 from lowmembp_jax.memory.planning.arguments import arguments
 from lowmembp_jax.memory.planning.modules import of_states
+from lowmembp_jax.memory.planning.result import PARTS
 
 gpu_compiler = pytest.mark.gpu_compiler
 pytestmark = pytest.mark.usefixtures("mixed_dtypes")  # NNX's optimizer counts in integers
@@ -245,3 +245,47 @@ def test_residuals_of_what_is_trained():
     assert lm.memory.saved_bytes(Adapted.__call__, model, X, argnums=only_b) == ROWS * 4 * 4
     with pytest.raises(TypeError, match="nothing to differentiate in self"):
         lm.memory.saved_bytes(Adapted.__call__, model, X, argnums=nnx.DiffState(0, nnx.BatchStat))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + lax.optimization_barrier(jnp.tanh(self.up(x)))
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def encode(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def __call__(self, x):
+        return self.head(self.encode(x))
+
+
+@gpu_compiler
+def test_blocks_are_told_apart():
+    call = Block.__call__
+    plan = lm.memory.plan(nnx.jit(step), *abstract(Blocks), X)
+    at_peak = {buffer.module for buffer in plan.live if buffer.part == "intermediates"}
+    assert at_peak >= {"Blocks/blocks/0", "Blocks/blocks/1"}
+    assert {"Blocks/blocks/0/up", "Blocks/head"} <= plan.cost.by("module").keys()
+    assert Block.__call__ is call and "__call__" not in vars(Mlp.mro()[1])
+
+
+def test_residuals_by_block():
+    model, _ = abstract(Blocks)
+    layers = lm.memory.residuals(loss, model, X).by_layer()
+    assert layers["Blocks/blocks/0"] == layers["Blocks/blocks/1"] >= ROWS * WIDTH * 4 * 2
+    # By a method, in jax.checkpoint and in a function of one block alike.
+    table = lm.memory.residuals(lambda model, x: jax.checkpoint(model.encode)(x), model, X)
+    assert set(table.by_layer()) <= {"Blocks/blocks/0", "Blocks/blocks/1", ""}
+    table = lm.memory.residuals(lambda model, x: model.blocks[0](x), model, X)
+    assert {row.module.split("/up")[0] for row in table.kept} == {"Blocks/blocks/0"}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.plan import PARTS
+from lowmembp_jax.memory.planning.result import PARTS
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -198,6 +198,22 @@ def test_stacks_of_a_scan_are_intermediates():
     assert len(kept) == 2
     assert all(buffer.source.startswith(__file__) for buffer in kept)
     assert plan.gradients == layers * WIDTH * WIDTH * 4
+
+
+def test_the_input_of_a_block_that_is_computed_again():
+    """A scan carries it from one block to the next: it is what the block before returns."""
+
+    def loss(params, batch):
+        @jax.checkpoint
+        def block(x, w):
+            return jnp.sin(lax.optimization_barrier(x @ w)), None  # the line
+
+        return jnp.sum(jnp.square(lax.scan(block, batch, params)[0]))
+
+    line = loss.__code__.co_firstlineno + 3
+    plan = lm.memory.plan(jax.grad(loss), f32(8, WIDTH, WIDTH), f32(4096, WIDTH))
+    (stack,) = (buffer for buffer in plan.live if buffer.shape == f"f32[8,4096,{WIDTH}]")
+    assert (stack.op, stack.source) == ("sin", f"{__file__}:{line}")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """`lowmembp plan`: the memory of a training step, with each method to save it."""
 
+import contextlib
 import dataclasses
 import math
+import os
 from pathlib import Path
+from typing import Literal
 
 from lowmembp_jax.commands.model import ModelOptions
 from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
@@ -20,9 +23,12 @@ class PlanCommand(ModelOptions):
     method: str | None = None
     """One method, reported in detail. Default: all that the model has, side by side."""
     device: str = "h200"
-    """See `lowmembp devices`; or the path of a target description of your own."""
+    """See `lowmembp devices`; or the path of a target description of your own; or "all", with
+    --method: the smallest that fits."""
     devices: int = 1
-    """GPUs that share the batch, 1 to 8."""
+    """GPUs, 1 to 8: those of the mesh that the step has, or else sharing the batch."""
+    parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
+    """What each argument of the step is, in their order. Default: as the program tells."""
     budget: str | None = None
     """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
     takes, 75% of the device."""
@@ -41,7 +47,9 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
-        comparison, title = self._compare()
+        if self.device == "all":
+            return self._sweep()
+        comparison, title = self._compare(self.device)
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
         if self.plot is not None:
@@ -55,21 +63,50 @@ class PlanCommand(ModelOptions):
         print_report(self._report(comparison, title), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
-    def _compare(self):
+    def _sweep(self) -> int:
+        """Plans one method for every GPU, those with the least memory first."""
+        from lowmembp_jax.memory.constants import StepError
+        from lowmembp_jax.memory.devices import DEVICES, get_device
+        from lowmembp_jax.memory.report import sweep_report
+
+        for option, given in (("--method", self.method is None), ("no --plot", self.plot)):
+            if given:
+                raise GivenError(f"--device all takes {option}: it plans one method, in a table")
+        found, refused, title = [], {}, ""
+        for device in sorted(DEVICES, key=lambda name: get_device(name).memory_bytes):
+            try:
+                comparison, title = self._compare(device)
+                found += comparison
+            except StepError as error:  # such as bfloat16 on a T4
+                refused[device] = str(error)
+        if not found:
+            raise StepError("; ".join(dict.fromkeys(refused.values())))
+        if self.json is not None:
+            write_json(self.json, {"devices": [one.to_dict() for one in found], "refused": refused})
+        print_report(sweep_report(found, refused, f"{title}, {self.method}"), self.json)
+        return FITS if any(one.plan.fits for one in found) else DOES_NOT_FIT
+
+    def _compare(self, device: str):
+        import jax
+
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import get_device
         from lowmembp_jax.memory.sizes import as_bytes
 
+        if not 1 <= self.devices <= 8:
+            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
+        if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            with contextlib.suppress(RuntimeError):  # where JAX runs already
+                # Users make a mesh of the devices that they find.
+                jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
         methods = factory.methods if self.method is None else (self.method,)
         try:
-            get_device(self.device)
+            get_device(device)
             budget = as_bytes("--budget", self.budget)
         except ValueError as error:
             raise GivenError(str(error)) from error
         batch = self.batch if self.batch is not None else factory.default_batch
-        if not 1 <= self.devices <= 8:
-            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
         if batch is not None and batch % self.devices:
             raise GivenError(
                 f"--batch must be a multiple of --devices {self.devices}, which share it, "
@@ -79,7 +116,7 @@ class PlanCommand(ModelOptions):
             raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
         arguments = self.arguments()
         if factory.takes("device"):
-            arguments.setdefault("device", self.device)
+            arguments.setdefault("device", device)
         comparison = compare(
             lambda method, batch: factory(method, batch, **arguments),
             methods,
@@ -88,8 +125,9 @@ class PlanCommand(ModelOptions):
             find_largest_batch=self.largest_batch,
             batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
             cache=self.cache,
-            device=self.device,
-            mesh={"data": self.devices} if self.devices > 1 else None,
+            device=device,
+            mesh=self.devices if self.devices > 1 else None,
+            parts=self.parts or None,
         )
         size = None if batch is None else f"batch {batch}"
         return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))

@@ -16,11 +16,11 @@ from lowmembp_jax.memory.devices import topology as topology
 from lowmembp_jax.memory.hlo.cost import cost as cost
 from lowmembp_jax.memory.hlo.cost_totals import Cost as Cost
 from lowmembp_jax.memory.hlo.cost_totals import Kernel as Kernel
-from lowmembp_jax.memory.plan import PARTS as PARTS
-from lowmembp_jax.memory.plan import LiveBuffer as LiveBuffer
-from lowmembp_jax.memory.plan import Plan as Plan
 from lowmembp_jax.memory.plan import plan as plan
 from lowmembp_jax.memory.planning.cache import plan_cache_directory as plan_cache_directory
+from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
+from lowmembp_jax.memory.planning.result import PARTS as PARTS
+from lowmembp_jax.memory.planning.result import Plan as Plan
 from lowmembp_jax.memory.planning.workload import METHODS as METHODS
 from lowmembp_jax.memory.planning.workload import Workload as Workload
 from lowmembp_jax.memory.residuals import residuals as residuals

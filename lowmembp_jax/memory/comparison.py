@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax.memory.constants import check_call
-from lowmembp_jax.memory.plan import LoweredStep, Plan, lower_step, plan_lowered
+from lowmembp_jax.memory.plan import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.planning.cache import cached_plan
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
+from lowmembp_jax.memory.planning.meshes import mesh_of
+from lowmembp_jax.memory.planning.result import Plan
 from lowmembp_jax.memory.planning.workload import METHODS, as_workload
 from lowmembp_jax.memory.sizes import as_bytes
 
@@ -179,14 +181,15 @@ def compare(
         key = method, size
         workload = workloads.get(key) or as_workload(step_factory(method, size), "step_factory")
         options = dict(plan_options)
-        if options.get("mesh") is not None:
+        if options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
             options.setdefault("in_shardings", workload.in_shardings)
+        if options.get("parts") is None:
+            options["parts"] = workload.parts
         with workload.context():
             return lower_step(
                 workload.step,
                 *workload.args,
                 donate=workload.donate_argnums or None,
-                parts=workload.parts,
                 **options,
             )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +11,8 @@ from rich.text import Text
 from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
-from lowmembp_jax.memory.plan import PARTS, Plan
+from lowmembp_jax.memory.difference import Change, changes_by_module, changes_by_part
+from lowmembp_jax.memory.planning.result import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
 _ESTIMATE = "Times are estimates by the roofline, not measured; memory is XLA's buffer assignment."
@@ -79,7 +80,7 @@ def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
     """Buffers alike but for the numbers in their module paths, and their sizes."""
     groups = defaultdict(list)
     for buffer in plan.live:
-        module = re.sub(r"(?<=_)\d+(?=/|$)", "*", buffer.module)
+        module = re.sub(r"(?<=[_/])\d+(?=/|$)", "*", buffer.module)
         origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
         groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
     return sorted(groups.items(), key=lambda group: -sum(group[1]))
@@ -95,7 +96,7 @@ def _work(cost) -> tuple[str, str, str, str]:
 
 
 def comparison_report(comparison: Comparison, title: str) -> RenderableType:
-    """One row a method: peak, its largest parts, bytes moved, FLOPs, time and largest batch.
+    """One row a method: peak, its largest parts, bytes moved, FLOPs, time, rate and largest batch.
 
     Below are what the numbers leave out, and the fastest method that fits.
     """
@@ -108,6 +109,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
         "moved",
         "TFLOP",
         "time (estimate)",
+        *(["examples/s"] if comparison.batch else []),
     ]
     searched = comparison.methods[0].largest_batch is not None
     table = _table(
@@ -122,6 +124,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
             one.method,
             *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
             *_work(cost)[:3],
+            *([f"{comparison.batch / cost.estimated_seconds:,.0f}"] if comparison.batch else []),
             *([f"{one.largest_batch:,}"] if searched else []),
             _verdict(one.plan),
         )
@@ -130,6 +133,59 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
     except NothingFitsError as error:
         outcome = str(error)
     return Group(table, _notes(*comparison.notes), Text(f"\n{outcome}"))
+
+
+def difference_report(before: Plan, after: Plan, title: str, largest: int = 15) -> RenderableType:
+    """What grew and what shrank between two plans: by part, and by module at the peak."""
+    columns = ("before", "after", "change")
+    parts = _table(title, "part", *columns)
+    for one in changes_by_part(before, after):
+        if one.part == "peak":
+            parts.add_section()
+        parts.add_row(one.part.replace("_", " "), *_change(one))
+    modules = _table(
+        "Largest changes at the peak, layers together", "part", "from", *columns, left=("from",)
+    )
+    for one in changes_by_module(before, after)[:largest]:
+        modules.add_row(one.part.replace("_", " "), one.where, *_change(one))
+    return Group(parts, modules)
+
+
+def _change(one: Change) -> tuple[str, str, str]:
+    sign = "-" if one.bytes < 0 else "+" if one.bytes else ""
+    change = sign + format_bytes(abs(one.bytes))
+    return format_bytes(one.before), format_bytes(one.after), change
+
+
+def sweep_report(
+    found: Sequence[MethodPlan], refused: dict[str, str], title: str
+) -> RenderableType:
+    """One row a GPU, the smallest first, and the smallest that fits.
+
+    Args:
+      found: plans of one method for several GPUs.
+      refused: GPUs that cannot run the step, and why.
+      title: what was planned.
+    """
+    table = _table(title, "device", "memory", "limit", "peak", "time (estimate)", "")
+    for one in found:
+        plan = one.plan
+        table.add_row(
+            plan.device.name,
+            *map(format_bytes, (plan.device.memory_bytes, plan.limit, plan.peak)),
+            f"{plan.cost.estimated_seconds * 1e3:.1f} ms",
+            _verdict(plan),
+        )
+    fitting = next((one.plan for one in found if one.plan.fits), None)
+    outcome = "it fits in none of these"
+    if fitting is not None:
+        outcome = (
+            f"the smallest GPU that fits: {fitting.device.name}, "
+            f"{format_bytes(fitting.peak)} of {format_bytes(fitting.limit)}"
+        )
+    notes = dict.fromkeys(note for one in found for note in (*one.plan.notes, *one.plan.cost.notes))
+    notes.update(dict.fromkeys(refused.values()))
+    return Group(table, _notes(*notes), Text(f"\n{outcome}"))
 
 
 def devices_report(devices: Iterable[Device]) -> RenderableType:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lowmembp_jax.memory.buffers.assignment import BufferAssignment, Position, Value
 from lowmembp_jax.memory.buffers.flow import BACKWARD, PARAMETERS, Flow
-from lowmembp_jax.memory.hlo.program import Instruction, Shape
+from lowmembp_jax.memory.hlo.program import Computation, Instruction, Shape
 
 Part = Literal[
     "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
@@ -137,13 +137,13 @@ class Buffers:
         fused = [i for i in self.flow.inner(instruction) if i.opcode == "dynamic-update-slice"]
         if fused:
             scope = self.flow.program.computations[instruction.calls[0]]
-            found = _before_stacking(scope.instructions, fused[0].operands[1])
+            found = _before_stacking(scope, fused[0].operands[1])
             if found.opcode != "parameter":
                 return found
             update = instruction.operands[int(found.arguments)]
         else:
             update = instruction.operands[1]
-        return _before_stacking(computation.instructions, update)
+        return _before_stacking(computation, update)
 
 
 def _shown_as(assignment: BufferAssignment, flow: Flow) -> dict[str, str]:
@@ -160,13 +160,27 @@ def _shown_as(assignment: BufferAssignment, flow: Flow) -> dict[str, str]:
     return names
 
 
-def _before_stacking(instructions: dict[str, Instruction], name: str) -> Instruction:
-    """What makes an array, before the casts and reshapes of `jax.lax.scan`."""
+def _before_stacking(computation: Computation, name: str) -> Instruction:
+    """What makes an array, before the casts and reshapes of `jax.lax.scan`.
+
+    Of what a loop's body is given, such as the input of a block that is computed again, it is what
+    makes it in the iteration before.
+    """
+    instructions, seen = computation.instructions, set()
     found = instructions[name]
-    while found.operands and (
-        found.opcode in ("bitcast", "copy", "reshape", "get-tuple-element") or _stacks(found)
-    ):
-        found = instructions[found.operands[0]]
+    while found.operands and found.name not in seen:
+        seen.add(found.name)
+        operand = instructions[found.operands[0]]
+        if found.opcode == "get-tuple-element" and operand.opcode == "parameter":
+            results = instructions[computation.root]
+            (index,) = found.integers("index")
+            if results.opcode != "tuple" or index >= len(results.operands):
+                break
+            found = instructions[results.operands[index]]
+        elif found.opcode in ("bitcast", "copy", "reshape", "get-tuple-element") or _stacks(found):
+            found = operand
+        else:
+            break
     return found
 
 

@@ -19,7 +19,8 @@ def module_path(op_name: str) -> str:
         name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
         # transpose(jvp(ViT))/jvp(ViT)/layer_0 is that of a layer in jax.checkpoint.
         again = name != part and names[-1:] == [name]
-        if name.isidentifier() and name not in _NOT_MODULES and not again:
+        # Numbers are those of blocks in an nnx.List.
+        if (name.isidentifier() or name.isdigit()) and name not in _NOT_MODULES and not again:
             names.append(name)
     return "/".join(names)
 

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,12 +134,18 @@ class Program:
     computations: dict[str, Computation]
 
 
+# What runs a program: console scripts, and `runpy` in Python's own library.
+_STARTERS = (*(f"{sysconfig.get_path(name)}/" for name in ("scripts", "stdlib")), "<frozen ")
+
+
 def _is_framework(path: str) -> bool:
     """Whether users of a program did not write this file: JAX, Flax and their like, and us."""
     package = Path(__file__).parents[2]
     if path.startswith((f"{package}/", f"{package.parent}/pallas_kernels/")):
         return True
     _, installed, rest = path.rpartition("-packages/")
+    if not installed and path.startswith(_STARTERS):
+        return True
     return bool(installed) and rest.split("/")[0] in {
         "flax", "jax", "jax_triton", "jaxlib", "lowmembp_jax", "optax", "pallas_kernels", "qwix",
     }  # fmt: skip
@@ -169,9 +176,8 @@ class _Sources:
 
     @functools.cache  # noqa: B019  lives as long as one call of `parse`
     def of_frame(self, frame: int) -> str:
-        stack = list(self._stack(frame))
-        users = [entry for entry in stack if not _is_framework(entry[0])]
-        return next((f"{file}:{line}" for file, line in users or stack), "")
+        users = (entry for entry in self._stack(frame) if not _is_framework(entry[0]))
+        return next((f"{file}:{line}" for file, line in users), "")
 
     def of(self, metadata: str, strings: dict[str, str]) -> str:
         if found := re.search(r"stack_frame_id=(\d+)", metadata):

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
 from lowmembp_jax.memory.planning.arguments import argument_names
+from lowmembp_jax.memory.planning.nnx_scopes import named_modules
 
 _SHARDINGS = ("in_shardings", "out_shardings")
 
@@ -93,14 +94,16 @@ class OfStates:
     def __call__(self, *args: Any) -> Any:
         args = self.with_modules(args)
         if self._is_loss:
-            return self.function(*args)
+            with named_modules(args):
+                return self.function(*args)
         before = self._variables(args)
         function = self.function
         in_nnx_jit = _is_nnx_jit(function)
         if isinstance(function, jax.stages.Wrapped) and not in_nnx_jit:
             # Nobody sees what is written into modules inside of jax.jit.
             function = function.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-        out = function(*args)
+        with named_modules(args):
+            out = function(*args)
         after = self._variables(args)
         written = {name: leaf for name, leaf in after.items() if leaf is not before.get(name)}
         if in_nnx_jit:

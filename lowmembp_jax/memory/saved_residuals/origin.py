@@ -77,13 +77,15 @@ def _rank(var) -> int:
     return len(var.aval.shape)
 
 
-def _scan_carry(scan, jaxpr, index: int) -> int | None:
-    """The output that input `index` of a scan's body is carried from; JAX versions name the
+def carried_to(scan, jaxpr) -> list[int | None]:
+    """For each input of a scan's body the output that it is carried from; JAX versions name the
     scan's parts differently, the ranks tell them apart."""
     sliced = [_rank(x) > _rank(y) for x, y in zip(scan.invars, jaxpr.invars, strict=True)]
     stacked = [_rank(x) > _rank(y) for x, y in zip(scan.outvars, jaxpr.outvars, strict=True)]
-    carry = index - (len(sliced) - sum(sliced) - (len(stacked) - sum(stacked)))
-    return carry if not sliced[index] and carry >= 0 else None
+    first = len(sliced) - sum(sliced) - (len(stacked) - sum(stacked))
+    return [
+        i - first if i >= first and not is_sliced else None for i, is_sliced in enumerate(sliced)
+    ]
 
 
 class Equations:
@@ -113,7 +115,7 @@ class Equations:
         kind = call.primitive.name
         if strict and kind in ("scan", "cond"):
             return None
-        if kind == "scan" and (carry := _scan_carry(call, body.jaxpr, index)) is not None:
+        if kind == "scan" and (carry := carried_to(call, body.jaxpr)[index]) is not None:
             return _Place(body, body.jaxpr.outvars[carry])
         return _Place(body.outer, call.invars[index + (kind == "cond")])
 

@@ -1,0 +1,126 @@
+"""Meshes of GPUs that are not there, and shardings over them."""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lowmembp_jax.memory.constants import StepError, is_array
+from lowmembp_jax.memory.devices import topology
+
+#: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter;
+#: or how many GPUs: those of the mesh that arguments or step have, or of one axis "data".
+MeshLike = Mapping[str, int] | AbstractMesh | Mesh | int
+
+_ONE_GPU = ("devices",)
+
+
+def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
+    """The mesh over which arguments say that they are sharded, or which shardings name."""
+    for x in jax.tree.leaves(trees):
+        sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) -> Mesh:
+    """A mesh of GPUs that are not there.
+
+    Args:
+      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      mesh: axis sizes by name, such as `{"data": 8}`, whose axes are `AxisType.Auto`; or a mesh,
+        of which axis names, sizes and types are taken; or the size of one axis "data". None for
+        one GPU.
+
+    Raises:
+      ValueError: more than 8 devices or none.
+    """
+    if mesh is None:
+        mesh = dict.fromkeys(_ONE_GPU, 1)
+    if isinstance(mesh, int):
+        mesh = {"data": mesh}
+    if isinstance(mesh, AbstractMesh | Mesh):
+        names, sizes, types = mesh.axis_names, mesh.axis_sizes, mesh.axis_types
+    else:
+        names, sizes = tuple(mesh), tuple(mesh.values())
+        types = (AxisType.Auto,) * len(names)
+    count = math.prod(sizes)
+    if not 1 <= count <= 8:
+        raise ValueError(
+            f"mesh={dict(zip(names, sizes, strict=True))} has {count} devices: accepted are 1 to 8"
+        )
+    devices = np.array(topology(device, count).devices).reshape(sizes)
+    return Mesh(devices, names, axis_types=types)
+
+
+def sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of a mesh's axes by name."""
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def planned_mesh(
+    device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
+) -> Mesh:
+    """GPUs for the mesh that was given, or else that of the arguments or the step.
+
+    Raises:
+      StepError: a number of GPUs was given and the mesh that was found has another.
+      ValueError: more than 8 devices or none.
+    """
+    if isinstance(given, int) and found is not None and found.size != given:
+        raise StepError(
+            f"{given} GPUs are asked for, and the step or its arguments have the mesh "
+            f"{sizes(found)}: accepted are {found.size}, or a step whose mesh is as large"
+        )
+    is_open = given is None or isinstance(given, int)
+    return device_mesh(device, found if is_open and found is not None else given)
+
+
+def on_mesh(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:
+    """A sharding of the same axis names over `mesh`."""
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if not is_spec(sharding):
+        raise ValueError(
+            f"{what} has the sharding {sharding!r}: accepted are None, PartitionSpec and "
+            "NamedSharding, for a whole argument or for each array in it"
+        )
+    spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec()
+    axes = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    if unknown := axes - {None, PartitionSpec.UNCONSTRAINED} - set(mesh.axis_names):
+        accepted = f"accepted are the mesh's axes {', '.join(map(repr, mesh.axis_names))}"
+        if mesh.axis_names == _ONE_GPU:
+            accepted = "no mesh was given: give one, such as mesh={'data': 8}"
+        raise ValueError(f"{what} has {spec} with {', '.join(map(repr, unknown))}: {accepted}")
+    return NamedSharding(mesh, spec)
+
+
+def is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec | jax.sharding.Sharding)
+
+
+def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
+    """The arguments as shapes and dtypes, sharded over `mesh`."""
+    try:
+        given = jax.tree.broadcast(in_shardings, args, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"in_shardings={in_shardings!r} is no pytree prefix of the {len(args)} arguments: "
+            f"{error}"
+        ) from error
+
+    def leaf(path, x, sharding):
+        name = f"args{jax.tree_util.keystr(path)}"
+        sharding = getattr(x, "sharding", None) if sharding is None else sharding
+        if not is_array(x):
+            return x
+        return jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.result_type(x), sharding=on_mesh(mesh, sharding, name)
+        )
+
+    return jax.tree_util.tree_map_with_path(leaf, args, given)

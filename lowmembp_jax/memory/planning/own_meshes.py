@@ -1,0 +1,165 @@
+"""Steps that name a mesh of their own, whose devices are not those that are planned for.
+
+`jax.jit(in_shardings=...)`, `with_sharding_constraint`, `shard_map(mesh=...)` and `pmap` write the
+mesh into the traced program. There its devices are replaced, by the names of the axes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lowmembp_jax.memory.constants import StepError, is_array
+from lowmembp_jax.memory.planning.meshes import sizes
+from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
+
+
+class OwnMesh(NamedTuple):
+    """A step that names a mesh, traced where that mesh is.
+
+    Attributes:
+      mesh: the one it names.
+      program: its trace.
+      out_tree: of its results.
+    """
+
+    mesh: Mesh
+    program: core.ClosedJaxpr
+    out_tree: Any
+
+    def step_on(self, mesh: Mesh) -> Callable[..., Any]:
+        """The step, with `mesh` in place of the one that it names.
+
+        Raises:
+          StepError: `mesh` has other axes or sizes.
+        """
+        if sizes(self.mesh) != sizes(mesh):
+            raise StepError(
+                f"mesh={sizes(mesh)} and the step names a mesh of its own, {sizes(self.mesh)}: "
+                f"give no mesh, or that one"
+            )
+        flat = core.jaxpr_as_fun(_on(self.program, mesh))
+
+        def step(*args):
+            return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves(args)))
+
+        return step
+
+    def args_on(self, args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+        """The arguments over `mesh`, as they are sharded or as the program asks, or neither."""
+        leaves, tree = jax.tree.flatten(args)
+        given = [_spec(getattr(leaf, "sharding", None)) for leaf in leaves]
+        specs = _first_said(given, _asked_of_inputs(self.program.jaxpr))
+        shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
+        return jax.tree.unflatten(tree, list(map(_struct, leaves, shardings)))
+
+
+def find_own_mesh(fn: Callable[..., Any], args: tuple[Any, ...]) -> OwnMesh | None:
+    """Traces `fn`, of arrays alone; None if it names no mesh, or cannot be traced without one.
+
+    Raises:
+      StepError: it names several, or one with explicit axes.
+    """
+    try:
+        # In jax.jit, as what is in shard_map otherwise keeps its devices.
+        traced = jax.make_jaxpr(jax.jit(fn), return_shape=True)
+        program, out = traced(*without_shardings(args))
+    except Exception:  # the user's own code runs here: its error was seen before
+        return None
+    mesh = _mesh_in(program.jaxpr)
+    return mesh and OwnMesh(mesh, program, jax.tree.structure(out))
+
+
+def without_shardings(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as shapes and dtypes."""
+    return jax.tree.map(lambda x: _struct(x) if is_array(x) else x, args)
+
+
+def _struct(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.result_type(x), sharding=sharding)
+
+
+def _mesh_in(jaxpr: core.Jaxpr) -> Mesh | None:
+    found = list(dict.fromkeys(_meshes(jaxpr)))
+    if len({tuple(sizes(mesh).items()) for mesh in found}) > 1:
+        raise StepError(
+            f"the step names the meshes {', '.join(str(sizes(mesh)) for mesh in found)}: "
+            "accepted is one mesh"
+        )
+    if any(AxisType.Explicit in mesh.axis_types for mesh in found):
+        raise StepError(
+            f"the step names the mesh {sizes(found[0])}, whose axes are explicit: give it to the "
+            "plan as `mesh`, and use PartitionSpecs alone in the step"
+        )
+    return found[0] if found else None
+
+
+def _meshes(jaxpr: core.Jaxpr) -> Iterator[Mesh]:
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _meshes(getattr(value, "jaxpr", value))
+            mesh = value.mesh if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                yield mesh
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+
+
+def _on(value: Any, mesh: Mesh) -> Any:
+    """A parameter of an equation, with all that is in it, over `mesh`."""
+    if isinstance(value, core.Jaxpr):
+        equations = [
+            equation.replace(params={key: _on(x, mesh) for key, x in equation.params.items()})
+            for equation in value.eqns
+        ]
+        return value.replace(eqns=equations)
+    if isinstance(value, core.ClosedJaxpr):
+        return core.ClosedJaxpr(_on(value.jaxpr, mesh), value.consts)
+    if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh) and not value.mesh.empty:
+        kind = "pinned_host" if value.memory_kind == "pinned_host" else None
+        return NamedSharding(mesh, value.spec, memory_kind=kind)
+    if isinstance(value, Mesh) and not value.empty:
+        return mesh
+    if type(value) is tuple:  # and no named tuple
+        return tuple(_on(x, mesh) for x in value)
+    return [_on(x, mesh) for x in value] if type(value) is list else value
+
+
+def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[PartitionSpec | None]:
+    """For each input the sharding that the program first asks of it, None where it asks none."""
+    asked: dict[Any, PartitionSpec] = {}
+    for equation in jaxpr.eqns:
+        for operand, spec in zip(equation.invars, _asked(equation), strict=False):
+            if spec is not None and not isinstance(operand, core.Literal):
+                asked.setdefault(operand, spec)
+    return [asked.get(var) for var in jaxpr.invars]
+
+
+def _asked(equation: Any) -> list[PartitionSpec | None]:
+    """What an equation asks of its operands: jit, shard_map or a constraint."""
+    params = equation.params
+    if equation.primitive.name == "sharding_constraint":
+        return [_spec(params["sharding"])]
+    if "in_specs" in params:
+        return list(params["in_specs"])
+    given = params.get("in_shardings")
+    if given is None:
+        return []
+    inside = _asked_of_inputs(inner_jaxprs(equation)[0])
+    return _first_said(map(_spec, given), inside)
+
+
+def _first_said(
+    first: Iterable[PartitionSpec | None], second: Iterable[PartitionSpec | None]
+) -> list[PartitionSpec | None]:
+    # Replicated is said too, and false in Python.
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
+
+
+def _spec(sharding: Any) -> PartitionSpec | None:
+    return sharding.spec if isinstance(sharding, NamedSharding) else None

@@ -1,0 +1,121 @@
+"""What a training step does with its arguments: which it trains, and which it carries along.
+
+JAX writes into an operation's name that it is of a loss that is differentiated ("jvp"), or of the
+backward ("transpose"). What reaches the loss and comes back changed by the backward is trained;
+what comes back so and never was in the loss is the optimizer's.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from lowmembp_jax.memory.saved_residuals.origin import carried_to, inner_jaxprs
+
+Role = Literal["parameters", "optimizer_state"]
+
+# Bits of what an array is made of: the backward, and from the next on each input of the program,
+# but for what went through the loss.
+_BACKWARD = 1
+
+
+class _Flow:
+    """Which inputs reach a loss, and which of them each output is made of beside it."""
+
+    def __init__(self, jaxpr: core.Jaxpr):
+        self.in_loss = 0
+        self.outputs = self._run(jaxpr, [2 << i for i in range(len(jaxpr.invars))])
+
+    def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[int]) -> list[int]:
+        made = dict(zip(jaxpr.invars, inputs, strict=True))
+        for equation in jaxpr.eqns:
+            operands = [_of(made, operand) for operand in equation.invars]
+            for out, bits in zip(equation.outvars, self._step(equation, operands), strict=True):
+                made[out] = bits
+        return [_of(made, out) for out in jaxpr.outvars]
+
+    def _step(self, equation: Any, operands: list[int]) -> list[int]:
+        stack = str(equation.source_info.name_stack)
+        count = len(equation.outvars)
+        if "transpose(" in stack:
+            return [_BACKWARD] * count
+        if "jvp(" in stack:
+            self.in_loss |= _union(operands)
+            return [0] * count
+        inner = inner_jaxprs(equation)
+        if not inner:
+            return [_union(operands)] * count
+        if equation.primitive.name == "cond":
+            operands = operands[1:]
+        while True:
+            results = [self._run(jaxpr, operands) for jaxpr in inner]
+            results = [_union(bits) for bits in zip(*results, strict=True)]
+            if equation.primitive.name != "scan":
+                return results
+            carried = [
+                bits | (0 if out is None else results[out])
+                for bits, out in zip(operands, carried_to(equation, inner[0]), strict=True)
+            ]
+            if carried == operands:
+                return results
+            operands = carried
+
+
+def _of(made: dict[Any, int], operand: Any) -> int:
+    return 0 if isinstance(operand, core.Literal) else made.get(operand, 0)
+
+
+def _union(bits: Any) -> int:
+    result = 0
+    for each in bits:
+        result |= each
+    return result
+
+
+def _like(var: Any) -> tuple[Any, ...]:
+    return tuple(var.aval.shape), var.aval.dtype
+
+
+def roles(jaxpr: Any) -> list[Role | None]:
+    """The role of each input of a training step, None where the program does not tell.
+
+    - Of what reaches the loss, what is returned in the same shape, changed by the backward or,
+      if it is floating, as it was, is parameters: trained and frozen ones. So is that whose
+      gradient is returned.
+    - What is returned in the same shape, changed by the backward, and does not reach the loss is
+      optimizer state.
+
+    Args:
+      jaxpr: of the step.
+
+    Returns:
+      A role for each input; nothing but None for a program that trains nothing.
+    """
+    flow = _Flow(jaxpr)
+    returned: dict[Any, int] = {}
+    for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True):
+        for i in range(len(jaxpr.invars)):
+            if bits >> i + 1 & 1 and _like(var) == _like(jaxpr.invars[i]):
+                returned[i] = returned.get(i, 0) | bits
+    gradients = Counter(
+        _like(var)
+        for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True)
+        if bits == _BACKWARD
+    )
+    found: list[Role | None] = []
+    is_trained = False
+    for i, var in enumerate(jaxpr.invars):
+        in_loss, bits = flow.in_loss >> i + 1 & 1, returned.get(i, 0)
+        role: Role | None = None
+        if bits & _BACKWARD:
+            role = "parameters" if in_loss else "optimizer_state"
+        elif in_loss and not bits and gradients[_like(var)]:
+            gradients[_like(var)] -= 1
+            role = "parameters"
+        is_trained |= role == "parameters"
+        if bits and in_loss and var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating):
+            role = "parameters"
+        found.append(role)
+    return found if is_trained else [None] * len(found)
