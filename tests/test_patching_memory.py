@@ -22,5 +22,4 @@ def test_a_patched_model_compiles_to_no_more_memory(name, train):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         plain = third_party.peak(name, train, None, shrink=4)
         patched = third_party.peak(name, train, "operators", shrink=4)
-    # What attention and the last layers do not keep differs by what XLA happens to fuse.
-    assert patched <= 1.002 * plain
+    assert patched <= plain
