@@ -163,9 +163,9 @@ def test_codes_of_four_bits(dtype):
 def test_four_bits_are_half_a_byte_in_a_gpus_memory():
     table = lm.fit_step_table(jax.nn.mish, 4)
 
-    def kept(w, x):
+    def kept(params, x):
         for _ in range(4):
-            x = lm.step_activation(x @ w, jax.nn.mish, table)
+            x = lm.step_activation(x @ params, jax.nn.mish, table)
         return jnp.sum(x.astype(jnp.float32))
 
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 1024), (1024, 1024)))

@@ -110,10 +110,11 @@ def _norm(name: str, ours: Callable, module: type[nn.Module], affine: int) -> li
         baselines["tokamax"] = partial(_tokamax, center)
     make = partial(Kernel, width=HIDDEN, center=center)
     ours = partial(ours, epsilon=EPSILON)
-    recovering = partial(ours, residual="output")
+    # As the kernels keep it: "xla" by itself would keep x.
+    exact, recovering = (partial(ours, residual=kept) for kept in ("normalized", "output"))
     return [
         make(name, ours, baselines, kept="rstd"),
-        make(f"{name} affine", ours, baselines, parameters=affine, kept="normalized"),
+        make(f"{name} affine", exact, baselines, parameters=affine, kept="normalized"),
         make(f"{name} affine, output kept", recovering, {}, parameters=affine, kept="rstd"),
     ]
 
