@@ -153,7 +153,9 @@ BLOCKS = {"Bert": "encoder/layer/*", "Roberta": "encoder/layer/*", "ViT": "encod
 BLOCKS |= {"GPT2": "h/*", "Llama": "layers/*"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "Roberta")) for n in MODELS]
+)
 def test_compressed_blocks(name):
     model, init, x = build(name)
     params = jax.jit(init)(jax.random.key(0))
