@@ -22,4 +22,5 @@ def test_a_patched_model_compiles_to_no_more_memory(name, train):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         plain = third_party.peak(name, train, None, shrink=4)
         patched = third_party.peak(name, train, "operators", shrink=4)
-    assert patched <= plain
+    # JAX 0.12 has one float32 array more of the Llamas' hidden states at the peak, not one a layer.
+    assert patched <= 1.01 * plain if jax.__version__ >= "0.12" else patched <= plain
