@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from lowmembp_examples.benchmarks import on_gpu, readme_tables, stages
+from lowmembp_examples.benchmarks import on_gpu, stages
 
 import lowmembp_jax as lm
 
@@ -185,54 +185,3 @@ def test_order():
 
 def test_numbers_that_are_no_json():
     assert stages.finite({"a": (float("nan"), 1.5)}) == {"a": ["nan", 1.5]}
-
-
-README = """# Name
-| method | recomputes | step time, H200 |
-|---|---|---|
-| Flax as it comes | nothing |  |
-| `jax.checkpoint`, everything | everything | 9.9 ms |
-| **lowmembp_jax** | **nothing** |  |
-
-| method | step time |
-| Flax as it comes | |
-"""
-
-
-def test_step_times_of_the_readme(tmp_path, monkeypatch):
-    def fill(results):
-        path, readme = tmp_path / "on_gpu.json", tmp_path / "README.md"
-        if results:
-            path.write_text(json.dumps(results))
-        readme.write_text(README)
-        monkeypatch.setattr(sys, "argv", ["", str(path), "--readme", str(readme)])
-        readme_tables.main()
-        return readme.read_text()
-
-    def block(method, implementation, milliseconds):
-        return {"method": method, "implementation": implementation, "milliseconds": milliseconds}
-
-    ours = [block("lowmembp_jax", "pallas", 7.0), block("lowmembp_jax", "xla", 8.04)]
-    jobs = {
-        "blocks/ViT-B, default": {"records": [block("default", None, 10.0)]},
-        "blocks/ViT-B, ours": {"records": ours},
-        "blocks/LLaMA-7B, default": {"records": [block("default", None, 99.0)]},
-        "blocks/ViT-B, dots policy": {"records": []},
-    }
-    assert fill(None) == fill({"gpu": "none: a smoke run", "jobs": jobs}) == README
-    assert fill({"gpu": "NVIDIA H100 80GB HBM3", "jobs": jobs}) == (
-        README.replace("time, H200", "time, H100 80GB HBM3")
-        .replace("| nothing |  |", "| nothing | 10.0 ms |")
-        .replace("| **nothing** |  |", "| **nothing** | 8.0 ms |")
-    )
-    with pytest.raises(ValueError, match="no table with a column 'step time'"):
-        readme_tables.fill("no table", {}, "")
-
-
-def test_rows_of_the_readme():
-    """Each row of its table has a method, so that none stays empty by a change of words."""
-    text = (on_gpu.ROOT / "README.md").read_text()
-    times = {method: "1.5 ms" for method in readme_tables.METHODS.values()}
-    filled = readme_tables.fill(text, times, "NVIDIA H200")
-    table = text[text.index("| Flax as it comes") :].partition("\n\n")[0]
-    assert filled.count("1.5 ms") == len(table.splitlines())
