@@ -38,6 +38,7 @@ MODELS = {
     "GPT2": GPT2_SIZES,
     "Llama": SIZES,
 }
+SLOW = ("Roberta", "ViT")  # encoders, as BERT is
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,7 @@ def relative_error(tree, reference) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "Roberta")) for n in MODELS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MODELS]
 )
 def test_model(name):
     model, init, x = build(name)
@@ -154,7 +155,7 @@ BLOCKS |= {"GPT2": "h/*", "Llama": "layers/*"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "Roberta")) for n in MODELS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MODELS]
 )
 def test_compressed_blocks(name):
     model, init, x = build(name)
