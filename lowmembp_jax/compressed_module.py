@@ -44,7 +44,8 @@ def compress_module(
 
     Args:
       target: a subclass of `nn.Module`, or a function of a module and other arguments.
-      dtype, policy: see `lm.compress`.
+      dtype: see `lm.compress`.
+      policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced; 0 is `self`, as for `nn.remat`.
         Arguments that are no arrays are never traced.
 

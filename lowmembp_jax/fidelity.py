@@ -37,7 +37,8 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
     """How near the gradient `got` is to `exact`, in float64.
 
     Args:
-      got, exact: trees of arrays, of the same structure.
+      got: a tree of arrays.
+      exact: a tree of arrays of the same structure.
       depth: a group is the parameters whose paths begin with the same `depth` keys.
 
     Raises:

@@ -131,7 +131,8 @@ def compress(
 
     Args:
       function: its first argument is a module, or any tree of modules and variables.
-      dtype, policy: see `lm.compress`.
+      dtype: see `lm.compress`.
+      policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced; 0 is the module. Arguments that
         are no arrays are never traced.
 

@@ -26,6 +26,7 @@ from jaxtyping import Array, ArrayLike
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, compute_dtype
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from pallas_kernels.row_norm import recovery
 
 Residual = Literal["auto", "normalized", "output"]
 RESIDUALS: tuple[str, ...] = get_args(Residual)
@@ -46,14 +47,13 @@ class NormSpec:
 
     def kept(self, scale, trains_scale: bool) -> Literal["output", "input", "normalized"]:
         """Which array the backward reads."""
-        if self.residual == "output" or scale is None:
+        if self.residual == "output" or (self.residual == "normalized" and scale is None):
             return "output"
-        if self.residual == "normalized":
-            return "normalized"
-        if not trains_scale:
-            return "output"
-        is_narrow = self.x_dtype.itemsize <= self.dtype.itemsize
-        return "input" if is_narrow and self.implementation == "xla" else "normalized"
+        x, out = self.x_dtype.itemsize, self.dtype.itemsize
+        is_free = self.residual == "auto" and self.implementation == "xla"
+        if trains_scale or self.residual == "normalized":
+            return "input" if is_free and x <= out else "normalized"
+        return "input" if is_free and x < out else "output"
 
 
 def check_residual(residual: str) -> None:
@@ -120,23 +120,6 @@ def _row(parameter: Array | None) -> Array | None:
     return None if parameter is None else parameter.reshape(parameter.size)
 
 
-def _inverse(spec: NormSpec, scale: Array, bias: Array | None) -> tuple[Array, Array]:
-    """What (output - bias) is multiplied with to get y, and where it loses y.
-
-    In `spec.dtype` the output of a channel is y scale + bias + n, and the noise n of its rounding
-    is up to eps / 2 of it. Times 1 / scale, it would be without bound. This is the least squares
-    estimate for y of variance 1: 1 / scale where the noise is small, and 0 where it is large.
-    """
-    dtype = jnp.finfo(spec.dtype)
-    wide = compute_dtype(spec.dtype)
-    scale = scale.astype(wide)
-    noise = jnp.asarray(dtype.tiny, wide)
-    if bias is not None:
-        noise = noise + float(dtype.eps) * jnp.abs(bias.astype(wide))
-    ratio = noise / jnp.abs(scale)
-    return jnp.where(ratio < 1e6, 1 / (scale * (1 + ratio * ratio)), 0), ~(ratio < 1)
-
-
 def _run_kernel(spec: NormSpec, x: Array, scale, bias, keep_normalized: bool):
     """Output, the normalized x or None, and rstd."""
     return kernel_calls.norm_forward(
@@ -189,9 +172,11 @@ def _backward(spec: NormSpec, residuals, g: Any):
     if isinstance(g, SymbolicZero):
         aval: Any = g.aval
         g = jnp.zeros(aval.shape, aval.dtype)
-    inverse, lost = (None, None)
+    inverse = None
     if kind == "output" and scale is not None:
-        inverse, lost = _inverse(spec, scale, bias)
+        wide = compute_dtype(spec.dtype)
+        rows = (None if p is None else p.astype(wide) for p in (scale, bias))
+        inverse = recovery(*rows, spec.dtype)
     if spec.implementation != "xla":
         static = dict(center=spec.center, x_dtype=spec.x_dtype, recover=kind == "output")
         rows = (kept, rstd, g, _row(scale), _row(bias))
@@ -214,8 +199,10 @@ def _backward(spec: NormSpec, residuals, g: Any):
         d_bias = None if bias is None else _sum_like(g, bias)
         g = g if scale is None else g * scale.astype(g.dtype)
         dx = _input_gradient(spec, y, rstd, g, mask).astype(spec.x_dtype)
-    if lost is not None and d_scale is not None:
-        d_scale = jnp.where(lost, jnp.nan, d_scale).astype(d_scale.dtype)
+    if inverse is not None and d_scale is not None:
+        # Half of y at most is in the output: better no gradient than that of the other half.
+        is_lost = ~(inverse * scale.astype(inverse.dtype) > 0.5)
+        d_scale = jnp.where(is_lost, jnp.nan, d_scale).astype(d_scale.dtype)
     return dx, d_scale, d_bias, None
 
 

@@ -68,6 +68,8 @@ def ms_layer_norm(
       the rounding of the output where p is small, and y itself at a scale of 0. dx is off by
       rstd mean(g scale y) times that.
 
+    Where x is narrower than `dtype`, x is kept in each case, and all gradients are exact.
+
     `residual="normalized"` keeps the normalized x wherever there is an affine, and "output" the
     output, a differentiated scale or not. Then the gradient of a channel of the scale is NaN where
     the output does not hold y any more, eps abs(bias) >= abs(scale).

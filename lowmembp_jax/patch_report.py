@@ -63,7 +63,8 @@ class PatchReport:
         """A call that was met.
 
         Args:
-          op, place: see `PatchReport`.
+          op: see `PatchReport`.
+          place: see `PatchReport`.
           reason: why the original runs, None for a call that is swapped.
           *call: the plain function and ours, and their arguments.
         """

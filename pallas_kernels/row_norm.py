@@ -45,7 +45,9 @@ def recovery(
 ) -> Float32[Array, "1 columns"] | None:
     """What (output of `affine` - bias) is multiplied with to get y, the output being of `dtype`.
 
-    1 / scale, and less where the rounding of the output has as much of it as y, down to 0.
+    The output of a channel is y scale + bias + n, and the noise n of its rounding is up to eps / 2
+    of it. Times 1 / scale it would be without bound. This is the least squares estimate for y of
+    variance 1: 1 / scale where the noise is small, and 0 where it is large.
     """
     if scale is None:
         return None

@@ -221,6 +221,15 @@ def test_residuals_are_output_and_rstd(name):
 
 
 @each_op
+def test_a_wide_output_is_not_kept(name):
+    """Flax keeps x in front of a float32 norm of bfloat16, and the Dense behind it a cast."""
+    x, op = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16), partial(OPS[name], dtype=jnp.float32)
+    for frozen in ((), (jnp.ones(1024),)):
+        big = [row for row in kept(lambda x, f=frozen: op(x, *f), x) if row[1] == X.shape]
+        assert big == [("bfloat16", X.shape)]
+
+
+@each_op
 def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name):
     def big(x, dtype):
         op = partial(OPS[name], dtype=dtype)

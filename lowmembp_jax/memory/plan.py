@@ -66,9 +66,11 @@ def plan(
         into them is in `nnx.jit`, and is planned as a function of their states. What is no array,
         such as a number of Python, a mode or a field of an Equinox module, is a constant.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
-      mesh, in_shardings, out_shardings: see `lm.memory.compile_for`. Where neither they nor the
+      mesh: see `lm.memory.compile_for`.
+      in_shardings: see `lm.memory.compile_for`. Where neither these nor `out_shardings` nor the
         arguments nor the step say how anything is sharded over several devices, these share the
         batch's arrays along the first axis of the mesh. The notes say what is replicated.
+      out_shardings: see `lm.memory.compile_for`.
       donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
         `jax.jit`; None takes those of `step` if that is in `jax.jit` or `nnx.jit`.
       parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
