@@ -175,8 +175,8 @@ def _backward(spec: NormSpec, residuals, g: Any):
     inverse = None
     if kind == "output" and scale is not None:
         wide = compute_dtype(spec.dtype)
-        rows = (None if p is None else p.astype(wide) for p in (scale, bias))
-        inverse = recovery(*rows, spec.dtype)
+        shift = None if bias is None else bias.astype(wide)
+        inverse = recovery(scale.astype(wide), shift, spec.dtype)
     if spec.implementation != "xla":
         static = dict(center=spec.center, x_dtype=spec.x_dtype, recover=kind == "output")
         rows = (kept, rstd, g, _row(scale), _row(bias))
@@ -199,7 +199,7 @@ def _backward(spec: NormSpec, residuals, g: Any):
         d_bias = None if bias is None else _sum_like(g, bias)
         g = g if scale is None else g * scale.astype(g.dtype)
         dx = _input_gradient(spec, y, rstd, g, mask).astype(spec.x_dtype)
-    if inverse is not None and d_scale is not None:
+    if inverse is not None and scale is not None and d_scale is not None:
         # Half of y at most is in the output: better no gradient than that of the other half.
         is_lost = ~(inverse * scale.astype(inverse.dtype) > 0.5)
         d_scale = jnp.where(is_lost, jnp.nan, d_scale).astype(d_scale.dtype)
