@@ -85,7 +85,7 @@ def main() -> int:
             name, config.batch_size, config.max_tokens, config.checkpoint, config.train
         )
         rows: dict[str, Any] = {}
-        results["models"][name] = {"data": model.data, "rows": rows}
+        results["models"][name] = {"data": model.task.source, "rows": rows}
         for when, params in (("start", model.params), ("trained", trained(model, config.steps))):
             # Not of those that it was trained on last.
             drawn = [model.batches.at(config.steps + number) for number in range(config.batches)]

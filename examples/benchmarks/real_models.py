@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowmembp_examples.data.batches import TrainingBatches
 from lowmembp_examples.data.minilm import minilm_directory
-from lowmembp_examples.data.tasks import DataConfig, load_task
+from lowmembp_examples.data.tasks import DataConfig, Task, load_task
 from lowmembp_examples.finetune import MINILM
+from lowmembp_examples.lora import Train, add_lora, apply_lora, partition
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.source import (
@@ -29,7 +30,7 @@ from lowmembp_examples.trainer.step import (
     make_step,
 )
 
-Name = Literal["minilm", "vit", "llama"]
+Name = Literal["minilm", "vit", "swin", "llama"]
 IMAGE = 32
 
 
@@ -38,18 +39,22 @@ class RealModel(NamedTuple):
 
     Attributes:
       source: family and sizes.
-      params: pretrained, or drawn at random.
+      params: the trained ones; pretrained, or drawn at random.
       batches: by number.
-      data: where they are from.
+      task: where they are from, and what is held out.
+      frozen: the other parameters.
+      train: which are trained, see `lora.partition`.
     """
 
     source: Source
     params: Any
     batches: TrainingBatches
-    data: str
+    task: Task
+    frozen: Any
+    train: Train
 
     def build(self, compute: Compute) -> Any:
-        return self.source.family.build(self.source.config, compute)
+        return apply_lora(self.source.family.build(self.source.config, compute), self.train)
 
     def loss(self, compute: Compute) -> LossFn:
         return make_loss(self.source.family.task, self.build(compute))
@@ -65,7 +70,7 @@ class RealModel(NamedTuple):
         state = jax.device_put(init_state(self.params, optimizer, "float32"), whole)
         for number in range(steps):
             batch = jax.device_put(self.batches.at(number), split)
-            state, metrics = step(state, {}, batch)
+            state, metrics = step(state, self.frozen, batch)
             yield state, metrics
 
 
@@ -74,18 +79,25 @@ def load(
     batch_size: int = 32,
     tokens: int = 48,
     checkpoint: Path | None = None,
-    train: Path | None = None,
+    data: Path | None = None,
+    dev: Path | None = None,
+    seed: int = 0,
+    train: Train = "full",
 ) -> RealModel:
     """The model of that name.
 
     Args:
       name: "minilm", the pretrained BERT of 6 layers, on docstrings of Python's standard library;
-        "vit", of 4 layers, on digits; "llama", of 4 layers, on the library's source text.
+        "vit" and "swin", of 4 layers, on digits; "llama", of 4 layers, on the library's source
+        text.
       batch_size: examples a batch.
       tokens: of a text.
       checkpoint: directory of another BERT than MiniLM: config.json, model.safetensors,
         tokenizer.json.
-      train: a data set of your own, see `DataConfig`.
+      data: a data set of your own, `DataConfig.train`.
+      dev: what is held out of it, `DataConfig.dev`.
+      seed: of the parameters that are drawn, and of the order of the examples.
+      train: which parameters are trained.
     """
     if name == "minilm":
         directory = checkpoint or minilm_directory()
@@ -95,10 +107,17 @@ def load(
         source, tokenizer = find_source(f"{name}-toy", None, None), None
     task_name = source.family.task
     task = load_task(
-        DataConfig(task_name, train, tokenizer=tokenizer, sequence_length=tokens, image_size=IMAGE)
+        DataConfig(
+            task_name, data, dev, tokenizer=tokenizer, sequence_length=tokens, image_size=IMAGE
+        )
     )
     source = source._replace(config=fit(source, task, tokens, IMAGE))
-    params = initial_params(
-        source, source.config, model_inputs(task_name, tokens, IMAGE), jax.random.key(0)
-    )
-    return RealModel(source, params, TrainingBatches(task.train, batch_size, seed=0), task.source)
+    inputs, key = model_inputs(task_name, tokens, IMAGE), jax.random.key(seed)
+    params = initial_params(source, source.config, inputs, key)
+    batches = TrainingBatches(task.train, batch_size, seed)
+    model = RealModel(source, params, batches, task, {}, train)
+    if train == "full":
+        return model
+    params = add_lora(model.build(Compute()), params, jax.random.fold_in(key, 1), *inputs)
+    trained, frozen = partition(params, train)
+    return model._replace(params=trained, frozen=frozen)

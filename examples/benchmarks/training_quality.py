@@ -1,0 +1,192 @@
+"""Does it train as well? Each method beside plain Flax, on real data, with several seeds.
+
+    python examples/benchmarks/training_quality.py --texts train.tsv dev.tsv --images cifar10.npz
+
+trains, with the same schedule and batches, the pretrained MiniLM in full and with LoRA on texts (of
+SST-2, say), a ViT and a Swin on images, and a byte-level LLaMA on source text, in float32. A line
+of `results/training_quality.jsonl` is one training: loss and accuracy of what is held out, the
+losses of all steps, and the cosine of the method's gradient with the exact one on the way. Started
+again, it goes on. Some 3 hours on two CPU cores; --seeds, --tasks and --methods do a part of it.
+`plots.py` draws the losses, `readme_tables.py` writes the table.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import tyro
+from lowmembp_examples.benchmarks import real_models
+from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as APPROXIMATE
+from lowmembp_examples.benchmarks.stages import versions
+from lowmembp_examples.data.batches import EvaluationBatches
+from lowmembp_examples.lora import Train
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.losses import scores
+from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+from tqdm import tqdm
+
+import lowmembp_jax as lm
+
+OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
+PLAIN = "plain Flax"
+#: In a LLaMA they are all the same: its gated unit is exact.
+_TABLES = ("operators, 4 bits", "operators, 2 bits", "operators, 2 bits as published")
+_COMPRESS = ("compress", "compress, int8", "compress, int4", "compress, inputs of layers alone")
+METHODS = {PLAIN: Compute()} | {name: APPROXIMATE[name] for name in (*_COMPRESS, *_TABLES)}
+#: What makes two records the same training.
+_KEY = ("task", "method", "seed", "steps", "data")
+#: How often in a training the gradient is compared.
+_COSINES = 5
+
+
+class Setup(NamedTuple):
+    """What is trained, and for how long."""
+
+    model: real_models.Name
+    train: Train
+    batch_size: int
+    tokens: int
+    steps: int
+    rate: float
+    data: str  # field of `Config`, or "" for the data that need no file
+
+
+TASKS = {
+    "vit": Setup("vit", "full", 64, 0, 200, 1e-3, "images"),
+    "minilm": Setup("minilm", "full", 16, 32, 200, 1e-4, "texts"),
+    "llama": Setup("llama", "full", 16, 128, 200, 1e-3, ""),
+    "minilm, LoRA": Setup("minilm", "lora-all", 16, 32, 200, 1e-3, "texts"),
+    "swin": Setup("swin", "full", 64, 0, 200, 1e-3, "images"),
+}
+
+
+@dataclasses.dataclass
+class Config:
+    """Does it train as well? Each method beside plain Flax, on real data, with several seeds."""
+
+    texts: tuple[Path, ...] = ()
+    """Labelled texts to train on and to evaluate on: two files, .tsv (text<TAB>label) or .jsonl.
+    Default: docstrings of the standard library."""
+    images: tuple[Path, ...] = ()
+    """Labelled images, as the trainer's --data.train takes them. Default: printed digits."""
+    output: Path = OUTPUT
+    """A line a training. What stands there already is not trained again."""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Which models."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Which methods."""
+    seeds: int = 5
+    """Trainings of each."""
+    steps: int | None = None
+    """Steps of each training. Default: the task's own."""
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The trainings in a file; its last line may be a part of one."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def add_record(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line, in place of a part of one that was left by a run that was killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Runner:
+    """Trains the models of one task with one method."""
+
+    def __init__(self, model: real_models.RealModel, setup: Setup, compute: Compute):
+        self.setup = setup
+        self.optimizer = make_optimizer(OptimizerConfig(setup.rate), setup.steps)
+        self.step = jax.jit(make_step(model.loss(compute), self.optimizer), donate_argnums=0)
+        exact = model.loss(Compute())
+        self.totals = jax.jit(lambda *args: exact(*args)[1])
+        self.gradients = [
+            jax.jit(jax.grad(loss, has_aux=True)) for loss in (model.loss(compute), exact)
+        ]
+
+    def run(self, model: real_models.RealModel, name: str) -> dict[str, Any]:
+        """Trains with a progress bar of that name; what it gave."""
+        losses, cosines, steps = [], {}, self.setup.steps
+        state = init_state(model.params, self.optimizer, "float32")
+        start = time.perf_counter()
+        for number in tqdm(range(steps), name, unit="step", mininterval=1, leave=False):
+            inputs = model.frozen, model.batches.at(number)
+            if number % -(-steps // _COSINES) == 0:
+                own, wanted = (gradient(state.params, *inputs)[0] for gradient in self.gradients)
+                cosines[number] = lm.gradient_distance(own, wanted).cosine
+            state, metrics = self.step(state, *inputs)
+            losses.append(round(float(metrics.loss), 5))
+        seconds = time.perf_counter() - start
+        # The forward is exact with each method: one program evaluates all.
+        batches = EvaluationBatches(model.task.dev, 64)
+        sums = [self.totals(state.params, model.frozen, batch) for batch in batches]
+        totals = jax.tree.map(lambda *x: np.sum(x, dtype=np.float64), *sums)
+        return {
+            "dev": scores(model.source.family.task, totals),
+            "cosines": cosines,
+            "seconds": round(seconds, 1),
+            "losses": losses,
+        }
+
+
+def load(setup: Setup, config: Config, seed: int) -> real_models.RealModel:
+    files = getattr(config, setup.data) if setup.data else ()
+    data, dev = (*files, None, None)[:2]
+    return real_models.load(
+        setup.model,
+        setup.batch_size,
+        setup.tokens,
+        data=data,
+        dev=dev,
+        seed=seed,
+        train=setup.train,
+    )
+
+
+def run_task(task: str, config: Config) -> None:
+    """Trains what is not in the file yet: a seed with all methods, then the next."""
+    setup = TASKS[task]
+    setup = setup._replace(steps=config.steps or setup.steps)
+    runners: dict[str, Runner] = {}
+    done = {tuple(record[part] for part in _KEY) for record in read_records(config.output)}
+    for seed in range(config.seeds):
+        model = load(setup, config, seed)
+        for method in config.methods:
+            if task == "llama" and method in _TABLES[1:]:
+                continue
+            key = task, method, seed, setup.steps, model.task.source
+            if key in done:
+                continue
+            if method not in runners:
+                runners[method] = Runner(model, setup, METHODS[method])
+            found = runners[method].run(model, f"{task}, {method}, seed {seed}")
+            record = dict(zip(_KEY, key, strict=True)) | found | {"versions": versions()}
+            add_record(config.output, record)
+            dev = ", ".join(f"{name} {value:.4f}" for name, value in found["dev"].items())
+            print(f"{task}, {method}, seed {seed}: {dev}; {found['seconds']} s", flush=True)
+
+
+def main() -> int:
+    config = tyro.cli(Config, description=__doc__)
+    for task in config.tasks:
+        run_task(task, config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
