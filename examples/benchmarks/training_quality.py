@@ -53,18 +53,18 @@ class Setup(NamedTuple):
     model: real_models.Name
     train: Train
     batch_size: int
-    tokens: int
     steps: int
     rate: float
     data: str  # field of `Config`, or "" for the data that need no file
+    tokens: int = 48  # of a text
 
 
 TASKS = {
-    "vit": Setup("vit", "full", 64, 0, 200, 1e-3, "images"),
-    "minilm": Setup("minilm", "full", 16, 32, 200, 1e-4, "texts"),
-    "llama": Setup("llama", "full", 16, 128, 200, 1e-3, ""),
-    "minilm, LoRA": Setup("minilm", "lora-all", 16, 32, 200, 1e-3, "texts"),
-    "swin": Setup("swin", "full", 64, 0, 200, 1e-3, "images"),
+    "vit": Setup("vit", "full", 64, 200, 1e-3, "images"),
+    "minilm": Setup("minilm", "full", 16, 200, 1e-4, "texts", 32),
+    "llama": Setup("llama", "full", 16, 200, 1e-3, "", 128),
+    "minilm, LoRA": Setup("minilm", "lora-all", 16, 200, 1e-3, "texts", 32),
+    "swin": Setup("swin", "full", 64, 200, 1e-3, "images"),
 }
 
 
