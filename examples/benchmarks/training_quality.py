@@ -11,7 +11,6 @@ again, it goes on. Some 3 hours on two CPU cores; --seeds, --tasks and --methods
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import real_models
+from lowmembp_examples.benchmarks import json_lines, real_models
 from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as APPROXIMATE
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.data.batches import EvaluationBatches
@@ -89,23 +88,6 @@ class Config:
     """Steps of each training. Default: the task's own."""
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The trainings in a file; its last line may be a part of one."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def add_record(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line, in place of a part of one that was left by a run that was killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Runner:
     """Trains the models of one task with one method."""
 
@@ -115,9 +97,9 @@ class Runner:
         self.step = jax.jit(make_step(model.loss(compute), self.optimizer), donate_argnums=0)
         exact = model.loss(Compute())
         self.totals = jax.jit(lambda *args: exact(*args)[1])
-        self.gradients = [
-            jax.jit(jax.grad(loss, has_aux=True)) for loss in (model.loss(compute), exact)
-        ]
+        # Nothing to compare where it is plain Flax's.
+        losses = () if compute == Compute() else (model.loss(compute), exact)
+        self.gradients = [jax.jit(jax.grad(loss, has_aux=True)) for loss in losses]
 
     def run(self, model: real_models.RealModel, name: str) -> dict[str, Any]:
         """Trains with a progress bar of that name; what it gave."""
@@ -126,7 +108,7 @@ class Runner:
         start = time.perf_counter()
         for number in tqdm(range(steps), name, unit="step", mininterval=1, leave=False):
             inputs = model.frozen, model.batches.at(number)
-            if number % -(-steps // _COSINES) == 0:
+            if self.gradients and number % -(-steps // _COSINES) == 0:
                 own, wanted = (gradient(state.params, *inputs)[0] for gradient in self.gradients)
                 cosines[number] = lm.gradient_distance(own, wanted).cosine
             state, metrics = self.step(state, *inputs)
@@ -163,7 +145,7 @@ def run_task(task: str, config: Config) -> None:
     setup = TASKS[task]
     setup = setup._replace(steps=config.steps or setup.steps)
     runners: dict[str, Runner] = {}
-    done = {tuple(record[part] for part in _KEY) for record in read_records(config.output)}
+    done = {tuple(record[part] for part in _KEY) for record in json_lines.read(config.output)}
     for seed in range(config.seeds):
         model = load(setup, config, seed)
         for method in config.methods:
@@ -176,13 +158,16 @@ def run_task(task: str, config: Config) -> None:
                 runners[method] = Runner(model, setup, METHODS[method])
             found = runners[method].run(model, f"{task}, {method}, seed {seed}")
             record = dict(zip(_KEY, key, strict=True)) | found | {"versions": versions()}
-            add_record(config.output, record)
+            json_lines.append(config.output, record)
             dev = ", ".join(f"{name} {value:.4f}" for name, value in found["dev"].items())
             print(f"{task}, {method}, seed {seed}: {dev}; {found['seconds']} s", flush=True)
 
 
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
+    for given, known in ((config.tasks, TASKS), (config.methods, METHODS)):
+        if unknown := set(given) - set(known):
+            sys.exit(f"no {', '.join(sorted(unknown))}; there are: {'; '.join(known)}")
     for task in config.tasks:
         run_task(task, config)
     return 0

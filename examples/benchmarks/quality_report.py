@@ -1,0 +1,138 @@
+"""Tables and the picture of `training_quality.py`.
+
+    python examples/benchmarks/quality_report.py
+
+draws `docs/training_quality.svg`, the losses of all methods over the steps, the mean of the seeds.
+`readme_tables.py` writes the tables. Numbers in brackets are differences to plain Flax, paired by
+seed, with the standard error of their mean: a method trains as well where it is not several of
+these from 0.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from lowmembp_examples.benchmarks import json_lines
+from lowmembp_examples.benchmarks.table_names import FIDELITY_METHODS
+from lowmembp_examples.benchmarks.training_quality import (
+    METHODS,
+    OUTPUT,
+    PLAIN,
+    TASKS,
+)
+from matplotlib.figure import Figure
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "training_quality.svg"
+NAMES = {
+    "minilm": "MiniLM, SST-2",
+    "minilm, LoRA": "MiniLM, SST-2, LoRA",
+    "vit": "ViT, CIFAR-10",
+    "swin": "Swin, CIFAR-10",
+    "llama": "LLaMA, source text",
+}
+#: By task and method, by seed.
+Trainings = dict[tuple[str, str], dict[int, dict[str, Any]]]
+#: Losses are drawn as means of so many steps.
+_SMOOTHED = 10
+
+
+def trainings(path: Path = OUTPUT) -> Trainings:
+    """What was trained, by task and method, by seed: with the task's own number of steps."""
+    done: Trainings = defaultdict(dict)
+    for record in json_lines.read(path):
+        if record["steps"] == TASKS[record["task"]].steps:
+            done[record["task"], record["method"]][record["seed"]] = record
+    return done
+
+
+def difference(
+    method: dict[int, dict], plain: dict[int, dict], of: Callable
+) -> tuple[float, float | None]:
+    """The mean over the seeds that both have, and its standard error; None of one seed."""
+    pairs = [of(method[seed]) - of(plain[seed]) for seed in sorted(method.keys() & plain.keys())]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None
+    return statistics.mean(pairs), error
+
+
+def _rows(cell: Callable[[dict, dict], str], methods: list[str], head: str) -> list[list[str]]:
+    done = trainings()
+    tasks = [task for task in NAMES if done[task, PLAIN]]
+    rows = [[head, *(f"{NAMES[task]} ({len(done[task, PLAIN])} seeds)" for task in tasks)]]
+    for method in methods:
+        cells = (
+            cell(done[task, method], done[task, PLAIN]) if done[task, method] else ""
+            for task in tasks
+        )
+        rows.append([(FIDELITY_METHODS | {PLAIN: PLAIN})[method], *cells])
+    return rows
+
+
+def metric(name: str, form: str) -> list[list[str]]:
+    """A measure of what is held out: "loss" or "accuracy"."""
+
+    def cell(found: dict, plain: dict) -> str:
+        of = lambda record: record["dev"].get(name)  # noqa: E731
+        if of(next(iter(found.values()))) is None:
+            return ""
+        mean = format(statistics.mean(map(of, found.values())), form)
+        if found is plain:
+            return mean
+        delta, error = difference(found, plain, of)
+        scale, digits = (100, 1) if form.endswith("%") else (1, 3)
+        bounds = "" if error is None else f" ± {error * scale:.{digits}f}"
+        return f"{mean} ({delta * scale:+.{digits}f}{bounds})"
+
+    return _rows(cell, list(METHODS), f"dev {name}")
+
+
+def cosine() -> list[list[str]]:
+    """Of the method's gradient with the exact one, at the start and the last time it was taken."""
+
+    def cell(found: dict, _: dict) -> str:
+        values = [list(record["cosines"].values()) for record in found.values()]
+        first, last = np.mean(values, axis=0)[[0, -1]]
+        return f"{first:.4f}, {last:.4f}"
+
+    return _rows(cell, [method for method in METHODS if method != PLAIN], "cosine, start and late")
+
+
+TABLES = {
+    "quality_loss": partial(metric, "loss", ".3f"),
+    "quality_accuracy": partial(metric, "accuracy", ".1%"),
+    "quality_cosine": cosine,
+}
+
+
+def draw(path: Path) -> None:
+    done = trainings()
+    tasks = [task for task in NAMES if done[task, PLAIN]]
+    figure = Figure(figsize=(10, 3.2 * -(-len(tasks) // 3)), layout="constrained")
+    grid = np.ravel(figure.subplots(-(-len(tasks) // 3), min(3, len(tasks)), squeeze=False))
+    for axes in grid[len(tasks) :]:
+        axes.remove()
+    for axes, task in zip(grid, tasks, strict=False):
+        for number, method in enumerate(METHODS):
+            if found := done[task, method]:
+                losses = np.mean([record["losses"] for record in found.values()], axis=0)
+                losses = losses[: len(losses) // _SMOOTHED * _SMOOTHED]
+                losses = losses.reshape(-1, _SMOOTHED).mean(1)
+                steps = (np.arange(len(losses)) + 0.5) * _SMOOTHED
+                style = {"color": "black", "lw": 2} if method == PLAIN else {"color": f"C{number}"}
+                axes.plot(steps, losses, label=method, **({"lw": 1, "alpha": 0.8} | style))
+        axes.set_title(NAMES[task], size=10)
+        axes.set_xlabel("step", size=8)
+        axes.grid(alpha=0.3)
+    grid[0].legend(fontsize=6)
+    figure.supylabel("training loss", size=10)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(PICTURE)
+    print(f"written: {PICTURE}")
