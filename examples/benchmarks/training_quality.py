@@ -11,6 +11,8 @@ again, it goes on. Some 3 hours on two CPU cores; --seeds, --tasks and --methods
 """
 
 import dataclasses
+import itertools
+import math
 import os
 import sys
 import time
@@ -28,6 +30,7 @@ from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.data.batches import EvaluationBatches
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.errors import DivergedError
 from lowmembp_examples.trainer.losses import scores
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 from tqdm import tqdm
@@ -44,6 +47,8 @@ METHODS = {PLAIN: Compute()} | {name: APPROXIMATE[name] for name in (*_COMPRESS,
 _KEY = ("task", "method", "seed", "steps", "data")
 #: How often in a training the gradient is compared.
 _COSINES = 5
+#: Batches of 64 that are evaluated at most: of source text there is much.
+_DEV_BATCHES = 32
 
 
 class Setup(NamedTuple):
@@ -102,7 +107,11 @@ class Runner:
         self.gradients = [jax.jit(jax.grad(loss, has_aux=True)) for loss in losses]
 
     def run(self, model: real_models.RealModel, name: str) -> dict[str, Any]:
-        """Trains with a progress bar of that name; what it gave."""
+        """Trains with a progress bar of that name; what it gave.
+
+        Raises:
+          DivergedError: the loss is not a number any more.
+        """
         losses, cosines, steps = [], {}, self.setup.steps
         state = init_state(model.params, self.optimizer, "float32")
         start = time.perf_counter()
@@ -113,9 +122,11 @@ class Runner:
                 cosines[number] = lm.gradient_distance(own, wanted).cosine
             state, metrics = self.step(state, *inputs)
             losses.append(round(float(metrics.loss), 5))
+            if not math.isfinite(losses[-1]):
+                raise DivergedError(f"{name}, step {number + 1}: the loss is {losses[-1]}")
         seconds = time.perf_counter() - start
         # The forward is exact with each method: one program evaluates all.
-        batches = EvaluationBatches(model.task.dev, 64)
+        batches = itertools.islice(EvaluationBatches(model.task.dev, 64), _DEV_BATCHES)
         sums = [self.totals(state.params, model.frozen, batch) for batch in batches]
         totals = jax.tree.map(lambda *x: np.sum(x, dtype=np.float64), *sums)
         return {
@@ -168,8 +179,11 @@ def main() -> int:
     for given, known in ((config.tasks, TASKS), (config.methods, METHODS)):
         if unknown := set(given) - set(known):
             sys.exit(f"no {', '.join(sorted(unknown))}; there are: {'; '.join(known)}")
-    for task in config.tasks:
-        run_task(task, config)
+    try:
+        for task in config.tasks:
+            run_task(task, config)
+    except (ValueError, DivergedError) as error:
+        sys.exit(f"training_quality.py: {error}")
     return 0
 
 
