@@ -1,6 +1,7 @@
 """What every operator does to its arguments before it computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -44,6 +45,17 @@ def undifferentiated(function: Callable[..., Any], message: str) -> Callable[...
         raise NotImplementedError(message)
 
     return once
+
+
+@contextmanager
+def without_forward_mode(name: str) -> Iterator[None]:
+    """Names the operator in JAX's error for `jax.jvp` of a custom VJP."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            error.add_note(f"{name} has a rule for gradients alone: jax.grad, not jax.jvp")
+        raise
 
 
 def alike(*arrays: Array | None) -> tuple[Array | None, ...]:

@@ -18,6 +18,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from lowmembp_jax.arrays import without_forward_mode
 from lowmembp_jax.checkpointing import products_saveable
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
@@ -124,7 +125,9 @@ def compress(
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
         is_param = [True] * len(closed.consts) + is_param
         call = _with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
-        return jax.tree.unflatten(jax.tree.structure(shape), call(*closed.consts, *values))
+        with without_forward_mode(f"lm.compress({name})"):
+            results = call(*closed.consts, *values)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return compressed
 

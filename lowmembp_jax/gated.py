@@ -20,7 +20,13 @@ from jaxtyping import Array, Float
 
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.activations import FUNCTIONS, gelu_name, not_minus_inf
-from lowmembp_jax.arrays import alike, compute_dtype, real_array, undifferentiated
+from lowmembp_jax.arrays import (
+    alike,
+    compute_dtype,
+    real_array,
+    undifferentiated,
+    without_forward_mode,
+)
 from lowmembp_jax.implementations import choose_implementation
 from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
 
@@ -87,12 +93,8 @@ def _apply(name: str, function: str, gate: Any, up: Any, dtype, implementation) 
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {gate.shape} and {up.shape}")
     gate, up = (x.astype(jnp.result_type(gate, up)) for x in (gate, up))
-    try:
+    with without_forward_mode(name):
         return _jitted(_Unit(name, function, implementation, dtype), *alike(gate, up))
-    except TypeError as error:
-        if "forward-mode" in str(error):
-            error.add_note(f"{name} has a gradient of its own: jax.grad, not jax.jvp")
-        raise
 
 
 def swiglu(

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
-from lowmembp_jax.arrays import alike, compute_dtype
+from lowmembp_jax.arrays import alike, compute_dtype, without_forward_mode
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
 from pallas_kernels.row_norm import recovery
 
@@ -94,7 +94,9 @@ def normalize(
     cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
-    return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)
+    run = _normalize if spec.implementation == "xla" else _jitted
+    with without_forward_mode("lm.ms_layer_norm" if spec.center else "lm.ms_rms_norm"):
+        return run(spec, *cast)
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:

@@ -284,6 +284,12 @@ def test_the_loss_curve_survives_a_channel_of_5000():
         assert losses_with_an_outlier(dtype)[-20:].mean() < most * plain[-20:].mean()
 
 
+def test_forward_mode_names_the_function():
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(lm.compress(jnp.sin, params_argnums=()), (jnp.ones(2048),), (jnp.ones(2048),))
+    assert "lm.compress(sin) " in error.value.__notes__[0]
+
+
 def test_second_order_raises_but_not_beside_it():
     p, x = params(), normal(32, 64)
     run = lm.compress(block)
