@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -50,7 +51,6 @@ class Partitioned:
         return tuple(run(*args))
 
     def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
-        del axis_size
         new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
         mapped = replace(
             self,
@@ -58,7 +58,12 @@ class Partitioned:
             inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
             outputs=tuple(new + axes for axes in self.outputs),
         )
-        return mapped(*args), (True,) * len(self.outputs)
+        if axis_size == 0:  # no grid of a kernel is empty
+            empty = jax.eval_shape(mapped.local, *args)
+            results = tuple(jnp.zeros(a.shape, a.dtype) for a in empty)
+        else:
+            results = mapped(*args)
+        return results, (True,) * len(self.outputs)
 
     def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, tuple[tuple[str, ...], ...]]:
         """Specs of arguments and results, and mesh axes to sum each result over."""

@@ -161,6 +161,13 @@ class Norms:
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
 
     @each_op
+    def test_vmap_over_an_empty_axis(self, name):
+        x, scale = jnp.ones((0, 3, 5)), affine(name, 5)
+        dx, *rest = gradients(jax.vmap(self.op(name), (0, *(None,) * len(scale))), x, *scale)
+        assert dx.shape == x.shape
+        assert all((gradient == jnp.zeros(5)).all() for gradient in rest)
+
+    @each_op
     def test_transformations_agree(self, name):
         x = jax.random.normal(jax.random.key(0), (4, 6, 64))
         args, op = (x, *affine(name, 64)), self.op(name)
