@@ -26,6 +26,7 @@ from jaxtyping import Array, ArrayLike
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, compute_dtype
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.partitioning import with_whole_rows
 from pallas_kernels.row_norm import recovery
 
 Residual = Literal["auto", "normalized", "output"]
@@ -94,7 +95,9 @@ def normalize(
     cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
-    return (_normalize if spec.implementation == "xla" else _jitted)(spec, *cast)
+    if spec.implementation == "xla":
+        return _normalize(spec, *cast)
+    return with_whole_rows(partial(_jitted, spec), *cast)
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:

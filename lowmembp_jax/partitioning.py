@@ -23,6 +23,24 @@ from lowmembp_jax.jax_internals import check_vma, varying
 Specs = tuple[P, ...]
 
 
+def with_whole_rows(run: Callable[..., Array], x: Array, *rest: Array | None) -> Array:
+    """`run(x, *rest)`; under an explicit mesh, of arrays whose last axis is not split.
+
+    The result and the gradients are sharded as x and the arguments. Under other meshes
+    `Partitioned` does so by itself.
+    """
+
+    def whole(a: Array | None) -> Array | None:
+        if a is None or not any((spec := jax.typeof(a).sharding.spec)[-1:]):
+            return a
+        return jax.sharding.reshard(a, P(*spec[:-1], None))
+
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return run(x, *rest)
+    y, spec = run(*map(whole, (x, *rest))), jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(y, spec) if any(spec[-1:]) else y
+
+
 @dataclass(frozen=True)
 class Partitioned:
     """A function of arrays, with names of their axes.
