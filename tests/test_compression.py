@@ -237,6 +237,26 @@ def test_large_values_nan_and_inf(dtype):
         assert not np.isfinite(dx[3, 5])
 
 
+def test_integers_are_rounded_to_the_nearest_and_in_4_bits_so_on_average():
+    """Seen in the gradient of x^2: the largest of a row is 127 times the scale of int8."""
+    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int8, policy=NOTHING), 0)
+    x = jnp.tile(jnp.array([127, 1.4, 1.6, -1.4, -1.6, 0.0, 0.4, -0.6]), (128, 1))
+    want = np.tile([127.0, 1, 2, -1, -2, 0, 0, -1], (128, 1))
+    np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(x), want, rtol=1e-6)
+    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int4, policy=NOTHING), 0)
+    x = jax.random.uniform(jax.random.key(0), (64, 256)).at[:, ::32].set(0).at[:, 1::32].set(1)
+    error = jax.grad(lambda x: square(x).sum())(x) - x
+    assert abs(float(error.mean())) < 1e-3 and float(jnp.abs(error).max()) < 0.07
+
+
+def test_scales_of_int4_are_of_32_numbers_or_of_the_next_divisor():
+    square = partial(lm.compress(lambda _, x: jnp.square(x), dtype=jnp.int4, policy=NOTHING), 0)
+    for width, groups in ((64, 2), (66, 2), (35, 1), (129, 3), (131, 1)):
+        rows = kept(lambda x: square(x).sum(), normal(32, width))
+        assert ("int4", (32, groups, width // groups)) in rows
+        assert [row for row in rows if row[0] == "bfloat16"] == [("bfloat16", (32, groups, 1))] * 2
+
+
 def losses_with_an_outlier(dtype, steps=100):
     """A channel of 5,000, as large language models have them, and norms that make up for it."""
     width = 64
