@@ -100,10 +100,11 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
         a = a / jnp.sum(a, -1, keepdims=True)
         return jnp.cos(a) + a * a  # reads `a` three times
 
-    p, x = params(), normal(32, 64, dtype=jnp.bfloat16)
+    # As many rows as are numbers that would be rounded.
+    p, x = params(), normal(1024, 64, dtype=jnp.bfloat16)
     rows = kept(lambda *args: lm.compress(function, policy=None)(*args).sum(), p, x)
     wide = [shape for dtype, shape in rows if dtype != F8.name]
-    assert set(wide) <= {(32, 1), (32,), (64, 256)}
+    assert {(1024, 1)} <= set(wide) <= {(1024, 1), (1024,), (64, 256)}
     plain = kept(lambda *args: function(*args).sum(), p, x)
     large = [shape for _, shape in plain if np.prod(shape) >= 1024]
     assert len(rows) - len(wide) <= len(large)
