@@ -26,6 +26,7 @@ from jaxtyping import Array, ArrayLike
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, compute_dtype, without_forward_mode
 from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.partitioning import with_whole_rows
 from pallas_kernels.row_norm import recovery
 
 Residual = Literal["auto", "normalized", "output"]
@@ -94,9 +95,10 @@ def normalize(
     cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
-    run = _normalize if spec.implementation == "xla" else _jitted
     with without_forward_mode("lm.ms_layer_norm" if spec.center else "lm.ms_rms_norm"):
-        return run(spec, *cast)
+        if spec.implementation == "xla":
+            return _normalize(spec, *cast)
+        return with_whole_rows(partial(_jitted, spec), *cast)
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:

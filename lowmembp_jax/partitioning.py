@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -20,6 +21,24 @@ from jaxtyping import Array
 from lowmembp_jax.jax_internals import check_vma, varying
 
 Specs = tuple[P, ...]
+
+
+def with_whole_rows(run: Callable[..., Array], x: Array, *rest: Array | None) -> Array:
+    """`run(x, *rest)`; under an explicit mesh, of arrays whose last axis is not split.
+
+    The result and the gradients are sharded as x and the arguments. Under other meshes
+    `Partitioned` does so by itself.
+    """
+
+    def whole(a: Array | None) -> Array | None:
+        if a is None or not any((spec := jax.typeof(a).sharding.spec)[-1:]):
+            return a
+        return jax.sharding.reshard(a, P(*spec[:-1], None))
+
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return run(x, *rest)
+    y, spec = run(*map(whole, (x, *rest))), jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(y, spec) if any(spec[-1:]) else y
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,6 @@ class Partitioned:
         return tuple(run(*args))
 
     def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
-        del axis_size
         new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
         mapped = replace(
             self,
@@ -58,7 +76,12 @@ class Partitioned:
             inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
             outputs=tuple(new + axes for axes in self.outputs),
         )
-        return mapped(*args), (True,) * len(self.outputs)
+        if axis_size == 0:  # no grid of a kernel is empty
+            empty = jax.eval_shape(mapped.local, *args)
+            results = tuple(jnp.zeros(a.shape, a.dtype) for a in empty)
+        else:
+            results = mapped(*args)
+        return results, (True,) * len(self.outputs)
 
     def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, tuple[tuple[str, ...], ...]]:
         """Specs of arguments and results, and mesh axes to sum each result over."""

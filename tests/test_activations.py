@@ -189,6 +189,11 @@ class StepActivations:
         ):
             self.assert_gradient(dx, expected_slope(x, lm.REGELU2_TABLE))
 
+    def test_vmap_over_an_empty_axis(self):
+        x = jnp.ones((0, 5))
+        dx = gradient(jax.vmap(self.op("silu_4")), x)
+        assert dx.shape == x.shape and dx.dtype == x.dtype
+
     @pytest.mark.parametrize("policy", [None, lm.checkpoint_policy()])
     def test_grad_of_remat_of_scan(self, policy):
         op = self.op("regelu2_tanh")

@@ -145,6 +145,22 @@ def test_offloaded_residuals_are_in_host_memory_on_a_gpu():
     assert saved.temp_size_in_bytes - offloaded.temp_size_in_bytes >= residuals / 2
 
 
+@pytest.mark.parametrize(
+    ("product", "x", "kernel"),
+    [
+        (lambda x, kernel: x @ kernel, (6, 3), (3, 5)),
+        (lambda x, kernel: lax.ragged_dot(x, kernel, jnp.array([2, 4])), (6, 3), (2, 3, 5)),
+        (lambda x, kernel: lax.conv(x, kernel, (1, 1), "SAME"), (2, 3, 8, 8), (4, 3, 3, 3)),
+    ],
+    ids=["matrix", "ragged", "convolution"],
+)
+def test_products_of_every_kind_are_kept(product, x, kernel):
+    arrays = jax.ShapeDtypeStruct(x, jnp.float32), jax.ShapeDtypeStruct(kernel, jnp.float32)
+    block = jax.checkpoint(lambda *a: jnp.tanh(product(*a)), policy=lm.products_saveable)
+    shapes = [aval.shape for aval, _ in saved_residuals(block, *arrays)]
+    assert shapes.count(jax.eval_shape(product, *arrays).shape) == 1
+
+
 def test_error_names_the_argument():
     with pytest.raises(TypeError, match=r"policies must be callables.*got 'dots'"):
         lm.checkpoint_policy("dots")

@@ -100,10 +100,11 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
         a = a / jnp.sum(a, -1, keepdims=True)
         return jnp.cos(a) + a * a  # reads `a` three times
 
-    p, x = params(), normal(32, 64, dtype=jnp.bfloat16)
+    # As many rows as are numbers that would be rounded.
+    p, x = params(), normal(1024, 64, dtype=jnp.bfloat16)
     rows = kept(lambda *args: lm.compress(function, policy=None)(*args).sum(), p, x)
     wide = [shape for dtype, shape in rows if dtype != F8.name]
-    assert set(wide) <= {(32, 1), (32,), (64, 256)}
+    assert {(1024, 1)} <= set(wide) <= {(1024, 1), (1024,), (64, 256)}
     plain = kept(lambda *args: function(*args).sum(), p, x)
     large = [shape for _, shape in plain if np.prod(shape) >= 1024]
     assert len(rows) - len(wide) <= len(large)
@@ -235,6 +236,26 @@ def test_large_values_nan_and_inf(dtype):
             x.at[3, 5].set(bad)
         )
         assert not np.isfinite(dx[3, 5])
+
+
+def test_integers_are_rounded_to_the_nearest_and_in_4_bits_so_on_average():
+    """Seen in the gradient of x^2: the largest of a row is 127 times the scale of int8."""
+    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int8, policy=NOTHING), 0)
+    x = jnp.tile(jnp.array([127, 1.4, 1.6, -1.4, -1.6, 0.0, 0.4, -0.6]), (128, 1))
+    want = np.tile([127.0, 1, 2, -1, -2, 0, 0, -1], (128, 1))
+    np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(x), want, rtol=1e-6)
+    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int4, policy=NOTHING), 0)
+    x = jax.random.uniform(jax.random.key(0), (64, 256)).at[:, ::32].set(0).at[:, 1::32].set(1)
+    error = jax.grad(lambda x: square(x).sum())(x) - x
+    assert abs(float(error.mean())) < 1e-3 and float(jnp.abs(error).max()) < 0.07
+
+
+def test_scales_of_int4_are_of_32_numbers_or_of_the_next_divisor():
+    square = partial(lm.compress(lambda _, x: jnp.square(x), dtype=jnp.int4, policy=NOTHING), 0)
+    for width, groups in ((64, 2), (66, 2), (35, 1), (129, 3), (131, 1)):
+        rows = kept(lambda x: square(x).sum(), normal(32, width))
+        assert ("int4", (32, groups, width // groups)) in rows
+        assert [row for row in rows if row[0] == "bfloat16"] == [("bfloat16", (32, groups, 1))] * 2
 
 
 def losses_with_an_outlier(dtype, steps=100):

@@ -49,6 +49,7 @@ def test_a_step_does_not_depend_on_the_steps_before():
     in_order = [run.at(step) for step in range(30)]
     for step in (29, 0, 17, 6, 5):
         np.testing.assert_equal(batches().at(step), in_order[step])
+    assert len({tuple(rows.noise) for rows in in_order}) == 30
     other = TrainingBatches(Numbers(50), 8, seed=8).at(0)
     assert other.index.tolist() != in_order[0].index.tolist()
     assert other.noise.tolist() != in_order[0].noise.tolist()

@@ -249,7 +249,9 @@ def test_what_is_kept_in_8_bits(dtype, kept):
     x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     found = saved_residuals(lambda gate, up: op(gate, up), x, x)
     assert [(str(aval.dtype), aval.shape) for aval, _ in found] == kept
-    small = jnp.ones((1, 1000), jnp.bfloat16)  # as it is: under 1024 elements
+    least = jnp.ones((1, 1024), jnp.bfloat16)
+    assert "bfloat16" not in {str(aval.dtype) for aval, _ in saved_residuals(op, least, least)}
+    small = jnp.ones((1, 1023), jnp.bfloat16)  # as it is: under 1024 elements
     assert {str(aval.dtype) for aval, _ in saved_residuals(op, small, small)} == {"bfloat16"}
 
 

@@ -107,6 +107,17 @@ def test_files_of_the_cache_that_are_no_plans(compiled):
     assert run() == made
 
 
+@pytest.mark.gpu_compiler
+def test_what_a_workload_donates_is_not_there_twice():
+    def factory(method, batch):
+        state = jax.ShapeDtypeStruct((2**20,), jnp.float32)
+        donated = (0,) if method == "donated" else ()
+        return lm.memory.Workload(lambda state: state * 2, (state,), donate_argnums=donated)
+
+    compared = lm.memory.compare(factory, ["donated", "kept"], cache=False, progress=False)
+    assert compared["kept"].plan.peak - compared["donated"].plan.peak == 4 * 2**20
+
+
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_largest_batch_over_a_mesh():

@@ -161,6 +161,13 @@ class Norms:
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
 
     @each_op
+    def test_vmap_over_an_empty_axis(self, name):
+        x, scale = jnp.ones((0, 3, 5)), affine(name, 5)
+        dx, *rest = gradients(jax.vmap(self.op(name), (0, *(None,) * len(scale))), x, *scale)
+        assert dx.shape == x.shape
+        assert all((gradient == jnp.zeros(5)).all() for gradient in rest)
+
+    @each_op
     def test_transformations_agree(self, name):
         x = jax.random.normal(jax.random.key(0), (4, 6, 64))
         args, op = (x, *affine(name, 64)), self.op(name)
@@ -202,6 +209,16 @@ def test_scale_of_zero(name):
     assert jnp.isnan(recovered[1][5])
 
 
+def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():
+    """That is where eps abs(bias) >= abs(scale)."""
+    eps = float(jnp.finfo(jnp.float32).eps)
+    scale = eps * jnp.array([0.3, -0.95, 1.05, -2.0, 1e7])
+    x = jax.random.normal(jax.random.key(0), (9, 5))
+    op = partial(lm.ms_layer_norm, residual="output")
+    d_scale = gradients(op, x, scale, jnp.ones(5))[1]
+    np.testing.assert_array_equal(jnp.isnan(d_scale), [True, True, False, False, False])
+
+
 def kept(op, *args):
     return sorted((str(a.dtype), a.shape) for a, _ in saved_residuals(op, *args))
 
@@ -230,6 +247,15 @@ def test_a_wide_output_is_not_kept(name):
 
 
 @each_op
+def test_a_frozen_scale_keeps_what_the_next_dense_keeps(name):
+    def layer(x, w):
+        return OPS[name](x, jnp.ones(1024)) @ w
+
+    narrow = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
+    assert [shape for _, shape in kept(layer, narrow, W)].count(X.shape) == 1
+
+
+@each_op
 def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name):
     def big(x, dtype):
         op = partial(OPS[name], dtype=dtype)
@@ -238,6 +264,11 @@ def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name):
     narrow = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
     assert big(narrow, jnp.float32) == big(narrow, jnp.bfloat16) == [("bfloat16", X.shape)]
     assert big(X, jnp.bfloat16) == [("bfloat16", X.shape)]
+    # The very argument, and not a rounded copy.
+    for dtype in (jnp.float32, jnp.bfloat16):
+        op = partial(OPS[name], dtype=dtype)
+        sources = saved_residuals(lambda x, scale, op=op: op(x, scale), narrow, SCALE)
+        assert "from the argument x" in [source for a, source in sources if a.shape == X.shape]
 
 
 @each_op

@@ -103,6 +103,26 @@ def test_meshes(name, split, axis_type, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_affine"])
+def test_kernels_of_norms_where_rows_are_split(name, axis_type):
+    """They take whole rows; results and gradients are sharded as the arguments."""
+    ours, _, count = OPS[name]
+    ours = partial(ours, implementation="pallas_interpret")
+    args = arguments(count)
+    want = jax.jit(partial(gradients, ours))(*args)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(args[0], NamedSharding(mesh, SPECS["hidden"]))]
+        sharded += [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in args[1:]]
+        # The sum of x and its norm needs the two sharded alike.
+        got = jax.jit(partial(gradients, lambda x, *rest: x * 0 + ours(x, *rest)))(*sharded)
+    for a, b, argument in zip(got, want, sharded, strict=True):
+        if axis_type == AxisType.Explicit:
+            assert a.sharding.is_equivalent_to(argument.sharding, a.ndim)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+
+
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
 @each_case
 @pytest.mark.parametrize(

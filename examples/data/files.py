@@ -87,7 +87,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             members = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
         return {name: _array(member) for name, member in members.items()}
     except Exception as error:  # a broken archive can raise anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"[:200]  # some quote what they have read
         raise DataError(f"{path}: not a .npz of plain arrays: {reason}") from error
 
 

@@ -1,0 +1,93 @@
+"""Plants defects in a copy of the repository, one at a time, and says which ones no test sees.
+
+    python tests/mutations.py            # all of tests/data/mutations.toml, about 15 minutes
+    python tests/mutations.py barrier    # those with that word in their names
+
+The exit status is the number of defects that survived.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutation(NamedTuple):
+    """`new` in place of `old` in `file`; `tests`, the arguments of pytest, must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+def table() -> list[Mutation]:
+    text = (ROOT / "tests" / "data" / "mutations.toml").read_text(encoding="utf-8")
+    return [Mutation(**entry) for entry in tomllib.loads(text)["mutation"]]
+
+
+def copy_to(directory: Path) -> None:
+    """What git knows of, and new files."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in files.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
+    (directory / ".paths").mkdir()
+    (directory / ".paths" / "lowmembp_examples").symlink_to(directory / "examples")
+
+
+def killer(mutation: Mutation, directory: Path) -> str | None:
+    """The first test of the copy that fails with the mutation, None where it survives.
+
+    Raises RuntimeError where pytest finds no test, or cannot run.
+    """
+    file = directory / mutation.file
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    options = ["-x", "-q", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--durations=0"]
+    paths = [directory, directory / ".paths", os.environ.get("PYTHONPATH", "")]
+    # Bytecode is told from its source by size and second.
+    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *shlex.split(mutation.tests)]
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env=os.environ | own, capture_output=True, text=True
+        )
+    finally:
+        file.write_text(text, encoding="utf-8")
+    if done.returncode == 0:
+        return None
+    if done.returncode != 1:
+        raise RuntimeError(f"{mutation.name}: {shlex.join(command)}\n{done.stdout}{done.stderr}")
+    lines = done.stdout.splitlines()
+    return next(line for line in lines if line.startswith(("FAILED", "ERROR"))).split()[1]
+
+
+def main(words: list[str]) -> int:
+    chosen = [one for one in table() if all(word in one.name for word in words)]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as directory:
+        copy_to(Path(directory))
+        for mutation in chosen:
+            start = time.monotonic()
+            test = killer(mutation, Path(directory))
+            survivors += test is None
+            verdict = f"killed by {test}" if test else "SURVIVED"
+            print(f"{mutation.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    print(f"{len(chosen) - survivors} killed, {survivors} survived")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
