@@ -70,6 +70,9 @@ def program():
 
 
 def test_computations_in_order(program):
+    assert program.not_understood == ()
+    odd = PROGRAM.replace("  %i = s32[] parameter(1)", "  %i is s32[] parameter(1)")
+    assert hlo.parse(odd).not_understood == ("  %i is s32[] parameter(1)",)
     assert list(program.computations) == ["fused", "body", "condition", "main"]
     assert program.entry is program.computations["main"]
     assert list(program.entry.instructions) == [

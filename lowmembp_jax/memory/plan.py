@@ -20,6 +20,7 @@ from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
 from lowmembp_jax.memory.hlo.cost import cost
 from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.planning.doubts import doubts
 from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
 from lowmembp_jax.memory.planning.meshes import MeshLike
 from lowmembp_jax.memory.planning.modules import of_states
@@ -170,6 +171,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         if is_parameter[number]
         for shape in (argument.shape, on_device[number].shapes[0].dims)
     ]
+    notes += doubts(assignment, program, compiled.memory_analysis())
     peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
     shardings = jax.tree.leaves(compiled.input_shardings)
     return Plan(

@@ -128,10 +128,17 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: what runs, and the computations that it calls, by name."""
+    """A compiled program: what runs, and the computations that it calls, by name.
+
+    Attributes:
+      entry: what runs.
+      computations: all of them.
+      not_understood: lines of the text that are of no known form.
+    """
 
     entry: Computation
     computations: dict[str, Computation]
+    not_understood: tuple[str, ...] = ()
 
 
 # What runs a program: console scripts, and `runpy` in Python's own library.
@@ -226,6 +233,7 @@ def parse(text: str) -> Program:
     """
     sources, computations = _Sources(), {}
     entry, table, name, root = None, None, "", ""
+    odd: list[str] = []
     instructions: dict[str, Instruction] = {}
     for line in text.splitlines():
         if line in _TABLES:
@@ -241,6 +249,8 @@ def parse(text: str) -> Program:
             instruction = _instruction(found, sources)
             instructions[instruction.name] = instruction
             root = instruction.name if found[1] else root
+        elif line and not line.startswith("HloModule "):
+            odd.append(line)
     if entry is None:
         raise ValueError(f"text has no ENTRY computation of HLO: it starts with {text[:60]!r}")
-    return Program(computations[entry], computations)
+    return Program(computations[entry], computations, tuple(odd))
