@@ -55,11 +55,13 @@ class Comparison:
       batch: the batch size of `MethodPlan.plan`, None where the factory decided.
       budget: bytes a device may use, to which `fits` and `largest_batch` keep.
       methods: one for each method.
+      tokens: of text in such a batch, None where the workload does not say it.
     """
 
     batch: int | None
     budget: int
     methods: tuple[MethodPlan, ...]
+    tokens: int | None = None
 
     def __iter__(self) -> Iterator[MethodPlan]:
         return iter(self.methods)
@@ -91,6 +93,7 @@ class Comparison:
         fastest = self.fastest
         return {
             "batch": self.batch,
+            "tokens": self.tokens,
             "budget_bytes": self.budget,
             "fastest": fastest and fastest.method,
             "methods": [one.to_dict() for one in self.methods],
@@ -223,4 +226,5 @@ def compare(
         else MethodPlan(m, plans[m, batch])
         for m in methods
     ]
-    return Comparison(batch, rows[0].plan.limit, tuple(rows))
+    tokens = workloads[methods[0], batch].tokens
+    return Comparison(batch, rows[0].plan.limit, tuple(rows), tokens)

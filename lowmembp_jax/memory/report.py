@@ -101,6 +101,8 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
     Below are what the numbers leave out, and the fastest method that fits.
     """
     first = comparison.methods[0].plan
+    counted = {"examples/s": comparison.batch, "tokens/s": comparison.tokens}
+    rates = {name: count for name, count in counted.items() if count}
     columns = [
         "method",
         "peak",
@@ -109,7 +111,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
         "moved",
         "TFLOP",
         "time (estimate)",
-        *(["examples/s"] if comparison.batch else []),
+        *rates,
     ]
     searched = comparison.methods[0].largest_batch is not None
     table = _table(
@@ -124,7 +126,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
             one.method,
             *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
             *_work(cost)[:3],
-            *([f"{comparison.batch / cost.estimated_seconds:,.0f}"] if comparison.batch else []),
+            *(f"{count / cost.estimated_seconds:,.0f}" for count in rates.values()),
             *([f"{one.largest_batch:,}"] if searched else []),
             _verdict(one.plan),
         )
