@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -103,6 +104,27 @@ def test_one_method_in_detail(run):
     assert status == 0
     for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
         assert text in out
+
+
+@gpu_compiler
+def test_without_compiling(run, tmp_path, monkeypatch):
+    def compiling(*_):
+        raise AssertionError("this compiles")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    target = tmp_path / "estimate.json"
+    plan = ("plan", "--no-compile", "--model", f"{FILE}:mlp", "--batch", 64)
+    status, out, _ = run(*plan, "--devices", 8, "--json", target)
+    assert status == 0 and "planned_model.py:mlp, batch 64, default" in out
+    assert "activations, temporary storage and outputs are not in it" in out
+    data = json.loads(target.read_text())
+    assert data["device_count"] == 8
+    assert data["parts"]["parameters"]["elements"] == 2 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert data["parts"]["batch"]["bytes"] == 64 // 8 * 64 * 2
+    assert run(*plan, "--budget", "1kB")[0] == 3
+    for option in (("--plot", "a.png"), ("--largest-batch",), ("--device", "all")):
+        status, _, err = run(*plan, *option)
+        assert status == 2 and f"--no-compile takes no {option[0]}" in err
 
 
 @gpu_compiler

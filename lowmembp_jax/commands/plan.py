@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from lowmembp_jax.commands.model import ModelOptions
 from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
@@ -13,6 +14,17 @@ from lowmembp_jax.errors import GivenError
 
 #: Exit statuses that scripts can rely on.
 FITS, DOES_NOT_FIT = 0, 3
+
+
+class _Prepared(NamedTuple):
+    """What the options ask for."""
+
+    factory: Callable[[str, int | None], Any]  # makes the workload of a method and a batch size
+    methods: tuple[str, ...]
+    batch: int | None
+    budget: int | None
+    title: str
+    options: dict[str, Any]  # of `lm.memory.plan`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +52,9 @@ class PlanCommand(ModelOptions):
     .svg or .pdf."""
     json: Path | None = None
     """Write everything, every kernel included; - is stdout, and the table goes to stderr."""
+    compile: bool = True
+    """Without: in seconds, parameters, optimizer state, batch and gradients on each device, of
+    --method or else the first; no activations."""
     cache: bool = True
     """Take plans of programs that were compiled before from ~/.cache/lowmembp_jax."""
 
@@ -47,6 +62,8 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
+        if not self.compile:
+            return self._estimate()
         if self.device == "all":
             return self._sweep()
         comparison, title = self._compare(self.device)
@@ -62,6 +79,27 @@ class PlanCommand(ModelOptions):
                 plot_plan(comparison[self.method].plan, self.plot, f"{caption}, {self.method}")
         print_report(self._report(comparison, title), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
+
+    def _estimate(self) -> int:
+        """Counts the arguments of one method, the first where none is given."""
+        from lowmembp_jax.memory.comparison import lower_workload
+        from lowmembp_jax.memory.planning.estimate import of_lowered
+
+        for option, given in (
+            ("--device all", self.device == "all"),
+            ("--plot", self.plot),
+            ("--largest-batch", self.largest_batch),
+        ):
+            if given:
+                raise GivenError(f"--no-compile takes no {option}, which is of compiled programs")
+        step = self._prepared(self.device)
+        method = self.method or step.methods[0]
+        lowered = lower_workload(step.factory(method, step.batch), **step.options)
+        found = of_lowered(lowered, step.budget)
+        if self.json is not None:
+            write_json(self.json, found.to_dict())
+        print_report(f"{step.title}, {method}\n{found}", self.json)
+        return FITS if found.fits else DOES_NOT_FIT
 
     def _sweep(self) -> int:
         """Plans one method for every GPU, those with the least memory first."""
@@ -86,10 +124,10 @@ class PlanCommand(ModelOptions):
         print_report(sweep_report(found, refused, f"{title}, {self.method}"), self.json)
         return FITS if any(one.plan.fits for one in found) else DOES_NOT_FIT
 
-    def _compare(self, device: str):
+    def _prepared(self, device: str) -> "_Prepared":
+        """Checks what can be checked before anything is traced."""
         import jax
 
-        from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import get_device
         from lowmembp_jax.memory.sizes import as_bytes
 
@@ -100,7 +138,6 @@ class PlanCommand(ModelOptions):
                 # Users make a mesh of the devices that they find.
                 jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
-        methods = factory.methods if self.method is None else (self.method,)
         try:
             get_device(device)
             budget = as_bytes("--budget", self.budget)
@@ -112,25 +149,40 @@ class PlanCommand(ModelOptions):
                 f"--batch must be a multiple of --devices {self.devices}, which share it, "
                 f"got {batch}"
             )
-        if self.largest_batch and batch is None:
-            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
         arguments = self.arguments()
         if factory.takes("device"):
             arguments.setdefault("device", device)
-        comparison = compare(
-            lambda method, batch: factory(method, batch, **arguments),
-            methods,
+        size = None if batch is None else f"batch {batch}"
+        return _Prepared(
+            factory=lambda method, batch: factory(method, batch, **arguments),
+            methods=factory.methods if self.method is None else (self.method,),
             batch=batch,
             budget=budget,
-            find_largest_batch=self.largest_batch,
-            batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
-            cache=self.cache,
-            device=device,
-            mesh=self.devices if self.devices > 1 else None,
-            parts=self.parts or None,
+            title=", ".join(filter(None, (self.model, self.train, size, *self.options))),
+            options={
+                "device": device,
+                "mesh": self.devices if self.devices > 1 else None,
+                "parts": self.parts or None,
+            },
         )
-        size = None if batch is None else f"batch {batch}"
-        return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))
+
+    def _compare(self, device: str):
+        from lowmembp_jax.memory.comparison import compare
+
+        step = self._prepared(device)
+        if self.largest_batch and step.batch is None:
+            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
+        comparison = compare(
+            step.factory,
+            step.methods,
+            batch=step.batch,
+            budget=step.budget,
+            find_largest_batch=self.largest_batch,
+            batch_multiple=math.lcm(math.gcd(step.batch or 8, 8), self.devices),
+            cache=self.cache,
+            **step.options,
+        )
+        return comparison, step.title
 
     def _report(self, comparison, title: str):
         from lowmembp_jax.memory.report import comparison_report, plan_report

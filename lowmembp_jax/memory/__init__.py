@@ -18,6 +18,8 @@ from lowmembp_jax.memory.hlo.cost_totals import Cost as Cost
 from lowmembp_jax.memory.hlo.cost_totals import Kernel as Kernel
 from lowmembp_jax.memory.plan import plan as plan
 from lowmembp_jax.memory.planning.cache import plan_cache_directory as plan_cache_directory
+from lowmembp_jax.memory.planning.estimate import Estimate as Estimate
+from lowmembp_jax.memory.planning.estimate import estimate as estimate
 from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.planning.result import PARTS as PARTS
 from lowmembp_jax.memory.planning.result import Plan as Plan

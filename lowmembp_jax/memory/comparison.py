@@ -16,7 +16,7 @@ from lowmembp_jax.memory.planning.cache import cached_plan
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
 from lowmembp_jax.memory.planning.meshes import mesh_of
 from lowmembp_jax.memory.planning.result import Plan
-from lowmembp_jax.memory.planning.workload import METHODS, as_workload
+from lowmembp_jax.memory.planning.workload import METHODS, Workload, as_workload
 from lowmembp_jax.memory.sizes import as_bytes
 
 
@@ -100,6 +100,18 @@ class Comparison:
         }
 
 
+def lower_workload(workload: Workload, **plan_options: Any) -> LoweredStep:
+    """Traces a workload's step; `plan_options` are stronger than what it says itself."""
+    if plan_options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
+        plan_options.setdefault("in_shardings", workload.in_shardings)
+    if plan_options.get("parts") is None:
+        plan_options["parts"] = workload.parts
+    with workload.context():
+        return lower_step(
+            workload.step, *workload.args, donate=workload.donate_argnums or None, **plan_options
+        )
+
+
 def compare(
     step_factory: Callable[[str, int | None], Any],
     methods: Sequence[str] = METHODS,
@@ -181,20 +193,8 @@ def compare(
             largest[method] = found.value
 
     def lower(method: str, size: int | None) -> LoweredStep:
-        key = method, size
-        workload = workloads.get(key) or as_workload(step_factory(method, size), "step_factory")
-        options = dict(plan_options)
-        if options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
-            options.setdefault("in_shardings", workload.in_shardings)
-        if options.get("parts") is None:
-            options["parts"] = workload.parts
-        with workload.context():
-            return lower_step(
-                workload.step,
-                *workload.args,
-                donate=workload.donate_argnums or None,
-                **options,
-            )
+        made = workloads.get((method, size)) or step_factory(method, size)
+        return lower_workload(as_workload(made, "step_factory"), **plan_options)
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())

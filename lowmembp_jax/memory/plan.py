@@ -34,7 +34,8 @@ class LoweredStep(NamedTuple):
     """A step that is traced and not compiled."""
 
     lowered: jax.stages.Lowered
-    arguments: list[Argument]
+    args: tuple[Any, ...]  # with their shardings
+    arguments: list[Argument]  # the arrays in them
     device: Device
     memory_fraction: float
     compiler_options: dict[str, Any]
@@ -144,7 +145,7 @@ def lower_step(
     warn_of_lost_work(made.jaxpr, named)
     gpu, options = get_device(device), compiler_options or {}
     notes += replicated(made.args, named)
-    return LoweredStep(made.lowered, named, gpu, memory_fraction, options, notes)
+    return LoweredStep(made.lowered, made.args, named, gpu, memory_fraction, options, notes)
 
 
 def plan_lowered(step: LoweredStep) -> Plan:

@@ -103,6 +103,6 @@ def _arguments(
     entry = buffers.flow.program.entry.parameters
     for allocation in assignment.allocations.values():
         if allocation.parameter is not None:
-            name, part, _ = arguments[allocation.parameter]
+            argument = arguments[allocation.parameter]
             shape = _shape(entry[allocation.parameter].shapes[0])
-            yield LiveBuffer(allocation.size, part, shape, name, "", "")
+            yield LiveBuffer(allocation.size, argument.part, shape, argument.name, "", "")

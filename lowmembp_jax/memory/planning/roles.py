@@ -14,7 +14,7 @@ from jax.extend import core
 
 from lowmembp_jax.memory.saved_residuals.origin import carried_to, inner_jaxprs
 
-Role = Literal["parameters", "optimizer_state"]
+Role = Literal["trained", "frozen", "optimizer_state"]
 
 # Bits of what an array is made of: the backward, and from the next on each input of the program,
 # but for what went through the loss.
@@ -81,9 +81,9 @@ def _like(var: Any) -> tuple[Any, ...]:
 def roles(jaxpr: Any) -> list[Role | None]:
     """The role of each input of a training step, None where the program does not tell.
 
-    - Of what reaches the loss, what is returned in the same shape, changed by the backward or,
-      if it is floating, as it was, is parameters: trained and frozen ones. So is that whose
-      gradient is returned.
+    - Of what reaches the loss, what is returned in the same shape, changed by the backward, is
+      trained parameters; so is that whose gradient is returned. What is floating and returned as it
+      was is frozen ones.
     - What is returned in the same shape, changed by the backward, and does not reach the loss is
       optimizer state.
 
@@ -110,12 +110,12 @@ def roles(jaxpr: Any) -> list[Role | None]:
         in_loss, bits = flow.in_loss >> i + 1 & 1, returned.get(i, 0)
         role: Role | None = None
         if bits & _BACKWARD:
-            role = "parameters" if in_loss else "optimizer_state"
+            role = "trained" if in_loss else "optimizer_state"
         elif in_loss and not bits and gradients[_like(var)]:
             gradients[_like(var)] -= 1
-            role = "parameters"
-        is_trained |= role == "parameters"
-        if bits and in_loss and var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating):
-            role = "parameters"
+            role = "trained"
+        elif bits and in_loss and var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating):
+            role = "frozen"
+        is_trained |= role == "trained"
         found.append(role)
     return found if is_trained else [None] * len(found)
