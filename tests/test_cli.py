@@ -99,9 +99,18 @@ def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
 
 
 @gpu_compiler
-def test_one_method_in_detail(run):
-    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
+def test_one_method_in_detail(run, tmp_path):
+    picture = tmp_path / "timeline.svg"
+    plan = ("plan", "--model", f"{FILE}:fixed")
+    status, out, _ = run(*plan, "--method", "lowmembp", "--timeline", picture)
     assert status == 0
+    for text in ("<!-- intermediates -->", "<!-- peak ", "<!-- GiB on each device -->"):
+        assert text in picture.read_text()
+    for more in ((), ("--method", "lowmembp", "--device", "all")):
+        status, _, err = run(*plan, "--timeline", picture, *more)
+        assert status == 2 and "--timeline takes --method and one --device" in err
+    status, _, err = run(*plan, "--method", "default", "--timeline", "a.txt")
+    assert status == 2 and "--timeline must end in .png, .svg, .pdf, got a.txt" in err
     for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
         assert text in out
 
@@ -122,7 +131,12 @@ def test_without_compiling(run, tmp_path, monkeypatch):
     assert data["parts"]["parameters"]["elements"] == 2 * (64 * 256 + 256 + 256 * 64 + 64)
     assert data["parts"]["batch"]["bytes"] == 64 // 8 * 64 * 2
     assert run(*plan, "--budget", "1kB")[0] == 3
-    for option in (("--plot", "a.png"), ("--largest-batch",), ("--device", "all")):
+    for option in (
+        ("--plot", "a.png"),
+        ("--largest-batch",),
+        ("--timeline", "a.png", "--method", "default"),
+        ("--device", "all"),
+    ):
         status, _, err = run(*plan, *option)
         assert status == 2 and f"--no-compile takes no {option[0]}" in err
 

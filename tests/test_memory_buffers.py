@@ -83,8 +83,8 @@ def test_parse(page):
     assert by_number[12].shape is None
     # 8 and 10 are at one place, 10 with its first instant in common.
     assert assignment.peak_time() == 2
-    assert {v.number for v in assignment.alive(4, ["temporary"])} == {8, 9, 10}
-    assert {v.number for v in assignment.alive(7, ["temporary"])} == {10}
+    assert {v.number for v in assignment.alive(4, "temporary")} == {8, 9, 10}
+    assert {v.number for v in assignment.alive(7, "temporary")} == {10}
 
 
 def test_parse_understands_every_line():

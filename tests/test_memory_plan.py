@@ -289,6 +289,27 @@ def test_devices_differ_in_what_fits():
     assert plan_mlp(rows, device="l4", memory_fraction=0.5).usable < small.usable
 
 
+def test_timeline():
+    """The memory over the program: it grows in the forward, and falls in the backward."""
+    layers, size = 60, 256 * 64 * 4
+
+    def step(params, batch):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(mlp_loss)(params, batch))
+
+    plan = lm.memory.plan(step, [f32(64, 64)] * layers, f32(256, 64), donate=0)
+    times, *columns = zip(*plan.timeline, strict=True)
+    assert list(times) == sorted(set(times)) and 100 < len(times) <= 200
+    most = max(plan.timeline, key=lambda row: sum(row[1:]))
+    assert dict(zip(PARTS, most[1:], strict=True)) == parts(plan) and sum(most[1:]) == plan.peak
+    of = dict(zip(PARTS, columns, strict=True))
+    assert set(of["batch"]) == {plan.batch}
+    kept = of["intermediates"]
+    assert (layers - 1) * size <= max(kept) <= plan.most_intermediates
+    top = kept.index(max(kept))
+    assert kept[0] <= 4 * size and kept[-1] == 0
+    assert 0.3 * max(kept) < kept[top // 2] < 0.7 * max(kept)
+
+
 def test_reports():
     plan = plan_mlp(512)
     data = json.loads(plan.to_json())

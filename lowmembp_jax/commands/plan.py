@@ -50,6 +50,8 @@ class PlanCommand(ModelOptions):
     plot: Path | None = None
     """Write a picture: of all methods, memory against estimated time; of one, its parts. .png,
     .svg or .pdf."""
+    timeline: Path | None = None
+    """With --method: write a picture of the memory over the program, by part, likewise."""
     json: Path | None = None
     """Write everything, every kernel included; - is stdout, and the table goes to stderr."""
     compile: bool = True
@@ -62,6 +64,9 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
+        check_output("--timeline", self.timeline, IMAGES)
+        if self.timeline is not None and (self.method is None or self.device == "all"):
+            raise GivenError("--timeline takes --method and one --device: it draws one plan")
         if not self.compile:
             return self._estimate()
         if self.device == "all":
@@ -69,14 +74,7 @@ class PlanCommand(ModelOptions):
         comparison, title = self._compare(self.device)
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
-        if self.plot is not None:
-            from lowmembp_jax.memory.plot import plot_comparison, plot_plan
-
-            caption = f"{title}, {self.device}"
-            if self.method is None:
-                plot_comparison(comparison, self.plot, caption)
-            else:
-                plot_plan(comparison[self.method].plan, self.plot, f"{caption}, {self.method}")
+        self._draw(comparison, f"{title}, {self.device}")
         print_report(self._report(comparison, title), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
@@ -88,6 +86,7 @@ class PlanCommand(ModelOptions):
         for option, given in (
             ("--device all", self.device == "all"),
             ("--plot", self.plot),
+            ("--timeline", self.timeline),
             ("--largest-batch", self.largest_batch),
         ):
             if given:
@@ -183,6 +182,15 @@ class PlanCommand(ModelOptions):
             **step.options,
         )
         return comparison, step.title
+
+    def _draw(self, comparison, title: str) -> None:
+        from lowmembp_jax.memory.plot import plot_comparison, plot_plan, plot_timeline
+
+        if self.plot is not None and self.method is None:
+            plot_comparison(comparison, self.plot, title)
+        for path, plot in ((self.plot, plot_plan), (self.timeline, plot_timeline)):
+            if path is not None and self.method is not None:
+                plot(comparison[self.method].plan, path, f"{title}, {self.method}")
 
     def _report(self, comparison, title: str):
         from lowmembp_jax.memory.report import comparison_report, plan_report

@@ -185,4 +185,5 @@ def plan_lowered(step: LoweredStep) -> Plan:
         live=peak.live,
         cost=cost(program, step.device),
         notes=step.notes + notes,
+        timeline=peak.timeline,
     )

@@ -6,6 +6,7 @@ at an offset in an allocation while it lives. Arrays that the runtime's heap hol
 one allocation, "preallocated-temp".
 """
 
+import bisect
 import dataclasses
 import re
 from collections import defaultdict
@@ -89,22 +90,23 @@ class BufferAssignment:
         """Bytes of all allocations of these kinds."""
         return sum(a.size for a in self.allocations.values() if a.kind in kinds)
 
-    def alive(self, time: int, kinds: Iterable[Kind]) -> list[Value]:
-        """What lives at an index of the schedule in allocations of these kinds."""
-        numbers = {a.number for a in self.allocations.values() if a.kind in kinds}
-        return [v for v in self.values if v.first <= time <= v.last and v.allocation in numbers]
+    def inside(self, *kinds: Kind) -> list[Value]:
+        """The values in allocations of these kinds."""
+        return [v for v in self.values if self.allocations[v.allocation].kind in kinds]
+
+    def alive(self, time: int, *kinds: Kind) -> list[Value]:
+        """Those of them that live at an index of the schedule."""
+        return [v for v in self.inside(*kinds) if v.first <= time <= v.last]
 
     def peak_time(self) -> int:
         """The first index of the schedule at which the most bytes of temporaries live."""
-        bound = profile(
-            [v for v in self.values if self.allocations[v.allocation].kind == "temporary"]
-        )
+        bound = profile(self.inside("temporary"))
         best, best_time = -1, 0
         # The bound counts twice where arrays overlap, which is rare: few instants are looked at.
         for time in sorted(bound, key=lambda time: (-bound[time], time)):
             if bound[time] < best:
                 break
-            covered = sum(size for _, size in split(self.alive(time, ["temporary"])))
+            covered = sum(size for _, size in split(self.alive(time, "temporary")))
             if (covered, -time) > (best, -best_time):
                 best, best_time = covered, time
         return best_time
@@ -135,19 +137,18 @@ def profile(values: Iterable[Value]) -> dict[int, int]:
 
 def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
     """The bytes of each value's memory that no value before it in the order has."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, none overlaps another
     result = []
     for value in values:
-        free = [(value.offset, value.offset + value.size)]
-        for start, end in taken[value.allocation]:
-            free = [
-                piece
-                for a, b in free
-                for piece in ((a, min(b, start)), (max(a, end), b))
-                if piece[0] < piece[1]
-            ]
-        taken[value.allocation].extend(free)
-        result.append((value, sum(b - a for a, b in free)))
+        start, end = value.offset, value.offset + value.size
+        ranges = taken[value.allocation]
+        first = bisect.bisect_right(ranges, start, key=lambda piece: piece[1])
+        after = bisect.bisect_left(ranges, end, lo=first, key=lambda piece: piece[0])
+        shared = ranges[first:after]
+        free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
+        ends = [(start, end), *shared]
+        ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
+        result.append((value, free))
     return result
 
 

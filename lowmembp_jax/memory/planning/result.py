@@ -39,6 +39,8 @@ class Plan:
       live: what is in memory at the peak, largest first, from a thousandth of the peak on.
       cost: bytes moved, FLOPs and estimated time.
       notes: how what was compiled differs from the step, such as callbacks that are left out.
+      timeline: for up to 200 instants of the program, its index in the schedule and the bytes of
+        each of `lm.memory.PARTS`. What a loop runs is there once. The largest sum is `peak`.
       budget: bytes that a device may use where that was said, otherwise None.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     live: tuple[LiveBuffer, ...]
     cost: Cost
     notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[int, ...], ...] = ()
     budget: int | None = None
 
     @property
@@ -92,6 +95,7 @@ class Plan:
             "live": [dataclasses.asdict(buffer) for buffer in self.live],
             "cost": self.cost.to_dict(),
             "notes": list(self.notes),
+            "timeline": [list(row) for row in self.timeline],
         }
 
     def to_json(self) -> str:
@@ -105,6 +109,7 @@ class Plan:
             live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
             cost=Cost.from_dict(data["cost"]),
             notes=tuple(data["notes"]),
+            timeline=tuple(map(tuple, data.get("timeline", ()))),  # 0.1 wrote none
             budget=data["budget"],
             **data["parts"],
             **{name: data[name] for name in _NUMBERS},
