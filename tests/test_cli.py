@@ -279,7 +279,14 @@ def test_usage_errors_of_fit(run, arguments, message):
         (["--model", f"{FILE}:mlp", "--train", "full"], "takes no argument train; it takes batch"),
         (["--model", f"{FILE}:mlp", "--options", "width"], "--options takes name=value"),
         (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
-        (["--model", f"{FILE}:mlp", "--devices", "9"], "--devices must be 1 to 8, got 9"),
+        (
+            ["--model", f"{FILE}:mlp", "--link-bandwidth", "50"],
+            "--link-bandwidth: '50' is not a size",
+        ),
+        (
+            ["--model", f"{FILE}:mlp", "--devices", "9"],
+            "--devices must be 1 to 8, or whole hosts of 8 up to 512, got 9",
+        ),
         (["--model", f"{FILE}:mlp", "--budget", "24 apples"], "'24 apples' is not a size"),
         (["--model", f"{FILE}:mlp", "--budget", "24"], "with one of B, KB, KiB, MB, MiB, GB, GiB"),
         (["--model", f"{FILE}:fixed", "--largest-batch"], "--batch is needed"),

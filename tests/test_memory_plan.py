@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,35 @@ def test_eight_devices_share_the_batch(mesh):
     assert 8 * split.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_several_hosts(axis_type):
+    """XLA compiles for them as for one: with as much of the batch each, a device takes as much."""
+
+    def plan(count, of_params, **more):
+        mesh = AbstractMesh((count,), ("data",), axis_types=(axis_type,))
+        spec = of_params, jax.tree.map(lambda x: of_params if x.ndim else P(), OPT_STATE), P("data")
+        options = {"in_shardings": spec, "out_shardings": (*spec[:2], P()), "donate": (0, 1)}
+        return plan_mlp(256 * count, mesh=mesh, **options, **more)
+
+    eight, many = plan(8, P()), plan(64, P())
+    assert many.device_count == 64
+    assert parts(many) == parts(eight)
+    assert many.cost.link_bytes / eight.cost.link_bytes == pytest.approx(63 / 64 * 8 / 7, rel=1e-3)
+    timed = plan(64, P(), link_bandwidth="1GB")
+    assert parts(timed) == parts(many)
+    added = timed.cost.estimated_seconds - many.cost.estimated_seconds
+    assert added == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
+    if axis_type is AxisType.Auto:  # FSDP
+        shared = plan(64, P("data"))
+        gathered, rest = divmod(shared.parameters - WEIGHTS // 64, WIDTH * WIDTH * 4)
+        assert gathered < LAYERS and rest == 0
+        assert shared.optimizer_state == 2 * WEIGHTS // 64 + 4
+        assert {k.opcode.removesuffix("-start") for k in shared.cost.kernels} > {
+            "all-gather",
+            "reduce-scatter",
+        }
+
+
 def test_parameters_over_devices():
     rows = jax.tree.map(lambda x: P("model") if x.ndim else P(), (PARAMS, OPT_STATE))
     plan = plan_mlp(
@@ -287,6 +317,33 @@ def test_devices_differ_in_what_fits():
     assert small.usable == lm.memory.get_device("l4").usable_bytes()
     assert "does NOT fit in" in str(small) and "peak: fits in" in str(large)
     assert plan_mlp(rows, device="l4", memory_fraction=0.5).usable < small.usable
+
+
+def test_what_is_offloaded_is_in_the_hosts_memory():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def loss(params, batch, policy):
+        @partial(jax.checkpoint, policy=policy)
+        def layer(x, w):
+            return jnp.sin(x @ w), None
+
+        return jnp.sum(jnp.square(lax.scan(layer, batch, params)[0]))
+
+    arguments = f32(8, WIDTH, WIDTH), f32(4096, WIDTH)
+    offloaded, kept = (
+        lm.memory.plan(jax.grad(partial(loss, policy=each)), *arguments)
+        for each in (policy, jax.checkpoint_policies.dots_saveable)
+    )
+    stack = 8 * 4096 * WIDTH * 4
+    assert (offloaded.host, kept.host) == (stack, 0)
+    # The blocks' inputs are on the GPU in either case.
+    assert kept.most_intermediates - offloaded.most_intermediates >= 0.9 * stack
+    assert (offloaded.cost.host_bytes, kept.cost.host_bytes) == (2 * stack, 0)
+    assert offloaded.cost.estimated_seconds > 2 * stack / offloaded.device.host_bandwidth
+    assert "of the host's memory" in str(offloaded) and "of the host's memory" not in str(kept)
+    assert offloaded.notes == ()  # the sums agree: memory_analysis() has the host's apart too
+    (note,) = offloaded.cost.notes
+    assert note.startswith("arrays go to the host's memory and back, by PCIe at 64 GB/s")
 
 
 def test_timeline():

@@ -17,6 +17,7 @@ Method = Literal[
     "norm+activation",
     "dots",
     "full-remat",
+    "offload",
     "compress",
     "compress+remat",
     "mesa",
@@ -37,7 +38,8 @@ class Compute:
     Attributes:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
         "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
-        keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
+        keeping nothing; "offload", as "dots", those of Denses in the host's memory and no others;
+        "compress", each layer in `lm.compress`, which stores matrix products and
         its input in 8 bits, and "compress+remat", its input alone; "mesa", all that a layer of
         "norm+activation" keeps in int8, as Mesa does (arXiv:2111.11124); "lowmembp", the ops of
         lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`.
@@ -123,6 +125,7 @@ def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.M
     policies = {
         "dots": jax.checkpoint_policies.dots_saveable,
         "full-remat": nothing,
+        "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
         "lowmembp+remat": lm.checkpoint_policy(),
     }
     if compute.method in compressed:

@@ -38,12 +38,16 @@ class PlanCommand(ModelOptions):
     """See `lowmembp devices`; or the path of a target description of your own; or "all", with
     --method: the smallest that fits."""
     devices: int = 1
-    """GPUs, 1 to 8: those of the mesh that the step has, or else sharing the batch."""
+    """GPUs, 1 to 8, or hosts of 8 up to 512 GPUs: those of the mesh that the step has, or else
+    sharing the batch."""
     parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
     """What each argument of the step is, in their order. Default: as the program tells."""
     budget: str | None = None
     """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
     takes, 75% of the device."""
+    link_bandwidth: str | None = None
+    """Bytes a second that each GPU sends to others, such as 50GB. Default: the time on the links is
+    left out."""
     largest_batch: bool = False
     """Look for the largest batch that fits, with up to 8 plans a method. It is a multiple of 8, or
     of what of 8 divides --batch."""
@@ -127,11 +131,11 @@ class PlanCommand(ModelOptions):
         """Checks what can be checked before anything is traced."""
         import jax
 
-        from lowmembp_jax.memory.devices import get_device
+        from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
         from lowmembp_jax.memory.sizes import as_bytes
 
-        if not 1 <= self.devices <= 8:
-            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
+        if not is_count(self.devices):
+            raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
         if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # where JAX runs already
                 # Users make a mesh of the devices that they find.
@@ -140,6 +144,7 @@ class PlanCommand(ModelOptions):
         try:
             get_device(device)
             budget = as_bytes("--budget", self.budget)
+            bandwidth = as_bytes("--link-bandwidth", self.link_bandwidth)
         except ValueError as error:
             raise GivenError(str(error)) from error
         batch = self.batch if self.batch is not None else factory.default_batch
@@ -162,6 +167,7 @@ class PlanCommand(ModelOptions):
                 "device": device,
                 "mesh": self.devices if self.devices > 1 else None,
                 "parts": self.parts or None,
+                "link_bandwidth": bandwidth,
             },
         )
 

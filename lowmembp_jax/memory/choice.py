@@ -12,6 +12,7 @@ from lowmembp_jax.memory.sizes import format_bytes
 _NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
 _PATCH = f"with lm.patch():{_NEAR}\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
 _DOTS = "jax.checkpoint_policies.dots_saveable"
+_OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"
 
 #: The lines of code that switch each method on, for a Flax model of layers `Block`.
@@ -20,6 +21,7 @@ HOW: dict[str, str] = {
     "norm+activation": "h = nn.remat(nn.LayerNorm)()(x)\nh = jax.checkpoint(nn.gelu)(h)",
     "dots": f"Block = nn.remat(Block, policy={_DOTS})",
     "full-remat": "Block = nn.remat(Block)",
+    "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
     "compress": f"Block = lm.compress_module(Block){_NEAR}",
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,

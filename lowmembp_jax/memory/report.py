@@ -55,6 +55,8 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
         parts.add_row(name.replace("_", " "), format_bytes(size), f"{size / plan.peak:.1%}")
     parts.add_section()
     parts.add_row("peak", format_bytes(plan.peak), _verdict(plan))
+    if plan.host:
+        parts.add_row("the host's memory", format_bytes(plan.host), "")
     if one.largest_batch is not None:
         parts.caption = f"largest batch that fits: {one.largest_batch:,}"
 

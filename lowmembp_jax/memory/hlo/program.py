@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+# XLA calls the host's memory, where it is pinned, 5.
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _OPERANDS_END = re.compile(r"\)(?:, (?=[a-z_]+=)|$)")
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
 
     dtype: str  #: as HLO writes it: "bf16", "f32", "u2", "pred", "token"
     dims: tuple[int, ...]
+    on_host: bool = False  #: in the host's memory
 
     @property
     def bits(self) -> int:
@@ -195,8 +197,8 @@ class _Sources:
 
 def _shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
-        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _SHAPE.findall(text)
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), bool(host))
+        for dtype, dims, host in _SHAPE.findall(text)
     )
 
 

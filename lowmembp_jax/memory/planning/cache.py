@@ -48,7 +48,7 @@ def _key(step: LoweredStep) -> str:
         step.lowered.as_text(),
         _sources(step.lowered.as_text(debug_info=True)),
         repr(step.arguments),
-        repr((step.memory_fraction, sorted(step.compiler_options.items()))),
+        repr((step.memory_fraction, step.link_bandwidth, sorted(step.compiler_options.items()))),
         target_config(step.device.name),
         repr([_version(package) for package in _PACKAGES]),
         os.environ.get("XLA_FLAGS", ""),

@@ -13,7 +13,7 @@ from lowmembp_jax.memory.sizes import format_bytes
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
 
-_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates")
+_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Plan:
       notes: how what was compiled differs from the step, such as callbacks that are left out.
       timeline: for up to 200 instants of the program, its index in the schedule and the bytes of
         each of `lm.memory.PARTS`. What a loop runs is there once. The largest sum is `peak`.
+      host: bytes in the host's memory, pinned, of what is offloaded; `peak` has none of it.
       budget: bytes that a device may use where that was said, otherwise None.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     cost: Cost
     notes: tuple[str, ...] = ()
     timeline: tuple[tuple[int, ...], ...] = ()
+    host: int = 0
     budget: int | None = None
 
     @property
@@ -112,7 +114,7 @@ class Plan:
             timeline=tuple(map(tuple, data.get("timeline", ()))),  # 0.1 wrote none
             budget=data["budget"],
             **data["parts"],
-            **{name: data[name] for name in _NUMBERS},
+            **{name: data[name] for name in _NUMBERS if name in data},
         )
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ class Plan:
         lines += [
             f"{format_bytes(self.peak):>12}  peak: {verdict} {format_bytes(self.limit)}, "
             + (what if self.budget is None else "the budget"),
+            *([f"{format_bytes(self.host):>12}  of the host's memory"] if self.host else []),
             *(f"note: {note}" for note in self.notes),
             "largest at the peak:",
         ]

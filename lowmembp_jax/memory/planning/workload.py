@@ -13,6 +13,7 @@ METHODS = (
     "norm+activation",
     "dots",
     "full-remat",
+    "offload",
     "compress",
     "compress+remat",
     "lowmembp",
