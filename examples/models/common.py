@@ -11,18 +11,18 @@ from jaxtyping import Array, Float
 import lowmembp_jax as lm
 
 #: How a model saves memory. Values are those of plain Flax; gradients are approximate from
-#: "compress" on, but for a LLaMA's with "lowmembp".
+#: "compress" on, but for a LLaMA's with "lowmembp", and those of "offload".
 Method = Literal[
     "default",
     "norm+activation",
     "dots",
     "full-remat",
-    "offload",
     "compress",
     "compress+remat",
     "mesa",
     "lowmembp",
     "lowmembp+remat",
+    "offload",
 ]
 #: Those with norms and activations in `jax.checkpoint`.
 _REMAT_OPS = ("norm+activation", "mesa")
@@ -38,11 +38,12 @@ class Compute:
     Attributes:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
         "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
-        keeping nothing; "offload", as "dots", those of Denses in the host's memory and no others;
-        "compress", each layer in `lm.compress`, which stores matrix products and
+        keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
         its input in 8 bits, and "compress+remat", its input alone; "mesa", all that a layer of
         "norm+activation" keeps in int8, as Mesa does (arXiv:2111.11124); "lowmembp", the ops of
-        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`.
+        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`;
+        "offload", each layer in `jax.checkpoint` with the products of its Denses in the memory of
+        the host.
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation, see `models.attention`.

@@ -21,11 +21,11 @@ HOW: dict[str, str] = {
     "norm+activation": "h = nn.remat(nn.LayerNorm)()(x)\nh = jax.checkpoint(nn.gelu)(h)",
     "dots": f"Block = nn.remat(Block, policy={_DOTS})",
     "full-remat": "Block = nn.remat(Block)",
-    "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
     "compress": f"Block = lm.compress_module(Block){_NEAR}",
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
+    "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
 }
 
 

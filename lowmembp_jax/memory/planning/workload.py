@@ -13,11 +13,11 @@ METHODS = (
     "norm+activation",
     "dots",
     "full-remat",
-    "offload",
     "compress",
     "compress+remat",
     "lowmembp",
     "lowmembp+remat",
+    "offload",
 )
 
 
