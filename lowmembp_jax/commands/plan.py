@@ -85,7 +85,7 @@ class PlanCommand(ModelOptions):
     def _estimate(self) -> int:
         """Counts the arguments of one method, the first where none is given."""
         from lowmembp_jax.memory.comparison import lower_workload
-        from lowmembp_jax.memory.planning.estimate import of_lowered
+        from lowmembp_jax.memory.estimate import of_lowered
 
         for option, given in (
             ("--device all", self.device == "all"),

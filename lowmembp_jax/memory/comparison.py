@@ -10,9 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.constants import check_call
 from lowmembp_jax.memory.plan import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.planning.cache import cached_plan
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
 from lowmembp_jax.memory.planning.meshes import mesh_of
 from lowmembp_jax.memory.planning.result import Plan

@@ -111,6 +111,10 @@ class Device:
         """Bytes/s to the host's memory or from it: 16 lanes of the PCIe of its generation."""
         return {7: 16e9, 8: 32e9}.get(self.capability[0], 64e9)
 
+    def times(self, count: int) -> str:
+        """What so many of them are called."""
+        return self.description if count == 1 else f"{count} x {self.description}"
+
     def usable_bytes(self, fraction: float = 0.75) -> int:
         """What JAX's allocator takes of the memory: `XLA_PYTHON_CLIENT_MEM_FRACTION`, 0.75."""
         return int(self.memory_bytes * fraction)

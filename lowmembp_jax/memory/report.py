@@ -1,6 +1,5 @@
 """Plans, comparisons and devices as tables for a terminal."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +11,7 @@ from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.difference import Change, changes_by_module, changes_by_part
+from lowmembp_jax.memory.hlo.cost_totals import layers_together
 from lowmembp_jax.memory.planning.result import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
@@ -30,10 +30,9 @@ def _verdict(plan: Plan) -> str:
 
 
 def _limit(plan: Plan) -> str:
-    count = f"{plan.device_count} x " if plan.device_count > 1 else ""
     what = "usable" if plan.budget is None else "budget"
     capacity = format_bytes(plan.device.memory_bytes)
-    return f"{count}{plan.device.description} ({capacity}), {format_bytes(plan.limit)} {what}"
+    return f"{plan.device.times(plan.device_count)} ({capacity}), {format_bytes(plan.limit)} {what}"
 
 
 def _notes(*notes: str) -> Text:
@@ -82,7 +81,7 @@ def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
     """Buffers alike but for the numbers in their module paths, and their sizes."""
     groups = defaultdict(list)
     for buffer in plan.live:
-        module = re.sub(r"(?<=[_/])\d+(?=/|$)", "*", buffer.module)
+        module = layers_together(buffer.module)
         origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
         groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
     return sorted(groups.items(), key=lambda group: -sum(group[1]))

@@ -28,7 +28,6 @@ _PARAMETER = re.compile(r"\bparameter (\d+)")
 _VALUE = re.compile(
     r"^ value: <(\d+) (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
 )
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]|\(")
 _HEADER = re.compile(r"^<(\d+) .* @\d+>$")
 _POSITION = re.compile(r"^  ([^\s,]+)(?: (\{[\d,]*\}))?$")
 _USE = re.compile(r"^  (\S+), operand (\d+)(?: (\{[\d,]*\}))?$")
@@ -203,10 +202,6 @@ def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
     return result
 
 
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
 def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
     """Parses what XLA dumps of a module beside its program.
 
@@ -231,8 +226,9 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
             if current is None:
                 continue
             number, definition = int(found[1]), Position(found[2], found[3] or "{}")
-            shape = _SHAPE.match(found[6])
-            if definition not in ranges or number not in places or shape is None:
+            shapes = () if found[6].startswith("(") else hlo.parse_shapes(found[6])
+            is_known = shapes or found[6].startswith("(")
+            if definition not in ranges or number not in places or not is_known:
                 odd.append(line)
                 continue
             parsed.append(
@@ -242,7 +238,7 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
                     current.number,
                     int(found[5]),
                     int(found[4]),
-                    hlo.Shape(shape[1], _dims(shape[2])) if shape[1] else None,
+                    shapes[0] if shapes else None,
                     *ranges[definition],
                     tuple(places[number].positions),
                     tuple(places[number].uses),

@@ -107,7 +107,7 @@ class _Counter:
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
-            op_name=instruction.op_name or self._op_name(instruction),
+            op_name=self.program.op_name(instruction),
             source=instruction.source,
             kind="copy" if on_host else _kind(instruction, matrix_flops),
             bytes_read=read,
@@ -122,20 +122,14 @@ class _Counter:
 
     def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
         """Names of what a kernel computes that takes longer than its memory."""
-        inner = [i for name in instruction.calls for i in self._called(name).instructions.values()]
         if instruction.opcode == "custom-call":
             yield instruction.attribute("custom_call_target")
-        if any(i.opcode == "sort" for i in (instruction, *inner)):
+        if any(i.opcode == "sort" for i in (instruction, *self.program.inner(instruction))):
             yield "sort"
         slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
         copies = instruction.opcode in ("copy", "copy-start")
         if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
             yield "float64"
-
-    def _op_name(self, fusion: Instruction) -> str:
-        """Of the last operation in it that has a name: XLA leaves some fusions without."""
-        inner = [i for name in fusion.calls for i in self._called(name).instructions.values()]
-        return next((i.op_name for i in reversed(inner) if "/" in i.op_name), "")
 
 
 def _allocates(instruction: Instruction) -> bool:

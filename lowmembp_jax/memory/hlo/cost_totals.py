@@ -25,6 +25,11 @@ def module_path(op_name: str) -> str:
     return "/".join(names)
 
 
+def layers_together(module: str) -> str:
+    """A path of modules with a star for the number of a layer: equal for all layers."""
+    return re.sub(r"(?<=[_/])\d+(?=/|$)", "*", module)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One instruction that launches work. The numbers are of one run on one device.

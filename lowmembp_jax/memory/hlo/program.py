@@ -142,6 +142,16 @@ class Program:
     computations: dict[str, Computation]
     not_understood: tuple[str, ...] = ()
 
+    def inner(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that a fusion or another kernel is made of."""
+        called = (self.computations[name].instructions for name in instruction.calls)
+        return [inner for instructions in called for inner in instructions.values()]
+
+    def op_name(self, instruction: Instruction) -> str:
+        """JAX's name of it; of a fusion without, that of the last operation in it that has one."""
+        named = (i.op_name for i in reversed(self.inner(instruction)) if "/" in i.op_name)
+        return instruction.op_name or next(named, "")
+
 
 # What runs a program: console scripts, and `runpy` in Python's own library.
 _STARTERS = (*(f"{sysconfig.get_path(name)}/" for name in ("scripts", "stdlib")), "<frozen ")
@@ -195,7 +205,8 @@ class _Sources:
         return f"{strings['source_file']}:{line[1]}" if line and "source_file" in strings else ""
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays that HLO's text of a shape names, those of tuples one after another."""
     return tuple(
         Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), bool(host))
         for dtype, dims, host in _SHAPE.findall(text)
@@ -212,7 +223,7 @@ def _instruction(line: re.Match[str], sources: _Sources) -> Instruction:
     return Instruction(
         name=name,
         opcode=opcode,
-        shapes=_shapes(shapes),
+        shapes=parse_shapes(shapes),
         operands=tuple(_REFERENCE.findall(arguments)) if opcode != "constant" else (),
         calls=tuple(
             name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)

@@ -71,7 +71,7 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
     if is_training:  # of a batch that holds weights, and does not come back
         words = [words[0], *(word for word in words[1:] if not word.startswith("weight"))]
     part = _first(words, _PARTS) or "batch"
-    if not _is_variable(node):
+    if not is_variable(node):
         return part
     # An nnx.ModelAndOptimizer holds the model.
     is_held = part == "optimizer_state" and words[1:2] == ["model"]
@@ -83,7 +83,8 @@ def _is_optax(node: Any) -> bool:
     return type(node).__module__.split(".")[0] == "optax"
 
 
-def _is_variable(node: Any) -> bool:
+def is_variable(node: Any) -> bool:
+    """Whether it is one of NNX's variables."""
     return isinstance(node, nnx.Variable)
 
 
@@ -132,11 +133,11 @@ def arguments(
     role, is_training = iter(told), any(told)
     result = []
     whole = jax.tree_util.tree_leaves_with_path(
-        args, is_leaf=lambda x: _is_variable(x) or _is_optax(x)
+        args, is_leaf=lambda x: is_variable(x) or _is_optax(x)
     )
     for path, node in whole:
         for inside, x in jax.tree_util.tree_leaves_with_path(node):
-            inside = () if _is_variable(node) else inside
+            inside = () if is_variable(node) else inside
             name = names[path[0].idx] + jax.tree_util.keystr((*path[1:], *inside))
             words = re.findall(r"[A-Za-z_]\w*", name)
             own_role = next(role)

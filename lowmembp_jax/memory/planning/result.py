@@ -118,8 +118,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        count = f"{self.device_count} x " if self.device_count > 1 else ""
-        lines = [f"{count}{self.device.description}, on each device:"]
+        lines = [f"{self.device.times(self.device_count)}, on each device:"]
         for part in PARTS:
             lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
         verdict = "fits in" if self.fits else "does NOT fit in"

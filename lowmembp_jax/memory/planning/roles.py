@@ -5,8 +5,10 @@ backward ("transpose"). What reaches the loss and comes back changed by the back
 what comes back so and never was in the loss is the optimizer's.
 """
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -67,11 +69,8 @@ def _of(made: dict[Any, int], operand: Any) -> int:
     return 0 if isinstance(operand, core.Literal) else made.get(operand, 0)
 
 
-def _union(bits: Any) -> int:
-    result = 0
-    for each in bits:
-        result |= each
-    return result
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
 
 
 def _like(var: Any) -> tuple[Any, ...]:

@@ -80,5 +80,5 @@ def _version(package: str) -> str:
 @functools.cache
 def _planner() -> str:
     """Changes with the code here, which a version of an editable installation does not."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return _hash(b"".join(file.read_bytes() for file in files))

@@ -79,8 +79,7 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        count = f"{self.device_count} x " if self.device_count > 1 else ""
-        lines = [f"{count}{self.device.description}, on each device, not compiled:"]
+        lines = [f"{self.device.times(self.device_count)}, on each device, not compiled:"]
         for part in _PARTS:
             arrays, elements, size = getattr(self, part)
             what = f"{elements:,} elements in {arrays:,} array{'s' * (arrays != 1)}"
