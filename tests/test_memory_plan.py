@@ -178,33 +178,33 @@ def test_eight_devices_share_the_batch(mesh):
     assert 8 * split.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_several_hosts(axis_type):
-    """XLA compiles for them as for one: with as much of the batch each, a device takes as much."""
+def plan_hosts(count, params, axis_type=AxisType.Auto, **options):
+    """With as much of the batch for each device."""
+    mesh = AbstractMesh((count,), ("data",), axis_types=(axis_type,))
+    state = params, jax.tree.map(lambda x: params if x.ndim else P(), OPT_STATE)
+    options |= {"in_shardings": (*state, P("data")), "out_shardings": (*state, P())}
+    return plan_mlp(256 * count, mesh=mesh, donate=(0, 1), **options)
 
-    def plan(count, of_params, **more):
-        mesh = AbstractMesh((count,), ("data",), axis_types=(axis_type,))
-        spec = of_params, jax.tree.map(lambda x: of_params if x.ndim else P(), OPT_STATE), P("data")
-        options = {"in_shardings": spec, "out_shardings": (*spec[:2], P()), "donate": (0, 1)}
-        return plan_mlp(256 * count, mesh=mesh, **options, **more)
 
-    eight, many = plan(8, P()), plan(64, P())
+def test_several_hosts_that_share_the_batch():
+    """XLA compiles for them as for one: each device takes as much."""
+    eight, many = plan_hosts(8, P()), plan_hosts(64, P(), link_bandwidth="1GB")
     assert many.device_count == 64
     assert parts(many) == parts(eight)
     assert many.cost.link_bytes / eight.cost.link_bytes == pytest.approx(63 / 64 * 8 / 7, rel=1e-3)
-    timed = plan(64, P(), link_bandwidth="1GB")
-    assert parts(timed) == parts(many)
-    added = timed.cost.estimated_seconds - many.cost.estimated_seconds
-    assert added == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
-    if axis_type is AxisType.Auto:  # FSDP
-        shared = plan(64, P("data"))
-        gathered, rest = divmod(shared.parameters - WEIGHTS // 64, WIDTH * WIDTH * 4)
-        assert gathered < LAYERS and rest == 0
-        assert shared.optimizer_state == 2 * WEIGHTS // 64 + 4
-        assert {k.opcode.removesuffix("-start") for k in shared.cost.kernels} > {
-            "all-gather",
-            "reduce-scatter",
-        }
+    seconds = [each.cost.by("kind")["collective"].estimated_seconds for each in (eight, many)]
+    assert seconds[1] == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
+    assert seconds[0] < 0.1 * seconds[1]  # without a bandwidth, that of the memory
+    assert parts(plan_hosts(64, P(), AxisType.Explicit)) == parts(eight)
+
+
+def test_several_hosts_that_share_the_parameters():
+    shared = plan_hosts(64, P("data"))
+    gathered, rest = divmod(shared.parameters - WEIGHTS // 64, WIDTH * WIDTH * 4)
+    assert gathered < LAYERS and rest == 0
+    assert shared.optimizer_state == 2 * WEIGHTS // 64 + 4
+    opcodes = {kernel.opcode.removesuffix("-start") for kernel in shared.cost.kernels}
+    assert opcodes > {"all-gather", "reduce-scatter"}
 
 
 def test_parameters_over_devices():

@@ -81,8 +81,8 @@ def roles(jaxpr: Any) -> list[Role | None]:
     """The role of each input of a training step, None where the program does not tell.
 
     - Of what reaches the loss, what is returned in the same shape, changed by the backward, is
-      trained parameters; so is that whose gradient is returned. What is floating and returned as it
-      was is frozen ones.
+      trained parameters; so is that whose gradient is returned, or that is made anew of master
+      weights. What is floating and returned as it was is frozen ones.
     - What is returned in the same shape, changed by the backward, and does not reach the loss is
       optimizer state.
 
@@ -94,15 +94,14 @@ def roles(jaxpr: Any) -> list[Role | None]:
     """
     flow = _Flow(jaxpr)
     returned: dict[Any, int] = {}
+    gradients: Counter[Any] = Counter()  # and parameters that are made of master weights
     for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True):
-        for i in range(len(jaxpr.invars)):
-            if bits >> i + 1 & 1 and _like(var) == _like(jaxpr.invars[i]):
-                returned[i] = returned.get(i, 0) | bits
-    gradients = Counter(
-        _like(var)
-        for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True)
-        if bits == _BACKWARD
-    )
+        inputs = [i for i in range(len(jaxpr.invars)) if bits >> i + 1 & 1]
+        own = [i for i in inputs if _like(var) == _like(jaxpr.invars[i])]
+        for i in own:
+            returned[i] = returned.get(i, 0) | bits
+        if bits & _BACKWARD and not own:
+            gradients[_like(var)] += 1
     found: list[Role | None] = []
     is_trained = False
     for i, var in enumerate(jaxpr.invars):
