@@ -98,6 +98,7 @@ def workload(
         loss=lambda *args: loss(*args)[0],
         loss_args=(state.params, frozen, arrays),
         loss_argnums=0,
+        tokens=batch * tokens if tokens else None,
     )
 
 

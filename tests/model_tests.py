@@ -16,7 +16,7 @@ from lowmembp_examples.trainer.models import FAMILIES
 import lowmembp_jax as lm
 
 DATA = Path(__file__).parent / "data" / "hf_tiny"
-EXACT = ["default", "norm+activation", "dots", "full-remat"]
+EXACT = ["default", "norm+activation", "dots", "full-remat", "offload"]
 # Tests compile much and compute little.
 OPTIONS = {"xla_backend_optimization_level": 0}
 LOWMEMBP = ["lowmembp", "lowmembp+remat"]

@@ -5,6 +5,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -98,11 +99,46 @@ def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
 
 
 @gpu_compiler
-def test_one_method_in_detail(run):
-    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
+def test_one_method_in_detail(run, tmp_path):
+    picture = tmp_path / "timeline.svg"
+    plan = ("plan", "--model", f"{FILE}:fixed")
+    status, out, _ = run(*plan, "--method", "lowmembp", "--timeline", picture)
     assert status == 0
+    for text in ("<!-- intermediates -->", "<!-- peak ", "<!-- GiB on each device -->"):
+        assert text in picture.read_text()
+    for more in ((), ("--method", "lowmembp", "--device", "all")):
+        status, _, err = run(*plan, "--timeline", picture, *more)
+        assert status == 2 and "--timeline takes --method and one --device" in err
+    status, _, err = run(*plan, "--method", "default", "--timeline", "a.txt")
+    assert status == 2 and "--timeline must end in .png, .svg, .pdf, got a.txt" in err
     for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
         assert text in out
+
+
+@gpu_compiler
+def test_without_compiling(run, tmp_path, monkeypatch):
+    def compiling(*_):
+        raise AssertionError("this compiles")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    target = tmp_path / "estimate.json"
+    plan = ("plan", "--no-compile", "--model", f"{FILE}:mlp", "--batch", 64)
+    status, out, _ = run(*plan, "--devices", 8, "--json", target)
+    assert status == 0 and "planned_model.py:mlp, batch 64, default" in out
+    assert "activations, temporary storage and outputs are not in it" in out
+    data = json.loads(target.read_text())
+    assert data["device_count"] == 8
+    assert data["parts"]["parameters"]["elements"] == 2 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert data["parts"]["batch"]["bytes"] == 64 // 8 * 64 * 2
+    assert run(*plan, "--budget", "1kB")[0] == 3
+    for option in (
+        ("--plot", "a.png"),
+        ("--largest-batch",),
+        ("--timeline", "a.png", "--method", "default"),
+        ("--device", "all"),
+    ):
+        status, _, err = run(*plan, *option)
+        assert status == 2 and f"--no-compile takes no {option[0]}" in err
 
 
 @gpu_compiler
@@ -243,7 +279,14 @@ def test_usage_errors_of_fit(run, arguments, message):
         (["--model", f"{FILE}:mlp", "--train", "full"], "takes no argument train; it takes batch"),
         (["--model", f"{FILE}:mlp", "--options", "width"], "--options takes name=value"),
         (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
-        (["--model", f"{FILE}:mlp", "--devices", "9"], "--devices must be 1 to 8, got 9"),
+        (
+            ["--model", f"{FILE}:mlp", "--link-bandwidth", "50"],
+            "--link-bandwidth: '50' is not a size",
+        ),
+        (
+            ["--model", f"{FILE}:mlp", "--devices", "9"],
+            "--devices must be 1 to 8, or whole hosts of 8 up to 512, got 9",
+        ),
         (["--model", f"{FILE}:mlp", "--budget", "24 apples"], "'24 apples' is not a size"),
         (["--model", f"{FILE}:mlp", "--budget", "24"], "with one of B, KB, KiB, MB, MiB, GB, GiB"),
         (["--model", f"{FILE}:fixed", "--largest-batch"], "--batch is needed"),

@@ -136,6 +136,7 @@ def test_combination(compiled, family, method, train):
     least, most = {
         # jax.checkpoint's policy does not look into qwix's products of the first layer.
         "dots": (0, 0.3 if train.startswith("qlora") else 0.05),
+        "offload": (0, 0.3 if train.startswith("qlora") else 0.05),
         "compress": (0, 0.3 if train.startswith("qlora") else 0.05),
         "full-remat": (0.6, 1.01),
         "compress+remat": (0.6, 1.01),

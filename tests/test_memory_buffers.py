@@ -83,8 +83,47 @@ def test_parse(page):
     assert by_number[12].shape is None
     # 8 and 10 are at one place, 10 with its first instant in common.
     assert assignment.peak_time() == 2
-    assert {v.number for v in assignment.alive(4, ["temporary"])} == {8, 9, 10}
-    assert {v.number for v in assignment.alive(7, ["temporary"])} == {10}
+    assert {v.number for v in assignment.alive(4, "temporary")} == {8, 9, 10}
+    assert {v.number for v in assignment.alive(7, "temporary")} == {10}
+
+
+def test_parse_understands_every_line():
+    assignment = buffers.parse(ASSIGNMENT, VALUES, RANGES)
+    assert assignment.not_understood == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "odd"),
+    [
+        (0, "allocation 2: size 4, constant:", "allocation 2: size 4, constant, striped:"),
+        (0, " value: <7 x.1 @0> (size", " value: <7 x.1 @0> (length"),
+        (0, "x.1 @0> (size=400,offset=0): f32[100]{0}", "x.1 @0> (size=400,offset=0): <tuple>"),
+        (0, "allocation 5", "Peak: 3\nallocation 5"),
+        (1, "  while.5, operand 0 {2}", "  while.5 as operand 0 {2}"),
+        (1, "  get-tuple-element.6", "  get-tuple-element.6 of a loop"),
+        (1, " uses:\n  while.5", " users:\n  while.5"),
+        (1, "<9 fusion.4 {1} @0>", "<9 fusion.4 {1}>"),
+        (2, "    fusion.4{1}:2-6", "    fusion.4{1}:[2,6)"),
+        (2, "    0:x.1", "    at 0: x.1"),
+    ],
+)
+def test_lines_that_are_not_understood(text, known, odd):
+    texts = [ASSIGNMENT, VALUES, RANGES]
+    assert known in texts[text]
+    texts[text] = texts[text].replace(known, odd, 1)
+    lines = buffers.parse(*texts).not_understood
+    assert any(line in odd or odd in line for line in lines)
+
+
+def test_values_without_a_range_or_a_place():
+    without = RANGES.replace("    w.1{}:0-9\n", "")
+    assert list(buffers.parse(ASSIGNMENT, VALUES, without).not_understood) == [
+        " value: <6 w.1 @0> (size=400,offset=0): f32[100]{0}"
+    ]
+    without = VALUES.replace("<6 w.1 @0>", "<60 w.1 @0>")
+    assert list(buffers.parse(ASSIGNMENT, without, RANGES).not_understood) == [
+        " value: <6 w.1 @0> (size=400,offset=0): f32[100]{0}"
+    ]
 
 
 def test_no_dump(tmp_path):

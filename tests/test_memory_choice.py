@@ -86,6 +86,19 @@ def test_report_names_winner_and_notes_once(planned):
     assert text.count("does not fit") == 1  # default
 
 
+def test_rates_of_text(planned):
+    def of_text(method, batch):
+        return lm.memory.Workload(lambda: method, (), tokens=128 * batch)
+
+    found = lm.memory.compare(of_text, ["default"], batch=8, cache=False, progress=False)
+    assert found.tokens == found.to_dict()["tokens"] == 1024
+    with (console := Console(width=200)).capture() as captured:
+        console.print(comparison_report(found, "a step"))
+    # In 10 ms.
+    assert "tokens/s" in captured.get() and "102,400" in captured.get()
+    assert "examples/s" in captured.get() and " 800 " in captured.get()
+
+
 def test_pareto(planned, tmp_path):
     METHODS["worse"] = (31, 13)
     try:

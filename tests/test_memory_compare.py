@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory import cache as plan_cache
 from lowmembp_jax.memory import comparison as comparison_module
-from lowmembp_jax.memory.planning import cache as plan_cache
 from lowmembp_jax.memory.report import comparison_report
 from lowmembp_jax.memory.sizes import format_bytes, parse_bytes
 

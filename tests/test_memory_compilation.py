@@ -114,8 +114,11 @@ def test_arguments_bring_their_mesh():
 
 
 def test_meshes_that_do_not_exist():
-    with pytest.raises(ValueError, match=r"mesh={'data': 4, 'model': 4} has 16 devices: .* 1 to 8"):
-        lm.memory.compile_for(loss, X, mesh={"data": 4, "model": 4})
+    message = (
+        r"mesh={'data': 4, 'model': 3} has 12 devices: .* 1 to 8, or whole hosts of 8 up to 512"
+    )
+    with pytest.raises(ValueError, match=message):
+        lm.memory.compile_for(loss, X, mesh={"data": 4, "model": 3})
 
 
 @pytest.mark.gpu_compiler

@@ -8,6 +8,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.hlo import program as hlo
+from lowmembp_jax.memory.hlo.cost import cost
 from lowmembp_jax.memory.hlo.program import Shape
 
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
@@ -69,7 +70,32 @@ def program():
     return hlo.parse(PROGRAM)
 
 
+def test_arrays_in_the_hosts_memory():
+    text = """HloModule m
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %there = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%p)
+  %done = f32[8]{0:S(5)} copy-done(%there)
+  %room = f32[8]{0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %back = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%done)
+  ROOT %here = f32[8]{0:T(128)} copy-done(%back)
+}
+"""
+    made = hlo.parse(text).entry.instructions
+    assert made["done"].shapes == (Shape("f32", (8,), on_host=True),)
+    assert [shape.on_host for shape in made["there"].shapes] == [True, False, False]
+    assert made["here"].shapes == (Shape("f32", (8,)),)
+    there, back = cost(text, lm.memory.get_device("a100-40gb")).kernels
+    assert [k.bytes_read for k in (there, back)] == [32, 0]
+    assert [k.bytes_written for k in (there, back)] == [0, 32]
+    assert [(k.host_bytes, k.kind) for k in (there, back)] == [(32, "copy")] * 2
+
+
 def test_computations_in_order(program):
+    assert program.not_understood == ()
+    odd = PROGRAM.replace("  %i = s32[] parameter(1)", "  %i is s32[] parameter(1)")
+    assert hlo.parse(odd).not_understood == ("  %i is s32[] parameter(1)",)
     assert list(program.computations) == ["fused", "body", "condition", "main"]
     assert program.entry is program.computations["main"]
     assert list(program.entry.instructions) == [

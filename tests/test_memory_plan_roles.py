@@ -49,6 +49,21 @@ def test_what_is_trained_and_what_the_optimizer_carries(jitted):
     }
 
 
+def test_parameters_made_of_master_weights():
+    """Nothing but dtypes tells them from the batch, which stands behind them."""
+    low = jax.ShapeDtypeStruct(W.shape, jnp.bfloat16)
+
+    def step(a, b, c):
+        grads = jax.grad(lambda a: loss(a, c).astype(jnp.float32))(a)
+        b = jax.tree.map(lambda m, g: m - 0.1 * g.astype(jnp.float32), b, grads)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), b), b
+
+    jaxpr = jax.make_jaxpr(step)([low], [W], low).jaxpr
+    made = arguments(step, ([low], [W], low), None, jaxpr)
+    assert [a.part for a in made] == ["parameters", "optimizer_state", "batch"]
+    assert [a.is_trained for a in made] == [True, False, False]
+
+
 def test_microbatches_in_a_scan():
     def step(theta, s, xs):
         def add(total, x):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 import lowmembp_jax as lm
 
 #: How a model saves memory. Values are those of plain Flax; gradients are approximate from
-#: "compress" on, but for a LLaMA's with "lowmembp".
+#: "compress" on, but for a LLaMA's with "lowmembp", and those of "offload".
 Method = Literal[
     "default",
     "norm+activation",
@@ -22,6 +22,7 @@ Method = Literal[
     "mesa",
     "lowmembp",
     "lowmembp+remat",
+    "offload",
 ]
 #: Those with norms and activations in `jax.checkpoint`.
 _REMAT_OPS = ("norm+activation", "mesa")
@@ -40,7 +41,9 @@ class Compute:
         keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
         its input in 8 bits, and "compress+remat", its input alone; "mesa", all that a layer of
         "norm+activation" keeps in int8, as Mesa does (arXiv:2111.11124); "lowmembp", the ops of
-        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`.
+        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`;
+        "offload", each layer in `jax.checkpoint` with the products of its Denses in the memory of
+        the host.
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation, see `models.attention`.
@@ -123,6 +126,7 @@ def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.M
     policies = {
         "dots": jax.checkpoint_policies.dots_saveable,
         "full-remat": nothing,
+        "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
         "lowmembp+remat": lm.checkpoint_policy(),
     }
     if compute.method in compressed:

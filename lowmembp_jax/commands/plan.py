@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from lowmembp_jax.commands.model import ModelOptions
 from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
@@ -13,6 +14,17 @@ from lowmembp_jax.errors import GivenError
 
 #: Exit statuses that scripts can rely on.
 FITS, DOES_NOT_FIT = 0, 3
+
+
+class _Prepared(NamedTuple):
+    """What the options ask for."""
+
+    factory: Callable[[str, int | None], Any]  # makes the workload of a method and a batch size
+    methods: tuple[str, ...]
+    batch: int | None
+    budget: int | None
+    title: str
+    options: dict[str, Any]  # of `lm.memory.plan`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +38,29 @@ class PlanCommand(ModelOptions):
     """See `lowmembp devices`; or the path of a target description of your own; or "all", with
     --method: the smallest that fits."""
     devices: int = 1
-    """GPUs, 1 to 8: those of the mesh that the step has, or else sharing the batch."""
+    """GPUs, 1 to 8, or hosts of 8 up to 512 GPUs: those of the mesh that the step has, or else
+    sharing the batch."""
     parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
     """What each argument of the step is, in their order. Default: as the program tells."""
     budget: str | None = None
     """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
     takes, 75% of the device."""
+    link_bandwidth: str | None = None
+    """Bytes a second that each GPU sends to others, such as 50GB. Default: the time on the links is
+    left out."""
     largest_batch: bool = False
     """Look for the largest batch that fits, with up to 8 plans a method. It is a multiple of 8, or
     of what of 8 divides --batch."""
     plot: Path | None = None
     """Write a picture: of all methods, memory against estimated time; of one, its parts. .png,
     .svg or .pdf."""
+    timeline: Path | None = None
+    """With --method: write a picture of the memory over the program, by part, likewise."""
     json: Path | None = None
     """Write everything, every kernel included; - is stdout, and the table goes to stderr."""
+    compile: bool = True
+    """Without: in seconds, parameters, optimizer state, batch and gradients on each device, of
+    --method or else the first; no activations."""
     cache: bool = True
     """Take plans of programs that were compiled before from ~/.cache/lowmembp_jax."""
 
@@ -47,21 +68,41 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
+        check_output("--timeline", self.timeline, IMAGES)
+        if self.timeline is not None and (self.method is None or self.device == "all"):
+            raise GivenError("--timeline takes --method and one --device: it draws one plan")
+        if not self.compile:
+            return self._estimate()
         if self.device == "all":
             return self._sweep()
         comparison, title = self._compare(self.device)
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
-        if self.plot is not None:
-            from lowmembp_jax.memory.plot import plot_comparison, plot_plan
-
-            caption = f"{title}, {self.device}"
-            if self.method is None:
-                plot_comparison(comparison, self.plot, caption)
-            else:
-                plot_plan(comparison[self.method].plan, self.plot, f"{caption}, {self.method}")
+        self._draw(comparison, f"{title}, {self.device}")
         print_report(self._report(comparison, title), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
+
+    def _estimate(self) -> int:
+        """Counts the arguments of one method, the first where none is given."""
+        from lowmembp_jax.memory.comparison import lower_workload
+        from lowmembp_jax.memory.estimate import of_lowered
+
+        for option, given in (
+            ("--device all", self.device == "all"),
+            ("--plot", self.plot),
+            ("--timeline", self.timeline),
+            ("--largest-batch", self.largest_batch),
+        ):
+            if given:
+                raise GivenError(f"--no-compile takes no {option}, which is of compiled programs")
+        step = self._prepared(self.device)
+        method = self.method or step.methods[0]
+        lowered = lower_workload(step.factory(method, step.batch), **step.options)
+        found = of_lowered(lowered, step.budget)
+        if self.json is not None:
+            write_json(self.json, found.to_dict())
+        print_report(f"{step.title}, {method}\n{found}", self.json)
+        return FITS if found.fits else DOES_NOT_FIT
 
     def _sweep(self) -> int:
         """Plans one method for every GPU, those with the least memory first."""
@@ -86,24 +127,24 @@ class PlanCommand(ModelOptions):
         print_report(sweep_report(found, refused, f"{title}, {self.method}"), self.json)
         return FITS if any(one.plan.fits for one in found) else DOES_NOT_FIT
 
-    def _compare(self, device: str):
+    def _prepared(self, device: str) -> "_Prepared":
+        """Checks what can be checked before anything is traced."""
         import jax
 
-        from lowmembp_jax.memory.comparison import compare
-        from lowmembp_jax.memory.devices import get_device
+        from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
         from lowmembp_jax.memory.sizes import as_bytes
 
-        if not 1 <= self.devices <= 8:
-            raise GivenError(f"--devices must be 1 to 8, got {self.devices}")
+        if not is_count(self.devices):
+            raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
         if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # where JAX runs already
                 # Users make a mesh of the devices that they find.
                 jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
-        methods = factory.methods if self.method is None else (self.method,)
         try:
             get_device(device)
             budget = as_bytes("--budget", self.budget)
+            bandwidth = as_bytes("--link-bandwidth", self.link_bandwidth)
         except ValueError as error:
             raise GivenError(str(error)) from error
         batch = self.batch if self.batch is not None else factory.default_batch
@@ -112,25 +153,50 @@ class PlanCommand(ModelOptions):
                 f"--batch must be a multiple of --devices {self.devices}, which share it, "
                 f"got {batch}"
             )
-        if self.largest_batch and batch is None:
-            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
         arguments = self.arguments()
         if factory.takes("device"):
             arguments.setdefault("device", device)
-        comparison = compare(
-            lambda method, batch: factory(method, batch, **arguments),
-            methods,
+        size = None if batch is None else f"batch {batch}"
+        return _Prepared(
+            factory=lambda method, batch: factory(method, batch, **arguments),
+            methods=factory.methods if self.method is None else (self.method,),
             batch=batch,
             budget=budget,
-            find_largest_batch=self.largest_batch,
-            batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
-            cache=self.cache,
-            device=device,
-            mesh=self.devices if self.devices > 1 else None,
-            parts=self.parts or None,
+            title=", ".join(filter(None, (self.model, self.train, size, *self.options))),
+            options={
+                "device": device,
+                "mesh": self.devices if self.devices > 1 else None,
+                "parts": self.parts or None,
+                "link_bandwidth": bandwidth,
+            },
         )
-        size = None if batch is None else f"batch {batch}"
-        return comparison, ", ".join(filter(None, (self.model, self.train, size, *self.options)))
+
+    def _compare(self, device: str):
+        from lowmembp_jax.memory.comparison import compare
+
+        step = self._prepared(device)
+        if self.largest_batch and step.batch is None:
+            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
+        comparison = compare(
+            step.factory,
+            step.methods,
+            batch=step.batch,
+            budget=step.budget,
+            find_largest_batch=self.largest_batch,
+            batch_multiple=math.lcm(math.gcd(step.batch or 8, 8), self.devices),
+            cache=self.cache,
+            **step.options,
+        )
+        return comparison, step.title
+
+    def _draw(self, comparison, title: str) -> None:
+        from lowmembp_jax.memory.plot import plot_comparison, plot_plan, plot_timeline
+
+        if self.plot is not None and self.method is None:
+            plot_comparison(comparison, self.plot, title)
+        for path, plot in ((self.plot, plot_plan), (self.timeline, plot_timeline)):
+            if path is not None and self.method is not None:
+                plot(comparison[self.method].plan, path, f"{title}, {self.method}")
 
     def _report(self, comparison, title: str):
         from lowmembp_jax.memory.report import comparison_report, plan_report

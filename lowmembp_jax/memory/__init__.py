@@ -1,5 +1,6 @@
 """What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
 
+from lowmembp_jax.memory.cache import plan_cache_directory as plan_cache_directory
 from lowmembp_jax.memory.choice import Choice as Choice
 from lowmembp_jax.memory.choice import NothingFitsError as NothingFitsError
 from lowmembp_jax.memory.choice import choose as choose
@@ -13,11 +14,12 @@ from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
+from lowmembp_jax.memory.estimate import Estimate as Estimate
+from lowmembp_jax.memory.estimate import estimate as estimate
 from lowmembp_jax.memory.hlo.cost import cost as cost
 from lowmembp_jax.memory.hlo.cost_totals import Cost as Cost
 from lowmembp_jax.memory.hlo.cost_totals import Kernel as Kernel
 from lowmembp_jax.memory.plan import plan as plan
-from lowmembp_jax.memory.planning.cache import plan_cache_directory as plan_cache_directory
 from lowmembp_jax.memory.planning.peak import LiveBuffer as LiveBuffer
 from lowmembp_jax.memory.planning.result import PARTS as PARTS
 from lowmembp_jax.memory.planning.result import Plan as Plan

@@ -12,6 +12,7 @@ from lowmembp_jax.memory.sizes import format_bytes
 _NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
 _PATCH = f"with lm.patch():{_NEAR}\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
 _DOTS = "jax.checkpoint_policies.dots_saveable"
+_OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"
 
 #: The lines of code that switch each method on, for a Flax model of layers `Block`.
@@ -24,6 +25,7 @@ HOW: dict[str, str] = {
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
+    "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
 }
 
 

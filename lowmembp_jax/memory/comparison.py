@@ -10,13 +10,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.constants import check_call
 from lowmembp_jax.memory.plan import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.planning.cache import cached_plan
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
 from lowmembp_jax.memory.planning.meshes import mesh_of
 from lowmembp_jax.memory.planning.result import Plan
-from lowmembp_jax.memory.planning.workload import METHODS, as_workload
+from lowmembp_jax.memory.planning.workload import METHODS, Workload, as_workload
 from lowmembp_jax.memory.sizes import as_bytes
 
 
@@ -55,11 +55,13 @@ class Comparison:
       batch: the batch size of `MethodPlan.plan`, None where the factory decided.
       budget: bytes a device may use, to which `fits` and `largest_batch` keep.
       methods: one for each method.
+      tokens: of text in such a batch, None where the workload does not say it.
     """
 
     batch: int | None
     budget: int
     methods: tuple[MethodPlan, ...]
+    tokens: int | None = None
 
     def __iter__(self) -> Iterator[MethodPlan]:
         return iter(self.methods)
@@ -91,10 +93,23 @@ class Comparison:
         fastest = self.fastest
         return {
             "batch": self.batch,
+            "tokens": self.tokens,
             "budget_bytes": self.budget,
             "fastest": fastest and fastest.method,
             "methods": [one.to_dict() for one in self.methods],
         }
+
+
+def lower_workload(workload: Workload, **plan_options: Any) -> LoweredStep:
+    """Traces a workload's step; `plan_options` are stronger than what it says itself."""
+    if plan_options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
+        plan_options.setdefault("in_shardings", workload.in_shardings)
+    if plan_options.get("parts") is None:
+        plan_options["parts"] = workload.parts
+    with workload.context():
+        return lower_step(
+            workload.step, *workload.args, donate=workload.donate_argnums or None, **plan_options
+        )
 
 
 def compare(
@@ -178,20 +193,8 @@ def compare(
             largest[method] = found.value
 
     def lower(method: str, size: int | None) -> LoweredStep:
-        key = method, size
-        workload = workloads.get(key) or as_workload(step_factory(method, size), "step_factory")
-        options = dict(plan_options)
-        if options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
-            options.setdefault("in_shardings", workload.in_shardings)
-        if options.get("parts") is None:
-            options["parts"] = workload.parts
-        with workload.context():
-            return lower_step(
-                workload.step,
-                *workload.args,
-                donate=workload.donate_argnums or None,
-                **options,
-            )
+        made = workloads.get((method, size)) or step_factory(method, size)
+        return lower_workload(as_workload(made, "step_factory"), **plan_options)
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -223,4 +226,5 @@ def compare(
         else MethodPlan(m, plans[m, batch])
         for m in methods
     ]
-    return Comparison(batch, rows[0].plan.limit, tuple(rows))
+    tokens = workloads[methods[0], batch].tokens
+    return Comparison(batch, rows[0].plan.limit, tuple(rows), tokens)

@@ -187,8 +187,9 @@ def compile_for(
         `lm.memory.plan`. What is no array, such as a number of Python, a mode or a field of an
         Equinox module, is a constant.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
-      mesh: of 1 to 8 GPUs, such as `{"data": 8}`, see `device_mesh`. By default the mesh over
-        which the arguments are sharded, or that `fn` names itself, or one GPU.
+      mesh: of 1 to 8 GPUs, or hosts of 8 up to 512, such as `{"data": 8}`, see `device_mesh`. By
+        default the mesh over which the arguments are sharded, or that `fn` names itself, or one
+        GPU.
       in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` each. None
         stands for the argument's own `NamedSharding`, or what `fn` asks of it (in `jax.jit`,
         `shard_map`, `pmap` or `with_sharding_constraint`), or for replicated. What counts are the
@@ -205,7 +206,7 @@ def compile_for(
       output; `as_text()` is the scheduled HLO.
 
     Raises:
-      ValueError: no such device; a mesh of more than 8; a sharding over axes that the mesh lacks;
+      ValueError: no such device; a mesh of 9 or 513 GPUs; a sharding over axes that the mesh lacks;
         `fn` names another mesh than `mesh`, several, or one with explicit axes;
         the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4); `fn`
         writes into an NNX module and is not in `nnx.jit`, or its `nnx.jit` has shardings; JAX has

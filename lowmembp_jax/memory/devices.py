@@ -59,6 +59,11 @@ _PALLAS_KINDS = {
     (12, 0): "NVIDIA RTX PRO 6000",
 }
 
+#: GPUs of a host where there are several hosts, and how many GPUs can be planned for.
+PER_HOST, MOST = 8, 512
+#: Numbers of GPUs that there can be, in words.
+COUNTS = f"1 to {PER_HOST}, or whole hosts of {PER_HOST} up to {MOST}"
+
 #: XLA's GPU compiler: modules and the wheels that have them, for CUDA 12 and for CUDA 13.
 WHEELS = (
     {
@@ -100,6 +105,15 @@ class Device:
     matrix_flops: Mapping[str, float]
     vector_flops: float
     source: str
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s to the host's memory or from it: 16 lanes of the PCIe of its generation."""
+        return {7: 16e9, 8: 32e9}.get(self.capability[0], 64e9)
+
+    def times(self, count: int) -> str:
+        """What so many of them are called."""
+        return self.description if count == 1 else f"{count} x {self.description}"
 
     def usable_bytes(self, fraction: float = 0.75) -> int:
         """What JAX's allocator takes of the memory: `XLA_PYTHON_CLIENT_MEM_FRACTION`, 0.75."""
@@ -189,15 +203,20 @@ def get_device(device: str | os.PathLike[str]) -> Device:
     )
 
 
+def is_count(count: int) -> bool:
+    """Whether so many GPUs can be planned for."""
+    return 1 <= count <= PER_HOST or (count % PER_HOST == 0 and PER_HOST <= count <= MOST)
+
+
 @functools.cache
 def topology(
     device: str | os.PathLike[str] = "h200", count: int = 1
 ) -> topologies.TopologyDescription:
-    """The devices of one host with `count` GPUs of a kind, for compiling only.
+    """The devices of a host with up to 8 GPUs of a kind, or of several with 8, for compiling only.
 
     Args:
       device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
-      count: how many, 1 to 8.
+      count: how many, 1 to 8 or a multiple of 8 up to 512.
 
     Returns:
       A `jax.experimental.topologies.TopologyDescription`; its `.devices` go into a `Mesh` or a
@@ -208,8 +227,9 @@ def topology(
       ImportError: a wheel with XLA's GPU compiler is missing.
     """
     config, capability = target_config(device), get_device(device).capability
-    if not 1 <= count <= 8:
-        raise ValueError(f"count={count} GPUs: accepted are 1 to 8, one host's")
+    if not is_count(count):
+        raise ValueError(f"count={count} GPUs: accepted are {COUNTS}")
+    hosts, on_each = max(count // PER_HOST, 1), min(count, PER_HOST)
     if (device == "a6000" or device not in DEVICES) and capability in _PALLAS_KINDS:
         config = re.sub(
             r"device_description_str:.*",
@@ -222,7 +242,10 @@ def topology(
             f"pip install 'lowmembp_jax[planner]' (Linux)"
         )
     describe = functools.partial(
-        topologies.get_topology_desc, platform="cuda", target_config=config, topology=f"1x1x{count}"
+        topologies.get_topology_desc,
+        platform="cuda",
+        target_config=config,
+        topology=f"1x{hosts}x{on_each}",
     )
     # Once, here or when the first array is made, JAX looks for all of CUDA's libraries, most of
     # which only running needs. Where it did not find them it went on without the plugin.

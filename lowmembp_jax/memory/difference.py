@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowmembp_jax.errors import GivenError
+from lowmembp_jax.memory.hlo.cost_totals import layers_together
 from lowmembp_jax.memory.planning.result import PARTS, Plan
 
 
@@ -50,7 +51,7 @@ def changes_by_module(before: Plan, after: Plan) -> list[Change]:
 def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
     total: Counter[tuple[str, str]] = Counter()
     for buffer in plan.live:
-        where = re.sub(r"(?<=[_/])\d+(?=/|$)", "*", buffer.module)
+        where = layers_together(buffer.module)
         if not buffer.module and not buffer.source:  # an argument
             where = re.split(r"[.\[]", buffer.op)[0]
         total[buffer.part, where] += buffer.bytes

@@ -20,6 +20,7 @@ from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
 from lowmembp_jax.memory.hlo.cost import cost
 from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.planning.doubts import doubts
 from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
 from lowmembp_jax.memory.planning.meshes import MeshLike
 from lowmembp_jax.memory.planning.modules import of_states
@@ -33,9 +34,11 @@ class LoweredStep(NamedTuple):
     """A step that is traced and not compiled."""
 
     lowered: jax.stages.Lowered
-    arguments: list[Argument]
+    args: tuple[Any, ...]  # with their shardings
+    arguments: list[Argument]  # the arrays in them
     device: Device
     memory_fraction: float
+    link_bandwidth: float | None
     compiler_options: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -51,6 +54,7 @@ def plan(
     parts: Any = None,
     memory_fraction: float = 0.75,
     budget: int | str | None = None,
+    link_bandwidth: int | str | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Plan:
     """Compiles a whole training step for a GPU, with no GPU, and says what is in its memory.
@@ -80,6 +84,8 @@ def plan(
       memory_fraction: of the GPU's memory that is JAX's: `XLA_PYTHON_CLIENT_MEM_FRACTION`.
       budget: bytes that each device may use, or a size such as "24GB"; `fits` is about it. By
         default what is JAX's.
+      link_bandwidth: bytes a second that a device sends to others, or a size such as "50GB", for
+        the estimated time. By default the time on the links is left out.
       compiler_options: of XLA.
 
     Raises:
@@ -103,6 +109,7 @@ def plan(
             donate=donate,
             parts=parts,
             memory_fraction=memory_fraction,
+            link_bandwidth=link_bandwidth,
             compiler_options=compiler_options,
         )
     )
@@ -116,6 +123,7 @@ def lower_step(
     parts: Any = None,
     donate: int | tuple[int, ...] | None = None,
     memory_fraction: float = 0.75,
+    link_bandwidth: int | str | None = None,
     compiler_options: dict[str, Any] | None = None,
     in_shardings: Any = None,
     **shardings: Any,
@@ -123,6 +131,7 @@ def lower_step(
     """What `plan` does before it compiles; the same arguments."""
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
+    bandwidth = as_bytes("link_bandwidth", link_bandwidth)
     check_call(step, abstract_args)
     step, abstract_args = of_states(step, abstract_args)
     lower = functools.partial(
@@ -141,9 +150,16 @@ def lower_step(
         made = lower(in_shardings=shared)
         notes += ("nothing says how arguments are sharded: the devices share the batch",)
     warn_of_lost_work(made.jaxpr, named)
-    gpu, options = get_device(device), compiler_options or {}
-    notes += replicated(made.args, named)
-    return LoweredStep(made.lowered, named, gpu, memory_fraction, options, notes)
+    return LoweredStep(
+        made.lowered,
+        made.args,
+        named,
+        get_device(device),
+        memory_fraction,
+        bandwidth,
+        compiler_options or {},
+        notes + replicated(made.args, named),
+    )
 
 
 def plan_lowered(step: LoweredStep) -> Plan:
@@ -170,6 +186,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         if is_parameter[number]
         for shape in (argument.shape, on_device[number].shapes[0].dims)
     ]
+    notes += doubts(assignment, program, compiled.memory_analysis())
     peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
     shardings = jax.tree.leaves(compiled.input_shardings)
     return Plan(
@@ -180,6 +197,8 @@ def plan_lowered(step: LoweredStep) -> Plan:
         fragmentation=peak.fragmentation,
         most_intermediates=peak.most_intermediates,
         live=peak.live,
-        cost=cost(program, step.device),
+        cost=cost(program, step.device, link_bandwidth=step.link_bandwidth),
         notes=step.notes + notes,
+        timeline=peak.timeline,
+        host=assignment.total("host"),
     )

@@ -1,4 +1,5 @@
-"""Pictures of plans: one plan's memory by part, and methods by memory and time."""
+"""Pictures of plans: one plan's memory by part, at the peak and over the program, and methods by
+memory and time."""
 
 from pathlib import Path
 
@@ -32,6 +33,44 @@ def plot_plan(plan: Plan, path: Path, title: str) -> None:
     verdict = "fits in" if plan.fits else "does not fit in"
     peak = f"peak {format_bytes(plan.peak)}, {verdict} {format_bytes(plan.limit)}"
     axes.set_title(f"{title}\n{peak}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def plot_timeline(plan: Plan, path: Path, title: str) -> None:
+    """Writes the memory of each part from instruction to instruction of the program, stacked.
+
+    Args:
+      plan: of one method.
+      path: of the image; its suffix is the format, one that matplotlib writes.
+      title: above.
+    """
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    times, *parts = zip(*plan.timeline, strict=True)
+    sizes = {
+        name: [size / _GIB for size in part]
+        for name, part in zip(PARTS, parts, strict=True)
+        if max(part) > 1e-3 * plan.peak
+    }
+    axes.stackplot(
+        times,
+        *sizes.values(),
+        labels=[name.replace("_", " ") for name in sizes],
+        colors=[f"C{PARTS.index(name)}" for name in sizes],
+        step="post",
+        linewidth=0,
+    )
+    peak = max(plan.timeline, key=lambda row: sum(row[1:]))[0]
+    axes.plot(peak, plan.peak / _GIB, "kv", label=f"peak {format_bytes(plan.peak)}")
+    if plan.limit < 1.5 * plan.peak:
+        axes.axhline(plan.limit / _GIB, color="black", linestyle="--", linewidth=1, label="limit")
+    axes.set_xlim(times[0], max(times[-1], times[0] + 1))
+    axes.set_ylim(0)
+    axes.set_xlabel("instruction of the compiled program, in the order of its schedule")
+    axes.set_ylabel("GiB on each device")
+    axes.set_title(title, loc="left", fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
     figure.savefig(path, dpi=150)
 
 

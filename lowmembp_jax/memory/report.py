@@ -1,6 +1,5 @@
 """Plans, comparisons and devices as tables for a terminal."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +11,7 @@ from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.difference import Change, changes_by_module, changes_by_part
+from lowmembp_jax.memory.hlo.cost_totals import layers_together
 from lowmembp_jax.memory.planning.result import PARTS, Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
@@ -30,10 +30,9 @@ def _verdict(plan: Plan) -> str:
 
 
 def _limit(plan: Plan) -> str:
-    count = f"{plan.device_count} x " if plan.device_count > 1 else ""
     what = "usable" if plan.budget is None else "budget"
     capacity = format_bytes(plan.device.memory_bytes)
-    return f"{count}{plan.device.description} ({capacity}), {format_bytes(plan.limit)} {what}"
+    return f"{plan.device.times(plan.device_count)} ({capacity}), {format_bytes(plan.limit)} {what}"
 
 
 def _notes(*notes: str) -> Text:
@@ -55,6 +54,8 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
         parts.add_row(name.replace("_", " "), format_bytes(size), f"{size / plan.peak:.1%}")
     parts.add_section()
     parts.add_row("peak", format_bytes(plan.peak), _verdict(plan))
+    if plan.host:
+        parts.add_row("the host's memory", format_bytes(plan.host), "")
     if one.largest_batch is not None:
         parts.caption = f"largest batch that fits: {one.largest_batch:,}"
 
@@ -80,7 +81,7 @@ def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
     """Buffers alike but for the numbers in their module paths, and their sizes."""
     groups = defaultdict(list)
     for buffer in plan.live:
-        module = re.sub(r"(?<=[_/])\d+(?=/|$)", "*", buffer.module)
+        module = layers_together(buffer.module)
         origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
         groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
     return sorted(groups.items(), key=lambda group: -sum(group[1]))
@@ -101,6 +102,8 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
     Below are what the numbers leave out, and the fastest method that fits.
     """
     first = comparison.methods[0].plan
+    counted = {"examples/s": comparison.batch, "tokens/s": comparison.tokens}
+    rates = {name: count for name, count in counted.items() if count}
     columns = [
         "method",
         "peak",
@@ -109,7 +112,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
         "moved",
         "TFLOP",
         "time (estimate)",
-        *(["examples/s"] if comparison.batch else []),
+        *rates,
     ]
     searched = comparison.methods[0].largest_batch is not None
     table = _table(
@@ -124,7 +127,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
             one.method,
             *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
             *_work(cost)[:3],
-            *([f"{comparison.batch / cost.estimated_seconds:,.0f}"] if comparison.batch else []),
+            *(f"{count / cost.estimated_seconds:,.0f}" for count in rates.values()),
             *([f"{one.largest_batch:,}"] if searched else []),
             _verdict(one.plan),
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lowmembp_jax.memory.planning.lost_work import has_backward, without_unused
@@ -16,19 +15,11 @@ from lowmembp_jax.memory.saved_residuals.labels import Labels
 from lowmembp_jax.memory.saved_residuals.origin import Equations, Origin
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
 from lowmembp_jax.memory.saved_residuals.trace import Trace, trace
+from lowmembp_jax.memory.sizes import array_bytes
 
 
 class NotALossError(ValueError):
     """Where a loss is asked for, a function computes gradients itself, as a training step does."""
-
-
-def _bits(dtype) -> int:
-    """Bits an element in XLA's memory: NumPy counts a whole byte for jnp.uint2 and its like."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits
-    return 8 * dtype.itemsize
 
 
 def _kind(aval, origin: Origin, used: bool) -> Kind:
@@ -54,7 +45,7 @@ def _row(
     stack = len(origin.times) if aval.shape[: len(origin.times)] == origin.times else 0
     return Residual(
         kind=_kind(aval, origin, bool(used_by)),
-        bytes=math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8),
+        bytes=array_bytes(aval.shape, aval.dtype),
         shape=tuple(aval.shape[stack:]),
         times=math.prod(aval.shape[:stack]),
         dtype=str(aval.dtype),

@@ -1,6 +1,10 @@
 """Byte counts as people write them."""
 
+import math
 import re
+from typing import Any
+
+import jax.numpy as jnp
 
 _UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -51,3 +55,14 @@ def format_bytes(count: int) -> str:
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"
     return f"{count:,} B"
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes in XLA's memory, where 2 and 4 bits are packed: NumPy counts whole bytes for them."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    else:
+        bits = 8 * dtype.itemsize
+    return math.ceil(math.prod(shape) * bits / 8)

@@ -6,6 +6,7 @@ at an offset in an allocation while it lives. Arrays that the runtime's heap hol
 one allocation, "preallocated-temp".
 """
 
+import bisect
 import dataclasses
 import re
 from collections import defaultdict
@@ -15,16 +16,28 @@ from typing import Literal, NamedTuple
 
 from lowmembp_jax.memory.hlo import program as hlo
 
-Kind = Literal["argument", "output", "temporary", "constant"]
+Kind = Literal["argument", "output", "temporary", "constant", "host"]
 
-_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+)(.*)$")
+# All that XLA writes. A line of another form is kept as one that was not understood.
+_ALLOCATION = re.compile(
+    r"^allocation (\d+): size (\d+)((?:, (?:page \d+|color \d+|constant|thread-local|maybe-live-out"
+    r"|preallocated-temp|parameter \d+, shape \|[^|]*\| at ShapeIndex \{[\d,]*\}"
+    r"|output shape is \|[^|]*\|))*):$"
+)
 _PARAMETER = re.compile(r"\bparameter (\d+)")
 _VALUE = re.compile(
     r"^ value: <(\d+) (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
 )
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_HEADER = re.compile(r"^<(\d+) ")
-_RANGE = re.compile(r"^\s+(\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_HEADER = re.compile(r"^<(\d+) .* @\d+>$")
+_POSITION = re.compile(r"^  ([^\s,]+)(?: (\{[\d,]*\}))?$")
+_USE = re.compile(r"^  (\S+), operand (\d+)(?: (\{[\d,]*\}))?$")
+_RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+# Lines that say nothing new, of each text.
+_HEADING = re.compile(r"^BufferAssignment:$")
+_NOTHING = re.compile(r"^$|^Total bytes used: |^Used values:$|^  \(none\)$|^ from instruction: ")
+_SCHEDULE = re.compile(r"^HloLiveRange \(max \d+\):$|^  InstructionSequence:$|^    \d+:\S+$")
+# In XLA's numbering of memories.
+_HOST = re.compile(r", color 5\b")
 
 
 class Position(NamedTuple):
@@ -60,31 +73,39 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BufferAssignment:
-    """Allocations by number, and the values in them. Those inside of kernels are left out."""
+    """Allocations by number, and the values in them. Those inside of kernels are left out.
+
+    Attributes:
+      allocations: of the GPU's memory, and of the host's.
+      values: in them.
+      not_understood: lines of XLA's texts that are of no known form, or do not go together.
+    """
 
     allocations: dict[int, Allocation]
     values: tuple[Value, ...]
+    not_understood: tuple[str, ...] = ()
 
     def total(self, *kinds: Kind) -> int:
         """Bytes of all allocations of these kinds."""
         return sum(a.size for a in self.allocations.values() if a.kind in kinds)
 
-    def alive(self, time: int, kinds: Iterable[Kind]) -> list[Value]:
-        """What lives at an index of the schedule in allocations of these kinds."""
-        numbers = {a.number for a in self.allocations.values() if a.kind in kinds}
-        return [v for v in self.values if v.first <= time <= v.last and v.allocation in numbers]
+    def inside(self, *kinds: Kind) -> list[Value]:
+        """The values in allocations of these kinds."""
+        return [v for v in self.values if self.allocations[v.allocation].kind in kinds]
+
+    def alive(self, time: int, *kinds: Kind) -> list[Value]:
+        """Those of them that live at an index of the schedule."""
+        return [v for v in self.inside(*kinds) if v.first <= time <= v.last]
 
     def peak_time(self) -> int:
         """The first index of the schedule at which the most bytes of temporaries live."""
-        bound = profile(
-            [v for v in self.values if self.allocations[v.allocation].kind == "temporary"]
-        )
+        bound = profile(self.inside("temporary"))
         best, best_time = -1, 0
         # The bound counts twice where arrays overlap, which is rare: few instants are looked at.
         for time in sorted(bound, key=lambda time: (-bound[time], time)):
             if bound[time] < best:
                 break
-            covered = sum(size for _, size in split(self.alive(time, ["temporary"])))
+            covered = sum(size for _, size in split(self.alive(time, "temporary")))
             if (covered, -time) > (best, -best_time):
                 best, best_time = covered, time
         return best_time
@@ -115,25 +136,26 @@ def profile(values: Iterable[Value]) -> dict[int, int]:
 
 def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
     """The bytes of each value's memory that no value before it in the order has."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, none overlaps another
     result = []
     for value in values:
-        free = [(value.offset, value.offset + value.size)]
-        for start, end in taken[value.allocation]:
-            free = [
-                piece
-                for a, b in free
-                for piece in ((a, min(b, start)), (max(a, end), b))
-                if piece[0] < piece[1]
-            ]
-        taken[value.allocation].extend(free)
-        result.append((value, sum(b - a for a, b in free)))
+        start, end = value.offset, value.offset + value.size
+        ranges = taken[value.allocation]
+        first = bisect.bisect_right(ranges, start, key=lambda piece: piece[1])
+        after = bisect.bisect_left(ranges, end, lo=first, key=lambda piece: piece[0])
+        shared = ranges[first:after]
+        free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
+        ends = [(start, end), *shared]
+        ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
+        result.append((value, free))
     return result
 
 
 def _kind(attributes: str) -> Kind | None:
     if "thread-local" in attributes:
         return None
+    if _HOST.search(attributes):
+        return "host"
     if "parameter" in attributes:
         return "argument"
     if "constant" in attributes:
@@ -141,45 +163,43 @@ def _kind(attributes: str) -> Kind | None:
     return "output" if "maybe-live-out" in attributes else "temporary"
 
 
-def _position(text: str) -> Position:
-    name, _, index = text.strip().partition(" ")
-    return Position(name, index or "{}")
+class _Places(NamedTuple):
+    positions: list[Position]
+    uses: list[Position]
 
 
-def _use(text: str) -> Position:
-    name, _, operand = text.strip().partition(", operand ")
-    _, _, index = operand.partition(" ")
-    # Of a loop's or a tuple's operand, the element that it becomes.
-    return Position(name, index or f"{{{operand}}}")
-
-
-def _places(text: str) -> dict[int, tuple[tuple[Position, ...], tuple[Position, ...]]]:
-    """Positions and uses of each value, by its number."""
-    result, number, into = {}, -1, None
+def _places(text: str, odd: list[str]) -> dict[int, _Places]:
+    """Positions and uses of each value, by its number; lines of no known form go to `odd`."""
+    result: dict[int, _Places] = {}
+    place, into = _Places([], []), ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            number = int(header[1])
-            positions: list[Position] = []
-            uses: list[Position] = []
-            result[number] = positions, uses
-        elif line.startswith((" positions:", " uses:", " from instruction:")):
-            into = line.strip()
-        elif line.startswith("  ") and line.strip() != "(none)":
-            if into == "positions:":
-                positions.append(_position(line))
-            elif into == "uses:":
-                uses.append(_use(line))
-    return {number: (tuple(p), tuple(u)) for number, (p, u) in result.items()}
+            place = result[int(header[1])] = _Places([], [])
+        elif line in (" positions:", " uses:"):
+            into = line
+        elif _NOTHING.match(line):
+            continue
+        elif into == " positions:" and (found := _POSITION.match(line)):
+            place.positions.append(Position(found[1], found[2] or "{}"))
+        elif into == " uses:" and (found := _USE.match(line)):
+            # Of a loop's or a tuple's operand, the element that it becomes.
+            place.uses.append(Position(found[1], found[3] or f"{{{found[2]}}}"))
+        else:
+            odd.append(line)
+    return result
 
 
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
-def _ranges(text: str) -> dict[Position, tuple[int, int]]:
-    body = text.partition("BufferLiveRange:\n")[2].partition("Live ranges at")[0]
-    lines = filter(None, map(_RANGE.match, body.splitlines()))
-    return {Position(line[1], line[2]): (int(line[3]), int(line[4])) for line in lines}
+def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
+    """When each value lives; likewise."""
+    result: dict[Position, tuple[int, int]] = {}
+    schedule, _, ranges = text.partition("  BufferLiveRange:\n")
+    odd += [line for line in schedule.splitlines() if not _SCHEDULE.match(line)]
+    for line in ranges.partition("  Live ranges at ")[0].splitlines():
+        if found := _RANGE.match(line):
+            result[Position(found[1], found[2])] = int(found[3]), int(found[4])
+        else:
+            odd.append(line)
+    return result
 
 
 def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
@@ -190,34 +210,43 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
       values: `*-buffer-assignment-values.txt`.
       live_ranges: `*-live-range.txt`.
     """
-    places, ranges = _places(values), _ranges(live_ranges)
+    odd: list[str] = []
+    places, ranges = _places(values, odd), _ranges(live_ranges, odd)
     allocations, parsed, current = {}, [], None
     for line in assignment.splitlines():
         if found := _ALLOCATION.match(line):
-            number, size, attributes = int(found[1]), int(found[2]), found[3]
-            kind = _kind(attributes)
+            kind = _kind(found[3])
             current = None
             if kind is not None:
-                parameter = _PARAMETER.search(attributes) if kind == "argument" else None
-                current = Allocation(number, size, kind, int(parameter[1]) if parameter else None)
-                allocations[number] = current
-        elif current is not None and (found := _VALUE.match(line)):
+                parameter = _PARAMETER.search(found[3]) if kind == "argument" else None
+                number = int(parameter[1]) if parameter else None
+                current = Allocation(int(found[1]), int(found[2]), kind, number)
+                allocations[current.number] = current
+        elif found := _VALUE.match(line):
+            if current is None:
+                continue
             number, definition = int(found[1]), Position(found[2], found[3] or "{}")
-            if definition in ranges:
-                shape = _SHAPE.match(found[6])
-                parsed.append(
-                    Value(
-                        number,
-                        definition,
-                        current.number,
-                        int(found[5]),
-                        int(found[4]),
-                        hlo.Shape(shape[1], _dims(shape[2])) if shape else None,
-                        *ranges[definition],
-                        *places[number],
-                    )
+            shapes = () if found[6].startswith("(") else hlo.parse_shapes(found[6])
+            is_known = shapes or found[6].startswith("(")
+            if definition not in ranges or number not in places or not is_known:
+                odd.append(line)
+                continue
+            parsed.append(
+                Value(
+                    number,
+                    definition,
+                    current.number,
+                    int(found[5]),
+                    int(found[4]),
+                    shapes[0] if shapes else None,
+                    *ranges[definition],
+                    tuple(places[number].positions),
+                    tuple(places[number].uses),
                 )
-    return BufferAssignment(allocations, tuple(parsed))
+            )
+        elif not _HEADING.match(line):
+            odd.append(line)
+    return BufferAssignment(allocations, tuple(parsed), tuple(odd))
 
 
 def read(directory: Path) -> BufferAssignment:

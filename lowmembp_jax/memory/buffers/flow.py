@@ -4,15 +4,17 @@ JAX writes the transformation that an operation comes from into its name: `jvp(.
 forward, `transpose(jvp(...))` the backward, recomputation in it included.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 
+from lowmembp_jax.memory.hlo.collectives import is_collective
 from lowmembp_jax.memory.hlo.program import Computation, Instruction, Program
 
 #: Bits of what an array is made of: parameters, other arguments, something of the backward.
 PARAMETERS, OTHER, BACKWARD = 1, 2, 4
 
 _PASSED_ON = {"bitcast", "copy", "opt-barrier", "optimization-barrier"}
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def _is_backward(op_name: str) -> bool:
@@ -42,11 +44,6 @@ class Flow:
         made_of = self._made_of.get(name, (0,))
         return made_of[element] if element < len(made_of) else _union(made_of)
 
-    def inner(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instructions that a fusion or another kernel is made of."""
-        for name in instruction.calls:
-            yield from self.program.computations[name].instructions.values()
-
     def op_name(self, instruction: Instruction, element: int = 0) -> str:
         """JAX's name of the operation that makes a result; "" where XLA knows none."""
         if instruction.opcode == "fusion":
@@ -56,10 +53,7 @@ class Flow:
                 root = fused.instructions[root.operands[element]]
                 if root.op_name:
                     return root.op_name
-        if instruction.op_name:
-            return instruction.op_name
-        named = (i.op_name for i in reversed(list(self.inner(instruction))) if "/" in i.op_name)
-        return next(named, "")
+        return self.program.op_name(instruction)
 
     def makes_backward(self, name: str, element: int = 0) -> bool:
         """Whether the operation that makes an array is one of the backward."""
@@ -70,13 +64,13 @@ class Flow:
         """Whether a kernel, or anything fused into it, is of the backward."""
         instruction = self.instructions[name]
         return self.makes_backward(name) or any(
-            _is_backward(each.op_name) for each in self.inner(instruction)
+            _is_backward(each.op_name) for each in self.program.inner(instruction)
         )
 
     def leaves_backward(self, name: str) -> bool:
         """Whether a kernel takes what the backward made to others: devices, or the optimizer."""
-        opcode = self.instructions[name].opcode
-        return opcode.startswith(_COLLECTIVES) or not self.makes_backward(name)
+        opcode = self.instructions[name].opcode.removesuffix("-done")
+        return is_collective(opcode) or not self.makes_backward(name)
 
     def _run(self, computation: Computation, arguments: list[tuple[int, ...]]) -> tuple[int, ...]:
         for instruction in computation.instructions.values():
@@ -130,8 +124,5 @@ class Flow:
             carried = result
 
 
-def _union(made_of) -> int:
-    result = 0
-    for bits in made_of:
-        result |= bits
-    return result
+def _union(made_of: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, made_of, 0)

@@ -134,7 +134,9 @@ class Buffers:
         computation = next(
             c for c in self.flow.program.computations.values() if instruction.name in c.instructions
         )
-        fused = [i for i in self.flow.inner(instruction) if i.opcode == "dynamic-update-slice"]
+        fused = [
+            i for i in self.flow.program.inner(instruction) if i.opcode == "dynamic-update-slice"
+        ]
         if fused:
             scope = self.flow.program.computations[instruction.calls[0]]
             found = _before_stacking(scope, fused[0].operands[1])

@@ -47,7 +47,7 @@ class _Counter:
     def kernels(self, computation: Computation) -> Iterator[Kernel]:
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
-            if opcode in _FREE or opcode.endswith("-done"):
+            if opcode in _FREE or opcode.endswith("-done") or _allocates(instruction):
                 continue
             if opcode == "while":
                 yield from self._loop(instruction)
@@ -81,9 +81,22 @@ class _Counter:
         results = result_shapes(computation, instruction)
         read, written = bytes_moved(self.program, computation, instruction)
         sent = link_bytes(instruction, sum(operands, ()), results)
+        to_host = any(shape.on_host for shape in results)
+        # A slice that is put into an array of the host's, or taken out of one.
+        on_host = written if to_host or any(shape.on_host for shape in sum(operands, ())) else 0
+        if to_host:
+            written = 0
+        else:
+            read -= min(read, on_host)
         matrix_flops, dtype = flops(self.program, computation, instruction)
         rate = self.device.matrix_flops.get(_RATED.get(dtype, dtype), self.device.vector_flops)
         seconds = max((read + written) / self.device.bandwidth, matrix_flops / rate)
+        if on_host:
+            seconds = max(seconds, on_host / self.device.host_bandwidth)
+            self.notes[
+                f"arrays go to the host's memory and back, by PCIe at "
+                f"{self.device.host_bandwidth / 1e9:.0f} GB/s; XLA overlaps some of that time"
+            ] = None
         if sent and self.link_bandwidth:
             seconds = max(seconds, sent / self.link_bandwidth)
         elif sent:
@@ -94,9 +107,9 @@ class _Counter:
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
-            op_name=instruction.op_name or self._op_name(instruction),
+            op_name=self.program.op_name(instruction),
             source=instruction.source,
-            kind=_kind(instruction, matrix_flops),
+            kind="copy" if on_host else _kind(instruction, matrix_flops),
             bytes_read=read,
             bytes_written=written,
             link_bytes=sent,
@@ -104,24 +117,24 @@ class _Counter:
             dtype=dtype,
             count=1,
             estimated_seconds=seconds + LAUNCH_SECONDS,
+            host_bytes=on_host,
         )
 
     def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
         """Names of what a kernel computes that takes longer than its memory."""
-        inner = [i for name in instruction.calls for i in self._called(name).instructions.values()]
         if instruction.opcode == "custom-call":
             yield instruction.attribute("custom_call_target")
-        if any(i.opcode == "sort" for i in (instruction, *inner)):
+        if any(i.opcode == "sort" for i in (instruction, *self.program.inner(instruction))):
             yield "sort"
         slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
         copies = instruction.opcode in ("copy", "copy-start")
         if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
             yield "float64"
 
-    def _op_name(self, fusion: Instruction) -> str:
-        """Of the last operation in it that has a name: XLA leaves some fusions without."""
-        inner = [i for name in fusion.calls for i in self._called(name).instructions.values()]
-        return next((i.op_name for i in reversed(inner) if "/" in i.op_name), "")
+
+def _allocates(instruction: Instruction) -> bool:
+    """Whether it only names memory, as of the host."""
+    return instruction.attribute("custom_call_target") == "AllocateBuffer"
 
 
 def _kind(instruction: Instruction, matrix_flops: int) -> str:

@@ -25,6 +25,11 @@ def module_path(op_name: str) -> str:
     return "/".join(names)
 
 
+def layers_together(module: str) -> str:
+    """A path of modules with a star for the number of a layer: equal for all layers."""
+    return re.sub(r"(?<=[_/])\d+(?=/|$)", "*", module)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One instruction that launches work. The numbers are of one run on one device.
@@ -43,6 +48,7 @@ class Kernel:
       dtype: the type of the factors, "bf16", "f32" (TF32), "f32 highest", ..., or "".
       count: how often it runs: loops are multiplied out.
       estimated_seconds: by the roofline, launch included.
+      host_bytes: moved to or from the host's memory.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Kernel:
     dtype: str
     count: int
     estimated_seconds: float
+    host_bytes: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -118,6 +125,10 @@ class Cost:
         return self._total("link_bytes")
 
     @property
+    def host_bytes(self) -> int:
+        return self._total("host_bytes")
+
+    @property
     def flops(self) -> int:
         return self._total("flops")
 
@@ -139,8 +150,10 @@ class Cost:
 
     def to_dict(self, kernels: bool = True) -> dict[str, Any]:
         """Totals, totals by phase and by kind, and, if asked for, every kernel."""
-        fields = ("launches", "bytes_read", "bytes_written", "bytes_moved", "link_bytes", "flops")
-        names = (*fields, "estimated_seconds")
+        names = (
+            "launches", "bytes_read", "bytes_written", "bytes_moved", "link_bytes", "host_bytes",
+            "flops", "estimated_seconds",
+        )  # fmt: skip
         total: dict[str, Any] = {name: getattr(self, name) for name in names}
         for key in ("phase", "kind"):
             parts = self.by(key).items()
@@ -159,5 +172,5 @@ class Cost:
     def from_dict(cls, data: dict[str, Any]) -> "Cost":
         """The inverse of `to_dict` with every kernel."""
         names = [field.name for field in dataclasses.fields(Kernel)]
-        kernels = (Kernel(**{name: kernel[name] for name in names}) for kernel in data["kernels"])
-        return cls(tuple(kernels), tuple(data["notes"]))
+        kernels = [{key: one[key] for key in names if key in one} for one in data["kernels"]]
+        return cls(tuple(Kernel(**kernel) for kernel in kernels), tuple(data["notes"]))

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+# XLA calls the host's memory, where it is pinned, 5.
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _OPERANDS_END = re.compile(r"\)(?:, (?=[a-z_]+=)|$)")
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
 
     dtype: str  #: as HLO writes it: "bf16", "f32", "u2", "pred", "token"
     dims: tuple[int, ...]
+    on_host: bool = False  #: in the host's memory
 
     @property
     def bits(self) -> int:
@@ -128,10 +130,27 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: what runs, and the computations that it calls, by name."""
+    """A compiled program: what runs, and the computations that it calls, by name.
+
+    Attributes:
+      entry: what runs.
+      computations: all of them.
+      not_understood: lines of the text that are of no known form.
+    """
 
     entry: Computation
     computations: dict[str, Computation]
+    not_understood: tuple[str, ...] = ()
+
+    def inner(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that a fusion or another kernel is made of."""
+        called = (self.computations[name].instructions for name in instruction.calls)
+        return [inner for instructions in called for inner in instructions.values()]
+
+    def op_name(self, instruction: Instruction) -> str:
+        """JAX's name of it; of a fusion without, that of the last operation in it that has one."""
+        named = (i.op_name for i in reversed(self.inner(instruction)) if "/" in i.op_name)
+        return instruction.op_name or next(named, "")
 
 
 # What runs a program: console scripts, and `runpy` in Python's own library.
@@ -186,10 +205,11 @@ class _Sources:
         return f"{strings['source_file']}:{line[1]}" if line and "source_file" in strings else ""
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays that HLO's text of a shape names, those of tuples one after another."""
     return tuple(
-        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _SHAPE.findall(text)
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), bool(host))
+        for dtype, dims, host in _SHAPE.findall(text)
     )
 
 
@@ -203,7 +223,7 @@ def _instruction(line: re.Match[str], sources: _Sources) -> Instruction:
     return Instruction(
         name=name,
         opcode=opcode,
-        shapes=_shapes(shapes),
+        shapes=parse_shapes(shapes),
         operands=tuple(_REFERENCE.findall(arguments)) if opcode != "constant" else (),
         calls=tuple(
             name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)
@@ -226,6 +246,7 @@ def parse(text: str) -> Program:
     """
     sources, computations = _Sources(), {}
     entry, table, name, root = None, None, "", ""
+    odd: list[str] = []
     instructions: dict[str, Instruction] = {}
     for line in text.splitlines():
         if line in _TABLES:
@@ -241,6 +262,8 @@ def parse(text: str) -> Program:
             instruction = _instruction(found, sources)
             instructions[instruction.name] = instruction
             root = instruction.name if found[1] else root
+        elif line and not line.startswith("HloModule "):
+            odd.append(line)
     if entry is None:
         raise ValueError(f"text has no ENTRY computation of HLO: it starts with {text[:60]!r}")
-    return Program(computations[entry], computations)
+    return Program(computations[entry], computations, tuple(odd))

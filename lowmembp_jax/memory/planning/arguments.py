@@ -37,6 +37,7 @@ class Argument(NamedTuple):
     name: str  # such as "state.params['layer_0']['kernel']"
     part: Part
     shape: tuple[int, ...]  # whole, on all devices
+    is_trained: bool = False  # the program returns it changed by its gradient, or the gradient
 
 
 def argument_names(step: Callable[..., Any], count: int) -> list[str]:
@@ -63,12 +64,14 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
         return "batch"
     if isinstance(node, nnx.OptState) or _is_optax(node):
         return "optimizer_state"
-    if part := _first(words, _ANYWHERE) or role:
+    if part := _first(words, _ANYWHERE):
         return part
+    if role is not None:
+        return role if role == "optimizer_state" else "parameters"
     if is_training:  # of a batch that holds weights, and does not come back
         words = [words[0], *(word for word in words[1:] if not word.startswith("weight"))]
     part = _first(words, _PARTS) or "batch"
-    if not _is_variable(node):
+    if not is_variable(node):
         return part
     # An nnx.ModelAndOptimizer holds the model.
     is_held = part == "optimizer_state" and words[1:2] == ["model"]
@@ -80,7 +83,8 @@ def _is_optax(node: Any) -> bool:
     return type(node).__module__.split(".")[0] == "optax"
 
 
-def _is_variable(node: Any) -> bool:
+def is_variable(node: Any) -> bool:
+    """Whether it is one of NNX's variables."""
     return isinstance(node, nnx.Variable)
 
 
@@ -129,14 +133,16 @@ def arguments(
     role, is_training = iter(told), any(told)
     result = []
     whole = jax.tree_util.tree_leaves_with_path(
-        args, is_leaf=lambda x: _is_variable(x) or _is_optax(x)
+        args, is_leaf=lambda x: is_variable(x) or _is_optax(x)
     )
     for path, node in whole:
         for inside, x in jax.tree_util.tree_leaves_with_path(node):
-            inside = () if _is_variable(node) else inside
+            inside = () if is_variable(node) else inside
             name = names[path[0].idx] + jax.tree_util.keystr((*path[1:], *inside))
             words = re.findall(r"[A-Za-z_]\w*", name)
-            told_part = _part(words, node, next(role), is_training)
+            own_role = next(role)
+            told_part = _part(words, node, own_role, is_training)
             part = told_part if given is None else _checked(next(given))
-            result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
+            trains = own_role == "trained" and part == "parameters"
+            result.append(Argument(name, part, tuple(jax.numpy.shape(x)), trains))
     return result

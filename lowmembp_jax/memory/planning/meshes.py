@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.memory.constants import StepError, is_array
-from lowmembp_jax.memory.devices import topology
+from lowmembp_jax.memory.devices import COUNTS, is_count, topology
 
 #: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter;
 #: or how many GPUs: those of the mesh that arguments or step have, or of one axis "data".
@@ -38,7 +38,7 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         one GPU.
 
     Raises:
-      ValueError: more than 8 devices or none.
+      ValueError: no such number of devices, see `topology`.
     """
     if mesh is None:
         mesh = dict.fromkeys(_ONE_GPU, 1)
@@ -50,10 +50,9 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         names, sizes = tuple(mesh), tuple(mesh.values())
         types = (AxisType.Auto,) * len(names)
     count = math.prod(sizes)
-    if not 1 <= count <= 8:
-        raise ValueError(
-            f"mesh={dict(zip(names, sizes, strict=True))} has {count} devices: accepted are 1 to 8"
-        )
+    if not is_count(count):
+        shape = dict(zip(names, sizes, strict=True))
+        raise ValueError(f"mesh={shape} has {count} devices: accepted are {COUNTS}")
     devices = np.array(topology(device, count).devices).reshape(sizes)
     return Mesh(devices, names, axis_types=types)
 
@@ -70,7 +69,7 @@ def planned_mesh(
 
     Raises:
       StepError: a number of GPUs was given and the mesh that was found has another.
-      ValueError: more than 8 devices or none.
+      ValueError: no such number of devices, see `topology`.
     """
     if isinstance(given, int) and found is not None and found.size != given:
         raise StepError(

@@ -9,14 +9,9 @@ from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
 from lowmembp_jax.memory.planning.arguments import argument_names
-from lowmembp_jax.memory.planning.nnx_scopes import named_modules
+from lowmembp_jax.memory.planning.nnx_scopes import is_module, named_modules
 
 _SHARDINGS = ("in_shardings", "out_shardings")
-
-
-def _is_module(node: Any) -> bool:
-    """Whether this is a module, an `nnx.Optimizer` or another object that holds variables."""
-    return isinstance(node, nnx.Pytree)
 
 
 def of_states(
@@ -27,7 +22,7 @@ def of_states(
     Raises:
       ValueError: as of `OfStates`.
     """
-    if any(map(_is_module, jax.tree.leaves(args, is_leaf=_is_module))):
+    if any(map(is_module, jax.tree.leaves(args, is_leaf=is_module))):
         function = OfStates(function, args, is_loss)
         args = function.args
     return function, args
@@ -59,13 +54,13 @@ class OfStates:
             _check_shardings(function)
         functools.update_wrapper(self, function)
         self.function, self._is_loss = function, is_loss
-        paths, self._tree = jax.tree.flatten_with_path(args, is_leaf=_is_module)
+        paths, self._tree = jax.tree.flatten_with_path(args, is_leaf=is_module)
         leaves = [leaf for _, leaf in paths]
         names = argument_names(function, len(args))
         self._modules = {
             place: names[path[0].idx] + jax.tree_util.keystr(path[1:])
             for place, (path, leaf) in enumerate(paths)
-            if _is_module(leaf)
+            if is_module(leaf)
         }
         self._graph, states = nnx.split(tuple(leaves[place] for place in self._modules))
         for number, place in enumerate(self._modules):
@@ -83,7 +78,7 @@ class OfStates:
 
     def _variables(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """The arrays in the modules by name, such as "model['layers'][0]['kernel']"."""
-        modules = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_module) if _is_module(leaf)]
+        modules = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_module) if is_module(leaf)]
         paths = jax.tree_util.tree_leaves_with_path(nnx.split(tuple(modules))[1])
         names = list(self._modules.values())
         return {

@@ -22,7 +22,7 @@ def named_modules(roots: Any) -> Iterator[None]:
     Args:
       roots: a pytree of modules; the `__call__` of their classes and of those in them is wrapped.
     """
-    modules = [root for root in jax.tree.leaves(roots, is_leaf=_is_module) if _is_module(root)]
+    modules = [root for root in jax.tree.leaves(roots, is_leaf=is_module) if is_module(root)]
     classes = {type(node) for root in modules for _, node in nnx.iter_graph(root)}
     calls = {
         each: call
@@ -43,7 +43,8 @@ def named_modules(roots: Any) -> Iterator[None]:
                 delattr(each, "__call__")
 
 
-def _is_module(node: Any) -> bool:
+def is_module(node: Any) -> bool:
+    """Whether this is a module, an `nnx.Optimizer` or another object that holds variables."""
     return isinstance(node, nnx.Pytree)
 
 

@@ -1,9 +1,10 @@
 """What is in a GPU's memory when the most of it is taken."""
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, get_args
 
 from lowmembp_jax.memory.buffers.assignment import BufferAssignment, Value, profile, split
 from lowmembp_jax.memory.buffers.parts import Buffers, Part
@@ -15,6 +16,8 @@ from lowmembp_jax.memory.planning.arguments import Argument
 _ORDER: tuple[Part, ...] = (
     "intermediates", "gradients", "parameters", "outputs", "temporaries"
 )  # fmt: skip
+# The most rows of `Plan.timeline`.
+_INSTANTS = 200
 # Buffers below this share of the peak are in the sums and not on the list.
 _LISTED = 1e-3
 
@@ -48,6 +51,7 @@ class Peak(NamedTuple):
     fragmentation: int
     most_intermediates: int
     live: tuple[LiveBuffer, ...]
+    timeline: tuple[tuple[int, ...], ...]
 
 
 def _shape(shape) -> str:
@@ -62,33 +66,71 @@ def at_peak(assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[
       buffers: the same, grouped.
       arguments: in the order of the program's parameters.
     """
-    parts: Counter[str] = Counter()
-    live = list(_arguments(assignment, buffers, arguments))
     time = assignment.peak_time()
-    alive = assignment.alive(time, ["temporary", "output"])
-    alive.sort(key=lambda value: _ORDER.index(buffers.part(value)))
-    free = Counter(
-        {a.number: a.size for a in assignment.allocations.values() if a.kind != "argument"}
-    )
-    for value, size in split(alive):
-        free[value.allocation] -= size
-        live.append(_live(buffers, value, size, buffers.part(value)))
-    for value in assignment.values:
-        if assignment.allocations[value.allocation].kind == "output" and buffers.is_output([value]):
-            part = "gradients" if buffers.part(value) == "gradients" else "outputs"
-            live.append(_live(buffers, value, free.pop(value.allocation, 0), part))
+    pieces = _pieces(assignment, buffers, time)
+    live = list(_arguments(assignment, buffers, arguments))
+    always: Counter[str] = Counter()
     for buffer in live:
-        parts[buffer.part] += buffer.bytes
-    fragmentation = sum(n for a, n in free.items() if assignment.allocations[a].kind == "temporary")
-    parts["temporaries"] += sum(free.values())
-    kept = [v for v in assignment.values if buffers.part(v) == "intermediates"]
-    least = _LISTED * sum(parts.values())
+        always[buffer.part] += buffer.bytes
+    live += [_live(buffers, *piece) for piece in pieces]
+    # Constants, and what is free in the heap when it is fullest.
+    total = assignment.total("argument", "output", "temporary", "constant")
+    always["temporaries"] += total - sum(buffer.bytes for buffer in live)
+    heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
+    kept = [
+        v for v in assignment.inside("temporary", "output") if buffers.part(v) == "intermediates"
+    ]
+    instants = {
+        t: always + _sizes(_pieces(assignment, buffers, t)) for t in _instants(assignment, time)
+    }
     return Peak(
-        parts,
-        fragmentation,
+        instants[time],
+        assignment.total("temporary") - sum(n for v, n, _ in pieces if v.allocation in heap),
         max(profile(kept).values(), default=0),
-        tuple(sorted((b for b in live if b.bytes >= least), key=lambda b: -b.bytes)),
+        tuple(sorted((b for b in live if b.bytes >= _LISTED * total), key=lambda b: -b.bytes)),
+        tuple((t, *(sizes[part] for part in get_args(Part))) for t, sizes in instants.items()),
     )
+
+
+def _pieces(
+    assignment: BufferAssignment, buffers: Buffers, time: int
+) -> list[tuple[Value, int, Part]]:
+    """What lives at an index of the schedule, and the memory of outputs that are not written yet.
+
+    With the bytes that are its own, and their part.
+    """
+    alive = assignment.alive(time, "temporary", "output")
+    alive.sort(key=lambda value: _ORDER.index(buffers.part(value)))
+    free = {a.number: a.size for a in assignment.allocations.values() if a.kind == "output"}
+    found: list[tuple[Value, int, Part]] = []
+    for value, size in split(alive):
+        found.append((value, size, buffers.part(value)))
+        if value.allocation in free:
+            free[value.allocation] -= size
+    for value in assignment.values:
+        if value.allocation in free and buffers.is_output([value]):
+            part = "gradients" if buffers.part(value) == "gradients" else "outputs"
+            found.append((value, free.pop(value.allocation), part))
+    return found
+
+
+def _sizes(pieces: Iterable[tuple[Value, int, Part]]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for _, size, part in pieces:
+        sizes[part] += size
+    return sizes
+
+
+def _instants(assignment: BufferAssignment, peak: int) -> list[int]:
+    """Indices of the schedule from which other temporaries live, the peak's among them.
+
+    Of many, those at which most live, of each stretch one.
+    """
+    bound = profile(assignment.inside("temporary"))
+    times = sorted({*bound, peak})
+    stretch = math.ceil(len(times) / _INSTANTS)
+    stretches = [times[i : i + stretch] for i in range(0, len(times), stretch)]
+    return [peak if peak in some else max(some, key=bound.__getitem__) for some in stretches]
 
 
 def _live(buffers: Buffers, value: Value, size: int, part: Part) -> LiveBuffer:
@@ -103,6 +145,6 @@ def _arguments(
     entry = buffers.flow.program.entry.parameters
     for allocation in assignment.allocations.values():
         if allocation.parameter is not None:
-            name, part, _ = arguments[allocation.parameter]
+            argument = arguments[allocation.parameter]
             shape = _shape(entry[allocation.parameter].shapes[0])
-            yield LiveBuffer(allocation.size, part, shape, name, "", "")
+            yield LiveBuffer(allocation.size, argument.part, shape, argument.name, "", "")

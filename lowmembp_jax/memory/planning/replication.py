@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from lowmembp_jax.memory.planning.arguments import Argument
-from lowmembp_jax.memory.sizes import format_bytes
+from lowmembp_jax.memory.sizes import array_bytes, format_bytes
 
 # Parts whose whole arrays are below this share of all arguments are not told.
 _TOLD = 1e-3
@@ -49,7 +49,7 @@ def replicated(args: tuple[Any, ...], named: Sequence[Argument]) -> tuple[str, .
     whole: Counter[str] = Counter()
     total = 0
     for leaf, one in zip(leaves, named, strict=True):
-        size = leaf.size * leaf.dtype.itemsize
+        size = array_bytes(leaf.shape, leaf.dtype)
         total += size
         whole[one.part] += size if leaf.sharding.is_fully_replicated else 0
     told = [(part, size) for part, size in whole.items() if size > _TOLD * total]

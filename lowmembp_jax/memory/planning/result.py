@@ -13,7 +13,7 @@ from lowmembp_jax.memory.sizes import format_bytes
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
 
-_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates")
+_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Plan:
       live: what is in memory at the peak, largest first, from a thousandth of the peak on.
       cost: bytes moved, FLOPs and estimated time.
       notes: how what was compiled differs from the step, such as callbacks that are left out.
+      timeline: for up to 200 instants of the program, its index in the schedule and the bytes of
+        each of `lm.memory.PARTS`. What a loop runs is there once. The largest sum is `peak`.
+      host: bytes in the host's memory, pinned, of what is offloaded; `peak` has none of it.
       budget: bytes that a device may use where that was said, otherwise None.
     """
 
@@ -57,6 +60,8 @@ class Plan:
     live: tuple[LiveBuffer, ...]
     cost: Cost
     notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[int, ...], ...] = ()
+    host: int = 0
     budget: int | None = None
 
     @property
@@ -92,6 +97,7 @@ class Plan:
             "live": [dataclasses.asdict(buffer) for buffer in self.live],
             "cost": self.cost.to_dict(),
             "notes": list(self.notes),
+            "timeline": [list(row) for row in self.timeline],
         }
 
     def to_json(self) -> str:
@@ -105,14 +111,14 @@ class Plan:
             live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
             cost=Cost.from_dict(data["cost"]),
             notes=tuple(data["notes"]),
+            timeline=tuple(map(tuple, data.get("timeline", ()))),  # 0.1 wrote none
             budget=data["budget"],
             **data["parts"],
-            **{name: data[name] for name in _NUMBERS},
+            **{name: data[name] for name in _NUMBERS if name in data},
         )
 
     def __str__(self) -> str:
-        count = f"{self.device_count} x " if self.device_count > 1 else ""
-        lines = [f"{count}{self.device.description}, on each device:"]
+        lines = [f"{self.device.times(self.device_count)}, on each device:"]
         for part in PARTS:
             lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
         verdict = "fits in" if self.fits else "does NOT fit in"
@@ -120,6 +126,7 @@ class Plan:
         lines += [
             f"{format_bytes(self.peak):>12}  peak: {verdict} {format_bytes(self.limit)}, "
             + (what if self.budget is None else "the budget"),
+            *([f"{format_bytes(self.host):>12}  of the host's memory"] if self.host else []),
             *(f"note: {note}" for note in self.notes),
             "largest at the peak:",
         ]

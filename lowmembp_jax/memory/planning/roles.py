@@ -5,8 +5,10 @@ backward ("transpose"). What reaches the loss and comes back changed by the back
 what comes back so and never was in the loss is the optimizer's.
 """
 
+import functools
+import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax.extend import core
 
 from lowmembp_jax.memory.saved_residuals.origin import carried_to, inner_jaxprs
 
-Role = Literal["parameters", "optimizer_state"]
+Role = Literal["trained", "frozen", "optimizer_state"]
 
 # Bits of what an array is made of: the backward, and from the next on each input of the program,
 # but for what went through the loss.
@@ -67,11 +69,8 @@ def _of(made: dict[Any, int], operand: Any) -> int:
     return 0 if isinstance(operand, core.Literal) else made.get(operand, 0)
 
 
-def _union(bits: Any) -> int:
-    result = 0
-    for each in bits:
-        result |= each
-    return result
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
 
 
 def _like(var: Any) -> tuple[Any, ...]:
@@ -81,9 +80,9 @@ def _like(var: Any) -> tuple[Any, ...]:
 def roles(jaxpr: Any) -> list[Role | None]:
     """The role of each input of a training step, None where the program does not tell.
 
-    - Of what reaches the loss, what is returned in the same shape, changed by the backward or,
-      if it is floating, as it was, is parameters: trained and frozen ones. So is that whose
-      gradient is returned.
+    - Of what reaches the loss, what is returned in the same shape, changed by the backward, is
+      trained parameters; so is that whose gradient is returned, or that is made anew of master
+      weights. What is floating and returned as it was is frozen ones.
     - What is returned in the same shape, changed by the backward, and does not reach the loss is
       optimizer state.
 
@@ -95,27 +94,26 @@ def roles(jaxpr: Any) -> list[Role | None]:
     """
     flow = _Flow(jaxpr)
     returned: dict[Any, int] = {}
+    gradients: Counter[Any] = Counter()  # and parameters that are made of master weights
     for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True):
-        for i in range(len(jaxpr.invars)):
-            if bits >> i + 1 & 1 and _like(var) == _like(jaxpr.invars[i]):
-                returned[i] = returned.get(i, 0) | bits
-    gradients = Counter(
-        _like(var)
-        for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True)
-        if bits == _BACKWARD
-    )
+        inputs = [i for i in range(len(jaxpr.invars)) if bits >> i + 1 & 1]
+        own = [i for i in inputs if _like(var) == _like(jaxpr.invars[i])]
+        for i in own:
+            returned[i] = returned.get(i, 0) | bits
+        if bits & _BACKWARD and not own:
+            gradients[_like(var)] += 1
     found: list[Role | None] = []
     is_trained = False
     for i, var in enumerate(jaxpr.invars):
         in_loss, bits = flow.in_loss >> i + 1 & 1, returned.get(i, 0)
         role: Role | None = None
         if bits & _BACKWARD:
-            role = "parameters" if in_loss else "optimizer_state"
+            role = "trained" if in_loss else "optimizer_state"
         elif in_loss and not bits and gradients[_like(var)]:
             gradients[_like(var)] -= 1
-            role = "parameters"
-        is_trained |= role == "parameters"
-        if bits and in_loss and var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating):
-            role = "parameters"
+            role = "trained"
+        elif bits and in_loss and var.aval.shape and jnp.issubdtype(var.aval.dtype, jnp.floating):
+            role = "frozen"
+        is_trained |= role == "trained"
         found.append(role)
     return found if is_trained else [None] * len(found)

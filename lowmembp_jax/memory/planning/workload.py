@@ -17,6 +17,7 @@ METHODS = (
     "compress+remat",
     "lowmembp",
     "lowmembp+remat",
+    "offload",
 )
 
 
@@ -34,6 +35,7 @@ class Workload:
       loss_args: its arguments. Default: those of the step.
       loss_argnums: which of them it is differentiated in, as for `jax.grad`; None for all that
         are floating.
+      tokens: of text in a step, of all devices together, where it is of text.
       context: makes the context that step and loss are traced in, such as `lm.patch`.
     """
 
@@ -45,6 +47,7 @@ class Workload:
     loss: Callable[..., Any] | None = None
     loss_args: tuple[Any, ...] | None = None
     loss_argnums: Any = None
+    tokens: int | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 
-from lowmembp_jax.memory.planning.arguments import argument_names
+from lowmembp_jax.memory.planning.arguments import argument_names, is_variable
 
 # The identity between forward and backward, one a residual. It is only ever traced.
 _kept_p = Primitive("lowmembp_kept")
@@ -71,16 +71,12 @@ def _trained(arg: Any, variables: Any) -> list[bool]:
     """Of each array of an argument, whether it is none of an NNX variable that is not trained."""
     is_trained = nnx.filterlib.to_predicate(variables)
     trained = []
-    paths = jax.tree_util.tree_leaves_with_path(arg, is_leaf=_is_variable)
+    paths = jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_variable)
     for path, node in paths:
         keys = tuple(getattr(entry, "key", getattr(entry, "idx", entry)) for entry in path)
-        keep = not _is_variable(node) or is_trained(keys, node)
+        keep = not is_variable(node) or is_trained(keys, node)
         trained += [keep] * len(jax.tree.leaves(node))
     return trained
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
 
 
 def _inexact(dtype) -> bool:

@@ -48,7 +48,7 @@ def _key(step: LoweredStep) -> str:
         step.lowered.as_text(),
         _sources(step.lowered.as_text(debug_info=True)),
         repr(step.arguments),
-        repr((step.memory_fraction, sorted(step.compiler_options.items()))),
+        repr((step.memory_fraction, step.link_bandwidth, sorted(step.compiler_options.items()))),
         target_config(step.device.name),
         repr([_version(package) for package in _PACKAGES]),
         os.environ.get("XLA_FLAGS", ""),
@@ -80,5 +80,5 @@ def _version(package: str) -> str:
 @functools.cache
 def _planner() -> str:
     """Changes with the code here, which a version of an editable installation does not."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return _hash(b"".join(file.read_bytes() for file in files))
