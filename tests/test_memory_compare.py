@@ -180,3 +180,8 @@ def test_sizes():
     for text in ("", "GB", "-1GB", "3 apples", "1e9", "24"):
         with pytest.raises(ValueError, match="is not a size"):
             parse_bytes(text)
+
+
+def test_a_factory_that_is_none():
+    with pytest.raises(TypeError, match="step_factory must be callable, got 3"):
+        lm.memory.choose(3)  # pyright: ignore[reportArgumentType]

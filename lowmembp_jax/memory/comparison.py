@@ -154,12 +154,15 @@ def compare(
       A `Comparison`.
 
     Raises:
+      TypeError: the factory is not callable.
       ValueError: what the factory returns is no step with arguments that it can be called with;
         or as `lm.memory.plan`.
       ImportError: as `lm.memory.plan`.
     """
-    if not methods:
-        raise ValueError("compare: methods is empty, expected one name or more")
+    if not callable(step_factory):
+        raise TypeError(f"compare: step_factory must be callable, got {step_factory!r}")
+    if not methods or isinstance(methods, str):
+        raise ValueError(f"compare: methods must be a sequence of names, got {methods!r}")
     if find_largest_batch and batch is None:
         raise ValueError("compare: find_largest_batch=True needs a batch to start from, got None")
     for name, value in (("batch", batch), ("batch_multiple", batch_multiple)):
