@@ -156,7 +156,8 @@ def test_tracing_sees_the_callers_contexts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"methods": []}, "methods is empty"),
+        ({"methods": []}, "methods must be a sequence of names"),
+        ({"methods": "compress"}, "methods must be a sequence of names, got 'compress'"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"batch": None, "find_largest_batch": True}, "needs a batch to start from"),
         ({"batch_multiple": 0}, "batch_multiple must be at least 1, got 0"),
