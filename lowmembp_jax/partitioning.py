@@ -23,10 +23,10 @@ from lowmembp_jax.jax_internals import check_vma, varying
 Specs = tuple[P, ...]
 
 
-def with_whole_rows(run: Callable[..., Array], x: Array, *rest: Array | None) -> Array:
-    """`run(x, *rest)`; under an explicit mesh, of arrays whose last axis is not split.
+def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
+    """`run(*arrays)`; under an explicit mesh, of arrays whose last axis is not split.
 
-    The result and the gradients are sharded as x and the arguments. Under other meshes
+    The result is sharded as the first of them, and gradients as all. Under other meshes
     `Partitioned` does so by itself.
     """
 
@@ -36,8 +36,8 @@ def with_whole_rows(run: Callable[..., Array], x: Array, *rest: Array | None) ->
         return jax.sharding.reshard(a, P(*spec[:-1], None))
 
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return run(x, *rest)
-    y, spec = run(*map(whole, (x, *rest))), jax.typeof(x).sharding.spec
+        return run(*arrays)
+    y, spec = run(*map(whole, arrays)), jax.typeof(arrays[0]).sharding.spec
     return jax.sharding.reshard(y, spec) if any(spec[-1:]) else y
 
 
