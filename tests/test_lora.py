@@ -68,6 +68,21 @@ def test_gradients():
             np.testing.assert_allclose(grads[name], value, atol=1e-4 * scale, err_msg=str(name))
 
 
+@pytest.mark.parametrize(
+    ("train", "trained"),
+    [
+        ("full", {"kernel", "kernel_lora_a", "kernel_lora_b"}),
+        ("qlora-all", {"kernel_lora_a", "kernel_lora_b"}),
+        ("lora-fa-qv", {"kernel_lora_b"}),
+    ],
+)
+def test_what_is_trained(train, trained):
+    params = {"query": {"kernel": 0, "kernel_lora_a": 1, "kernel_lora_b": 2}}
+    parts = partition(params, train)
+    assert set(parts[0]["query"]) == trained
+    assert parts[0]["query"] | parts[1].get("query", {}) == params["query"]
+
+
 def test_the_classifier_is_trained_and_masters_are_cast():
     params = {
         "layer_0": {"query": {"kernel": 1.0, "kernel_lora_a": jnp.ones(2)}},

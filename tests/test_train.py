@@ -23,7 +23,6 @@ from lowmembp_examples.trainer.config import Config, Data, data_config, with_lea
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import summary
 from lowmembp_examples.trainer.losses import Totals, scores
-from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.source import find_source
 from lowmembp_examples.trainer.step import Metrics
 
@@ -182,19 +181,6 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
 def losses_but_last(output):
     lines = (output / "log.jsonl").read_text().splitlines()[:-1]
     return [(r["step"], r["loss"]) for r in map(json.loads, lines)]
-
-
-def test_a_step_takes_over_the_memory_of_the_state(texts, tmp_path, monkeypatch):
-    states, save = [], Checkpoints.save
-
-    def remembered(self, state, step):
-        states.append(state)
-        save(self, state, step)
-
-    monkeypatch.setattr(Checkpoints, "save", remembered)
-    train(parse(*arguments(texts, tmp_path / "run")))
-    are_gone = [{leaf.is_deleted() for leaf in jax.tree.leaves(state.params)} for state in states]
-    assert are_gone == [*[{True}] * (2 * STEPS // EVERY - 1), {False}]  # but at the end
 
 
 def test_resume_names_what_differs(whole_run, texts):
