@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from lowmembp_examples.benchmarks.validate_configurations import SIZES, Configuration
 from lowmembp_examples.lora import Train
@@ -17,10 +17,7 @@ MODEL_NAMES = (
     *("vit-b16", "llama-7b", "bert-base", "roberta-base"),
     *("llama-1b", "vit-l16", "swin-t"),
 )
-METHODS: tuple[Method, ...] = (
-    *("default", "norm+activation", "dots", "products", "full-remat", "mesa"),
-    *("lowmembp", "compress", "lowmembp+compress", "compress+remat", "lowmembp+remat"),
-)
+METHODS: tuple[Method, ...] = get_args(Method)
 TRAIN: tuple[Train, ...] = ("full", "lora-qv", "lora-all", "qlora-all")
 DEVICES = ("h200", "a100-80gb", "rtx4090")
 #: For tests.
