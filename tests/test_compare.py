@@ -148,13 +148,9 @@ def test_a_small_model(tmp_path, capsys):
 @pytest.mark.usefixtures("jax_defaults")
 def test_the_largest_batch(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compare, "BUDGETS", ("3MB", "2kB"))
-    found = compare.largest_batch(TINY)["largest_batch"]
-    assert found["2kB"] == 0 and found["3MB"] >= 2
-    plan = lm.memory.plan
-    fits, misses = (TINY.workload(found["3MB"] + more) for more in (0, 2))
-    assert plan(fits.step, *fits.args, donate=0).peak <= 3_000_000
-    assert plan(misses.step, *misses.args, donate=0).peak > 3_000_000
+    peak = compare.planned(TINY)["peak"]
+    monkeypatch.setattr(compare, "BUDGETS", (peak - 1, peak))
+    assert compare.largest_batch(TINY) == {"largest_batch": {peak - 1: 0, peak: TINY.batch}}
 
 
 @pytest.mark.slow
@@ -162,7 +158,7 @@ def test_measuring_in_a_process_of_its_own():
     """On a CPU, which has no counters."""
     found = compare.measured(TINY, "--smoke")["measured"]
     assert found["step_seconds"] > 0 and found["peak"] is None
-    with pytest.raises(RuntimeError, match=r"failed: exit code 2: .*accepted are"):
+    with pytest.raises(RuntimeError, match="failed: exit code 2: "):
         compare.measured(dataclasses.replace(TINY, method="nothing"), "--smoke")
 
 
