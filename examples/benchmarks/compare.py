@@ -7,8 +7,9 @@ The trainer's step (AdamW, bfloat16, float32 master weights) is compiled by XLA 
 none is needed. A cell is a model, what is trained, how its layers run, a method and a GPU; as soon
 as it is done it is a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs
 of the compiled kernels, and an estimate of the time by the roofline. Started again, it goes on with
-what is not there; what failed comes last. Half a minute a cell on 2 cores: all of them are a day,
-the most telling come first, and several processes with other models may write to one file.
+what is not there; what failed comes last. A cell takes 10 to 70 seconds on 2 cores, all of them
+some 9 hours; the most telling come first, and several processes with other models may write to one
+file.
 
 With --largest-batch cells also get the largest batch in 24 and in 80 GB, after up to 8 compilations
 each; where the GPU of a cell is here, its peak and the time of its step are measured. Delete the
@@ -154,20 +155,17 @@ def run(todo: Iterable[Cell], output: Path, columns: Callable[[Cell], Columns]) 
       columns: what a cell is to have, each a function of the cell.
     """
     rows = {compare_rows.key(row): row for row in compare_rows.read(output)}
-    row_of = {cell: rows.get(dataclasses.astuple(cell), {}) for cell in todo}
-    lacking = {cell: compare_rows.lacking(row, columns(cell)) for cell, row in row_of.items()}
-    bar = tqdm(
-        # What failed comes last.
-        sorted(
-            filter(lacking.get, row_of), key=lambda c: not row_of[c].keys().isdisjoint(lacking[c])
-        ),
-        unit="cell",
-        mininterval=0.5,
-    )
+    work: list[tuple[bool, Cell, list[str]]] = []
+    for cell in todo:
+        row = rows.get(dataclasses.astuple(cell), {})
+        if lacking := compare_rows.lacking(row, columns(cell)):
+            work.append((not row.keys().isdisjoint(lacking), cell, lacking))
+    work.sort(key=lambda each: each[0])  # what failed comes last
     errors = 0
-    for cell in bar:
+    bar = tqdm(work, unit="cell", mininterval=0.5)
+    for _, cell, lacking in bar:
         bar.set_postfix_str(f"{cell.name} on {cell.device}")
-        for name in lacking[cell]:
+        for name in lacking:
             try:
                 found = columns(cell)[name](cell)
             except Exception as error:  # it is a result, and the other cells go on
