@@ -17,7 +17,7 @@ from lowmembp_examples.data.tasks import TaskName
 from lowmembp_examples.lora import Train, apply_lora, partition
 from lowmembp_examples.models.common import Attention, Compute, Method
 from lowmembp_examples.trainer.losses import make_loss
-from lowmembp_examples.trainer.models import FAMILIES, Family, choose_attention
+from lowmembp_examples.trainer.models import FAMILIES, Family, Layers, choose_attention
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
@@ -46,6 +46,7 @@ def workload(
     attention: Attention | None = None,
     merged: bool | None = None,
     bits: int = 2,
+    layers: Layers | None = None,
 ) -> lm.memory.Workload:
     """The step of one model.
 
@@ -63,9 +64,10 @@ def workload(
       attention: see `models.attention`.
       merged: norms are merged into the Denses; by default with lowmembp_jax's methods.
       bits: that their activations keep, 2 or 4.
+      layers: see `Family.build`.
 
     Raises:
-      ValueError: tokens for a model of images.
+      ValueError: tokens for a model of images, or as `Family.build`.
     """
     if tokens is not None and family.task not in _TOKENS:
         raise ValueError(f"tokens={tokens}: {family.name} takes images, whose tokens are fixed")
@@ -83,7 +85,7 @@ def workload(
         method.startswith("lowmembp") if merged is None else merged,
         bits=bits,
     )
-    model = apply_lora(family.build(config, compute), train, rank)
+    model = apply_lora(family.build(config, compute, layers=layers), train, rank)
     arrays, inputs = _batch(family.task, batch, tokens, config)
     params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
     trained, frozen = partition(params, train)

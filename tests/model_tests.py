@@ -16,10 +16,13 @@ from lowmembp_examples.trainer.models import FAMILIES
 import lowmembp_jax as lm
 
 DATA = Path(__file__).parent / "data" / "hf_tiny"
-EXACT = ["default", "norm+activation", "dots", "full-remat", "offload"]
+EXACT = ["default", "norm+activation", "dots", "products", "full-remat", "offload"]
 # Tests compile much and compute little.
 OPTIONS = {"xla_backend_optimization_level": 0}
-LOWMEMBP = ["lowmembp", "lowmembp+remat"]
+LOWMEMBP = [
+    *("lowmembp", "lowmembp+remat"),
+    pytest.param("lowmembp+compress", marks=pytest.mark.slow),
+]
 
 
 class Case:
@@ -144,7 +147,8 @@ class ModelTests:
     @pytest.mark.parametrize("merged", [False, True])
     @pytest.mark.parametrize("method", LOWMEMBP)
     def test_only_the_slope_of_the_activation_is_not_exact(self, method, merged):
-        gradients = self.case.run(Compute(method, merged=merged))
+        # What is compressed has no rounding without a dtype of its own.
+        gradients = self.case.run(Compute(method, merged=merged, compress_dtype=None))
         expected = self.case.run(Compute("default", merged=merged), self.activation)
         assert_close(gradients, expected)
 

@@ -89,13 +89,22 @@ def test_the_pages_of_the_site():
     assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
 
 
-def test_the_picture_is_of_the_results(tmp_path):
-    plots.draw(tmp_path / "again.svg")
-    for picture in (plots.OUTPUT, tmp_path / "again.svg"):
-        text = html.unescape(picture.read_text(encoding="utf-8"))
-        assert plots.description() in text, "run python examples/benchmarks/plots.py"
-    for train in plots.PANELS:
-        assert all(plots.LABELS[method] in text for method in plots.points(train))
+@pytest.mark.parametrize("path", plots.pictures(), ids=lambda path: path.stem)
+def test_pictures_are_of_the_results(path, tmp_path):
+    picture = plots.pictures()[path]
+    plots.draw(tmp_path / path.name, picture)
+    drawn, again = (
+        html.unescape(file.read_text(encoding="utf-8")) for file in (path, tmp_path / path.name)
+    )
+    assert picture.description in drawn, "run python examples/benchmarks/plots.py"
+    for text in (drawn, again):
+        assert all(label in text for points in picture.panels.values() for label in points)
+
+
+def test_a_picture_is_the_same_each_time(tmp_path):
+    for name in ("one.svg", "two.svg"):
+        plots.draw(tmp_path / name, plots.block_picture())
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def cells() -> list[dict]:

@@ -24,6 +24,16 @@ def test_every_model_by_name():
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(workload.args))
 
 
+def test_layers():
+    scanned, unrolled = (
+        MODELS["llama-tiny"](layers=layers).args[0].params for layers in ("scan", "unrolled")
+    )
+    assert "layers" in scanned and {"layer_0", "layer_1"} < unrolled.keys()
+    assert jax.tree.structure(MODELS["llama-tiny"]().args[0].params) == jax.tree.structure(scanned)
+    with pytest.raises(ValueError, match="layers='scan': accepted for vit are unrolled"):
+        MODELS["vit-ti16"](layers="scan")
+
+
 @pytest.mark.gpu_compiler
 def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -12,13 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lowmembp_examples.benchmarks import compare_tables
 from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
     FIDELITY_METHODS,
-    PLAN_METHODS,
-    PLANNED,
-    TRAINED,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -171,43 +169,6 @@ def third_party(methods: dict[str, str]) -> Rows:
     return rows
 
 
-def plan_of_vit() -> Rows:
-    """`lowmembp plan --model vit-b16 --train lora-qv`, as `plan_models.py` has it."""
-    rows = [["method", "peak", "intermediate results", "moved", "TFLOP", "time (estimate)"]]
-    found = _planned()["vit-b16", "lora-qv"]
-    for method, name in PLAN_METHODS.items():
-        if method not in found:  # the script has not come so far
-            continue
-        row = found[method]
-        sizes = (row["peak"], row["parts"]["intermediates"], row["bytes_moved"])
-        cells = (f"{size / GIB:.2f} GiB" for size in sizes)
-        tera, time = f"{row['flops'] / 1e12:.2f}", f"{1e3 * row['estimated_seconds']:.1f} ms"
-        rows.append([name, *cells, tera, time])
-    return rows
-
-
-def _planned() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    done: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in read("plan_models")["rows"]:
-        done.setdefault((row["model"], row["train"]), {})[row["method"]] = row
-    return done
-
-
-def plan_models() -> Rows:
-    done = _planned()
-    rows = [["model, batch, trained", *PLAN_METHODS.values()]]
-    for model, name in PLANNED.items():
-        for train, trained in TRAINED.items():
-            if found := done.get((model, train)):
-                batch, tokens = found["default"]["batch"], found["default"]["tokens"]
-                size = f"{batch} x {tokens}" if tokens else f"{batch}"
-                peaks = (
-                    f"{found[m]['peak'] / GIB:.2f}" if m in found else "" for m in PLAN_METHODS
-                )
-                rows.append([f"{name}, {size}, {trained}", *peaks])
-    return rows
-
-
 def finetune() -> Rows:
     runs, sizes = read("finetune")["runs"], read("finetune_memory")["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
@@ -239,7 +200,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "drift": drift,
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),
-    "plan_of_vit": plan_of_vit,
-    "plan_models": plan_models,
     "finetune": finetune,
+    **compare_tables.TABLES,
 }

@@ -37,26 +37,37 @@ ACTIVATIONS = {
     "elu": "ELU",
     "squared_relu": "squared ReLU",
 }
-#: Methods of `plan_models.json`.
-PLAN_METHODS = {
+#: Methods of `compare.jsonl`.
+COMPARE_METHODS = {
     "default": "default",
     "norm+activation": "norm+activation",
     "dots": "dots",
+    "products": "products",
     "full-remat": "full-remat",
+    "mesa": "mesa",
     "compress": "**compress**",
     "compress+remat": "compress+remat",
     "lowmembp": "**lowmembp**",
     "lowmembp+remat": "lowmembp+remat",
+    "lowmembp+compress": "lowmembp+compress",
+    "offload": "offload",
 }
-PLANNED = {
+COMPARED = {
     "vit-b16": "ViT-B/16",
     "vit-l16": "ViT-L/16",
     "bert-base": "BERT-base",
     "bert-large": "BERT-large",
     "roberta-base": "RoBERTa-base",
+    "llama-1b": "LLaMA-1B",
     "llama-7b": "LLaMA-7B",
     "llama-13b": "LLaMA-13B",
     "swin-t": "Swin-T",
     "swin-s": "Swin-S",
 }
-TRAINED = {"full": "full", "lora-qv": "LoRA q, v", "qlora-all": "QLoRA, all Denses"}
+TRAINED = {
+    "full": "full",
+    "lora-qv": "LoRA q, v",
+    "lora-all": "LoRA, all Denses",
+    "qlora-all": "QLoRA, all Denses",
+}
+DEVICES = {"h200": "H200", "a100-80gb": "A100", "rtx4090": "RTX 4090"}

@@ -7,6 +7,8 @@ from typing import Any
 from lowmembp_examples.benchmarks.stages import Machine
 from lowmembp_examples.planning import MODELS
 
+import lowmembp_jax as lm
+
 #: Which of `lm.memory.DEVICES` a GPU is, by the name that its driver gives it. Variants with
 #: another bandwidth or clock, such as the H100 PCIe and the H200 NVL, are none of them.
 _GPUS = {
@@ -45,6 +47,7 @@ class Configuration:
     Attributes:
       model, method, train, batch, tokens: as `planning.workload` takes them.
       attention: likewise; None for what the GPU would run.
+      layers: likewise; None for the family's first.
     """
 
     model: str
@@ -53,6 +56,7 @@ class Configuration:
     batch: int
     tokens: int | None = None
     attention: str | None = None
+    layers: str | None = None
 
     @property
     def group(self) -> str:
@@ -79,14 +83,15 @@ SIZES = {
     "llama-7b": (4, 2048),
     "roberta-base": (64, 128),
     "bert-base": (64, 128),
+    "llama-1b": (8, 2048),
     "vit-l16": (64, None),
+    "swin-t": (64, None),
     "llama-13b": (4, 2048),
     "bert-large": (64, 128),
-    "swin-t": (64, None),
     "swin-s": (64, None),
 }
 _TWO = ("default", "lowmembp")
-_OTHERS = ("norm+activation", "dots", "full-remat", "compress", "compress+remat", "lowmembp+remat")
+_OTHERS = tuple(method for method in lm.memory.METHODS if method not in _TWO)
 #: The first 16 have five families' memory: trained in full, LoRA, QLoRA, and all methods once.
 _ORDER = (
     *(("vit-b16", "full", method) for method in _TWO),

@@ -1,7 +1,7 @@
 """What the models share: one name decides which ops they run and what they recompute."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,16 +16,46 @@ Method = Literal[
     "default",
     "norm+activation",
     "dots",
+    "products",
     "full-remat",
     "compress",
     "compress+remat",
     "mesa",
     "lowmembp",
     "lowmembp+remat",
+    "lowmembp+compress",
     "offload",
 ]
-#: Those with norms and activations in `jax.checkpoint`.
-_REMAT_OPS = ("norm+activation", "mesa")
+
+
+class _How(NamedTuple):
+    """What a method is made of: norms and activations, and what is around a layer."""
+
+    operators: Literal["flax", "checkpointed", "lowmembp"] = "flax"
+    layer: Literal["plain", "remat", "compress"] = "plain"
+    policy: Any = None  # of `jax.checkpoint` and `lm.compress`
+    dtype: Any = None  # of `lm.compress`; None for that of `Compute`
+
+
+_NOTHING = jax.checkpoint_policies.nothing_saveable
+_METHODS: dict[Method, _How] = {
+    "default": _How(),
+    "norm+activation": _How("checkpointed"),
+    "dots": _How("flax", "remat", jax.checkpoint_policies.dots_saveable),
+    "products": _How("flax", "remat", lm.products_saveable),
+    "full-remat": _How("flax", "remat", _NOTHING),
+    "compress": _How("flax", "compress", lm.products_saveable),
+    "compress+remat": _How("flax", "compress", _NOTHING),
+    "mesa": _How("checkpointed", "compress", None, jnp.int8),
+    "lowmembp": _How("lowmembp"),
+    "lowmembp+remat": _How("lowmembp", "remat", lm.checkpoint_policy()),
+    "lowmembp+compress": _How("lowmembp", "compress"),
+    "offload": _How(
+        "flax",
+        "remat",
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    ),
+}
 Attention = Literal["xla", "cudnn", "chunked"]
 #: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
 NormResidual = Literal["auto", "normalized", "output"]
@@ -37,19 +67,20 @@ class Compute:
 
     Attributes:
       method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
-        "dots", each layer in `jax.checkpoint` keeping matrix products; "full-remat", each layer
-        keeping nothing; "compress", each layer in `lm.compress`, which stores matrix products and
-        its input in 8 bits, and "compress+remat", its input alone; "mesa", all that a layer of
-        "norm+activation" keeps in int8, as Mesa does (arXiv:2111.11124); "lowmembp", the ops of
-        lowmembp_jax; "lowmembp+remat", those in `jax.checkpoint` with `lm.checkpoint_policy()`;
-        "offload", each layer in `jax.checkpoint` with the products of its Denses in the memory of
-        the host.
+        "dots", each layer in `jax.checkpoint` keeping matrix products, "products", those and
+        attention (`lm.products_saveable`), "full-remat", nothing; "compress", each layer in
+        `lm.compress`, which stores matrix products and its input in 8 bits, and "compress+remat",
+        its input alone; "mesa", all that a layer of "norm+activation" keeps in int8, as Mesa does
+        (arXiv:2111.11124); "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
+        `jax.checkpoint` with `lm.checkpoint_policy()`; "lowmembp+compress", all that a layer of
+        those keeps in `lm.compress`; "offload", each layer in `jax.checkpoint` with the products
+        of its Denses in the memory of the host.
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation, see `models.attention`.
       merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
         put it into the Denses.
-      compress_dtype: what "compress" and "compress+remat" store in, see `lm.compress`.
+      compress_dtype: what the methods of `lm.compress` but "mesa" store in.
       bits: that the activations of "lowmembp" keep, 2 or 4; None: 2, by the published tables. The
         gated unit of a LLaMA has none: it is exact.
     """
@@ -64,7 +95,11 @@ class Compute:
 
     @property
     def lowmembp(self) -> bool:
-        return self.method.startswith("lowmembp")
+        return _METHODS[self.method].operators == "lowmembp"
+
+    @property
+    def checkpointed(self) -> bool:
+        return _METHODS[self.method].operators == "checkpointed"
 
 
 def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
@@ -94,7 +129,7 @@ def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
     # The output dtype is the one in which the next Dense computes: they keep one array then.
     if compute.lowmembp:
         return lambda **fields: ms_norm(**fields, **ms_kwargs)
-    return nn.remat(flax_norm) if compute.method in _REMAT_OPS else flax_norm
+    return nn.remat(flax_norm) if compute.checkpointed else flax_norm
 
 
 def gelu(
@@ -113,7 +148,7 @@ def swiglu(
 
 
 def _activation(compute: Compute, function, x):
-    return jax.checkpoint(function)(x) if compute.method in _REMAT_OPS else function(x)
+    return jax.checkpoint(function)(x) if compute.checkpointed else function(x)
 
 
 def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.Module]:
@@ -121,17 +156,8 @@ def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.M
 
     `kwargs` are those of `nn.remat`, such as `prevent_cse=False` inside `nn.scan`.
     """
-    nothing = jax.checkpoint_policies.nothing_saveable
-    compressed = {"compress": lm.products_saveable, "compress+remat": nothing, "mesa": None}
-    policies = {
-        "dots": jax.checkpoint_policies.dots_saveable,
-        "full-remat": nothing,
-        "offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-        "lowmembp+remat": lm.checkpoint_policy(),
-    }
-    if compute.method in compressed:
-        dtype = jnp.int8 if compute.method == "mesa" else compute.compress_dtype
-        return lm.compress_module(layer, dtype=dtype, policy=compressed[compute.method])
-    if compute.method in policies:
-        return nn.remat(layer, policy=policies[compute.method], **kwargs)
-    return layer
+    how = _METHODS[compute.method]
+    if how.layer == "compress":
+        dtype = how.dtype or compute.compress_dtype
+        return lm.compress_module(layer, dtype=dtype, policy=how.policy)
+    return nn.remat(layer, policy=how.policy, **kwargs) if how.layer == "remat" else layer

@@ -79,6 +79,8 @@ class LlamaConfig(HuggingFaceConfig):
 
 CONFIGS = {
     "llama-tiny": LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=256),
+    # TinyLlama's sizes (arXiv:2401.02385).
+    "llama-1b": LlamaConfig(2048, 22, 32, 5632, num_key_value_heads=4),
     "llama-7b": LlamaConfig(4096, 32, 32, 11008),
     "llama-13b": LlamaConfig(5120, 40, 40, 13824),
 }

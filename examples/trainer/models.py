@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 from lowmembp_examples.data.tasks import TaskName
 from lowmembp_examples.models import bert, llama, roberta, swin, vit
 from lowmembp_examples.models.attention import best_attention
 from lowmembp_examples.models.common import Attention, Compute, NormResidual
+
+Layers = Literal["scan", "unrolled"]
 
 
 class Family(NamedTuple):
@@ -22,11 +24,29 @@ class Family(NamedTuple):
     head: tuple[str, ...]  # modules that are new where a checkpoint lacks them
     toy: Any  # sizes for a CPU
 
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        """How its layers can be run: a LLaMA's in one scan, which compiles in the time of one."""
+        return ("scan", "unrolled") if self.name == "llama" else ("unrolled",)
+
     def build(
-        self, config: Any, compute: Compute, norm_residual: NormResidual = "auto"
+        self,
+        config: Any,
+        compute: Compute,
+        norm_residual: NormResidual = "auto",
+        layers: Layers | None = None,
     ) -> nn.Module:
-        """The model; the layers of a LLaMA in one scan, which compiles in the time of one."""
-        fields = {"scan_layers": True} if self.name == "llama" else {}
+        """The model; `layers` is one of the family's, by default the first.
+
+        Raises:
+          ValueError: the family's layers do not run so.
+        """
+        layers = layers or self.layers[0]
+        if layers not in self.layers:
+            raise ValueError(
+                f"layers={layers!r}: accepted for {self.name} are {', '.join(self.layers)}"
+            )
+        fields = {"scan_layers": layers == "scan"} if len(self.layers) > 1 else {}
         return self.model(config, compute, norm_residual, **fields)
 
     def norm_rules(self, config: Any) -> Any:

@@ -20,11 +20,13 @@ HOW: dict[str, str] = {
     "default": "# nothing to change",
     "norm+activation": "h = nn.remat(nn.LayerNorm)()(x)\nh = jax.checkpoint(nn.gelu)(h)",
     "dots": f"Block = nn.remat(Block, policy={_DOTS})",
+    "products": "Block = nn.remat(Block, policy=lm.products_saveable)",
     "full-remat": "Block = nn.remat(Block)",
     "compress": f"Block = lm.compress_module(Block){_NEAR}",
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
+    "lowmembp+compress": f"Block = lm.compress_module(Block, policy=None)\n{_PATCH}",
     "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
 }
 

@@ -12,11 +12,13 @@ METHODS = (
     "default",
     "norm+activation",
     "dots",
+    "products",
     "full-remat",
     "compress",
     "compress+remat",
     "lowmembp",
     "lowmembp+remat",
+    "lowmembp+compress",
     "offload",
 )
 

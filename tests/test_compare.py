@@ -1,0 +1,182 @@
+"""examples/benchmarks/compare.py: which cells, how it goes on, and one row of a small model."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import jax
+import pytest
+from lowmembp_examples.benchmarks import compare, compare_rows, compare_tables
+from lowmembp_examples.benchmarks.compare_cells import Cell, cells
+from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, TRAINED
+
+import lowmembp_jax as lm
+
+TINY = Cell("llama-tiny", "lora-qv", "scan", "default", "h200", 2, 32)
+FOUR = cells(["llama-tiny"], ["full"], ["default", "dots"], ["h200", "l4"], ["scan"])
+
+
+def test_the_most_telling_cells_come_first():
+    found = cells()
+    assert len(set(found)) == len(found)
+    first = [cell for cell in found if cell.device == "h200"][:22]
+    assert found[:22] == first
+    assert Counter((c.model, c.train) for c in first) == {
+        ("vit-b16", "full"): 11,
+        ("vit-b16", "lora-qv"): 11,
+    }
+    assert set(lm.memory.METHODS) < {cell.method for cell in first}
+    # The other GPUs come before what else is trained and before unrolled layers.
+    devices = [cell.device for cell in found]
+    later = min(i for i, cell in enumerate(found) if cell.train == "lora-all")
+    assert set(devices[:later]) == {"h200", "a100-80gb", "rtx4090"}
+    assert all(c.layers == "unrolled" for c in found[-len(found) // 10 :])
+    unrolled = {cell.model for cell in found if cell.layers == "unrolled"}
+    assert unrolled == {cell.model for cell in found}
+    assert {cell.model for cell in found if cell.layers == "scan"} == {"llama-1b", "llama-7b"}
+    assert {cell.model for cell in found if cell.train == "qlora-all"} == {"llama-1b", "llama-7b"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "vit-b17"], "models=['vit-b17'], accepted are vit-b16, llama-7b"),
+        (["--models", "vit-b16", "--train", "qlora-all"], "nothing to compare: vit-b16 with"),
+        (["--models", "swin-t", "--layers", "scan"], "only a LLaMA has"),
+        (["--devices", "h300"], "h300"),
+    ],
+)
+def test_flags_that_leave_nothing(arguments, message, tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    assert compare.main([*arguments, "--output", str(output)]) == 2
+    assert message in capsys.readouterr().err and not output.exists()
+
+
+def test_a_file_that_holds_something_else(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    compare_rows.append(output, dataclasses.asdict(TINY))
+    with output.open("a") as file:
+        file.write('{"model": "vit"}\n{"mod')
+    assert compare.main(["--output", str(output)]) == 2
+    assert "rows.jsonl, line 2: " in capsys.readouterr().err
+
+
+class Columns:
+    """In place of XLA: finds something for each cell, but for what it is told."""
+
+    def __init__(self, *names, fails=(), stops_at=None):
+        self.names, self.fails, self.stops_at, self.asked = names, fails, stops_at, []
+
+    def __call__(self, _):
+        return {name: lambda cell, name=name: self.fill(cell, name) for name in self.names}
+
+    def fill(self, cell, name):
+        if len(self.asked) == self.stops_at:
+            raise KeyboardInterrupt
+        self.asked.append((cell, name))
+        if cell in self.fails:
+            raise ValueError("no tiles\nfound")
+        return {"status": "planned", "peak": 3} if name == "status" else {name: {"24GB": 8}}
+
+
+def test_it_goes_on_where_it_stopped(tmp_path):
+    output = tmp_path / "new folder" / "rows.jsonl"
+    columns = Columns("status", stops_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        compare.run(FOUR, output, columns)
+    assert [cell for cell, _ in columns.asked] == FOUR[:2]
+    # Killed in the middle of a line.
+    output.write_bytes(output.read_bytes()[:-9])
+    assert [compare_rows.key(row) for row in compare_rows.read(output)] == [
+        dataclasses.astuple(FOUR[0])
+    ]
+    columns = Columns("status")
+    assert compare.run(FOUR, output, columns) == 0
+    assert [cell for cell, _ in columns.asked] == FOUR[1:]
+    assert [json.loads(line)["peak"] for line in output.read_text().splitlines()] == [3] * 4
+    columns = Columns("status")
+    assert compare.run(FOUR, output, columns) == 0 and not columns.asked
+
+
+def test_what_failed_comes_last(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    columns = Columns("status", "largest_batch", fails=FOUR[:1])
+    assert compare.run(FOUR[:2], output, columns) == 1
+    # Without a plan nothing else is tried.
+    assert [name for _, name in columns.asked] == ["status", "status", "largest_batch"]
+    failed, done = compare_rows.read(output)
+    assert failed["status"] == "failed: ValueError: no tiles found" and "peak" not in failed
+    assert done["largest_batch"] == {"24GB": 8}
+    columns = Columns("status", "largest_batch")
+    assert compare.run(FOUR, output, columns) == 0
+    assert [cell for cell, name in columns.asked if name == "status"] == [*FOUR[2:], FOUR[0]]
+    assert all(row["status"] == "planned" for row in compare_rows.read(output))
+
+
+def test_a_column_more_is_added_to_what_is_there(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    compare.run(FOUR, output, Columns("status"))
+    columns = Columns("status", "measured", fails=FOUR[3:])
+    assert compare.run(FOUR, output, columns) == 1
+    assert {name for _, name in columns.asked} == {"measured"}
+    rows = compare_rows.read(output)
+    assert len(rows) == 4 and all((row["status"], row["peak"]) == ("planned", 3) for row in rows)
+    assert rows[0]["measured"] and rows[3]["measured"].startswith("failed")
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("jax_defaults")
+def test_a_small_model(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    flags = "--models llama-tiny --train lora-qv --methods default lowmembp --layers scan"
+    arguments = [*flags.split(), "--devices", "h200", "--output", str(output)]
+    assert compare.main(arguments) == 0
+    default, ours = compare_rows.read(output)
+    assert [row["method"] for row in (default, ours)] == ["default", "lowmembp"]
+    for row in (default, ours):
+        assert row["peak"] == sum(row["parts"].values()) > row["activations"] > 0
+        assert row["estimated_seconds"] > 0 and row["bytes_moved"] > row["peak"]
+        assert row["versions"]["jax"] == jax.__version__
+    assert ours["activations"] < default["activations"] and ours["flops"] == default["flops"]
+    before = output.read_bytes()
+    assert compare.main(arguments) == 0 and output.read_bytes() == before
+    assert "2 cells, 0 errors" in capsys.readouterr().out
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("jax_defaults")
+def test_the_largest_batch(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    peak = compare.planned(TINY)["peak"]
+    monkeypatch.setattr(compare, "BUDGETS", (peak - 1, peak))
+    assert compare.largest_batch(TINY) == {"largest_batch": {peak - 1: 0, peak: TINY.batch}}
+
+
+@pytest.mark.slow
+def test_measuring_in_a_process_of_its_own():
+    """On a CPU, which has no counters."""
+    found = compare.measured(TINY, "--smoke")["measured"]
+    assert found["step_seconds"] > 0 and found["peak"] is None
+    with pytest.raises(RuntimeError, match="failed: exit code 2: "):
+        compare.measured(dataclasses.replace(TINY, method="nothing"), "--smoke")
+
+
+def test_tables_have_what_was_planned(tmp_path, monkeypatch):
+    output = tmp_path / "rows.jsonl"
+    row = {"status": "planned", "peak": 3 * 2**30, "estimated_seconds": 0.0123}
+    vit = cells(["vit-b16"], ["full"], ["default", "dots", "compress"], ["h200", "l4"])
+    for cell in vit:
+        compare_rows.append(output, dataclasses.asdict(cell) | row)
+    compare_rows.append(output, dataclasses.asdict(vit[1]) | {"status": "failed: no tiles"})
+    monkeypatch.setattr(compare_tables, "ROWS", output)
+    assert compare_tables.TABLES["compare_peaks"]() == [
+        ["model, batch, trained", *COMPARE_METHODS.values()],
+        ["ViT-B/16, 64, full", "3.00", "", "", "", "", "", "3.00", "", "", "", ""],
+    ]
+    assert "12.3" in compare_tables.TABLES["compare_times"]()[1]
+
+
+def test_all_that_is_compared_has_a_name():
+    for cell in cells():
+        assert cell.model in COMPARED and cell.train in TRAINED and cell.method in COMPARE_METHODS
