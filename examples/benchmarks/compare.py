@@ -31,7 +31,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import tyro
-from lowmembp_examples.benchmarks import compare_rows, validate_plan
+from lowmembp_examples.benchmarks import compare_rows, json_lines, validate_plan
 from lowmembp_examples.benchmarks.compare_cells import (
     DEVICES,
     METHODS,
@@ -172,7 +172,7 @@ def run(todo: Iterable[Cell], output: Path, columns: Callable[[Cell], Columns]) 
                 errors += 1
                 found = {name: f"{compare_rows.FAILED}: {reason(error)}"}
                 bar.write(f"{cell.name} on {cell.device}: {reason(error)}")
-            compare_rows.append(output, dataclasses.asdict(cell) | found)
+            json_lines.append(output, dataclasses.asdict(cell) | found)
             if name == "status" and found[name] != compare_rows.PLANNED:
                 break
     return errors

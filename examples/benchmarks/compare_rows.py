@@ -4,11 +4,11 @@ A cell is one training step on one GPU. What is found out about it later, such a
 is a further line; a reader puts the lines of a cell together.
 """
 
-import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from lowmembp_examples.benchmarks import json_lines
 
 Row = dict[str, Any]
 #: What tells cells apart.
@@ -34,33 +34,13 @@ def merged(rows: Iterable[Row]) -> list[Row]:
 
 
 def read(path: Path) -> list[Row]:
-    """One row a cell; none where there is no file. A last line without an end is no row yet.
+    """One row a cell; none where there is no file.
 
     Raises:
       ValueError: a line is no row; the message has the file and the line's number.
     """
-    rows = []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-            key(rows[-1])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {line[:60]!r} is no row") from error
+    rows = json_lines.read(path)
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in KEY if name not in row]:
+            raise ValueError(f"{path}, line {number}: no row without {', '.join(missing)}")
     return merged(rows)
-
-
-def append(path: Path, row: Row) -> None:
-    """Adds a line, which is on the disk afterwards, and drops what an interrupted one left.
-
-    It is one write: several processes may add to a file, as long as none of them is killed.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        text = file.read()
-        if not text.endswith(b"\n"):
-            file.truncate(text.rfind(b"\n") + 1)
-        file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
