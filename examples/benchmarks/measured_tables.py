@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lowmembp_examples.benchmarks import compare_tables
+from lowmembp_examples.benchmarks import compare_tables, quality_report
 from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
@@ -202,4 +202,5 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "third_party_compress": partial(third_party, _COMPRESS),
     "finetune": finetune,
     **compare_tables.TABLES,
+    **quality_report.TABLES,
 }

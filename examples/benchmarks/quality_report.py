@@ -10,7 +10,7 @@ these from 0.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,12 @@ import matplotlib
 import numpy as np
 from lowmembp_examples.benchmarks import json_lines
 from lowmembp_examples.benchmarks.table_names import FIDELITY_METHODS
-from lowmembp_examples.benchmarks.training_quality import (
-    METHODS,
-    OUTPUT,
-    PLAIN,
-    TASKS,
-)
 from matplotlib.figure import Figure
 
+OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "training_quality.svg"
+PLAIN = "plain Flax"
+METHODS = (PLAIN, *FIDELITY_METHODS)
 NAMES = {
     "minilm": "MiniLM, SST-2",
     "minilm, LoRA": "MiniLM, SST-2, LoRA",
@@ -42,33 +39,54 @@ _SMOOTHED = 10
 
 
 def trainings(path: Path = OUTPUT) -> Trainings:
-    """What was trained, by task and method, by seed: with the task's own number of steps."""
-    done: Trainings = defaultdict(dict)
-    for record in json_lines.read(path):
-        if record["steps"] == TASKS[record["task"]].steps:
-            done[record["task"], record["method"]][record["seed"]] = record
-    return done
+    """What was trained, by task and method, by seed.
+
+    The longest trainings of a task, with the seeds that all of its methods have.
+    """
+    found: Trainings = defaultdict(dict)
+    records = json_lines.read(path)
+    for task in {record["task"] for record in records}:
+        own = [record for record in records if record["task"] == task]
+        most = max(record["steps"] for record in own)
+        for record in own:
+            if record["steps"] == most:
+                found[task, record["method"]][record["seed"]] = record
+        methods = [of for of in found if of[0] == task]
+        seeds = set.intersection(*(set(found[of]) for of in methods))
+        for of in methods:
+            found[of] = {seed: found[of][seed] for seed in sorted(seeds)}
+    return found
+
+
+def compared(done: Trainings) -> list[str]:
+    """The tasks of which plain Flax is there and something beside it."""
+    return [
+        task
+        for task in NAMES
+        if done[task, PLAIN] and sum(bool(done[task, method]) for method in METHODS) > 1
+    ]
 
 
 def difference(
     method: dict[int, dict], plain: dict[int, dict], of: Callable
 ) -> tuple[float, float | None]:
-    """The mean over the seeds that both have, and its standard error; None of one seed."""
-    pairs = [of(method[seed]) - of(plain[seed]) for seed in sorted(method.keys() & plain.keys())]
+    """The mean over the seeds, and its standard error; None of one seed."""
+    pairs = [of(method[seed]) - of(plain[seed]) for seed in method]
     error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None
     return statistics.mean(pairs), error
 
 
-def _rows(cell: Callable[[dict, dict], str], methods: list[str], head: str) -> list[list[str]]:
+def _rows(cell: Callable[[dict, dict], str], methods: Sequence[str], head: str) -> list[list[str]]:
     done = trainings()
-    tasks = [task for task in NAMES if done[task, PLAIN]]
-    rows = [[head, *(f"{NAMES[task]} ({len(done[task, PLAIN])} seeds)" for task in tasks)]]
+    tasks = compared(done)
+    counts = [len(done[task, PLAIN]) for task in tasks]
+    heads = zip(map(NAMES.get, tasks), counts, strict=True)
+    rows = [[head, *(f"{name} ({count} seed{'s' * (count > 1)})" for name, count in heads)]]
     for method in methods:
-        cells = (
-            cell(done[task, method], done[task, PLAIN]) if done[task, method] else ""
-            for task in tasks
-        )
-        rows.append([(FIDELITY_METHODS | {PLAIN: PLAIN})[method], *cells])
+        pairs = [(done[task, method], done[task, PLAIN]) for task in tasks]
+        if any(found for found, _ in pairs):
+            cells = (cell(found, plain) if found else "" for found, plain in pairs)
+            rows.append([(FIDELITY_METHODS | {PLAIN: PLAIN})[method], *cells])
     return rows
 
 
@@ -87,7 +105,7 @@ def metric(name: str, form: str) -> list[list[str]]:
         bounds = "" if error is None else f" ± {error * scale:.{digits}f}"
         return f"{mean} ({delta * scale:+.{digits}f}{bounds})"
 
-    return _rows(cell, list(METHODS), f"dev {name}")
+    return _rows(cell, METHODS, f"dev {name}")
 
 
 def cosine() -> list[list[str]]:
@@ -98,7 +116,7 @@ def cosine() -> list[list[str]]:
         first, last = np.mean(values, axis=0)[[0, -1]]
         return f"{first:.4f}, {last:.4f}"
 
-    return _rows(cell, [method for method in METHODS if method != PLAIN], "cosine, start and late")
+    return _rows(cell, METHODS[1:], "cosine, start and late")
 
 
 TABLES = {
@@ -110,7 +128,7 @@ TABLES = {
 
 def draw(path: Path) -> None:
     done = trainings()
-    tasks = [task for task in NAMES if done[task, PLAIN]]
+    tasks = compared(done)
     figure = Figure(figsize=(10, 3.2 * -(-len(tasks) // 3)), layout="constrained")
     grid = np.ravel(figure.subplots(-(-len(tasks) // 3), min(3, len(tasks)), squeeze=False))
     for axes in grid[len(tasks) :]:
