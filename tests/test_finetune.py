@@ -72,6 +72,7 @@ def test_runs_end_to_end(small, command, tmp_path):
     assert all(name.split(",")[0] in printed for name in finetune.METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_the_memory_of_a_gpu_is_planned(small, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

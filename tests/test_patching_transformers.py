@@ -38,7 +38,7 @@ MODELS = {
     "GPT2": GPT2_SIZES,
     "Llama": SIZES,
 }
-SLOW = ("Roberta", "ViT")  # encoders, as BERT is
+SLOW = ("Roberta", "ViT", "Llama")  # encoders, as BERT is; test_patching_memory has a Llama
 
 
 @pytest.fixture(autouse=True)

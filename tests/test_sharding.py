@@ -184,6 +184,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
 
 
 on_h200s = partial(pytest.param, 16, marks=pytest.mark.gpu_compiler)
+slow_on_h200s = partial(pytest.param, 16, marks=(pytest.mark.gpu_compiler, pytest.mark.slow))
 
 
 def mesh_of(devices, axis_type=AxisType.Auto):
@@ -198,7 +199,7 @@ def mesh_of(devices, axis_type=AxisType.Auto):
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(
     ("devices", "implementation"),
-    [(2, "xla"), (4, "xla"), (8, "xla"), on_h200s("xla"), on_h200s("pallas")],
+    [(2, "xla"), (4, "xla"), (8, "xla"), on_h200s("xla"), slow_on_h200s("pallas")],
 )
 def test_activations_of_any_width_exchange_nothing(devices, implementation, kind):
     """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are."""

@@ -58,7 +58,9 @@ def write(path, model, **options):
     export(path, family, config, params, inputs=inputs, **plain | options)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "swin")) for n in FAMILIES]
+)
 def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path):
     family, config, inputs, params = load(TINY / name)
     classes = getattr(config, "num_labels", 0)

@@ -43,7 +43,7 @@ def materialize(workload: lm.memory.Workload, vocab_size: int) -> tuple[Any, ...
 def _array(
     argument: Argument, dtype: Any, vocab_size: int, tokens: int, seed: jax.Array
 ) -> jax.Array:
-    name, part, shape = argument
+    name, part, shape, _ = argument
     if part == "parameters":
         if dtype == jnp.uint4:
             return _integers(seed, shape, dtype, 16)
