@@ -73,7 +73,7 @@ COMPRESSED = [
     ("compress", "full", 5.15),
     pytest.param("compress, int8", "full", 5.2, marks=pytest.mark.slow),
     ("compress, its input alone", "full", 0.6),
-    ("compress, attention in bfloat16", "full", 7.15),
+    pytest.param("compress, attention in bfloat16", "full", 7.15, marks=pytest.mark.slow),
     ("compress, lowmembp_jax", "lora-qv", 3.7),
 ]
 
