@@ -69,6 +69,14 @@ class Partitioned:
         return tuple(run(*args))
 
     def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
+        every = (True,) * len(self.outputs)
+        if axis_size == 0:  # no grid of a kernel is empty
+            elements = (
+                jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if b else a
+                for a, b in zip(args, batched, strict=True)
+            )
+            one = jax.eval_shape(self.local, *elements)
+            return tuple(jnp.zeros((0, *a.shape), a.dtype) for a in one), every
         new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
         mapped = replace(
             self,
@@ -76,12 +84,7 @@ class Partitioned:
             inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
             outputs=tuple(new + axes for axes in self.outputs),
         )
-        if axis_size == 0:  # no grid of a kernel is empty
-            empty = jax.eval_shape(mapped.local, *args)
-            results = tuple(jnp.zeros(a.shape, a.dtype) for a in empty)
-        else:
-            results = mapped(*args)
-        return results, (True,) * len(self.outputs)
+        return mapped(*args), every
 
     def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, tuple[tuple[str, ...], ...]]:
         """Specs of arguments and results, and mesh axes to sum each result over."""

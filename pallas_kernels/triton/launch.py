@@ -91,14 +91,6 @@ def batchable(run: Callable[..., Any], fold: Callable[..., Any]) -> Callable[...
     @function.def_vmap
     def rule(size, batched, *arrays):
         batched = [bool(jax.tree.leaves(each)) and jax.tree.leaves(each)[0] for each in batched]
-        if size == 0:  # no grid of a kernel is empty
-            elements = (
-                jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if each else a
-                for a, each in zip(arrays, batched, strict=True)
-            )
-            one = jax.eval_shape(function, *elements)
-            out = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), one)
-            return out, jax.tree.map(lambda _: True, out)
         out = fold(size, batched, *arrays)
         if out is None:
             looped = [a for a, each in zip(arrays, batched, strict=True) if each]
