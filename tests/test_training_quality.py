@@ -51,11 +51,21 @@ def test_a_training_of_each_kind(tmp_path, monkeypatch):
     assert plain["dev"].keys() == {"loss", "accuracy"}
 
 
-def test_unknown_names_are_refused(tmp_path, monkeypatch):
-    for flag in ("--tasks", "--methods"):
-        monkeypatch.setattr("sys.argv", ["x", flag, "nothing", "--output", str(tmp_path / "a")])
-        with pytest.raises(SystemExit):
-            training_quality.main()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nothing"], "no nothing; there are: vit; minilm"),
+        (["--methods", "nothing"], "no nothing; there are: plain Flax"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--output", "/dev/null/a"], "--output /dev/null/a: "),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr("sys.argv", ["x", "--output", str(tmp_path / "a"), *arguments])
+    with pytest.raises(SystemExit, match=message):
+        training_quality.main()
+    assert not any(tmp_path.iterdir())
 
 
 def _record(method, seed, loss, steps=200):

@@ -185,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             lm.memory.get_device(device)
         todo = cells(config.models, config.train, config.methods, config.devices, config.layers)
         compare_rows.read(config.output)
+        json_lines.check(config.output)
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2

@@ -22,12 +22,27 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def check(path: Path) -> None:
+    """Makes the directory.
+
+    Raises:
+      ValueError: names the file that cannot be written, before anything is measured.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"--output {path}: {error.strerror}") from error
+
+
 def append(path: Path, record: dict[str, Any]) -> None:
     """Adds a line, which is on the disk afterwards, and drops what an interrupted one left.
 
     It is one write: several processes may add to a file, as long as none of them is killed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)

@@ -179,7 +179,11 @@ def main() -> int:
     for given, known in ((config.tasks, TASKS), (config.methods, METHODS)):
         if unknown := set(given) - set(known):
             sys.exit(f"no {', '.join(sorted(unknown))}; there are: {'; '.join(known)}")
+    for name in ("seeds", "steps"):
+        if (given := getattr(config, name)) is not None and given < 1:
+            sys.exit(f"--{name} must be at least 1, got {given}")
     try:
+        json_lines.check(config.output)
         for task in config.tasks:
             run_task(task, config)
     except (ValueError, DivergedError) as error:
