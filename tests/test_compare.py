@@ -80,7 +80,7 @@ class Columns:
 
 
 def test_it_goes_on_where_it_stopped(tmp_path):
-    output = tmp_path / "new folder" / "rows.jsonl"
+    output = tmp_path / "rows.jsonl"
     columns = Columns("status", stops_at=2)
     with pytest.raises(KeyboardInterrupt):
         compare.run(FOUR, output, columns)
@@ -127,7 +127,7 @@ def test_a_column_more_is_added_to_what_is_there(tmp_path):
 @pytest.mark.gpu_compiler
 @pytest.mark.usefixtures("jax_defaults")
 def test_a_small_model(tmp_path, capsys):
-    output = tmp_path / "rows.jsonl"
+    output = tmp_path / "new folder" / "rows.jsonl"
     flags = "--models llama-tiny --train lora-qv --methods default lowmembp --layers scan"
     arguments = [*flags.split(), "--devices", "h200", "--output", str(output)]
     assert compare.main(arguments) == 0

@@ -23,17 +23,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def check(path: Path) -> None:
-    """Makes the directory.
+    """Makes the file and its directory where they are missing.
 
     Raises:
       ValueError: names the file that cannot be written, before anything is measured.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
         path.open("ab").close()
-        if new:
-            path.unlink()
     except OSError as error:
         raise ValueError(f"--output {path}: {error.strerror}") from error
 

@@ -67,7 +67,7 @@ TASKS = {
     "vit": Setup("vit", "full", 64, 200, 1e-3, "images"),
     "minilm": Setup("minilm", "full", 16, 200, 1e-4, "texts", 32),
     "llama": Setup("llama", "full", 16, 200, 1e-3, "", 128),
-    "minilm, LoRA": Setup("minilm", "lora-all", 16, 200, 1e-3, "texts", 32),
+    "minilm, LoRA": Setup("minilm", "lora-all", 16, 100, 1e-3, "texts", 32),
     "swin": Setup("swin", "full", 64, 200, 1e-3, "images"),
 }
 
