@@ -23,6 +23,7 @@ from lowmembp_examples.trainer.config import Config, Data, data_config, with_lea
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import summary
 from lowmembp_examples.trainer.losses import Totals, scores
+from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.source import find_source
 from lowmembp_examples.trainer.step import Metrics
 
@@ -167,7 +168,16 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     killed = losses_but_last(output)[-1][0]
     assert stopped < killed < STEPS
 
+    restored, restore = [], Checkpoints.restore
+
+    def remembered(self, abstract):
+        restored.append(restore(self, abstract))
+        return restored[-1]
+
+    monkeypatch.setattr(Checkpoints, "restore", remembered)
     results = train(parse(*arguments(texts, output, "--resume")))
+    # The first step had its memory for the state after it.
+    assert all(array.is_deleted() for array in jax.tree.leaves(restored))
     printed = capsys.readouterr()
     assert "dropped" not in printed.err
     went_on = int(re.search(r"going on after step (\d+)", printed.out)[1])
