@@ -1,13 +1,21 @@
 """What tests of several operators use."""
 
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+_QUICK: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later versions have no other emitters
+    _QUICK["xla_cpu_use_fusion_emitters"] = False
+#: `jax.jit` for tests that compile much and compute little.
+quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(

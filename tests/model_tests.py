@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.models import FAMILIES
@@ -17,8 +18,6 @@ import lowmembp_jax as lm
 
 DATA = Path(__file__).parent / "data" / "hf_tiny"
 EXACT = ["default", "norm+activation", "dots", "products", "full-remat", "offload"]
-# Tests compile much and compute little.
-OPTIONS = {"xla_backend_optimization_level": 0}
 LOWMEMBP = [
     *("lowmembp", "lowmembp+remat"),
     pytest.param("lowmembp+compress", marks=pytest.mark.slow),
@@ -71,7 +70,7 @@ class Case:
     def logits(self, compute, params=None, inputs=None):
         params = params or (self.merged if compute.merged else self.params)
         model = self.model(self.config, compute, **self.fields)
-        apply = jax.jit(model.apply, compiler_options=OPTIONS)
+        apply = quick_jit(model.apply)
         return apply({"params": params}, *(inputs or self.inputs))
 
     def loss(self, logits):
@@ -89,7 +88,7 @@ class Case:
             logits = model.apply({"params": params}, *self.inputs)
             return self.loss(logits), logits
 
-        step = jax.jit(jax.value_and_grad(step, has_aux=True), compiler_options=OPTIONS)
+        step = quick_jit(jax.value_and_grad(step, has_aux=True))
         with pytest.MonkeyPatch.context() as patch:
             if activation is not None:
                 module, name = self.activation

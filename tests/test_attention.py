@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.models.attention import (
     CHUNK,
     SHORT,
@@ -38,7 +39,7 @@ def value_and_grads(implementation, args, bias=None, **kwargs):
         out = attention(*args, implementation, bias=bias, **kwargs)
         return jnp.sum(out.astype(jnp.float32) * g), out
 
-    grads, out = jax.jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(args, bias)
+    grads, out = quick_jit(jax.grad(fn, argnums=(0, 1), has_aux=True))(args, bias)
     return out, grads
 
 

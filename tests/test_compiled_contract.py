@@ -36,7 +36,9 @@ def test_block_keeps_what_the_arithmetic_says(train, scan):
     assert block_units("lowmembp_jax", train, scan, compiler_options=options) <= limit
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unrolled", "scan"]
+)
 def test_codes_of_four_bits_keep_half_a_unit_more(scan):
     assert block_units("lowmembp_jax, 4 bits", "lora-qv", scan) <= 7.0 * TOLERANCE
 
@@ -72,7 +74,7 @@ def test_the_remat_policy_keeps_codes_and_norm_outputs_only():
 COMPRESSED = [
     ("compress", "full", 5.15),
     pytest.param("compress, int8", "full", 5.2, marks=pytest.mark.slow),
-    ("compress, its input alone", "full", 0.6),
+    pytest.param("compress, its input alone", "full", 0.6, marks=pytest.mark.slow),
     pytest.param("compress, attention in bfloat16", "full", 7.15, marks=pytest.mark.slow),
     ("compress, lowmembp_jax", "lora-qv", 3.7),
 ]
@@ -121,8 +123,8 @@ def test_llama_block_keeps_no_product_of_gate_and_up(jax_defaults, scan):
     ("model", "method", "limit"),
     [
         ("ViT", "compress", 1.12),
-        ("ViT", "compress, attention in bfloat16", 1.05),
-        ("LLaMA", "compress", 1.12),
+        pytest.param("ViT", "compress, attention in bfloat16", 1.05, marks=pytest.mark.slow),
+        pytest.param("LLaMA", "compress", 1.12, marks=pytest.mark.slow),
     ],
 )
 def test_compressed_blocks_are_estimated_to_take_little_longer(jax_defaults, model, method, limit):

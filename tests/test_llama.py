@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.models import language_head, llama
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import Llama, LlamaConfig
@@ -49,7 +50,7 @@ def test_chunked_loss(monkeypatch):
     def mean(params):
         return model.apply({"params": params}, ids, targets).sum() / ids[:, 1:].size
 
-    loss, gradients = jax.jit(jax.value_and_grad(mean))(GROUPED.params)
+    loss, gradients = quick_jit(jax.value_and_grad(mean))(GROUPED.params)
     np.testing.assert_allclose(loss, GROUPED.io["loss"], rtol=1e-6)
     assert_close(gradients, GROUPED.run(Compute()))
 
@@ -92,6 +93,7 @@ def test_a_block_keeps_what_the_arithmetic_says(mixed_dtypes, method, scan_layer
     assert kept(more) - kept(fewer) == pytest.approx(units * unit + rows, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_methods_compiled():
     """Peaks of a step with scanned layers."""

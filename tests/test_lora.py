@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import quick_jit
 from lora_reference import dense_weights, randomized
 from lowmembp_examples.lora import DENSES, add_lora, apply_lora, combine, partition
 from lowmembp_examples.models.llama import CONFIGS, Llama
@@ -53,9 +54,9 @@ def test_gradients():
     def dense_loss(weights):
         return plain.apply({"params": unflatten_dict(weights)}, IDS, IDS).sum()
 
-    grads = flatten_dict(jax.jit(jax.grad(loss))(trained))
+    grads = flatten_dict(quick_jit(jax.grad(loss))(trained))
     leaves = flatten_dict(params)
-    for path, grad in jax.jit(jax.grad(dense_loss))(dense_weights(params, SCALE)).items():
+    for path, grad in quick_jit(jax.grad(dense_loss))(dense_weights(params, SCALE)).items():
         if path[-2] not in DENSES:
             continue
         a, b = ((*path[:-1], f"kernel_lora_{name}") for name in "ab")

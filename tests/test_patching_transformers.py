@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from jax._src.ad_checkpoint import saved_residuals
 from jax.flatten_util import ravel_pytree
 
@@ -76,7 +77,7 @@ def relative_error(tree, reference) -> float:
 )
 def test_model(name):
     model, init, x = build(name)
-    params = jax.jit(init)(jax.random.key(0))
+    params = quick_jit(init)(jax.random.key(0))
     with lm.patch():
         patched_params = jax.eval_shape(init, jax.random.key(0))
     assert jax.eval_shape(init, jax.random.key(0)) == patched_params
@@ -85,7 +86,7 @@ def test_model(name):
         hidden = model(x, params=params, train=False).last_hidden_state
         return jnp.sum(hidden * jax.random.normal(jax.random.key(2), hidden.shape)), hidden
 
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    step = quick_jit(jax.value_and_grad(loss, has_aux=True))
     (_, hidden), grads = step(params)
     plain_bytes = bytes_kept(lambda p: loss(p)[0], params)
     with lm.patch() as report:
@@ -159,15 +160,15 @@ BLOCKS |= {"GPT2": "h/*", "Llama": "layers/*"}
 )
 def test_compressed_blocks(name):
     model, init, x = build(name)
-    params = jax.jit(init)(jax.random.key(0))
+    params = quick_jit(init)(jax.random.key(0))
 
     def loss(params):
         y = model(x, params=params)[0]
         return jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape))
 
-    want, exact = jax.jit(jax.value_and_grad(loss))(params)
+    want, exact = quick_jit(jax.value_and_grad(loss))(params)
     with lm.patch(compress=BLOCKS[name], compress_dtype=jnp.int8) as report:
-        got, grads = jax.jit(jax.value_and_grad(loss))(params)
+        got, grads = quick_jit(jax.value_and_grad(loss))(params)
         kept = bytes_kept(loss, params)
     places = [BLOCKS[name].replace("*", str(i)) for i in range(2)]
     assert report.swapped == {"compress": places} and not report.skipped
@@ -178,7 +179,7 @@ def test_compressed_blocks(name):
 
 def test_patterns_match_names_one_by_one():
     model, init, x = build("Bert")
-    params = jax.jit(init)(jax.random.key(0))
+    params = quick_jit(init)(jax.random.key(0))
     with lm.patch(compress=["encoder/layer/1", "layer/*", "encoder/*"], norms=True) as report:
         jax.eval_shape(lambda p: model(x, params=p), params)
     assert report.swapped["compress"] == ["encoder/layer"]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.models import bert
 from lowmembp_examples.models.roberta import CONFIGS, RobertaClassifier, RobertaConfig
 from model_tests import Case, ClassifierTests
@@ -30,8 +31,8 @@ def test_a_text_as_long_as_the_positions_reach():
     def loss(params):
         return model.apply({"params": params}, ids).sum()
 
-    params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
-    gradient = jax.jit(jax.grad(loss))(params)
+    params = quick_jit(model.init)(jax.random.key(0), ids)["params"]
+    gradient = quick_jit(jax.grad(loss))(params)
     used = np.abs(gradient["roberta"]["position_embeddings"]["embedding"]).sum(1) > 0
     np.testing.assert_array_equal(used, [False, False] + 10 * [True])
 

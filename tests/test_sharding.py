@@ -199,7 +199,13 @@ def mesh_of(devices, axis_type=AxisType.Auto):
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(
     ("devices", "implementation"),
-    [(2, "xla"), (4, "xla"), (8, "xla"), on_h200s("xla"), slow_on_h200s("pallas")],
+    [
+        pytest.param(2, "xla", marks=pytest.mark.slow),
+        (4, "xla"),
+        pytest.param(8, "xla", marks=pytest.mark.slow),
+        on_h200s("xla"),
+        slow_on_h200s("pallas"),
+    ],
 )
 def test_activations_of_any_width_exchange_nothing(devices, implementation, kind):
     """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are."""

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.checkpoints import from_params
 from lowmembp_examples.models import swin
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.swin_checkpoint import buffers
 from lowmembp_examples.models.windows import Windows, relative_position_index
-from model_tests import OPTIONS, Case, ClassifierTests, assert_close, step_gelu
+from model_tests import Case, ClassifierTests, assert_close, step_gelu
 
 import lowmembp_jax as lm
 
@@ -58,7 +59,7 @@ def test_even_tokens_for_cudnn(merged, monkeypatch):
         logits = model.apply({"params": params}, images)
         return jnp.square(logits).sum(), logits
 
-    step = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1, compiler_options=OPTIONS)
+    step = quick_jit(jax.grad(loss, has_aux=True), static_argnums=1)
     (expected, plain), (gradients, logits) = (step(params, model) for model in models)
     np.testing.assert_allclose(logits, plain, atol=2e-5)
     assert_close(gradients, expected)

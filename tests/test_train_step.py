@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import quick_jit
 from lowmembp_examples.data.images import ImageBatch
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.vit import ViT, ViTConfig
@@ -25,7 +26,7 @@ SIZES = ViTConfig(32, 1, 2, 64, image_size=8, patch_size=4, num_labels=5)
 
 
 def make_step(*args):
-    return jax.jit(make_pure_step(*args))
+    return quick_jit(make_pure_step(*args))
 
 
 def images(count, seed=0, scale=1.0):
@@ -36,7 +37,7 @@ def images(count, seed=0, scale=1.0):
 
 def vit():
     model = ViT(SIZES, Compute("lowmembp"))
-    params = jax.jit(model.init)(jax.random.key(0), images(1).images)["params"]
+    params = quick_jit(model.init)(jax.random.key(0), images(1).images)["params"]
     return make_loss("image-classification", model), params
 
 
@@ -223,8 +224,8 @@ def test_padding_counts_nowhere():
     batch = images(4)
     padded = ImageBatch(*(np.concatenate([x, x[:2]]) for x in batch))
     padded = padded._replace(mask=np.arange(6) < 4)
-    loss, totals = jax.jit(loss_fn)(params, {}, batch)
-    padded_loss, padded_totals = jax.jit(loss_fn)(params, {}, padded)
+    loss, totals = quick_jit(loss_fn)(params, {}, batch)
+    padded_loss, padded_totals = quick_jit(loss_fn)(params, {}, padded)
     np.testing.assert_allclose(padded_loss, loss, rtol=1e-6)
     np.testing.assert_allclose(padded_totals, totals, rtol=1e-6)
     assert totals.count == 4 and totals.correct <= 4
