@@ -1,6 +1,6 @@
 """Every model with every method and everything that is trained: the planner's training step,
-compiled for an H200 with no GPU. By default every model, every method and everything that is trained
-occurs; `-m slow` has all of them together.
+compiled for an H200 with no GPU. By default every model, every method and everything that is
+trained occurs; `-m slow` has all of them together.
 """
 
 import functools

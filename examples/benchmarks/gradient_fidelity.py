@@ -45,9 +45,6 @@ METHODS: dict[str, Compute] = {
     "operators, 2 bits": Compute("lowmembp"),
     "operators, 4 bits": Compute("lowmembp", bits=4),
     "operators, 4 bits, and compress": Compute("lowmembp+compress", bits=4),
-    "operators, 4 bits, and compress, int8": Compute(
-        "lowmembp+compress", bits=4, compress_dtype=jnp.int8
-    ),
 }
 
 

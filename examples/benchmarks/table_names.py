@@ -28,6 +28,7 @@ FIDELITY_METHODS = {
     "operators, 2 bits as published": "`lm.regelu2`, `lm.resilu2`: 2 bits, published tables",
     "operators, 2 bits": "`lm.gelu`, `lm.silu`, 2 bits",
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
+    "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`, float8_e4m3fn",
 }
 ACTIVATIONS = {
     "gelu_erf": "GELU",
