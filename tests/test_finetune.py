@@ -200,6 +200,7 @@ def test_hidden_states_are_pytorchs():
         check_hidden_states(partial(Bert(source.config).apply, {"params": params}))
 
 
+@pytest.mark.slow
 def test_stdlib_docs_are_balanced_split_and_do_not_name_their_package():
     train, dev = splits = load_stdlib_docs(5)
     names = set(train.labels)

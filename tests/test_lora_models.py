@@ -35,7 +35,8 @@ def base(family, method="lowmembp", **fields):
 @pytest.mark.parametrize(
     ("family", "train", "fields"),
     [
-        *((family, train, {}) for family in TINY for train in ("lora-all", "qlora-all")),
+        *((family, "lora-all", {}) for family in TINY),
+        *(pytest.param(family, "qlora-all", {}, marks=pytest.mark.slow) for family in TINY),
         ("llama", "lora-fa-all", {"scan_layers": True, "method": "dots"}),
         ("llama", "qlora-qv", {"method": "lowmembp+remat"}),
         ("llama", "qlora-all", {"scan_layers": True}),

@@ -16,7 +16,12 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 # One GPU of each compute capability that Triton compiles for.
 GPUS = {lm.memory.get_device(name).capability: name for name in lm.memory.DEVICES}
-GPUS = [name for capability, name in GPUS.items() if capability >= (8, 0)]
+GPUS = [
+    # The first of each generation of data centres; the rest are slow ones.
+    pytest.param(name, marks=() if capability[1] == 0 and capability < (11,) else pytest.mark.slow)
+    for capability, name in GPUS.items()
+    if capability >= (8, 0)
+]
 
 
 def compile_for(device, fn, *shapes_dtypes):

@@ -201,8 +201,8 @@ def mesh_of(devices, axis_type=AxisType.Auto):
     ("devices", "implementation"),
     [
         pytest.param(2, "xla", marks=pytest.mark.slow),
-        (4, "xla"),
-        pytest.param(8, "xla", marks=pytest.mark.slow),
+        pytest.param(4, "xla", marks=pytest.mark.slow),
+        (8, "xla"),
         on_h200s("xla"),
         slow_on_h200s("pallas"),
     ],

@@ -39,7 +39,8 @@ def test_whole_windows():
     assert not np.any(gradients["stage_0"]["layer_0"]["norm1"]["bias"])
 
 
-@pytest.mark.parametrize("merged", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
 def test_even_tokens_for_cudnn(merged, monkeypatch):
     """Windows of 9 tokens; another implementation stands in for cuDNN, which needs a GPU."""
     config = swin.SwinConfig(8, (2,), (2,), window_size=3, patch_size=2, num_labels=5)
