@@ -54,9 +54,8 @@ def test_twelve_blocks_keep_what_the_arithmetic_says(train, scan):
     assert units <= limit
 
 
-@pytest.mark.parametrize(
-    "train", ["full", *(pytest.param(t, marks=pytest.mark.slow) for t in ("lora-qv", "lora-all"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["full", "lora-qv", "lora-all"])
 def test_alternatives_that_recompute_no_matrix_product_keep_more(train):
     """Scanned, where everything that is kept is really stacked."""
     ours = block_units("lowmembp_jax", train, True)
@@ -105,7 +104,9 @@ def llama_units(method, scan):
     return (peaks[1] - peaks[0]) / 2 / (4 * 2048 * LLAMA.hidden_size * 2)
 
 
-@each_layout
+@pytest.mark.parametrize(
+    "scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unrolled", "scan"]
+)
 def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, scan):
     assert llama_units("compress", scan) <= 5.9
 

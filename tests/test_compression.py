@@ -403,6 +403,7 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
     x, rngs = normal(4, 8, 64), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     plain, ours = Model(Block), Model(lm.compress_module(Block))

@@ -27,6 +27,7 @@ def make(train, scan_layers=False):
     return plain, base, model, add_lora(model, base, jax.random.key(1), IDS)
 
 
+@pytest.mark.slow
 def test_nf4():
     """Weights in 4 bits with a scale for 64 inputs or fewer: near the ones they are of."""
     _, base, _, params = make("qlora-qv", scan_layers=True)

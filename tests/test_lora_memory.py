@@ -83,7 +83,10 @@ def compiled_sizes(train: Any, config, scan_layers, method="lowmembp", batch=1, 
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize(("scan_layers", "method"), [(False, "lowmembp"), (True, "lowmembp+remat")])
+@pytest.mark.parametrize(
+    ("scan_layers", "method"),
+    [pytest.param(False, "lowmembp", marks=pytest.mark.slow), (True, "lowmembp+remat")],
+)
 def test_quantized_weights_stay_so(scan_layers, method):
     """A layer more takes 4 bits a weight of arguments, and no weight in 16 bits is kept."""
     few_tokens = LlamaConfig(256, 2, 4, 704, vocab_size=64)

@@ -81,6 +81,7 @@ def test_modules_and_phases():
     assert "kernels" not in total.to_dict(kernels=False)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_recomputation_and_extra_passes_show():
     """3 blocks of ViT-B, full tuning."""
