@@ -17,6 +17,9 @@ EXPECTED = {"full": 10.5, "lora-all": 10.5, "lora-qv": 6.5}
 TOLERANCE = 1.03
 
 each_layout = pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+scan_is_slow = pytest.mark.parametrize(
+    "scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unrolled", "scan"]
+)
 each_train = pytest.mark.parametrize(
     "train", ["full", "lora-qv", pytest.param("lora-all", marks=pytest.mark.slow)]
 )
@@ -36,9 +39,7 @@ def test_block_keeps_what_the_arithmetic_says(train, scan):
     assert block_units("lowmembp_jax", train, scan, compiler_options=options) <= limit
 
 
-@pytest.mark.parametrize(
-    "scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unrolled", "scan"]
-)
+@scan_is_slow
 def test_codes_of_four_bits_keep_half_a_unit_more(scan):
     assert block_units("lowmembp_jax, 4 bits", "lora-qv", scan) <= 7.0 * TOLERANCE
 
@@ -104,9 +105,7 @@ def llama_units(method, scan):
     return (peaks[1] - peaks[0]) / 2 / (4 * 2048 * LLAMA.hidden_size * 2)
 
 
-@pytest.mark.parametrize(
-    "scan", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unrolled", "scan"]
-)
+@scan_is_slow
 def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, scan):
     assert llama_units("compress", scan) <= 5.9
 

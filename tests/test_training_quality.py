@@ -36,6 +36,11 @@ def test_a_run_that_was_killed_goes_on(tmp_path, monkeypatch):
     assert output.read_text().startswith(first) and len(json_lines.read(output)) == 4
     _train(monkeypatch, output, "--methods", "plain Flax", "--seeds", "2", "--steps", "3")
     assert json_lines.read(output)[-1]["steps"] == 3  # another training
+    both = "operators, 4 bits, and compress"  # is for LoRA, but where it is asked for
+    _train(monkeypatch, output, "--seeds", "1")
+    assert both not in {record["method"] for record in json_lines.read(output)}
+    _train(monkeypatch, output, "--seeds", "1", "--methods", both)
+    assert json_lines.read(output)[-1]["method"] == both
 
 
 @pytest.mark.slow
@@ -54,8 +59,8 @@ def test_a_training_of_each_kind(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "nothing"], "no nothing; there are: vit; minilm"),
-        (["--methods", "nothing"], "no nothing; there are: plain Flax"),
+        (["--tasks", "nothing"], "--tasks: no nothing; there are: vit; minilm"),
+        (["--methods", "nothing"], "--methods: no nothing; there are: plain Flax"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--output", "/dev/null/a"], "--output /dev/null/a: "),

@@ -31,7 +31,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import tyro
-from lowmembp_examples.benchmarks import compare_rows, json_lines, validate_plan
+from lowmembp_examples.benchmarks import compare_rows, flags, json_lines, validate_plan
 from lowmembp_examples.benchmarks.compare_cells import (
     DEVICES,
     METHODS,
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             lm.memory.get_device(device)
         todo = cells(config.models, config.train, config.methods, config.devices, config.layers)
         compare_rows.read(config.output)
-        json_lines.check(config.output)
+        flags.check_output(config.output)
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ if __name__ == "__main__":  # an import leaves the devices of others alone
 import jax
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import real_models
+from lowmembp_examples.benchmarks import flags, real_models
 from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as OTHERS
 from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.report import table
@@ -78,6 +78,7 @@ def drift(model: real_models.RealModel, compute: Compute, steps: int) -> dict[st
 
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
+    flags.check(config, ("batch_size", "steps"), methods=METHODS)
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "versions": versions(),

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import real_models
+from lowmembp_examples.benchmarks import flags, real_models
 from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.report import table
 from lowmembp_examples.benchmarks.stages import versions
@@ -74,6 +74,7 @@ class Config:
 
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
+    flags.check(config, ("batch_size", "max_tokens", "batches"), methods=METHODS)
     results: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "versions": versions(),

@@ -22,19 +22,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def check(path: Path) -> None:
-    """Makes the file and its directory where they are missing.
-
-    Raises:
-      ValueError: names the file that cannot be written, before anything is measured.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"--output {path}: {error.strerror}") from error
-
-
 def append(path: Path, record: dict[str, Any]) -> None:
     """Adds a line, which is on the disk afterwards, and drops what an interrupted one left.
 

@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import json_lines, real_models
+from lowmembp_examples.benchmarks import flags, json_lines, real_models
 from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as APPROXIMATE
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.data.batches import EvaluationBatches
@@ -44,7 +44,7 @@ _TABLES = ("operators, 4 bits", "operators, 2 bits", "operators, 2 bits as publi
 _COMPRESS = ("compress", "compress, int8", "compress, int4", "compress, inputs of layers alone")
 _BOTH = "operators, 4 bits, and compress"
 METHODS = {PLAIN: Compute()} | {name: APPROXIMATE[name] for name in (*_COMPRESS, *_TABLES, _BOTH)}
-#: What a task does not need: both together are for LoRA.
+#: What a task does not need, but where it is asked for: both together are for LoRA.
 _LEFT_OUT = {"llama": (*_TABLES[1:], _BOTH), "minilm, LoRA": ()}
 #: What makes two records the same training.
 _KEY = ("task", "method", "seed", "steps", "data")
@@ -88,8 +88,8 @@ class Config:
     """A line a training. What stands there already is not trained again."""
     tasks: tuple[str, ...] = tuple(TASKS)
     """Which models."""
-    methods: tuple[str, ...] = tuple(METHODS)
-    """Which methods: "operators, 4 bits, and compress" are for LoRA alone."""
+    methods: tuple[str, ...] = ()
+    """Which methods. Default: those that differ in the task."""
     seeds: int = 5
     """Trainings of each."""
     steps: int | None = None
@@ -159,12 +159,12 @@ def run_task(task: str, config: Config) -> None:
     setup = TASKS[task]
     setup = setup._replace(steps=config.steps or setup.steps)
     runners: dict[str, Runner] = {}
+    left_out = _LEFT_OUT.get(task, (_BOTH,))
+    methods = config.methods or [name for name in METHODS if name not in left_out]
     done = {tuple(record[part] for part in _KEY) for record in json_lines.read(config.output)}
     for seed in range(config.seeds):
         model = load(setup, config, seed)
-        for method in config.methods:
-            if method in _LEFT_OUT.get(task, (_BOTH,)):
-                continue
+        for method in methods:
             key = task, method, seed, setup.steps, model.task.source
             if key in done:
                 continue
@@ -179,14 +179,8 @@ def run_task(task: str, config: Config) -> None:
 
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
-    for given, known in ((config.tasks, TASKS), (config.methods, METHODS)):
-        if unknown := set(given) - set(known):
-            sys.exit(f"no {', '.join(sorted(unknown))}; there are: {'; '.join(known)}")
-    for name in ("seeds", "steps"):
-        if (given := getattr(config, name)) is not None and given < 1:
-            sys.exit(f"--{name} must be at least 1, got {given}")
+    flags.check(config, ("seeds", "steps"), tasks=TASKS, methods=METHODS)
     try:
-        json_lines.check(config.output)
         for task in config.tasks:
             run_task(task, config)
     except (ValueError, DivergedError) as error:
