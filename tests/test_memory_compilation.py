@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.planning.factories import load_factory
 
 X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
 QKV = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
@@ -170,6 +171,7 @@ def test_wheels_of_either_cuda_will_do(monkeypatch):
 
 
 @pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("jax_defaults")
 def test_missing_cudnn_says_how_to_install_it(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
@@ -180,12 +182,19 @@ def test_missing_cudnn_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", not_found)
     with pytest.raises(RuntimeError, match="cuDNN not found"):  # installed, and yet
         lm.memory.compile_for(cudnn_attention, QKV)
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == "nvidia.cudnn" else find_spec(name),
-    )
-    with pytest.raises(
+
+    def without_nvidia(name):
+        if name == "nvidia.cudnn":
+            raise ModuleNotFoundError("No module named 'nvidia'")
+        return find_spec(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_nvidia)
+    missing = pytest.raises(
         ImportError, match=r"needs nvidia-cudnn-cu12 or -cu13: pip install 'lowmembp_jax"
-    ):
+    )
+    with missing:
         lm.memory.compile_for(cudnn_attention, QKV)
+    with missing:
+        lm.memory.residuals(cudnn_attention, QKV)
+    with missing:
+        load_factory("vit-ti16")("default", 2)

@@ -1,6 +1,5 @@
 """Compiling a function for GPUs that are not there."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from lowmembp_jax.jax_internals import lower_without_callbacks
 from lowmembp_jax.memory.compiler import check_platform, compile_lowered
 from lowmembp_jax.memory.constants import StepError, close_over_constants, is_array
-from lowmembp_jax.memory.devices import get_device
+from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
 from lowmembp_jax.memory.planning.meshes import (
     MeshLike,
     abstract_on,
@@ -153,16 +152,9 @@ def _lower(
         options["out_shardings"] = jax.tree.map(
             lambda spec: on_mesh(gpus, spec, "out_shardings"), out_shardings, is_leaf=is_spec
         )
-    try:
+    with says_how_to_install_cudnn():
         traced = jax.jit(fn, **options).trace(*args)
         lowered, callbacks = lower_without_callbacks(traced)
-    except RuntimeError as error:
-        if "cuDNN" in str(error) and not importlib.util.find_spec("nvidia.cudnn"):
-            raise ImportError(
-                "compiling cuDNN's flash attention needs nvidia-cudnn-cu12 or -cu13: "
-                "pip install 'lowmembp_jax[planner]' (Linux)"
-            ) from error
-        raise
     names = ", ".join(sorted(set(callbacks)))
     note = f"callbacks ({names}) are left out; what they return is taken for zeros"
     return Lowering(traced.jaxpr.jaxpr, lowered, args, False, (note,) if callbacks else ())

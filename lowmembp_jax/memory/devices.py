@@ -1,11 +1,12 @@
 """GPUs that XLA can compile for with none present: a target description each."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -120,20 +121,38 @@ class Device:
         return int(self.memory_bytes * fraction)
 
 
+def _absent(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # its parent is absent
+        return True
+
+
 def missing_wheels() -> list[str]:
     """The Python packages that compiling for a GPU needs and this environment lacks.
 
     Those of CUDA 12 or of CUDA 13, of which fewer are missing.
     """
-
-    def absent(module: str) -> bool:
-        try:
-            return importlib.util.find_spec(module) is None
-        except ModuleNotFoundError:
-            return True
-
-    missing = [[w for module, w in wheels.items() if absent(module)] for wheels in WHEELS]
+    missing = [[w for module, w in wheels.items() if _absent(module)] for wheels in WHEELS]
     return min(missing, key=len)
+
+
+@contextlib.contextmanager
+def says_how_to_install_cudnn() -> Iterator[None]:
+    """For what traces a function: JAX asks for cuDNN when it meets cuDNN's flash attention.
+
+    Raises:
+      ImportError: in place of JAX's error, where cuDNN's wheel is missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "cuDNN" in str(error) and _absent("nvidia.cudnn"):
+            raise ImportError(
+                "cuDNN's flash attention needs nvidia-cudnn-cu12 or -cu13: "
+                "pip install 'lowmembp_jax[planner]' (Linux)"
+            ) from error
+        raise
 
 
 def target_config(device: str | os.PathLike[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.planning.lost_work import has_backward, without_unused
 from lowmembp_jax.memory.planning.modules import of_states
 from lowmembp_jax.memory.saved_residuals.labels import Labels
@@ -90,11 +91,13 @@ def residuals(
         no output is floating.
       ValueError: `argnums` are not positions of arguments; `fn` is a training step, which computes
         gradients itself.
+      ImportError: `fn` has cuDNN's attention, and cuDNN's wheel is missing.
     """
     fn, args = of_states(fn, args, is_loss=True)
     plain = functools.cache(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
     try:
-        traced = trace(fn, args, argnums)
+        with says_how_to_install_cudnn():
+            traced = trace(fn, args, argnums)
     except (NotImplementedError, TypeError):
         # A step may have no second derivative, and return no arrays.
         with contextlib.suppress(TypeError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax.importing import NoSuchFunctionError, function_of_file
+from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.planning.workload import METHODS, Workload, WorkloadError, as_workload
 from lowmembp_jax.patching import patch
 
@@ -72,7 +73,8 @@ class Factory:
         if "method" in names:
             options["method"] = method
         try:
-            workload = as_workload(self.function(**options), self.name)
+            with says_how_to_install_cudnn():
+                workload = as_workload(self.function(**options), self.name)
         except ValueError as error:
             if self.is_example:
                 raise WorkloadError(f"{self.name}: {error}") from error
