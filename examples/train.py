@@ -1,6 +1,6 @@
 """Trains or fine-tunes a ViT, Swin, BERT, RoBERTa or LLaMA, on one device or on many.
 
-    pip install -e ".[examples]"
+    pip install ".[examples]"
     python examples/train.py
 
 A small BERT learns, from nothing, from which of 8 packages of Python's standard library a docstring
