@@ -46,7 +46,22 @@ class ReSiLU2(nnx.Module):
         return resilu2(x, implementation=self.implementation)
 
 
-class MSLayerNorm(nnx.LayerNorm):
+class _KeepsOutput:
+    """The arguments that a norm of NNX gets besides its own."""
+
+    def __init__(
+        self,
+        *args: Any,
+        residual: str = "auto",
+        implementation: str | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.residual, self.implementation = residual, implementation
+        check_norm(self)
+
+
+class MSLayerNorm(_KeepsOutput, nnx.LayerNorm):
     """`nnx.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
     Arguments, parameters and state are those of `nnx.LayerNorm`. Besides:
@@ -60,36 +75,14 @@ class MSLayerNorm(nnx.LayerNorm):
         broadcast to x.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        residual: str = "auto",
-        implementation: str | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        self.residual, self.implementation = residual, implementation
-        check_norm(self)
-
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "..."] | None = None
     ) -> Float[Array, "*shape"]:
         return apply_norm(self, self, x, mask, center=True)
 
 
-class MSRMSNorm(nnx.RMSNorm):
+class MSRMSNorm(_KeepsOutput, nnx.RMSNorm):
     """`nnx.RMSNorm`, differentiated from its output; arguments and errors as of `MSLayerNorm`."""
-
-    def __init__(
-        self,
-        *args: Any,
-        residual: str = "auto",
-        implementation: str | None = None,
-        **kwargs: Any,
-    ):
-        super().__init__(*args, **kwargs)
-        self.residual, self.implementation = residual, implementation
-        check_norm(self)
 
     def __call__(
         self, x: Float[Array, "*shape"], mask: Bool[Array, "..."] | None = None
