@@ -9,10 +9,10 @@ import functools
 import json
 import math
 import re
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from lowmembp_jax.memory.source_files import is_framework
 
 # XLA calls the host's memory, where it is pinned, 5.
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")
@@ -153,23 +153,6 @@ class Program:
         return instruction.op_name or next(named, "")
 
 
-# What runs a program: console scripts, and `runpy` in Python's own library.
-_STARTERS = (*(f"{sysconfig.get_path(name)}/" for name in ("scripts", "stdlib")), "<frozen ")
-
-
-def _is_framework(path: str) -> bool:
-    """Whether users of a program did not write this file: JAX, Flax and their like, and us."""
-    package = Path(__file__).parents[2]
-    if path.startswith((f"{package}/", f"{package.parent}/pallas_kernels/")):
-        return True
-    _, installed, rest = path.rpartition("-packages/")
-    if not installed and path.startswith(_STARTERS):
-        return True
-    return bool(installed) and rest.split("/")[0] in {
-        "flax", "jax", "jax_triton", "jaxlib", "lowmembp_jax", "optax", "pallas_kernels", "qwix",
-    }  # fmt: skip
-
-
 class _Sources:
     """Source lines: of the tables before the program, or written out at the instruction."""
 
@@ -195,7 +178,7 @@ class _Sources:
 
     @functools.cache  # noqa: B019  lives as long as one call of `parse`
     def of_frame(self, frame: int) -> str:
-        users = (entry for entry in self._stack(frame) if not _is_framework(entry[0]))
+        users = (entry for entry in self._stack(frame) if not is_framework(entry[0]))
         return next((f"{file}:{line}" for file, line in users), "")
 
     def of(self, metadata: str, strings: dict[str, str]) -> str:

@@ -1,10 +1,8 @@
 """What a reader calls an equation: its operation, its module and the line that asked for it."""
 
 import functools
-import importlib.util
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,20 +12,10 @@ from jax import lax
 from lowmembp_jax import jax_internals
 from lowmembp_jax.checkpointing import CODES, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
+from lowmembp_jax.memory.source_files import is_framework
 
 _OURS = {CODES: "codes", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
 
-# Frames of these are not the user's.
-_LIBRARIES = ("jax", "jaxlib", "flax", "qwix", "lowmembp_jax", "pallas_kernels")
-_ROOTS = (
-    *(
-        os.path.dirname(spec.origin) + os.sep
-        for spec in map(importlib.util.find_spec, _LIBRARIES)
-        if spec is not None and spec.origin is not None
-    ),
-    sysconfig.get_paths()["stdlib"] + os.sep,
-    "<frozen ",
-)
 _HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
 # Files whose public functions and modules are operations by name. What one of jax.nn or of this
@@ -64,7 +52,7 @@ class _Frame(NamedTuple):
 
     @property
     def is_user(self) -> bool:
-        return not self.file.startswith(_ROOTS)
+        return not is_framework(self.file)
 
     @property
     def public(self) -> str:
