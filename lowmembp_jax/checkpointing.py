@@ -8,10 +8,12 @@ from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
 NORM_OUTPUT = "lowmembp_norm_output"
+#: The same with a scale or a bias, of which the backward takes it free again.
+NORM_AFFINE_OUTPUT = "lowmembp_norm_affine_output"
 NORM_RSTD = "lowmembp_norm_rstd"
 
 #: The `checkpoint_name` of every residual that the operators of this library keep.
-RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_RSTD)
+RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_AFFINE_OUTPUT, NORM_RSTD)
 
 
 # Primitives whose results take a matrix product, a convolution or a kernel to compute again.

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from lowmembp_jax.arrays import without_forward_mode
-from lowmembp_jax.checkpointing import products_saveable
+from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, products_saveable
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
 from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
@@ -56,7 +56,8 @@ def compress(
     Stored in `dtype` are the floating arrays that the backward needs, each once: results that
     `policy` keeps, and the activations among the arguments. As they are stay parameters and what is
     computed from them alone, what depends on nothing that is differentiated, integers, booleans,
-    keys, arrays under 1024 elements, and statistics of rows such as the logsumexp of attention.
+    keys, arrays under 1024 elements, statistics of rows such as the logsumexp of attention, and the
+    outputs of this library's norms that the backward divides by a frozen scale.
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
@@ -223,7 +224,9 @@ def _with_stored_residuals(
 
 
 def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
-    dtype = dtypes.get(fact.name, dtypes.get(None))
+    # Divided by a small scale, the error of 8 bits would be large.
+    names = {NORM_AFFINE_OUTPUT: None} | dict(dtypes)
+    dtype = names.get(fact.name, names.get(None))
     is_kept = fact.statistic or not (fact.varied and fact.activation)
     return None if is_kept else storage_dtype(array, dtype)
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, compute_dtype, without_forward_mode
-from lowmembp_jax.checkpointing import NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.partitioning import with_whole_rows
 from pallas_kernels.row_norm import recovery
 
@@ -165,7 +165,8 @@ def _forward(spec: NormSpec, *primals):
         return out, ({kind: x}, (rstd, mean), scale, bias, mask)
     if kind == "output":
         # The residual is the very array that is returned: a cast in between would be a copy.
-        out = normalized = checkpoint_name(out, NORM_OUTPUT)
+        name = NORM_OUTPUT if scale is None else NORM_AFFINE_OUTPUT
+        out = normalized = checkpoint_name(out, name)
     else:
         normalized = checkpoint_name(normalized, NORM_OUTPUT)
     return out, ({kind: normalized}, checkpoint_name(rstd, NORM_RSTD), scale, bias, mask)

@@ -471,3 +471,18 @@ def test_an_activation_in_the_place_of_the_parameters_is_said():
     with pytest.warns(UserWarning, match=r"every array that tanh is given.*params_argnums=\(\)"):
         lm.compress(jnp.tanh)(normal(32, 64))
     assert lm.compress(lambda: 3)() == 3  # nothing is given, and nothing is said
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_a_frozen_scale_near_zero_makes_no_error_of_8_bits_large(dtype):
+    """The backward divides the norm's output by it. MiniLM's last norm has one."""
+    x, weight = normal(8, 16, 64), normal(64, 32, key=1).at[5].multiply(100)
+    scale, bias = jnp.ones(64).at[5].set(1e-5), jnp.zeros(64).at[5].set(5e-4)
+
+    def block(params, x):
+        return jnp.tanh(lm.ms_layer_norm(x @ params, scale, bias) @ weight / 8)
+
+    compressed = lm.compress(block, dtype=dtype, policy=None)
+    kernel = normal(64, 64, key=2) / 8
+    got, want = (gradients(f, kernel, x) for f in (compressed, block))
+    assert 0 < error(got, want) < 0.05

@@ -10,11 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowmembp_jax import jax_internals
-from lowmembp_jax.checkpointing import CODES, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.checkpointing import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 from lowmembp_jax.memory.source_files import is_framework
 
-_OURS = {CODES: "codes", NORM_OUTPUT: "output", NORM_RSTD: "rstd"}
+_OURS = {
+    CODES: "codes",
+    NORM_OUTPUT: "output",
+    NORM_AFFINE_OUTPUT: "output",
+    NORM_RSTD: "rstd",
+}
 
 _HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
