@@ -164,6 +164,7 @@ def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -
       trained, frozen: from `partition`. The trained may be master weights of another dtype.
       dtype: of the computation. A and B are cast to it; all else the modules cast themselves.
     """
-    leaves = flatten_dict(trained) | flatten_dict(frozen)
+    # A module casts an array of NumPy, and qwix then does not know it for its weight.
+    leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
     return unflatten_dict(leaves | cast)

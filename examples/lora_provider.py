@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 from jax import lax
+from qwix._src.utils.flax_util import find_param
 
 #: Weights of one output that share a scale of NF4, or the largest divisor of it that fits.
 BLOCK = 64
@@ -24,6 +26,13 @@ class Provider(qwix.LoraProvider):
 
     def dot_general(self, lhs, rhs, *args, **kwargs):
         rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
+        others = None if isinstance(rhs, jax.Array | np.ndarray) else type(rhs)
+        if isinstance(rule, qwix.LoraRule) and find_param(rhs, others) is None:
+            # qwix would leave LoRA out and say nothing.
+            raise ValueError(
+                "LoRA does not find the weight among the module's parameters: they must be "
+                "jax.Arrays, as jax.tree.map(jnp.asarray, params) makes of NumPy's"
+            )
         if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
             # Initializing. qwix replaces the weight and then looks for it by its shape, unless
             # it is a reshape of another, as DenseGeneral's first values are. It looks no further

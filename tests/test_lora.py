@@ -43,6 +43,18 @@ def test_nf4():
         assert 0.05 < error < 0.1, path
 
 
+def test_arrays_of_numpy():
+    """Checkpoints have them. qwix does not know them again as a module's weights."""
+    _, _, model, params = make("lora-qv")
+    params = randomized(params)
+    want = model.apply({"params": params}, IDS)
+    given = jax.tree.map(np.asarray, params)
+    got = model.apply({"params": combine(*partition(given, "lora-qv"), jnp.float32)}, IDS)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    with pytest.raises(ValueError, match=r"must be jax\.Arrays, as jax\.tree\.map"):
+        model.apply({"params": given}, IDS)
+
+
 def test_gradients():
     """Those of A and B that follow from the gradient of the weight."""
     plain, _, model, params = make("qlora-all", scan_layers=True)
