@@ -176,8 +176,8 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
 
     monkeypatch.setattr(Checkpoints, "restore", remembered)
     results = train(parse(*arguments(texts, output, "--resume")))
-    # The first step had its memory for the state after it.
-    assert all(array.is_deleted() for array in jax.tree.leaves(restored))
+    # The first step had its memory for the state after it; XLA 0.11 does not take a number's.
+    assert all(array.is_deleted() for array in jax.tree.leaves(restored) if array.ndim)
     printed = capsys.readouterr()
     assert "dropped" not in printed.err
     went_on = int(re.search(r"going on after step (\d+)", printed.out)[1])
