@@ -25,6 +25,8 @@ each_train = pytest.mark.parametrize(
 )
 
 JAX_0_10 = jax.__version_info__ < (0, 11)
+#: XLA of JAX 0.11, unlike that before and that after, keeps an array more of a scanned block.
+EXTRA_IN_SCANS = 1.1 if (0, 11) <= jax.__version_info__ < (0, 12) else 0.0
 
 
 @each_train
@@ -84,7 +86,8 @@ COMPRESSED = [
 @pytest.mark.parametrize(("method", "train", "limit"), COMPRESSED)
 def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
     # With fewer blocks XLA 0.10.2 has its peak elsewhere.
-    assert block_units(method, train, scan, (4, 8) if scan else (4, 6)) <= limit
+    units = block_units(method, train, scan, (4, 8) if scan else (4, 6))
+    assert units <= limit + EXTRA_IN_SCANS * scan
 
 
 #: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,
@@ -114,7 +117,7 @@ def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, sca
 def test_llama_block_keeps_no_product_of_gate_and_up(jax_defaults, scan):
     """Norm outputs 1 + 1, q, k, v, attention 4, gate and up 2.75 each; exact gradients."""
     units = llama_units("lowmembp_jax", scan)
-    assert units <= 11.5 * TOLERANCE
+    assert units <= 11.5 * TOLERANCE + EXTRA_IN_SCANS * scan
     if not scan:  # where plain Flax keeps least: 16.25, scanned 30.5
         assert 1.35 * units < llama_units("default", scan)
 
