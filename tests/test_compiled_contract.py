@@ -78,7 +78,7 @@ COMPRESSED = [
     pytest.param("compress, int8", "full", 5.2, marks=pytest.mark.slow),
     pytest.param("compress, its input alone", "full", 0.6, marks=pytest.mark.slow),
     pytest.param("compress, attention in bfloat16", "full", 7.15, marks=pytest.mark.slow),
-    ("compress, lowmembp_jax", "lora-qv", 3.7),
+    pytest.param("compress, lowmembp_jax", "lora-qv", 3.7, marks=pytest.mark.slow),
 ]
 
 

@@ -12,7 +12,10 @@ if lm.memory.missing_wheels():
 from lowmembp_examples.benchmarks import third_party
 
 
-@pytest.mark.parametrize("train", third_party.TRAINED)
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param(t, marks=[pytest.mark.slow] * (t == "full")) for t in third_party.TRAINED],
+)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n != "Llama")) for n in third_party.MODELS],
