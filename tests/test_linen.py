@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
@@ -27,7 +28,7 @@ def data(shape, dtype=jnp.float32):
 
 
 def init_and_apply(module, x, **mask):
-    return jax.jit(module.init_with_output)(jax.random.key(1), x, **mask)
+    return quick_jit(module.init_with_output)(jax.random.key(1), x, **mask)
 
 
 def assert_same_parameters(ours, flax):
@@ -86,7 +87,7 @@ def test_every_field_means_what_it_means_in_flax(mixed_dtypes, ours, flax, given
         def loss(params, x):
             return jnp.sum(module.apply(params, x, **mask).astype(jnp.float32) * weights)
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+        return quick_jit(jax.grad(loss, argnums=(0, 1)))(params, x)
 
     # Ours keeps y in the output's dtype; bfloat16 parameters get bfloat16 gradients.
     low = {jnp.bfloat16, jnp.float16} & {given.get("dtype"), given.get("param_dtype")}
@@ -141,7 +142,7 @@ def test_gradients_in_float64(mixed_dtypes, ours, flax, residual, axes, masked):
             def loss(params, x):
                 return jnp.sum(module.apply(params, x, mask=mask) * weights)
 
-            return jax.jit(jax.grad(loss, (0, 1)))(params, x)
+            return quick_jit(jax.grad(loss, (0, 1)))(params, x)
 
         # A row without any position is NaN in both.
         got, expected = grads(ours(residual=residual, **given)), grads(flax(**given))
@@ -251,7 +252,7 @@ def test_lifted(lift, ours, flax):
         def loss(params, x):
             return jnp.sum(jnp.sin(lift(Layer)(norm=norm).apply(params, x, None)[0]))
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+        return quick_jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4),

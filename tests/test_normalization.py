@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, run_in_triton_interpreter
+from helpers import only_interpreted, quick_jit, run_in_triton_interpreter
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -49,16 +49,22 @@ def reference(name, x, *parameters):
     return y
 
 
+def output_and_gradients(op, g, *args):
+    y, vjp = jax.vjp(op, *args)
+    return y, vjp(g)
+
+
 @cache
 def example(name, shape, x_dtype, dtype, with_affine):
     """Arguments, cotangent, and the float64 output and gradients."""
     x = (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(x_dtype)
     g = jax.random.normal(jax.random.key(1), shape).astype(dtype)
     args = (x, *(affine(name, shape[-1]) if with_affine else ()))
+
+    exact = quick_jit(partial(output_and_gradients, partial(reference, name)))
     with jax.enable_x64(True):
-        y, vjp = jax.vjp(partial(reference, name), *(np.asarray(a, np.float64) for a in args))
-        gradients = vjp(jnp.asarray(np.asarray(g, np.float64)))
-    return args, g, *jax.tree.map(np.asarray, (y, gradients))
+        wide = (np.asarray(a, np.float64) for a in (g, *args))
+        return args, g, *jax.tree.map(np.asarray, exact(*wide))
 
 
 def gradients(op, *args):
@@ -81,8 +87,7 @@ class Norms:
     def test_output_and_gradients_against_float64(self, name, shape, x_dtype, dtype, residual):
         args, g, want_y, want = example(name, shape, x_dtype, dtype, residual is not None)
         op = self.op(name, dtype=dtype, residual=residual or "auto")
-        y, vjp = jax.vjp(op, *args)
-        got = vjp(g)
+        y, got = quick_jit(partial(output_and_gradients, op))(g, *args)
         assert y.dtype == dtype and y.shape == shape
         if not y.size:
             assert all(a.shape == b.shape for a, b in zip(got, args, strict=True))

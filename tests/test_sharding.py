@@ -1,7 +1,7 @@
 """On 8 devices: the values of one device, and no collective that default Flax has not."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -61,6 +61,15 @@ def gradients(op, *args):
     return jax.grad(lambda *a: jnp.sum(jnp.square(op(*a))), argnums=tuple(range(len(args))))(*args)
 
 
+@cache
+def on_one_device(name, implementation):
+    """The gradients that a mesh must give too."""
+    ours, _, count = OPS[name]
+    return jax.jit(partial(gradients, partial(ours, implementation=implementation)))(
+        *arguments(count)
+    )
+
+
 COLLECTIVE = (
     r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
@@ -78,26 +87,36 @@ def collectives(compiled) -> dict[str, int]:
 
 
 def assert_adds_none(ours, baseline):
-    ours, baseline = collectives(ours), collectives(baseline)
+    """`baseline` are Flax's own collectives."""
+    ours = collectives(ours)
     assert all(size <= baseline.get(kind, 0) for kind, size in ours.items()), (ours, baseline)
+
+
+def on_a_mesh(op, count, split, axis_type):
+    """The compiled program of the gradients, and its arguments."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        x, *rest = arguments(count)
+        sharded = [jax.device_put(x, NamedSharding(mesh, SPECS[split]))]
+        sharded += [jax.device_put(a, NamedSharding(mesh, P())) for a in rest]
+        return jax.jit(partial(gradients, op)).lower(*sharded).compile(), sharded
+
+
+@cache
+def collectives_of_flax(name, split, axis_type):
+    _, theirs, count = OPS[name]
+    return collectives(on_a_mesh(theirs, count, split, axis_type)[0])
 
 
 @each_case
 @each_implementation
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_meshes(name, split, axis_type, implementation):
-    ours, theirs, count = OPS[name]
+    ours, _, count = OPS[name]
     ours = partial(ours, implementation=implementation)
-    args = arguments(count)
-    want = jax.jit(partial(gradients, ours))(*args)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        sharded = [jax.device_put(args[0], NamedSharding(mesh, SPECS[split]))]
-        sharded += [jax.device_put(a, NamedSharding(mesh, P())) for a in args[1:]]
-        compiled = jax.jit(partial(gradients, ours)).lower(*sharded).compile()
-        got = compiled(*sharded)
-        baseline = jax.jit(partial(gradients, theirs)).lower(*sharded).compile()
-    assert_adds_none(compiled, baseline)
+    compiled, sharded = on_a_mesh(ours, count, split, axis_type)
+    got, want = compiled(*sharded), on_one_device(name, implementation)
+    assert_adds_none(compiled, collectives_of_flax(name, split, axis_type))
     assert got[0].sharding.is_equivalent_to(sharded[0].sharding, 3)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
@@ -110,7 +129,7 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
     ours, _, count = OPS[name]
     ours = partial(ours, implementation="pallas_interpret")
     args = arguments(count)
-    want = jax.jit(partial(gradients, ours))(*args)
+    want = on_one_device(name, "pallas_interpret")
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         sharded = [jax.device_put(args[0], NamedSharding(mesh, SPECS["hidden"]))]
@@ -132,8 +151,7 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
 def test_inside_shard_map(name, split, check_vma, implementation):
     ours, _, count = OPS[name]
     ours = partial(ours, implementation=implementation)
-    args = arguments(count)
-    want = jax.jit(partial(gradients, ours))(*args)
+    args, want = arguments(count), on_one_device(name, implementation)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(
         ours,
@@ -149,6 +167,23 @@ def test_inside_shard_map(name, split, check_vma, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
 
+def compiled_for_eight_h200s(op, name, split, mapped):
+    count = OPS[name][2]
+    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, SPECS[split]))
+    row = jax.ShapeDtypeStruct(SHAPE[-1:], jnp.float32, sharding=NamedSharding(mesh, P()))
+    if mapped:
+        specs = (SPECS[split], *(P(),) * count)
+        op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
+
+
+@cache
+def collectives_of_flax_on_h200s(name, split, mapped):
+    return collectives(compiled_for_eight_h200s(OPS[name][1], name, split, mapped))
+
+
 @pytest.mark.gpu_compiler
 @each_case
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
@@ -161,26 +196,16 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
         library = pytest.importorskip("jax_triton.triton_lib").triton_kernel_call_lib
         # All that jax-triton 0.3 asks of a GPU.
         monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
-    ours, theirs, count = OPS[name]
-    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, SPECS[split]))
-    row = jax.ShapeDtypeStruct(SHAPE[-1:], jnp.float32, sharding=NamedSharding(mesh, P()))
-
-    def compiled(op):
-        if mapped:
-            specs = (SPECS[split], *(P(),) * count)
-            op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split])
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
-
-    program = compiled(partial(ours, implementation=implementation))
+    program = compiled_for_eight_h200s(
+        partial(OPS[name][0], implementation=implementation), name, split, mapped
+    )
     text = program.as_text()
     family = "norm" if "norm" in name else "gated" if name == "swiglu" else "activation"
     if implementation == "pallas":
         assert all(f"lowmembp_{family}_{way}" in text for way in ("forward", "backward"))
     else:  # the kernels' names are in the calls' compressed bodies
         assert text.count('custom_call_target="triton_kernel_call') >= 2
-    assert_adds_none(program, compiled(theirs))
+    assert_adds_none(program, collectives_of_flax_on_h200s(name, split, mapped))
 
 
 on_h200s = partial(pytest.param, 16, marks=pytest.mark.gpu_compiler)
@@ -254,4 +279,5 @@ def test_a_width_that_does_not_divide_by_the_devices():
         run = partial(gradients, lambda x: split(op(split(x))))
         return jax.jit(run, out_shardings=whole).lower(x).compile()
 
-    assert_adds_none(compiled(lm.regelu2), compiled(partial(nn.gelu, approximate=True)))
+    plain = compiled(partial(nn.gelu, approximate=True))
+    assert_adds_none(compiled(lm.regelu2), collectives(plain))
