@@ -165,16 +165,29 @@ def test_measuring_in_a_process_of_its_own():
 def test_tables_have_what_was_planned(tmp_path, monkeypatch):
     output = tmp_path / "rows.jsonl"
     row = {"status": "planned", "peak": 3 * 2**30, "estimated_seconds": 0.0123}
-    vit = cells(["vit-b16"], ["full"], ["default", "dots", "compress"], ["h200", "l4"])
-    for cell in vit:
+    vit = cells(["vit-b16"], ["full"], ["default", "dots", "compress"], ["h200", "rtx4090"])
+    llama = cells(["llama-1b"], ["full"], ["default"], ["h200"], ["unrolled"])
+    for cell in vit + llama:
         json_lines.append(output, dataclasses.asdict(cell) | row)
+    largest = {"24GB": 256, "80GB": 1880}
+    json_lines.append(output, dataclasses.asdict(vit[0]) | {"largest_batch": largest})
     json_lines.append(output, dataclasses.asdict(vit[1]) | {"status": "failed: no tiles"})
     monkeypatch.setattr(compare_tables, "ROWS", output)
-    assert compare_tables.TABLES["compare_peaks"]() == [
-        ["model, batch, trained", *COMPARE_METHODS.values()],
-        ["ViT-B/16, 64, full", "3.00", *[""] * 5, "3.00", *[""] * (len(METHODS) - 7)],
-    ]
-    assert "12.3" in compare_tables.TABLES["compare_times"]()[1]
+    tables = {name: make() for name, make in compare_tables.TABLES.items() if "vit" not in name}
+    header = ["model, batch, trained", *COMPARE_METHODS.values()]
+    assert all(table[0] == header for table in tables.values())
+
+    def row_of(name, **cells):
+        return [name, *(cells.get(method, "") for method in COMPARE_METHODS)]
+
+    vit_full, both = "ViT-B/16, 64, full", "3.00, 12.3"
+    assert {name: rows for name, (_, *rows) in tables.items()} == {
+        "compare_peaks": [row_of(vit_full, default="3.00", compress="3.00")],
+        "compare_times": [row_of(vit_full, default="12.3", compress="12.3")],
+        "compare_gpus": [row_of(f"{vit_full}, RTX 4090", default=both, dots=both, compress=both)],
+        "compare_unrolled": [row_of("LLaMA-1B, 8 x 2048, full, unrolled", default=both)],
+        "largest_batches": [row_of(vit_full, default="256, 1,880")],
+    }
 
 
 def test_all_that_is_compared_has_a_name():

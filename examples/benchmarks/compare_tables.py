@@ -1,25 +1,26 @@
 """The tables of `compare.py`'s rows, as `measured_tables.py` has the others."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from lowmembp_examples.benchmarks import compare_rows
-from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, TRAINED
+from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, DEVICES, TRAINED
 
 ROWS = Path(__file__).parent / "results" / "compare.jsonl"
 GIB = 2**30
+#: By model and what is trained, by method.
+Rows = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
-def compared(device: str = "h200") -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """What was compiled for a GPU, layers as the trainer runs them: rows by method, for a model
-    and what is trained."""
-    done: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+def compared(device: str = "h200", layers_of_the_trainer: bool = True) -> Rows:
+    """What was compiled for a GPU; the trainer scans the layers of a LLaMA, and no others."""
+    done: Rows = {}
     for row in compare_rows.read(ROWS):
-        layers = "scan" if row["model"].startswith("llama") else "unrolled"
-        if (row["device"], row["layers"], row["status"]) == (device, layers, compare_rows.PLANNED):
+        usual = row["layers"] == ("scan" if row["model"].startswith("llama") else "unrolled")
+        planned = row.get("status") == compare_rows.PLANNED
+        if planned and (row["device"], usual) == (device, layers_of_the_trainer):
             done.setdefault((row["model"], row["train"]), {})[row["method"]] = row
     return done
 
@@ -39,16 +40,17 @@ def plan_of_vit() -> list[list[str]]:
     return rows
 
 
-def compare_models(text: Callable[[dict[str, Any]], str]) -> list[list[str]]:
-    """All models on an H200, a column a method; `text` is what a cell says of its row."""
-    done = compared()
-    rows = [["model, batch, trained", *COMPARE_METHODS.values()]]
+def lines(done: Rows, text: Callable[[dict[str, Any]], str], more: str = "") -> list[list[str]]:
+    """One for a model and what is trained: a cell a method, as `text` writes it; empty ones are
+    left out. A line is called by model, batch, what is trained and `more`."""
+    rows = []
     for (model, name), (train, trained) in product(COMPARED.items(), TRAINED.items()):
-        if found := done.get((model, train)):
+        found = done.get((model, train), {})
+        cells = [text(found[m]) if m in found else "" for m in COMPARE_METHODS]
+        if any(cells):
             one = next(iter(found.values()))
             size = f"{one['batch']} x {one['tokens']}" if one["tokens"] else f"{one['batch']}"
-            cells = (text(found[m]) if m in found else "" for m in COMPARE_METHODS)
-            rows.append([f"{name}, {size}, {trained}", *cells])
+            rows.append([f"{name}, {size}, {trained}{more}", *cells])
     return rows
 
 
@@ -60,8 +62,39 @@ def _time(row: dict[str, Any]) -> str:
     return f"{1e3 * row['estimated_seconds']:.1f}"
 
 
+def _both(row: dict[str, Any]) -> str:
+    return f"{_peak(row)}, {_time(row)}"
+
+
+def _largest_batch(row: dict[str, Any]) -> str:
+    found = row.get("largest_batch")
+    return ", ".join(f"{batch:,}" for batch in found.values()) if isinstance(found, dict) else ""
+
+
+def _headed(*parts: list[list[str]]) -> list[list[str]]:
+    return [
+        ["model, batch, trained", *COMPARE_METHODS.values()],
+        *(row for p in parts for row in p),
+    ]
+
+
+def other_gpus() -> list[list[str]]:
+    return _headed(
+        *(
+            lines(compared(device), _both, f", {name}")
+            for device, name in DEVICES.items()
+            if device != "h200"
+        )
+    )
+
+
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "plan_of_vit": plan_of_vit,
-    "compare_peaks": partial(compare_models, _peak),
-    "compare_times": partial(compare_models, _time),
+    "compare_peaks": lambda: _headed(lines(compared(), _peak)),
+    "compare_times": lambda: _headed(lines(compared(), _time)),
+    "compare_gpus": other_gpus,
+    "compare_unrolled": lambda: _headed(
+        lines(compared(layers_of_the_trainer=False), _both, ", unrolled")
+    ),
+    "largest_batches": lambda: _headed(lines(compared(), _largest_batch)),
 }
