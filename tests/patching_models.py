@@ -1,0 +1,52 @@
+"""What tests of lm.patch use: a model as third parties write it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen import gelu as captured_gelu
+from jax._src.ad_checkpoint import saved_residuals
+
+X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
+
+
+def dtypes_kept(fn, *args) -> list[str]:
+    return [str(aval.dtype) for aval, _ in saved_residuals(fn, *args)]
+
+
+class Block(nn.Module):
+    """A block as third parties write it: the activation is a default, captured long ago."""
+
+    activation: Callable = captured_gelu
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm(name="norm")(x)
+        h = self.activation(nn.Dense(16, dtype=self.dtype, name="up")(h))
+        return x + nn.Dense(8, dtype=self.dtype, name="down")(h)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="first")(x)
+        x = Block(nn.silu, name="second")(x)
+        x = Block(nn.silu, name="third")(x)
+        return nn.RMSNorm(name="last")(x)
+
+
+MODEL = Model()
+WEIGHTS = jax.random.normal(jax.random.key(1), X.shape)
+PARAMS = MODEL.init(jax.random.key(0), X)
+
+
+def loss(params, x):
+    return jnp.sum(jnp.sin(MODEL.apply(params, x)) * WEIGHTS)
+
+
+def assert_close(a, b, rtol=1e-5, atol=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)

@@ -1,0 +1,198 @@
+"""lm.patch: what it leaves, and what its report says."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from patching_models import MODEL, PARAMS, X, assert_close, loss
+
+import lowmembp_jax as lm
+
+
+class Skipped(nn.Module):
+    """Every norm and activation that must be left as it is, and two that need not."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(name="masked")(x, mask=jnp.arange(8) < 7)
+        x = nn.LayerNorm(axis_name="devices", name="distributed")(x)
+        x = nn.RMSNorm(force_float32_reductions=False, name="narrow")(x)
+        x = Own(name="own")(x)
+        x = ForeignRMSNorm(name="foreign")(x)
+        x = BlockLayerNorm(name="block")(x)
+        nn.gelu(2.0)
+        nn.silu(x.astype(jnp.complex64))
+        return nn.LayerNorm(use_bias=False, name="swapped")(x)
+
+
+class Own(nn.LayerNorm):
+    def __call__(self, x):
+        return x - jnp.mean(x, axis=-1, keepdims=True)
+
+
+class Calling(nn.LayerNorm):
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
+class ForeignRMSNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+
+
+class BlockLayerNorm(nn.Module):
+    """No norm, as Wav2Vec2's EncoderLayerStableLayerNorm: it holds a Dense and a norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Calling(name="calling")(nn.Dense(8, name="dense")(x))
+
+
+def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
+    run = jax.jit(
+        jax.vmap(
+            lambda x: Skipped().init_with_output(jax.random.key(0), x)[0], 0, 0, axis_name="devices"
+        )
+    )
+    expected = run(X)
+    with lm.patch() as report:
+        assert_close(run(X), expected)
+    assert report.swapped == {"layer_norm": ["masked", "block/calling", "swapped"]}
+    only, why = "is not supported, only", ": statistics are always float32, and jit combines those"
+    why += " of devices"
+    assert report.skipped == {
+        "layer_norm": {
+            "distributed": f"axis_name='devices' {only} None{why}",
+            "own": f"{__name__}.Own has a __call__ of its own",
+        },
+        "rms_norm": {
+            "narrow": f"force_float32_reductions=False {only} True{why}",
+            "foreign": f"{__name__}.ForeignRMSNorm has a __call__ of its own",
+        },
+        "gelu": {"": "weakly typed input, as Python numbers are"},
+        "silu": {"": "complex64 input"},
+    }
+
+
+@pytest.mark.parametrize("run", [MODEL.apply, lambda *x: jax.eval_shape(lambda: MODEL.apply(*x))])
+def test_report_names_every_place_also_with_equal_shapes_and_a_second_time(run):
+    # jax.nn.silu is jitted: its second call with one shape comes from a cache.
+    run(PARAMS, X)
+    for _ in range(2):
+        with lm.patch() as report:
+            run(PARAMS, X)
+        assert report.swapped == {
+            "layer_norm": ["first/norm", "second/norm", "third/norm"],
+            "gelu": ["first"],
+            "silu": ["second", "third"],
+            "rms_norm": ["last"],
+        }
+    assert str(report) == (
+        "swapped:\n"
+        "  layer_norm in 3 places: first/norm, second/norm, third/norm\n"
+        "  gelu in 1 places: first\n"
+        "  silu in 2 places: second, third\n"
+        "  rms_norm in 1 places: last"
+    )
+    with lm.patch() as report:
+        pass
+    assert str(report) == "swapped: nothing"
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class OwnRMSNorm(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        return x * self.weight[...][None]
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.own = OwnRMSNorm()
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        self.norm = nnx.RMSNorm(8, rngs=rngs)
+        self.groups = nnx.LayerNorm(8, axis_name="devices", rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(self.own(x))
+
+
+def test_nnx_norms_are_swapped_and_reported_by_attribute():
+    model = NnxModel(nnx.Rngs(0))
+
+    def fn(model, x):
+        return jnp.sum(jnp.sin(model(x)))
+
+    def bytes_kept():
+        graph, state = nnx.split(model)
+        return lm.memory.saved_bytes(lambda s, x: fn(nnx.merge(graph, s), x), state, X, argnums=0)
+
+    expected, plain = nnx.grad(fn)(model, X), bytes_kept()
+    with lm.patch(activations=False) as report:
+        assert_close(nnx.jit(nnx.grad(fn))(model, X), expected)
+        assert bytes_kept() < plain
+    assert report.swapped == {
+        "layer_norm": ["blocks/0/norm", "blocks/1/norm"],
+        "rms_norm": ["norm"],
+    }
+    own = f"{__name__}.OwnRMSNorm has a __call__ of its own"
+    assert report.skipped == {"rms_norm": {"own": own}}
+    with lm.patch(include="blocks/1") as report:
+        fn(model, X)
+    assert report.swapped == {"layer_norm": ["blocks/1/norm"], "gelu": ["blocks/1"]}
+    with lm.patch() as report:
+        nnx.vmap(lambda m, x: m(x), in_axes=(None, 0), axis_name="devices")(model.groups, X[None])
+        nnx.remat(NnxBlock.__call__)(model.blocks[0], X)
+    assert report.swapped == {"layer_norm": ["norm"], "gelu": [""]}
+    assert "axis_name='devices'" in report.skipped["layer_norm"][""]
+
+
+def test_activations_of_their_own_are_named():
+    def quick_gelu(x):
+        return x * nn.sigmoid(1.702 * x)
+
+    class OwnGELU(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return quick_gelu(x)
+
+    class Layer(nn.Module):
+        activation: object
+
+        @nn.compact
+        def __call__(self, x):
+            return self.activation(OwnGELU(name="own")(x))
+
+    with lm.patch() as report:
+        Layer(partial(quick_gelu)).init_with_output(jax.random.key(0), X)
+    assert report.skipped["quick_gelu"] == {"": f"{__name__}.quick_gelu is a function of its own"}
+    assert "is a class of its own" in report.skipped["OwnGELU"]["own"]
+
+
+def test_report_has_the_bytes():
+    with lm.patch() as report:
+        jax.eval_shape(jax.grad(loss), PARAMS, X)
+    memory = report.memory()
+    x = X.size * 4
+    assert (
+        memory.recomputed == 3 * 2 * x + 4 * x
+    )  # three activations of twice the width, four norms
+    assert memory.after < memory.recomputed < memory.before
+    assert "kept by what was swapped" in str(memory)
