@@ -35,7 +35,8 @@ def base(family, method="lowmembp", **fields):
 @pytest.mark.parametrize(
     ("family", "train", "fields"),
     [
-        *((family, "lora-all", {}) for family in TINY),
+        *((family, "lora-all", {}) for family in TINY if family != "roberta"),
+        pytest.param("roberta", "lora-all", {}, marks=pytest.mark.slow),  # as BERT's
         *(pytest.param(family, "qlora-all", {}, marks=pytest.mark.slow) for family in TINY),
         ("llama", "lora-fa-all", {"scan_layers": True, "method": "dots"}),
         ("llama", "qlora-qv", {"method": "lowmembp+remat"}),

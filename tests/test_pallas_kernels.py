@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 
 import lowmembp_jax as lm
 from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
@@ -179,7 +180,7 @@ def test_activation_arguments():
             call()
 
 
-@functools.partial(jax.jit, static_argnames=("center", "recover", "cores"))
+@functools.partial(quick_jit, static_argnames=("center", "recover", "cores"))
 def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     """Gradients of `norm_backward` from what `norm_forward` kept."""
     options = dict(center=center, cores=cores, interpret=True)
@@ -199,7 +200,7 @@ def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("center", "recover"))
+@functools.partial(quick_jit, static_argnames=("center", "recover"))
 def expected_norm(x, g, *parameters, center, recover):
     op = functools.partial(
         lm.ms_layer_norm if center else lm.ms_rms_norm,
