@@ -66,7 +66,7 @@ def flat(tree: Any) -> np.ndarray:
 
 def drift(model: real_models.RealModel, compute: Compute, steps: int) -> dict[str, float]:
     """The distance of the parameters after the last step, and the greatest of the losses."""
-    runs = (model.train(compute, steps, devices=devices) for devices in (1, 2))
+    runs = (model.run(compute, steps, devices=devices) for devices in (1, 2))
     losses, states = 0.0, ()
     for both in tqdm(zip(*runs, strict=True), total=steps, mininterval=1):
         states, metrics = zip(*both, strict=True)

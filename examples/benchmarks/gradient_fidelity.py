@@ -119,7 +119,7 @@ def gradient(model: real_models.RealModel, compute: Compute) -> Any:
 def trained(model: real_models.RealModel, steps: int) -> Any:
     """The parameters after steps with exact gradients."""
     params = model.params
-    for state, _ in tqdm(model.train(Compute(), steps), "training", steps, mininterval=1):
+    for state, _ in tqdm(model.run(Compute(), steps), "training", steps, mininterval=1):
         params = state.params
     return params
 

@@ -59,7 +59,7 @@ class RealModel(NamedTuple):
     def loss(self, compute: Compute) -> LossFn:
         return make_loss(self.source.family.task, self.build(compute))
 
-    def train(
+    def run(
         self, compute: Compute, steps: int, rate: float = 2e-4, devices: int = 1
     ) -> Iterator[tuple[Any, Any]]:
         """State and metrics after each step of AdamW from the start, data parallel."""
