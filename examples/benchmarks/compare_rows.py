@@ -39,8 +39,4 @@ def read(path: Path) -> list[Row]:
     Raises:
       ValueError: a line is no row; the message has the file and the line's number.
     """
-    rows = json_lines.read(path)
-    for number, row in enumerate(rows, 1):
-        if missing := [name for name in KEY if name not in row]:
-            raise ValueError(f"{path}, line {number}: no row without {', '.join(missing)}")
-    return merged(rows)
+    return merged(json_lines.read(path, KEY))

@@ -5,8 +5,8 @@
 trains each model for 30 steps on one device and, with the same batches, on two. The two add the
 same numbers in another order. A number that is next to the threshold of a code then changes sides,
 and its slope by a whole level; this table says how much comes of it. Relative: the distance of the
-two sets of parameters, by the way that the first has gone. `results/drift.json` and a table; some
-5 minutes on two CPU cores.
+two sets of parameters, by the way that the first has gone. A line of `results/drift.jsonl` is a
+model with one method; started again, it goes on. Some 5 minutes on two CPU cores.
 """
 
 import dataclasses
@@ -24,9 +24,8 @@ if __name__ == "__main__":  # an import leaves the devices of others alone
 import jax
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import flags, real_models
+from lowmembp_examples.benchmarks import flags, json_lines, real_models
 from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as OTHERS
-from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.report import table
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.models.common import Compute
@@ -48,8 +47,8 @@ METHODS = {"plain Flax": Compute()} | {
 class Config:
     """How far two trainings drift apart that differ only in how their sums are rounded."""
 
-    output: Path = Path(__file__).parent / "results" / "drift.json"
-    """The results, written as they are known."""
+    output: Path = Path(__file__).parent / "results" / "drift.jsonl"
+    """A line a method. What stands there already is not trained again."""
     model: tuple[real_models.Name, ...] = ("vit", "llama")
     """Which models."""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -79,22 +78,23 @@ def drift(model: real_models.RealModel, compute: Compute, steps: int) -> dict[st
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
     flags.check(config, ("batch_size", "steps"), methods=METHODS)
-    results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "versions": versions(),
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "models": {},
-    }
-    cells = [["", "parameters", "loss"]]
-    for name in config.model:
-        model = real_models.load(name, config.batch_size)
-        rows = results["models"].setdefault(name, {})
-        for method in config.methods:
-            rows[method] = drift(model, METHODS[method], config.steps)
-            write_json(config.output, results)
-            cells.append([f"{name}, {method}", *(f"{x:.1e}" for x in rows[method].values())])
-    print(table(cells))
+    try:
+        for name in config.model:
+            model = real_models.load(name, config.batch_size)
+            setting = {"model": name, "batch_size": config.batch_size, "steps": config.steps}
+            for method in config.methods:
+                key = setting | {"method": method}
+                if tuple(key.values()) not in json_lines.keys(config.output, tuple(key)):
+                    found = drift(model, METHODS[method], config.steps)
+                    json_lines.append(config.output, key | found | {"versions": versions()})
+            cells = [["", "parameters", "loss"]]
+            for row in json_lines.read(config.output):
+                if setting.items() <= row.items():
+                    numbers = (f"{row[key]:.1e}" for key in ("parameters", "loss"))
+                    cells.append([f"{name}, {row['method']}", *numbers])
+            print(table(cells))
+    except ValueError as error:
+        sys.exit(f"drift.py: {error}")
     return 0
 
 

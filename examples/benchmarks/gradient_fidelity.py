@@ -6,13 +6,14 @@ takes the gradient of a whole training loss, by all parameters, in float32, at t
 after training with Flax's exact gradients: relative error |g - g*| / |g*| and cosine, over all
 parameters at once, the means of --batches batches. Of MiniLM (BERT, 6 layers, 384 wide, pretrained)
 on docstrings of Python's standard library, of a ViT of 4 layers on digits, and of a LLaMA of 4
-layers on source text. `results/gradient_fidelity.json` and tables; some 12 minutes on two CPU
-cores. With --model minilm --train FILE, texts of your own.
+layers on source text. A line of `results/gradient_fidelity.jsonl` is one method; started again, it
+goes on. Some 12 minutes on two CPU cores. With --model minilm --train FILE, texts of your own.
 """
 
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from lowmembp_examples.benchmarks import flags, real_models
-from lowmembp_examples.benchmarks.on_gpu import write_json
+from lowmembp_examples.benchmarks import flags, json_lines, real_models
 from lowmembp_examples.benchmarks.report import table
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.models.common import Compute
@@ -46,14 +46,16 @@ METHODS: dict[str, Compute] = {
     "operators, 4 bits": Compute("lowmembp", bits=4),
     "operators, 4 bits, and compress": Compute("lowmembp+compress", bits=4),
 }
+#: Fields of `Config` that tell settings apart.
+_SIZES = ("batch_size", "max_tokens", "batches", "steps")
 
 
 @dataclasses.dataclass
 class Config:
     """How near each method's gradient is to the exact one, for a real model."""
 
-    output: Path = Path(__file__).parent / "results" / "gradient_fidelity.json"
-    """The results, written as they are known."""
+    output: Path = Path(__file__).parent / "results" / "gradient_fidelity.jsonl"
+    """A line a method and time. What stands there already is not computed again."""
     model: tuple[real_models.Name, ...] = ("minilm", "vit", "llama")
     """Which models."""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -75,39 +77,44 @@ class Config:
 def main() -> int:
     config = tyro.cli(Config, description=__doc__)
     flags.check(config, ("batch_size", "max_tokens", "batches"), methods=METHODS)
-    results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "versions": versions(),
-        "batch_size": config.batch_size,
-        "steps": config.steps,
-        "models": {},
-    }
-    for name in config.model:
-        model = real_models.load(
-            name, config.batch_size, config.max_tokens, config.checkpoint, config.train
-        )
-        rows: dict[str, Any] = {}
-        results["models"][name] = {"data": model.task.source, "rows": rows}
-        for when, params in (("start", model.params), ("trained", trained(model, config.steps))):
-            # Not of those that it was trained on last.
-            drawn = [model.batches.at(config.steps + number) for number in range(config.batches)]
-            exact = gradient(model, Compute())
-            wanted = [exact(params, batch) for batch in drawn]
-            for method in config.methods:
-                approximate = gradient(model, METHODS[method])
-                found = [
-                    lm.gradient_distance(approximate(params, batch), want)
-                    for batch, want in zip(drawn, wanted, strict=True)
-                ]
-                error, cosine = (
-                    float(np.mean([getattr(one, key) for one in found]))
-                    for key in ("error", "cosine")
-                )
-                rows.setdefault(method, {})[when] = {"error": error, "cosine": cosine}
-                write_json(config.output, results)
-                print(f"{name}, {when}: {method}: {error:.4f}, cosine {cosine:.5f}", flush=True)
-        print(table(cells(name, rows)))
+    try:
+        for name in config.model:
+            model = real_models.load(
+                name, config.batch_size, config.max_tokens, config.checkpoint, config.train
+            )
+            sizes = {key: getattr(config, key) for key in _SIZES}
+            setting = {"model": name, "data": model.task.source, **sizes}
+            for when in ("start", "trained"):
+                run(model, setting | {"when": when}, config)
+            done = (row for row in json_lines.read(config.output) if setting.items() <= row.items())
+            print(table(cells(name, done)))
+    except ValueError as error:
+        sys.exit(f"gradient_fidelity.py: {error}")
     return 0
+
+
+def run(model: real_models.RealModel, setting: dict[str, Any], config: Config) -> None:
+    """Adds a line for each method that the file has not with these settings."""
+    done = json_lines.keys(config.output, (*setting, "method"))
+    methods = [name for name in config.methods if (*setting.values(), name) not in done]
+    if not methods:
+        return
+    params = trained(model, config.steps) if setting["when"] == "trained" else model.params
+    # Not of those that it was trained on last.
+    drawn = [model.batches.at(config.steps + number) for number in range(config.batches)]
+    exact = gradient(model, Compute())
+    wanted = [exact(params, batch) for batch in drawn]
+    for method in tqdm(methods, f"{setting['model']}, {setting['when']}", unit="method"):
+        approximate = gradient(model, METHODS[method])
+        found = [
+            lm.gradient_distance(approximate(params, batch), want)
+            for batch, want in zip(drawn, wanted, strict=True)
+        ]
+        numbers = {
+            key: float(np.mean([getattr(one, key) for one in found])) for key in ("error", "cosine")
+        }
+        record = setting | {"method": method} | numbers | {"versions": versions()}
+        json_lines.append(config.output, record)
 
 
 def gradient(model: real_models.RealModel, compute: Compute) -> Any:
@@ -124,20 +131,13 @@ def trained(model: real_models.RealModel, steps: int) -> Any:
     return params
 
 
-def cells(name: str, rows: dict[str, Any]) -> list[list[str]]:
+def cells(name: str, done: Iterable[dict[str, Any]]) -> list[list[str]]:
     """Of the table: relative error and cosine, at the start and after training."""
+    rows: dict[str, list[str]] = {}
+    for row in done:
+        rows.setdefault(row["method"], []).extend((f"{row['error']:.3f}", f"{row['cosine']:.4f}"))
     head = [f"{name}, all parameters", *(["relative error", "cosine"] * 2)]
-    return [head] + [
-        [
-            name,
-            *(
-                text
-                for at in row.values()
-                for text in (f"{at['error']:.3f}", f"{at['cosine']:.4f}")
-            ),
-        ]
-        for name, row in rows.items()
-    ]
+    return [head] + [[name, *numbers] for name, numbers in rows.items()]
 
 
 if __name__ == "__main__":

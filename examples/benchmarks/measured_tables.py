@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lowmembp_examples.benchmarks import compare_tables, quality_report
+from lowmembp_examples.benchmarks import compare_tables, json_lines, quality_report
 from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
@@ -100,16 +100,22 @@ def block_cost() -> Rows:
     return rows
 
 
+def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Errors of gradients, by column of the tables, time and method."""
+    names = {"minilm": "MiniLM", "vit": "ViT", "llama": "LLaMA"}
+    done = {}
+    for row in json_lines.read(RESULTS / "gradient_fidelity.jsonl"):
+        column = names[row["model"]] + ", SST-2" * row["data"].startswith("SST-2")
+        done[column, row["when"], row["method"]] = row
+    return done
+
+
 def gradient_fidelity(methods: Sequence[str]) -> Rows:
     """Relative error and cosine of a loss's gradient, at the start and after training."""
-    sets = {"MiniLM, SST-2": read("gradient_fidelity_sst2")["models"]["minilm"]}
-    models = read("gradient_fidelity")["models"]
-    sets |= {"MiniLM": models["minilm"], "ViT": models["vit"], "LLaMA": models["llama"]}
+    done, sets = fidelity_rows(), ("MiniLM, SST-2", "MiniLM", "ViT", "LLaMA")
     rows = [["", *(cell for name in sets for cell in (name, f"{name}, trained"))]]
     for method in methods:
-        found = (
-            one["rows"][method][when] for one in sets.values() for when in ("start", "trained")
-        )
+        found = (done[name, when, method] for name in sets for when in ("start", "trained"))
         cells = (f"{f['error']:.3f} ({f['cosine']:.4f})" for f in found)
         rows.append([FIDELITY_METHODS[method], *cells])
     return rows
@@ -117,10 +123,10 @@ def gradient_fidelity(methods: Sequence[str]) -> Rows:
 
 def gradient_summary() -> Rows:
     """The README's: the errors on a pretrained model and real text."""
-    done = read("gradient_fidelity_sst2")["models"]["minilm"]["rows"]
+    done = fidelity_rows()
     rows = [["gradients of MiniLM on SST-2", "error", "cosine", "after 200 steps", "cosine"]]
     for method in ("plain Flax in bfloat16", "compress", "operators, 2 bits", "operators, 4 bits"):
-        numbers = (done[method][when] for when in ("start", "trained"))
+        numbers = (done["MiniLM, SST-2", when, method] for when in ("start", "trained"))
         cells = ((f"{n['error']:.1%}", f"{n['cosine']:.4f}") for n in numbers)
         rows.append([FIDELITY_METHODS[method], *chain(*cells)])
     return rows
@@ -139,12 +145,13 @@ def step_table_errors() -> Rows:
 
 
 def drift() -> Rows:
-    models = read("drift")["models"]
     rows = [["", "ViT: parameters", "loss", "LLaMA: parameters", "loss"]]
     names = FIDELITY_METHODS | {"plain Flax": "plain Flax"}
-    for method in models["vit"]:
+    records = json_lines.read(RESULTS / "drift.jsonl")
+    done = {(record["method"], record["model"]): record for record in records}
+    for method in dict.fromkeys(method for method, _ in done):
         cells = (
-            f"{models[model][method][what]:.1e}".replace("e-0", "e-")
+            f"{done[method, model][what]:.1e}".replace("e-0", "e-")
             for model in ("vit", "llama")
             for what in ("parameters", "loss")
         )

@@ -161,7 +161,7 @@ def run_task(task: str, config: Config) -> None:
     runners: dict[str, Runner] = {}
     left_out = _LEFT_OUT.get(task, (_BOTH,))
     methods = config.methods or [name for name in METHODS if name not in left_out]
-    done = {tuple(record[part] for part in _KEY) for record in json_lines.read(config.output)}
+    done = json_lines.keys(config.output, _KEY)
     for seed in range(config.seeds):
         model = load(setup, config, seed)
         for method in methods:
