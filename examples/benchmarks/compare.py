@@ -99,7 +99,10 @@ def planned(cell: Cell) -> dict[str, Any]:
 
 
 def largest_batch(cell: Cell) -> dict[str, Any]:
-    """The largest batch whose peak is within each budget, to a percent or so; 0 if none is."""
+    """The largest batch whose peak is within each budget; 0 if none is.
+
+    It is a multiple of an eighth of the cell's own batch, and otherwise right to a percent or so.
+    """
     found = {}
     for budget in BUDGETS:
         [one] = lm.memory.compare(
@@ -108,6 +111,7 @@ def largest_batch(cell: Cell) -> dict[str, Any]:
             batch=cell.batch,
             budget=budget,
             find_largest_batch=True,
+            batch_multiple=max(1, cell.batch // 8),
             device=cell.device,
             progress=False,
         )
