@@ -18,8 +18,10 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from lowmembp_jax import equations
 from lowmembp_jax.arrays import without_forward_mode
 from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, products_saveable
+from lowmembp_jax.kept_sums import with_kept_sums
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
 from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
@@ -153,31 +155,21 @@ def _with_stored_residuals(
     def plain(*values):
         return eval_jaxpr(jaxpr, values[:count], *values[count:])
 
-    kept = plain if policy is None else jax.checkpoint(plain, policy=policy, prevent_cse=False)
+    kept = plain if policy is None else _checkpointed(plain, policy)
+    summed = None if policy is None else with_kept_sums(jaxpr, policy)
+    ways = [kept] if summed is None else [kept, _checkpointed(*summed)]
 
     def forward(*primals):
         values = [primal.value for primal in primals]
         varied = tuple(i for i, primal in enumerate(primals) if primal.perturbed)
-        tree: Any = None
-
-        def with_residuals(*values):
-            nonlocal tree
-
-            def of_varied(*given):
-                filled = dict(enumerate(values)) | dict(zip(varied, given, strict=True))
-                return kept(*filled.values())
-
-            y, vjp = jax.vjp(of_varied, *(values[i] for i in varied))
-            residuals, tree = jax.tree.flatten(vjp)
-            return y, residuals
-
-        closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
+        # Where something else needs the terms, a sum would be kept beside them.
+        closed, count, tree = min((_traced(way, values, varied) for way in ways), key=_kept_size)
         inputs = [
             Fact(var, i in varied, not is_param[i]) for i, var in enumerate(closed.jaxpr.invars)
         ]
-        facts = facts_of(closed.jaxpr, inputs)[len(y) :]
+        facts = facts_of(closed.jaxpr, inputs)[count:]
         results = eval_jaxpr(closed.jaxpr, closed.consts, *values)
-        y, residuals = results[: len(y)], results[len(y) :]
+        y, residuals = results[:count], results[count:]
         # Once, however many equations of the backward read it.
         keys = [fact.source for fact in facts]
         unique = {fact.source: (fact, array) for fact, array in zip(facts, residuals, strict=True)}
@@ -221,6 +213,41 @@ def _with_stored_residuals(
     call = jax.custom_vjp(kept)
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
+
+
+class _Traced(NamedTuple):
+    """A forward with its residuals."""
+
+    closed: core.ClosedJaxpr  # gives results, then residuals
+    count: int  # of results
+    vjp: Hashable  # see `_Recipe`
+
+
+def _traced(function: Callable, values: Sequence[Any], varied: Sequence[int]) -> _Traced:
+    tree: Any = None
+
+    def with_residuals(*values):
+        nonlocal tree
+
+        def of_varied(*given):
+            filled = dict(enumerate(values)) | dict(zip(varied, given, strict=True))
+            return function(*filled.values())
+
+        y, vjp = jax.vjp(of_varied, *(values[i] for i in varied))
+        residuals, tree = jax.tree.flatten(vjp)
+        return y, residuals
+
+    closed, (y, _) = jax.make_jaxpr(with_residuals, return_shape=True)(*values)
+    return _Traced(closed, len(y), tree)
+
+
+def _kept_size(traced: _Traced) -> int:
+    residuals = traced.closed.jaxpr.outvars[traced.count :]
+    return sum(map(equations.size, {var for var in residuals if isinstance(var, core.Var)}))
+
+
+def _checkpointed(function: Callable, policy: Callable[..., Any]) -> Callable:
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:

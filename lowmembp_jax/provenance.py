@@ -1,11 +1,13 @@
 """Where the arrays that a forward keeps come from."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
+
+from lowmembp_jax import equations
+from lowmembp_jax.checkpointing import products_saveable
 
 # A result this many times smaller than what it was computed from is a statistic of it, such as a
 # logsumexp or the mean of a row: it is small, and rounding it would cost much.
@@ -30,9 +32,6 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
         source = id(atom) if isinstance(atom, core.Literal) else atom
         return known.get(source, Fact(source))
 
-    def size(atom: Any) -> int:
-        return math.prod(atom.aval.shape)
-
     for eqn in jaxpr.eqns:
         given, results = [of(atom) for atom in eqn.invars], []
         called = eqn.params.get("jaxpr")
@@ -49,10 +48,13 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
         else:
             varied = any(fact.varied for fact in given)
             read = [atom for atom in eqn.invars if of(atom).activation]
-            most = max(map(size, read), default=0)
+            most = max(map(equations.size, read), default=0)
             derived = all(of(atom).statistic for atom in read)
+            is_product = products_saveable(eqn.primitive)
             for var in eqn.outvars:
-                statistic = derived or _STATISTIC * size(var) <= most
+                # A product may be as wide as x again, as that of LoRA's two matrices.
+                is_wider = is_product and equations.size(var) > most
+                statistic = (derived and not is_wider) or _STATISTIC * equations.size(var) <= most
                 results.append(Fact(var, varied, bool(read), statistic))
         known.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]

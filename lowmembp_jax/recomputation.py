@@ -15,6 +15,8 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
+from lowmembp_jax import equations
+
 # What XLA fuses into kernels of any kind, and what it fuses into none that sums.
 _CHEAP = frozenset((
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
@@ -50,7 +52,9 @@ def with_copies(
     own_origin = {var: frozenset([var] if i in copies else []) for i, var in enumerate(variables)}
     origins = _origins(jaxpr, own_origin)
     summed = _summed(jaxpr, origins)
-    read = [origins.get(var, _Origin()) for i in summed for var in _variables(jaxpr.eqns[i])]
+    read = [
+        origins.get(var, _Origin()) for i in summed for var in equations.variables(jaxpr.eqns[i])
+    ]
     twice = frozenset[core.Var]().union(*(each.residuals for each in read if each.is_expensive))
     own = {variables[i]: copy() for i, copy in copies.items() if variables[i] in twice}
     if not own:
@@ -59,46 +63,29 @@ def with_copies(
 
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*flat.consts, *values), strict=True))
     for number, eqn in enumerate(jaxpr.eqns):
-        shared = {var: env[var] for var in _variables(eqn)}
+        shared = {var: env[var] for var in equations.variables(eqn)}
         copied = {var: own.get(var, env[var]) for var in shared}
-        env |= _apply(jaxpr, eqn, copied if number in summed else shared)
+        env |= equations.results(jaxpr, eqn, copied if number in summed else shared)
         if any(var in own for var in shared) and origins.get(eqn.outvars[0], _Origin()).residuals:
-            own |= _apply(jaxpr, eqn, copied)
-    results = [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+            own |= equations.results(jaxpr, eqn, copied)
+    results = [equations.value(atom, env) for atom in jaxpr.outvars]
     return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-
-def _variables(eqn: core.JaxprEqn) -> list[core.Var]:
-    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
-
-
-def _apply(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, env: Mapping[core.Var, Any]) -> dict[Any, Any]:
-    """The results of one equation of a jaxpr."""
-    read = _variables(eqn)
-    alone = jaxpr.replace(
-        constvars=[], invars=read, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects
-    )
-    results = eval_jaxpr(alone, (), *(env[var] for var in read))
-    return dict(zip(eqn.outvars, results, strict=True))
 
 
 def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr, with what `jit` and `jax.checkpoint` call in place of the calls."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _CALLS:
             called = eqn.params["jaxpr"]
             is_closed = isinstance(called, core.ClosedJaxpr)
             inner, consts = (called.jaxpr, called.consts) if is_closed else (called, ())
-            results = _inlined(inner, consts, [read(atom) for atom in eqn.invars])
+            results = _inlined(inner, consts, [equations.value(atom, env) for atom in eqn.invars])
             env |= zip(eqn.outvars, results, strict=True)
         else:
-            env |= _apply(jaxpr, eqn, env)
-    return [read(atom) for atom in jaxpr.outvars]
+            env |= equations.results(jaxpr, eqn, env)
+    return [equations.value(atom, env) for atom in jaxpr.outvars]
 
 
 class _Origin(NamedTuple):
@@ -115,8 +102,11 @@ def _origins(
     origins = {var: _Origin() for var in jaxpr.constvars}
     origins |= {var: _Origin(itself) for var, itself in residuals.items()}
     for eqn in jaxpr.eqns:
-        name, known = eqn.primitive.name, [var for var in _variables(eqn) if var in origins]
-        if len(known) < len(_variables(eqn)):
+        name, known = (
+            eqn.primitive.name,
+            [var for var in equations.variables(eqn) if var in origins],
+        )
+        if len(known) < len(equations.variables(eqn)):
             continue
         origin = _Origin()
         if name in _ELEMENTWISE:
@@ -135,5 +125,5 @@ def _summed(jaxpr: core.Jaxpr, origins: Mapping[core.Var, _Origin]) -> set[int]:
         if passes:
             numbers.add(number)
         if passes or eqn.primitive.name == "reduce_sum":
-            needed |= {var for var in _variables(eqn) if var not in origins}
+            needed |= {var for var in equations.variables(eqn) if var not in origins}
     return numbers

@@ -113,5 +113,5 @@ def test_a_damaged_line_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"quality.jsonl, line 2: 'nonsense' is no record"):
         json_lines.read(path)
     path.write_text('{"task": "vit"}\n')
-    with pytest.raises(ValueError, match="quality.jsonl, line 1: no record without method, seed"):
+    with pytest.raises(ValueError, match=r"quality.jsonl, line 1: no record without method, seed"):
         json_lines.keys(path, ("task", "method", "seed"))
