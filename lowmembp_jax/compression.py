@@ -56,10 +56,11 @@ def compress(
     backward of a block has all of its residuals in their own dtype for as long as it runs.
 
     Stored in `dtype` are the floating arrays that the backward needs, each once: results that
-    `policy` keeps, and the activations among the arguments. As they are stay parameters and what is
-    computed from them alone, what depends on nothing that is differentiated, integers, booleans,
-    keys, arrays under 1024 elements, statistics of rows such as the logsumexp of attention, and the
-    outputs of this library's norms that the backward divides by their scale: see `ms_layer_norm`.
+    `policy` keeps, of a sum of two the sum, and the activations among the arguments. As they are
+    stay parameters and what is computed from them alone, what depends on nothing that is
+    differentiated, integers, booleans, keys, arrays under 1024 elements, statistics of rows such as
+    the logsumexp of attention, and the outputs of this library's norms that the backward divides by
+    their scale: see `ms_layer_norm`.
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.

@@ -10,12 +10,13 @@ BLOCK_METHODS = {
     "compress": ("**`lm.compress`**", "norm, GELU"),
     "compress, attention in bfloat16": ("`lm.compress`, attention in bfloat16", "norm, GELU"),
     "lowmembp_jax": ("**the operators**", "**nothing**"),
+    "compress, lowmembp_jax": ("the operators, in `lm.compress(policy=None)`", "nothing"),
     "lowmembp_jax, its remat policy": (
         "the operators with `lm.checkpoint_policy()`",
         "products, attention, GELU",
     ),
 }
-#: Methods of `gradient_fidelity.json`.
+#: Methods of `gradient_fidelity.jsonl`.
 FIDELITY_METHODS = {
     "plain Flax in bfloat16": "plain Flax in bfloat16",
     "compress": "`lm.compress`, float8_e4m3fn",
