@@ -30,7 +30,10 @@ def with_kept_sums(
     Returns:
       A function of the constants and arguments, and its policy; None where there is no such sum.
     """
-    sums, _ = _sums(jaxpr, policy, [False] * len(jaxpr.invars))
+    found, _ = _sums(jaxpr, policy, [False] * len(jaxpr.invars))
+    # Of what nothing reads, such as the result of a residual block, its backward needs nothing.
+    read = {var for eqn in jaxpr.eqns for var in equations.variables(eqn)}
+    sums = {number for number in found if jaxpr.eqns[number].outvars[0] in read}
     if not sums:
         return None
 

@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
+from lowmembp_jax.kept_sums import with_kept_sums
 
 ROWS, WIDTH, RANK = 256, 64, 4
 
@@ -118,3 +119,12 @@ def test_a_wide_product_of_a_narrow_one_is_no_statistic():
         return jnp.tanh((x @ trained["a"]) @ trained["b"]) @ frozen["last"]
 
     assert kept(compress(block)).count("float8_e4m3fn") == 2
+
+
+def test_a_residual_block_is_traced_once():
+    def block(x):  # x + attention(x) + mlp(x + attention(x)), in short
+        x = x + x @ x.T @ x
+        return x + jnp.tanh(x @ x.T) @ x
+
+    jaxpr = jax.make_jaxpr(block)(jnp.ones((8, 8))).jaxpr
+    assert with_kept_sums(jaxpr, lm.products_saveable) is None
