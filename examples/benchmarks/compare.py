@@ -7,9 +7,8 @@ The trainer's step (AdamW, bfloat16, float32 master weights) is compiled by XLA 
 none is needed. A cell is a model, what is trained, how its layers run, a method and a GPU; as soon
 as it is done it is a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs
 of the compiled kernels, and an estimate of the time by the roofline. Started again, it goes on with
-what is not there; what failed comes last. A cell takes 10 to 70 seconds on 2 cores, all of them
-some 9 hours; the most telling come first, and several processes with other models may write to one
-file.
+what is not there; what failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours;
+the most telling come first, and several processes with other models may write to one file.
 
 With --largest-batch cells also get the largest batch in 24 and in 80 GB, after up to 8 compilations
 each; where the GPU of a cell is here, its peak and the time of its step are measured. Delete the
