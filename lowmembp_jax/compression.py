@@ -21,6 +21,7 @@ from jax.extend import core
 from lowmembp_jax import equations
 from lowmembp_jax.arrays import without_forward_mode
 from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, products_saveable
+from lowmembp_jax.jax_internals import varying
 from lowmembp_jax.kept_sums import with_kept_sums
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
@@ -188,7 +189,7 @@ def _with_stored_residuals(
         arrays, recipe = stored
         known = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
         # Or XLA would widen the arrays in the forward, and keep them wide.
-        arrays, known = lax.optimization_barrier((arrays, known))
+        arrays, known = _barrier((arrays, known))
         cotangents = [
             _zeros(zero) if cotangent is None else cotangent
             for cotangent, zero in zip(known, cotangents, strict=True)
@@ -257,6 +258,18 @@ def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dty
     dtype = names.get(fact.name, names.get(None))
     is_kept = fact.statistic or not (fact.varied and fact.activation)
     return None if is_kept else storage_dtype(array, dtype)
+
+
+def _barrier(tree: Any) -> Any:
+    """An optimization barrier for each set of varying axes: in JAX 0.10 one makes all alike."""
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[frozenset[str], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(varying(leaf), []).append(i)
+    behind = {}
+    for group in groups.values():
+        behind |= zip(group, lax.optimization_barrier([leaves[i] for i in group]), strict=True)
+    return structure.unflatten(behind[i] for i in range(len(leaves)))
 
 
 def _zeros(zero: SymbolicZero) -> Any:
