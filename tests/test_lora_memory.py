@@ -65,6 +65,22 @@ def test_kept(train, inputs, products):
     assert 0 <= reshaped <= weights < tokens * 4 * 64
 
 
+@pytest.mark.parametrize("train", ["lora-all", "qlora-all"])
+def test_compress_computes_no_product_again(train):
+    model, x = apply_lora(Linear(), train, RANK), jnp.ones((1, 256, 64))
+    params = model.init(jax.random.key(0), x)["params"]
+    trained, frozen = partition(params, train)
+
+    def products(method):
+        def block(trained, x):
+            return model.apply({"params": combine(trained, frozen, jnp.float32)}, x)
+
+        gradient = jax.grad(lambda trained, x: jnp.sum(jnp.square(method(block)(trained, x))))
+        return str(jax.make_jaxpr(gradient)(trained, x)).count("dot_general[")
+
+    assert products(lm.compress) == products(lambda block: block) < products(jax.checkpoint)
+
+
 def compiled_sizes(train: Any, config, scan_layers, method="lowmembp", batch=1, tokens=16):
     """Arguments and temporaries of a step, in bytes."""
     compute = Compute(method, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
