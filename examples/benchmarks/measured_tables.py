@@ -105,7 +105,7 @@ def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
     names = {"minilm": "MiniLM", "vit": "ViT", "llama": "LLaMA"}
     done = {}
     for row in json_lines.read(RESULTS / "gradient_fidelity.jsonl"):
-        column = names[row["model"]] + ", SST-2" * row["data"].startswith("SST-2")
+        column = names[row["model"]] + ", SST-2" * row["data"].endswith(".tsv")
         done[column, row["when"], row["method"]] = row
     return done
 
@@ -201,7 +201,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "block_memory": block_memory,
     "block_cost": block_cost,
     "gradient_summary": gradient_summary,
-    "compress_fidelity": partial(gradient_fidelity, _ALL[:9]),
+    "compress_fidelity": partial(gradient_fidelity, (*_ALL[:9], _ALL[-1])),
     "activation_fidelity": partial(gradient_fidelity, (*_STEPS, "compress", "compress, int8")),
     "step_tables": step_table_errors,
     "drift": drift,
