@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Float
 
 from lowmembp_jax import kernel_calls
-from lowmembp_jax.arrays import compute_dtype, real_array, without_forward_mode
+from lowmembp_jax.arrays import call_custom_vjp, compute_dtype, real_array
 from lowmembp_jax.checkpointing import CODES
 from lowmembp_jax.codes import StepTable, encode, slopes
 from lowmembp_jax.implementations import choose_implementation
@@ -105,8 +105,8 @@ def _activate(
             f"implementation={implementation!r} has no kernel for function={function!r}, only for "
             f"those of lm.gelu and lm.silu: choose 'xla'"
         )
-    with without_forward_mode(name):
-        return _jitted(_Step(name, function, table, implementation), x)
+    step = _Step(name, function, table, implementation)
+    return call_custom_vjp(name, partial(_jitted, step), x)
 
 
 def step_activation(

@@ -1,7 +1,6 @@
 """What every operator does to its arguments before it computes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,15 +46,19 @@ def undifferentiated(function: Callable[..., Any], message: str) -> Callable[...
     return once
 
 
-@contextmanager
-def without_forward_mode(name: str) -> Iterator[None]:
-    """Names the operator in JAX's error for `jax.jvp` of a custom VJP."""
+def call_custom_vjp(name: str, rule: Callable[..., Any], *args: Any) -> Any:
+    """`rule(*args)`. Names the operator in JAX's error for `jax.jvp` of a custom VJP."""
     try:
-        yield
+        return rule(*args)
     except TypeError as error:
         if "forward-mode" in str(error):
             error.add_note(f"{name} has a rule for gradients alone: jax.grad, not jax.jvp")
         raise
+    except NotImplementedError as error:
+        # Outside jit, shard_map takes no rule that asks which arguments are differentiated.
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+    return jax.jit(rule)(*args)
 
 
 def alike(*arrays: Array | None) -> tuple[Array | None, ...]:

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from lowmembp_jax import equations
-from lowmembp_jax.arrays import without_forward_mode
+from lowmembp_jax.arrays import call_custom_vjp
 from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, products_saveable
 from lowmembp_jax.jax_internals import varying
 from lowmembp_jax.kept_sums import with_kept_sums
@@ -130,8 +130,7 @@ def compress(
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
         is_param = [True] * len(closed.consts) + is_param
         call = _with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
-        with without_forward_mode(f"lm.compress({name})"):
-            results = call(*closed.consts, *values)
+        results = call_custom_vjp(f"lm.compress({name})", call, *closed.consts, *values)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return compressed

@@ -22,10 +22,10 @@ from lowmembp_jax import kernel_calls
 from lowmembp_jax.activations import FUNCTIONS, gelu_name, not_minus_inf
 from lowmembp_jax.arrays import (
     alike,
+    call_custom_vjp,
     compute_dtype,
     real_array,
     undifferentiated,
-    without_forward_mode,
 )
 from lowmembp_jax.implementations import choose_implementation
 from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
@@ -93,8 +93,8 @@ def _apply(name: str, function: str, gate: Any, up: Any, dtype, implementation) 
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {gate.shape} and {up.shape}")
     gate, up = (x.astype(jnp.result_type(gate, up)) for x in (gate, up))
-    with without_forward_mode(name):
-        return _jitted(_Unit(name, function, implementation, dtype), *alike(gate, up))
+    unit = _Unit(name, function, implementation, dtype)
+    return call_custom_vjp(name, partial(_jitted, unit), *alike(gate, up))
 
 
 def swiglu(

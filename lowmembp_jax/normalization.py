@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
-from lowmembp_jax.arrays import alike, compute_dtype, without_forward_mode
+from lowmembp_jax.arrays import alike, call_custom_vjp, compute_dtype
 from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.partitioning import with_whole_rows
 from pallas_kernels.row_norm import recovery
@@ -95,10 +95,10 @@ def normalize(
     cast = alike(x, scale, bias, mask)
     # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
     # of Flax do: to the same bits.
-    with without_forward_mode("lm.ms_layer_norm" if spec.center else "lm.ms_rms_norm"):
-        if spec.implementation == "xla":
-            return _normalize(spec, *cast)
-        return with_whole_rows(partial(_jitted, spec), *cast)
+    rule = partial(_normalize, spec)
+    if spec.implementation != "xla":
+        rule = partial(with_whole_rows, partial(_jitted, spec))
+    return call_custom_vjp("lm.ms_layer_norm" if spec.center else "lm.ms_rms_norm", rule, *cast)
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:

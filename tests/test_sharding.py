@@ -167,6 +167,30 @@ def test_inside_shard_map(name, split, check_vma, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
 
+@each_implementation
+@pytest.mark.parametrize("name", [*OPS, "compress"])
+def test_inside_shard_map_outside_jit(name, implementation):
+    """There, JAX has no custom VJP that asks which arguments are differentiated."""
+    ours, _, count = OPS.get(name, (None, None, 0))
+    if name == "compress":
+        ours = lm.compress(lambda x: jnp.sin(x), params_argnums=())
+    else:
+        ours = partial(ours, implementation=implementation)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        ours,
+        mesh=mesh,
+        in_specs=(P("x"), *(P(),) * count),
+        out_specs=P("x"),
+        check_vma=implementation == "xla",
+    )
+    args = arguments(count)
+    np.testing.assert_allclose(mapped(*args), jax.jit(ours)(*args), rtol=1e-5, atol=1e-5)
+    got, want = gradients(mapped, *args), gradients(ours, *args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+
+
 def compiled_for_eight_h200s(op, name, split, mapped):
     count = OPS[name][2]
     mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
