@@ -27,6 +27,11 @@ from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
 from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
 
+#: An array this many times smaller than the largest one is not worth the rounding. It may be a
+#: parameter that came as an activation. (`vmap` and `scan` show one array of many, so that the
+#: number of elements says nothing.)
+_SMALL = 64
+
 StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
 
 
@@ -59,9 +64,10 @@ def compress(
     Stored in `dtype` are the floating arrays that the backward needs, each once: results that
     `policy` keeps, of a sum of two the sum, and the activations among the arguments. As they are
     stay parameters and what is computed from them alone, what depends on nothing that is
-    differentiated, integers, booleans, keys, arrays under 1024 elements, statistics of rows such as
-    the logsumexp of attention, and the outputs of this library's norms that the backward divides by
-    their scale: see `ms_layer_norm`.
+    differentiated, integers, booleans, keys, scalars, arrays 64 times smaller than the largest of
+    those stored, statistics of rows such as the logsumexp of attention, the outputs of this
+    library's norms that the backward divides by their scale (see `ms_layer_norm`), and what takes
+    no less with its scales, such as rows of 2 numbers in int8.
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
@@ -175,9 +181,7 @@ def _with_stored_residuals(
         keys = [fact.source for fact in facts]
         unique = {fact.source: (fact, array) for fact, array in zip(facts, residuals, strict=True)}
         places = {key: place for place, key in enumerate(unique)}
-        dtypes_of = tuple(
-            (_storage_dtype(*pair, dtypes), pair[1].dtype) for pair in unique.values()
-        )
+        dtypes_of = _storage_dtypes(list(unique.values()), dtypes)
         recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
         arrays = (array for _, array in unique.values())
         operator = f"lm.compress({name})"
@@ -251,12 +255,19 @@ def _checkpointed(function: Callable, policy: Callable[..., Any]) -> Callable:
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def _storage_dtype(fact: Fact, array: Any, dtypes: Mapping[Any, Any]) -> jnp.dtype | None:
+def _storage_dtypes(
+    kept: Sequence[tuple[Fact, Any]], dtypes: Mapping[Any, Any]
+) -> tuple[tuple[jnp.dtype | None, jnp.dtype], ...]:
+    """Of each array that the backward needs: its dtype in storage, None as it is, and its own."""
     # Divided by a small scale, the error of 8 bits would be large.
     names = {NORM_AFFINE_OUTPUT: None} | dict(dtypes)
-    dtype = names.get(fact.name, names.get(None))
-    is_kept = fact.statistic or not (fact.varied and fact.activation)
-    return None if is_kept else storage_dtype(array, dtype)
+    chosen = []
+    for fact, array in kept:
+        is_kept = fact.statistic or not (fact.varied and fact.activation)
+        dtype = None if is_kept else storage_dtype(array, names.get(fact.name, names.get(None)))
+        chosen.append((array.size, dtype, array.dtype))
+    most = max((size for size, dtype, _ in chosen if dtype is not None), default=0)
+    return tuple((dtype if size * _SMALL > most else None, own) for size, dtype, own in chosen)
 
 
 def _barrier(tree: Any) -> Any:

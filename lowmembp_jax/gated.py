@@ -116,9 +116,9 @@ def swiglu(
       gate: `[*shape]`, any floating dtype; integers are promoted as in `jax.nn`.
       up: `[*shape]`; the two are promoted to one dtype as by `gate * up`.
       dtype: None keeps the very arrays, with no copy. One of those that `lm.compress` stores in,
-        such as `jnp.float8_e4m3fn`, keeps both in it, where they have 1024 elements or more, and
-        rounds the gradient: for a frozen Dense behind it. (A `jax.checkpoint` around it would keep
-        gate and up as they are; `lm.compress` stores those of whole blocks.)
+        such as `jnp.float8_e4m3fn`, keeps both in it and rounds the gradient: for a frozen Dense
+        behind it. (A `jax.checkpoint` around it would keep gate and up as they are; `lm.compress`
+        stores those of whole blocks.)
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:

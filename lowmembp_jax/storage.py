@@ -17,15 +17,13 @@ from jaxtyping import Array, Float, UInt32
 
 from lowmembp_jax.arrays import undifferentiated
 
-#: Arrays of fewer elements are kept as they are.
-_SMALL = 1024
-
 
 class Storage(NamedTuple):
     """A format: `decode(encode(x), x.dtype)` is x, rounded; `encode` gives a pytree."""
 
     encode: Callable[[Array], Any]
     decode: Callable[[Any, Any], Array]
+    bits: Callable[[int], int]  # of what a row of that many elements is stored as
 
 
 def _float8(dtype: Any) -> Storage:
@@ -35,7 +33,7 @@ def _float8(dtype: Any) -> Storage:
         # Clipped, or what is above the largest number would become NaN; an inf stays one, or NaN.
         return jnp.where(jnp.isinf(x), x, jnp.clip(x, -most, most)).astype(dtype)
 
-    return Storage(encode, lambda stored, dtype: stored.astype(dtype))
+    return Storage(encode, lambda stored, dtype: stored.astype(dtype), lambda width: 8 * width)
 
 
 def _divisor(scale: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
@@ -96,8 +94,10 @@ def _hash(x: Float[Array, "*rows n"], scale: Float[Array, "*rows 1"]) -> UInt32[
 STORAGES: dict[Any, Storage] = {
     jnp.dtype(jnp.float8_e4m3fn): _float8(jnp.float8_e4m3fn),
     jnp.dtype(jnp.float8_e5m2): _float8(jnp.float8_e5m2),
-    jnp.dtype(jnp.int8): Storage(_encode_int8, _decode_int8),
-    jnp.dtype(jnp.int4): Storage(_encode_int4, _decode_int4),
+    jnp.dtype(jnp.int8): Storage(_encode_int8, _decode_int8, lambda width: 8 * width + 32),
+    jnp.dtype(jnp.int4): Storage(
+        _encode_int4, _decode_int4, lambda width: 4 * width + 32 * (width // _group(width))
+    ),
 }
 
 
@@ -119,13 +119,13 @@ def check_storage(dtype: Any, name: str) -> None:
 def storage_dtype(array: Any, dtype: Any) -> jnp.dtype | None:
     """`dtype` where an array is stored in it; None where it stays as it is.
 
-    Those stay that are small, not floating, or no wider than `dtype`.
+    Those stay that are not floating, scalars, or no smaller in `dtype`.
     """
-    if dtype is None or math.prod(array.shape) < _SMALL:
+    if dtype is None or not array.shape or not jnp.issubdtype(array.dtype, jnp.floating):
         return None
-    dtype = jnp.dtype(dtype)
-    wider = jnp.issubdtype(array.dtype, jnp.floating) and dtype.itemsize < array.dtype.itemsize
-    return dtype if wider else None
+    dtype, width = jnp.dtype(dtype), array.shape[-1]
+    is_smaller = STORAGES[dtype].bits(width) < width * jnp.finfo(array.dtype).bits
+    return dtype if is_smaller else None
 
 
 def encode(array: Array, narrow: jnp.dtype | None, operator: str) -> Any:

@@ -1,5 +1,7 @@
 """lm.compress: exact forward, residuals in 8 bits."""
 
+import math
+from collections import Counter
 from functools import partial
 
 import flax.linen as nn
@@ -165,6 +167,15 @@ def test_a_mapping_chooses_by_name():
     assert (F8.name, (32, 64)) in both and (F8.name, (32, 256)) not in both
 
 
+@pytest.mark.parametrize(("rows", "stored"), [(15, 1), (16, 0)])
+def test_what_is_64_times_smaller_stays(rows, stored):
+    """Such as the scale of a norm that a post-LN block hands on with its output."""
+    p, x, scale = params(), normal(rows, 64), normal(1, 64, key=8)
+    run = lm.compress(lambda p, x, scale: jnp.tanh(x @ p["up"]) @ p["down"] * scale)
+    found = kept(lambda *args: jnp.sum(run(*args)), p, x, scale)
+    assert found.count((F8.name, (1, 64))) == stored
+
+
 def test_closed_over_arrays_are_parameters():
     p, x = params(), normal(32, 64)
 
@@ -189,6 +200,25 @@ def test_transformations(dtype):
         np.testing.assert_allclose(gradients(outer, p, x[0])[1], each[0], rtol=1e-5, atol=1e-5)
     inner = lm.compress(lambda p, x: jax.checkpoint(block)(p, x), dtype=dtype)
     assert error(gradients(inner, p, x[0]), gradients(block, p, x[0])) < 0.05
+
+
+def test_vmap_over_examples_and_scan_over_time_show_few_elements():
+    p, x = params(), normal(32, 64)
+    run = lm.compress(block)
+
+    def examples(p, x):
+        return jax.vmap(run, in_axes=(None, 0))(p, x)
+
+    def steps(p, x):
+        return lax.scan(lambda h, x: (run(p, h + x), None), x[0], x)[0]
+
+    assert error(gradients(examples, p, x), gradients(block, p, x)) < 0.05
+    for function, result in ((examples, 32 * 64), (steps, 64)):
+        elements = Counter()
+        for row in lm.memory.residuals(partial(loss, function), p, x).rows:
+            if row.kind == "kept":
+                elements[row.dtype] += row.times * math.prod(row.shape)
+        assert elements == {F8.name: 32 * (64 + 256), "float32": result}
 
 
 def test_scan_over_layers_stacks_eight_bits():

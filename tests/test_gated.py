@@ -249,10 +249,22 @@ def test_what_is_kept_in_8_bits(dtype, kept):
     x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     found = saved_residuals(lambda gate, up: op(gate, up), x, x)
     assert [(str(aval.dtype), aval.shape) for aval, _ in found] == kept
-    least = jnp.ones((1, 1024), jnp.bfloat16)
-    assert "bfloat16" not in {str(aval.dtype) for aval, _ in saved_residuals(op, least, least)}
-    small = jnp.ones((1, 1023), jnp.bfloat16)  # as it is: under 1024 elements
-    assert {str(aval.dtype) for aval, _ in saved_residuals(op, small, small)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "stored"),
+    [
+        ("float8_e4m3fn", 1, {"float8_e4m3fn"}),
+        ("int8", 4, {"bfloat16"}),
+        ("int8", 5, {"int8", "float32"}),
+        ("int4", 2, {"bfloat16"}),
+        ("int4", 3, {"int4", "bfloat16"}),
+    ],
+)
+def test_what_takes_no_less_with_its_scales_stays(dtype, width, stored):
+    op, x = partial(lm.swiglu, dtype=dtype), jnp.ones((1000, width), jnp.bfloat16)
+    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
+    assert {str(aval.dtype) for aval, _ in found} == stored
 
 
 def mlp_units(down, trained, layers, scan):
