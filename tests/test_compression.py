@@ -1,6 +1,7 @@
 """lm.compress: exact forward, residuals in 8 bits."""
 
 import math
+import re
 from collections import Counter
 from functools import partial
 
@@ -430,6 +431,18 @@ class Body(nn.Module):
 def test_errors_name_the_argument(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+@pytest.mark.parametrize(("argnums", "count"), [(2, 2), ((0, 5), 2), (0, 0)])
+def test_parameters_that_are_not_given_by_position(argnums, count):
+    """They would be rounded as activations are."""
+    p, x = params(), normal(32, 64)
+    words = rf"params_argnums={re.escape(str(argnums))}.* block was called with {count} positional"
+    args, kwargs = ((p, x), {}) if count else ((), {"params": p, "x": x})
+    with pytest.raises(ValueError, match=words):
+        lm.compress(block, params_argnums=argnums)(*args, **kwargs)
+    run = lm.compress(lambda x: block(p, x), params_argnums=())
+    np.testing.assert_array_equal(run(x=x), block(p, x))
 
 
 def test_an_activation_in_the_place_of_the_parameters_is_said():
