@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
@@ -33,6 +34,12 @@ _PRODUCTS = frozenset(
 )
 
 
+# Primitives that choose by value: experts of a router, codes of a codebook; and of two numbers, the
+# branch of a `lax.cond`.
+_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
+_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
+
+
 def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
 
@@ -41,6 +48,21 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
     """
     return prim.name in _PRODUCTS
+
+
+def keeping_choices(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy`, which keeps what is chosen by value too.
+
+    From rounded numbers other experts would be chosen than those that the forward has run.
+    """
+
+    def keeps(prim, *avals, **params):
+        is_choice = prim.name in _CHOICES or (prim.name in _COMPARISONS and not avals[0].shape)
+        if is_choice and jnp.issubdtype(avals[0].dtype, jnp.floating):
+            return True
+        return policy(prim, *avals, **params)
+
+    return keeps
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,8 +54,9 @@ def compress(
         group of 32 or more, rounded at random. None: as they are. A mapping from `checkpoint_name`
         to one of these, with None as the key for all other arrays; what it does not name is stored
         as it is.
-      policy: what is kept, as in `jax.checkpoint`. None: what the operators of `fun` keep by
-        themselves. `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
+      policy: what is kept, as in `jax.checkpoint`; besides it what is chosen by value, such as
+        `top_k`'s experts. None: what the operators of `fun` keep by themselves.
+        `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
       params_argnums: positions of the arguments that are parameters, never quantised; `()` where
         the first argument is an activation, which would be kept as it is otherwise.
       static_argnums: positions of arguments that are not traced. Leaves that are no arrays, such
