@@ -57,7 +57,8 @@ def keeping_choices(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def keeps(prim, *avals, **params):
-        is_choice = prim.name in _CHOICES or (prim.name in _COMPARISONS and not avals[0].shape)
+        scalars = not any(aval.shape for aval in avals)
+        is_choice = prim.name in _CHOICES or (scalars and prim.name in _COMPARISONS)
         if is_choice and jnp.issubdtype(avals[0].dtype, jnp.floating):
             return True
         return policy(prim, *avals, **params)

@@ -59,8 +59,8 @@ def _remat(policy) -> Callable:
     return partial(jax.checkpoint, policy=policy)
 
 
-#: Of `block`'s arguments the first is the activation.
-_compress = partial(lm.compress, params_argnums=(1, 2))
+#: Of `run(x, parameters)`.
+_compress = partial(lm.compress, params_argnums=1)
 _compress_but_attention = partial(
     _compress,
     policy=lm.checkpoint_policy(
@@ -109,8 +109,9 @@ def dense(x, name: str, weights: dict):
     return y
 
 
-def block(method: Method, attention: str, x, trained: dict, frozen: dict):
-    """One encoder block, `[batch, tokens, hidden]` to the same."""
+def block(method: Method, attention: str, x, parameters: tuple[dict, dict]):
+    """One encoder block, `[batch, tokens, hidden]` to the same; trained and frozen parameters."""
+    trained, frozen = parameters
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
     q, k, v = (checkpoint_name(dense(y, name, weights), "attention") for name in "qkv")
@@ -160,10 +161,10 @@ def training_step(
 
     def loss(trained, frozen, x):
         if scan:
-            x, _ = lax.scan(lambda x, p: (run(x, *p), None), x, (trained, frozen))
+            x, _ = lax.scan(lambda x, p: (run(x, p), None), x, (trained, frozen))
         else:
             for p in zip(trained, frozen, strict=True):
-                x = run(x, *p)
+                x = run(x, p)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
     trained, frozen = (layers_of(each, layers, scan) for each in layer)
