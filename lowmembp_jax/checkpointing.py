@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import Recompute, Saveable
+from jax.ad_checkpoint import Offloadable, Recompute, Saveable
 
 CODES = "lowmembp_codes"
 NORM_OUTPUT = "lowmembp_norm_output"
@@ -50,20 +50,30 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name in _PRODUCTS
 
 
-def keeping_choices(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """`policy`, which keeps what is chosen by value too.
+def for_rounded(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy` for a forward of which the backward gets rounded numbers.
 
-    From rounded numbers other experts would be chosen than those that the forward has run.
+    It keeps what is chosen by value too: from rounded numbers other experts would be chosen than
+    those that the forward has run.
+
+    Raises:
+      ValueError: the policy offloads. Its arrays would be rounded in the host's memory, by the CPU.
     """
 
-    def keeps(prim, *avals, **params):
+    def answer(prim, *avals, **params):
         scalars = not any(aval.shape for aval in avals)
         is_choice = prim.name in _CHOICES or (scalars and prim.name in _COMPARISONS)
         if is_choice and jnp.issubdtype(avals[0].dtype, jnp.floating):
             return True
-        return policy(prim, *avals, **params)
+        given = policy(prim, *avals, **params)
+        if isinstance(given, Offloadable):
+            raise ValueError(
+                f"compress: policy offloads a result of {prim} to {given.dst!r}: accepted are "
+                f"policies that save or compute again; jax.checkpoint takes those that offload"
+            )
+        return given
 
-    return keeps
+    return answer
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ def compress(
 
     Raises:
       ValueError: `dtype` is no storage format; a position is negative; a parameter is not given by
-        position.
+        position; `policy` offloads, which is seen where `fun` is differentiated.
       TypeError: `fun` or `policy` is not callable.
       NotImplementedError: a second derivative was asked for.
     """

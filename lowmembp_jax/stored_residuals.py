@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from lowmembp_jax import equations
-from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, keeping_choices
+from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, for_rounded
 from lowmembp_jax.jax_internals import varying
 from lowmembp_jax.kept_sums import with_kept_sums
 from lowmembp_jax.provenance import Fact, facts_of
@@ -57,7 +57,7 @@ def with_stored_residuals(
     def plain(*values):
         return eval_jaxpr(jaxpr, values[:count], *values[count:])
 
-    policy = policy and keeping_choices(policy)
+    policy = policy and for_rounded(policy)
     kept = plain if policy is None else _checkpointed(plain, policy)
     summed = None if policy is None else with_kept_sums(jaxpr, policy)
     ways = [kept] if summed is None else [kept, _checkpointed(*summed)]

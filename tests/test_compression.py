@@ -433,6 +433,19 @@ def test_errors_name_the_argument(call, kind, words):
         call()
 
 
+def test_a_policy_that_offloads_is_refused():
+    """The arrays would be rounded by the host's CPU."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    run = lm.compress(block, policy=policy)
+    with pytest.raises(ValueError, match="policy offloads a result of name to 'pinned_host'"):
+        gradients(run, params(), normal(32, 64))
+
+
 @pytest.mark.parametrize(("argnums", "count"), [(2, 2), ((0, 5), 2), (0, 0)])
 def test_parameters_that_are_not_given_by_position(argnums, count):
     """They would be rounded as activations are."""
