@@ -63,7 +63,7 @@ def table(method: str, train="full") -> lm.memory.Residuals:
     trained, frozen = jax.tree.map(stack, parameters(train))
 
     def scanned(trained, frozen, x):
-        return lax.scan(lambda x, p: (run(x, *p), None), x, (trained, frozen))[0]
+        return lax.scan(lambda x, p: (run(x, p), None), x, (trained, frozen))[0]
 
     return lm.memory.residuals(scanned, trained, frozen, STREAM, argnums=0)
 
@@ -90,7 +90,7 @@ def test_unrolled_blocks_keep_the_same():
     def kept(layers):
         def run(trained, x):
             for weights in trained:
-                x = block(METHODS[OURS], "cudnn", x, weights, {})
+                x = block(METHODS[OURS], "cudnn", x, (weights, {}))
             return x
 
         return lm.memory.saved_bytes(run, [parameters("full")[0]] * layers, STREAM, argnums=0)
@@ -125,7 +125,7 @@ def test_stacks_of_the_compiled_loop(method):
 
     def loss(weights, x):
         def body(x, _):
-            return block(METHODS[method], "cudnn", x, weights, {}), None
+            return block(METHODS[method], "cudnn", x, (weights, {})), None
 
         return jnp.mean(lax.square(lax.scan(body, x, length=layers)[0]))
 
