@@ -61,9 +61,8 @@ def for_rounded(policy: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def answer(prim, *avals, **params):
-        scalars = not any(aval.shape for aval in avals)
-        is_choice = prim.name in _CHOICES or (scalars and prim.name in _COMPARISONS)
-        if is_choice and jnp.issubdtype(avals[0].dtype, jnp.floating):
+        is_branch = prim.name in _COMPARISONS and not any(aval.shape for aval in avals)
+        if (prim.name in _CHOICES or is_branch) and jnp.issubdtype(avals[0].dtype, jnp.floating):
             return True
         given = policy(prim, *avals, **params)
         if isinstance(given, Offloadable):

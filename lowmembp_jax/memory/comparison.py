@@ -142,7 +142,8 @@ def compare(
       budget: bytes a device may use, or a size such as "24GB"; `fits` is about it. The device's
         usable memory by default.
       find_largest_batch: look for the largest batch within the budget, for each method: 8
-        compilations each at most, after which it is the largest to a percent or so.
+        compilations each at most, after which it is the largest to a percent or so, unless the
+        peak jumps between two batches.
       batch_multiple: of which the largest batch is one, for instance the number of devices; by
         default 8, or what of 8 divides `batch`.
       cache: keep plans in `lm.memory.plan_cache_directory()`, so that the same program is
