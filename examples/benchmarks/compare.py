@@ -50,7 +50,7 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-BUDGETS = ("24GB", "80GB")
+BUDGETS = (24, 80)  # GB
 _VERSIONS = ("jax", "jaxlib", "flax", "qwix", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 #: By the name of a column, what finds it and perhaps more out.
 Columns = dict[str, Callable[[Cell], dict[str, Any]]]
@@ -102,19 +102,22 @@ def largest_batch(cell: Cell) -> dict[str, Any]:
 
     It is a multiple of an eighth of the cell's own batch, and otherwise right to a percent or so.
     """
-    found = {}
-    for budget in BUDGETS:
+    multiple = max(1, cell.batch // 8)
+    found, each_gb = {}, 0.0
+    for gigabytes in BUDGETS:
+        start = int(each_gb * gigabytes) // multiple * multiple  # as many a GB as in less memory
         [one] = lm.memory.compare(
             lambda _, batch: cell.workload(batch),
             (cell.method,),
-            batch=cell.batch,
-            budget=budget,
+            batch=start or cell.batch,
+            budget=f"{gigabytes}GB",
             find_largest_batch=True,
-            batch_multiple=max(1, cell.batch // 8),
+            batch_multiple=multiple,
             device=cell.device,
             progress=False,
         )
-        found[budget] = one.largest_batch
+        found[f"{gigabytes}GB"] = one.largest_batch
+        each_gb = one.largest_batch / gigabytes
     return {"largest_batch": found}
 
 
