@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import Offloadable, Recompute, Saveable
+from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
 NORM_OUTPUT = "lowmembp_norm_output"
@@ -34,12 +33,6 @@ _PRODUCTS = frozenset(
 )
 
 
-# Primitives that choose by value: experts of a router, codes of a codebook; and of two numbers, the
-# branch of a `lax.cond`.
-_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
-_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
-
-
 def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
 
@@ -48,31 +41,6 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
     """
     return prim.name in _PRODUCTS
-
-
-def for_rounded(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """`policy` for a forward of which the backward gets rounded numbers.
-
-    It keeps what is chosen by value too: from rounded numbers other experts would be chosen than
-    those that the forward has run.
-
-    Raises:
-      ValueError: the policy offloads. Its arrays would be rounded in the host's memory, by the CPU.
-    """
-
-    def answer(prim, *avals, **params):
-        is_branch = prim.name in _COMPARISONS and not any(aval.shape for aval in avals)
-        if (prim.name in _CHOICES or is_branch) and jnp.issubdtype(avals[0].dtype, jnp.floating):
-            return True
-        given = policy(prim, *avals, **params)
-        if isinstance(given, Offloadable):
-            raise ValueError(
-                f"compress: policy offloads a result of {prim} to {given.dst!r}: accepted are "
-                f"policies that save or compute again; jax.checkpoint takes those that offload"
-            )
-        return given
-
-    return answer
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from lowmembp_jax.arrays import call_custom_vjp
 from lowmembp_jax.checkpointing import products_saveable
+from lowmembp_jax.choices import with_named_maxima
 from lowmembp_jax.storage import check_storage
 from lowmembp_jax.stored_residuals import with_stored_residuals
 
@@ -40,10 +41,11 @@ def compress(
     Stored in `dtype` are the floating arrays that the backward needs, each once: results that
     `policy` keeps, of a sum of two the sum, and the activations among the arguments. As they are
     stay parameters and what is computed from them alone, what depends on nothing that is
-    differentiated, integers, booleans, keys, scalars, arrays 64 times smaller than the largest of
+    differentiated, integers, keys, scalars, arrays 64 times smaller than the largest of
     those stored, statistics of rows such as the logsumexp of attention, the outputs of this
     library's norms that the backward divides by their scale (see `ms_layer_norm`), and what takes
-    no less with its scales, such as rows of 2 numbers in int8.
+    no less with its scales, such as rows of 2 numbers in int8. Booleans that the forward makes take
+    2 bits.
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
@@ -55,7 +57,8 @@ def compress(
         to one of these, with None as the key for all other arrays; what it does not name is stored
         as it is.
       policy: what is kept, as in `jax.checkpoint`; besides it what is chosen by value, such as
-        `top_k`'s experts. None: what the operators of `fun` keep by themselves.
+        `top_k`'s experts, and for ReLU the side of 0 that an element is on. None: what the
+        operators of `fun` keep by themselves.
         `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
       params_argnums: positions of the arguments that are parameters, never quantised; `()` where
         the first argument is an activation, which would be kept as it is otherwise.
@@ -117,6 +120,7 @@ def compress(
             )
         values = [leaves[i] for i in arrays]
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
+        closed = with_named_maxima(closed)
         is_param = [True] * len(closed.consts) + is_param
         call = with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
         results = call_custom_vjp(f"lm.compress({name})", call, *closed.consts, *values)

@@ -17,6 +17,11 @@ from jaxtyping import Array, Float, UInt32
 
 from lowmembp_jax.arrays import undifferentiated
 
+#: An array this many times smaller than the largest one is not worth the rounding. It may be a
+#: parameter that came as an activation. (`vmap` and `scan` show one array of many, so that the
+#: number of elements says nothing.)
+SMALL = 64
+
 
 class Storage(NamedTuple):
     """A format: `decode(encode(x), x.dtype)` is x, rounded; `encode` gives a pytree."""
@@ -100,6 +105,16 @@ STORAGES: dict[Any, Storage] = {
     ),
 }
 
+# As it is a boolean takes a byte. XLA has no 1-bit integers, and without uint8 in between it gives
+# the layout of 2 bits to a boolean where layers are scanned, and refuses it.
+_FORMATS = STORAGES | {
+    jnp.dtype(jnp.uint2): Storage(
+        lambda x: x.astype(jnp.uint8).astype(jnp.uint2),
+        lambda stored, dtype: stored.astype(jnp.uint8).astype(dtype),
+        lambda width: 2 * width,
+    )
+}
+
 
 def check_storage(dtype: Any, name: str) -> None:
     """Raises unless `dtype` is None or the dtype of a storage format.
@@ -119,9 +134,14 @@ def check_storage(dtype: Any, name: str) -> None:
 def storage_dtype(array: Any, dtype: Any) -> jnp.dtype | None:
     """`dtype` where an array is stored in it; None where it stays as it is.
 
-    Those stay that are not floating, scalars, or no smaller in `dtype`.
+    Those stay that are neither floating nor boolean, scalars, or no smaller in `dtype`. Booleans
+    take 2 bits, in whatever dtype.
     """
-    if dtype is None or not array.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+    if dtype is None or not array.shape:
+        return None
+    if array.dtype == bool:
+        return jnp.dtype(jnp.uint2)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
         return None
     dtype, width = jnp.dtype(dtype), array.shape[-1]
     is_smaller = STORAGES[dtype].bits(width) < width * jnp.finfo(array.dtype).bits
@@ -136,9 +156,9 @@ def encode(array: Array, narrow: jnp.dtype | None, operator: str) -> Any:
     if narrow is None:
         return array
     message = f"{operator} has no second derivative: its residuals are rounded"
-    return undifferentiated(STORAGES[narrow].encode, message)(array)
+    return undifferentiated(_FORMATS[narrow].encode, message)(array)
 
 
 def decode(stored: Any, narrow: jnp.dtype | None, dtype: Any) -> Array:
     """The array again, in its own dtype."""
-    return stored if narrow is None else STORAGES[narrow].decode(stored, dtype)
+    return stored if narrow is None else _FORMATS[narrow].decode(stored, dtype)

@@ -1,7 +1,7 @@
 """A function whose backward reads what its forward stored in a narrower dtype."""
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +13,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from lowmembp_jax import equations
-from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT, for_rounded
+from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT
+from lowmembp_jax.choices import CHOSEN_FROM, for_rounded
 from lowmembp_jax.jax_internals import varying
 from lowmembp_jax.kept_sums import with_kept_sums
 from lowmembp_jax.provenance import Fact, facts_of
 from lowmembp_jax.recomputation import with_copies
-from lowmembp_jax.storage import decode, encode, storage_dtype
-
-#: An array this many times smaller than the largest one is not worth the rounding. It may be a
-#: parameter that came as an activation. (`vmap` and `scan` show one array of many, so that the
-#: number of elements says nothing.)
-_SMALL = 64
+from lowmembp_jax.storage import SMALL, decode, encode, storage_dtype
 
 
 @jax.tree_util.register_static
@@ -57,7 +53,7 @@ def with_stored_residuals(
     def plain(*values):
         return eval_jaxpr(jaxpr, values[:count], *values[count:])
 
-    policy = policy and for_rounded(policy)
+    policy = policy and for_rounded(policy, jaxpr)
     kept = plain if policy is None else _checkpointed(plain, policy)
     summed = None if policy is None else with_kept_sums(jaxpr, policy)
     ways = [kept] if summed is None else [kept, _checkpointed(*summed)]
@@ -77,7 +73,8 @@ def with_stored_residuals(
         keys = [fact.source for fact in facts]
         unique = {fact.source: (fact, array) for fact, array in zip(facts, residuals, strict=True)}
         places = {key: place for place, key in enumerate(unique)}
-        dtypes_of = _storage_dtypes(list(unique.values()), dtypes)
+        given = {*closed.jaxpr.constvars, *closed.jaxpr.invars}
+        dtypes_of = _storage_dtypes(list(unique.values()), dtypes, given)
         recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
         arrays = (array for _, array in unique.values())
         operator = f"lm.compress({name})"
@@ -152,18 +149,20 @@ def _checkpointed(function: Callable, policy: Callable[..., Any]) -> Callable:
 
 
 def _storage_dtypes(
-    kept: Sequence[tuple[Fact, Any]], dtypes: Mapping[Any, Any]
+    kept: Sequence[tuple[Fact, Any]], dtypes: Mapping[Any, Any], given: Set[Any]
 ) -> tuple[tuple[jnp.dtype | None, jnp.dtype], ...]:
     """Of each array that the backward needs: its dtype in storage, None as it is, and its own."""
     # Divided by a small scale, the error of 8 bits would be large.
-    names = {NORM_AFFINE_OUTPUT: None} | dict(dtypes)
+    names = {NORM_AFFINE_OUTPUT: None, CHOSEN_FROM: None} | dict(dtypes)
     chosen = []
     for fact, array in kept:
         is_kept = fact.statistic or not (fact.varied and fact.activation)
+        if array.dtype == bool:  # exact in any case, and here for as long as the caller has it
+            is_kept = fact.source in given
         dtype = None if is_kept else storage_dtype(array, names.get(fact.name, names.get(None)))
         chosen.append((array.size, dtype, array.dtype))
     most = max((size for size, dtype, _ in chosen if dtype is not None), default=0)
-    return tuple((dtype if size * _SMALL > most else None, own) for size, dtype, own in chosen)
+    return tuple((dtype if size * SMALL > most else None, own) for size, dtype, own in chosen)
 
 
 def _barrier(tree: Any) -> Any:

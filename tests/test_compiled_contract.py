@@ -1,6 +1,9 @@
 """The saving survives XLA: peaks of a ViT-B-like encoder compiled for an H200, with no GPU."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
 from lowmembp_examples.benchmarks.blocks import llama
 from lowmembp_examples.benchmarks.encoder import block_units, training_step
@@ -150,3 +153,30 @@ def test_compressed_block_computes_no_product_again():
         step, arguments = training_step(method, "full", False, 2)
         flops[method] = lm.memory.plan(step, *arguments, device="h200").cost.flops
     assert flops["compress"] == flops["default"] == flops["products policy"]
+
+
+def mlp_units(wrap, scan):
+    """What a residual MLP keeps a block, in units of x; ReLU reads no product as it is."""
+    rows, width, hidden, peaks = 8192, 512, 2048, []
+    block = wrap(lambda p, x: x + jax.nn.relu(x @ p[0] - 1) @ p[1])
+    for layers in (4, 8):
+        shapes = [(layers, width, hidden), (layers, hidden, width)]
+        params = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+        def loss(params, x, layers=layers):
+            step = lambda x, p: (block(p, x), None)  # noqa: E731
+            return jax.lax.scan(step, x, params, unroll=1 if scan else layers)[0].mean()
+
+        x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+        compiled = lm.memory.compile_for(jax.grad(loss), params, x)
+        peaks.append(compiled.memory_analysis().temp_size_in_bytes)
+    return (peaks[1] - peaks[0]) / 4 / (rows * width * 2)
+
+
+@each_layout
+def test_sides_of_a_threshold_take_2_bits(jax_defaults, scan):
+    """Half a unit of x, 2 of the product, half a unit of 2 bits."""
+    products = functools.partial(jax.checkpoint, policy=lm.products_saveable)
+    units = mlp_units(lm.compress, scan)
+    assert units <= 3.0 * TOLERANCE
+    assert 1.6 * units < min(mlp_units(products, scan), mlp_units(lambda f: f, scan))

@@ -1,5 +1,8 @@
 """lm.compress: the backward chooses as the forward did, not by the values that are stored."""
 
+from functools import partial
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,6 +45,40 @@ def branch(p, x, threshold):
     return lax.cond(jnp.mean(h) > threshold, jnp.sin, lambda h: 9 - h, h)
 
 
+def rectified(p, x, _):
+    """Next to the threshold is much of what is far from 0."""
+    h = x @ p["router"]
+    return jax.nn.relu(h - jnp.mean(h, 0, keepdims=True) + 1) @ p["router"].T
+
+
+def threshold(p, x, _):
+    h = x @ p["router"]
+    return jnp.where(h > 1, 2 * h, -h) + jnp.abs(h + 1) + jnp.clip(h, -0.5, 0.5)
+
+
+def greatest(p, x, _):
+    return jnp.max(x @ p["router"], 0) * jnp.linspace(1, 2, EXPERTS)
+
+
+def larger(p, x, _):
+    h = x @ p["router"]
+    return jnp.maximum(h, h[::-1] + 0.1)
+
+
+def segments(p, x, _):
+    return jax.ops.segment_max(x @ p["router"], jnp.arange(ROWS) // 8, ROWS // 8)
+
+
+def running(p, x, _):
+    return lax.cummax(x[:32] @ p["router"])
+
+
+def pooled(p, x, _):
+    h = jnp.sin(x @ p["router"]).reshape(8, ROWS // 8, EXPERTS)
+    pool = partial(nn.max_pool, window_shape=(3,), strides=(2,))
+    return pool(h) - jax.jit(pool)(-h)
+
+
 PARAMS = {
     "router": normal(WIDTH, EXPERTS) / WIDTH**0.5,
     "up": normal(EXPERTS, WIDTH, 32, key=1) / WIDTH**0.5,
@@ -51,12 +88,24 @@ X = normal(ROWS, WIDTH, key=3)
 MEAN = float(jnp.mean(jnp.tanh(X @ PARAMS["router"])))
 
 
+FUNCTIONS = {
+    "top_k": (experts, 2),
+    "argmax": (experts, 1),
+    "sort": (ranked, None),
+    "below": (branch, MEAN + 1e-6),
+    "above": (branch, MEAN - 1e-6),
+    "relu": (rectified, None),
+    "where": (threshold, None),
+    "max": (greatest, None),
+    "maximum": (larger, None),
+    "segment_max": (segments, None),
+    "cummax": (running, None),
+    "max_pool": (pooled, None),
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("function", "option"),
-    [(experts, 2), (experts, 1), (ranked, None), (branch, MEAN + 1e-6), (branch, MEAN - 1e-6)],
-    ids=["top_k", "argmax", "sort", "below", "above"],
-)
+@pytest.mark.parametrize(("function", "option"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_the_backward_chooses_as_the_forward(function, option, policy):
     run = lm.compress(function, policy=POLICIES[policy], static_argnums=2)
 
@@ -68,3 +117,39 @@ def test_the_backward_chooses_as_the_forward(function, option, policy):
 
     error = lm.gradient_distance(gradients(run), gradients(function)).error
     assert error < 0.06
+
+
+def kept(function, *args):
+    """Dtypes and shapes of the residuals beyond the arguments."""
+    _, vjp = jax.vjp(function, *args)
+    own = {id(leaf) for leaf in jax.tree.leaves(args)}
+    return sorted(
+        (str(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(vjp) if id(leaf) not in own
+    )
+
+
+def test_sides_of_a_threshold_take_2_bits():
+    run = lm.compress(lambda p, x: jnp.sum(jax.nn.relu(x @ p["router"] + 1) @ p["router"].T))
+    assert kept(run, PARAMS, X) == [
+        ("float8_e4m3fn", (ROWS, EXPERTS)),
+        ("float8_e4m3fn", (ROWS, WIDTH)),
+        ("uint2", (ROWS, EXPERTS)),
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_mask_that_is_given_is_not_stored_again(policy):
+    def block(p, x, mask):
+        return jnp.sum(jnp.where(mask, jnp.sin(x @ p["router"]), 0))
+
+    mask = jax.random.bernoulli(jax.random.key(5), 0.5, (ROWS, EXPERTS))
+    found = kept(lm.compress(block, policy=POLICIES[policy]), PARAMS, X, mask)
+    assert not [dtype for dtype, _ in found if dtype in ("bool", "uint2")]
+
+
+def test_choices_of_rows_are_made_again():
+    """Flax's norms take the greater of the variance and 0."""
+    norm = nn.LayerNorm()
+    p = norm.init(jax.random.key(0), X)
+    run = lm.compress(lambda p, x: jnp.sum(jnp.sin(norm.apply(p, x))))
+    assert kept(run, p, X) == [("float8_e4m3fn", (ROWS, WIDTH))]

@@ -1,0 +1,93 @@
+"""What a forward chooses by value, kept for a backward that gets rounded numbers.
+
+From rounded numbers a router chooses other experts, a maximum is elsewhere in its window, and what
+is next to 0 comes to lie on the other side of it. The error is then not one of rounding: it is of
+whole elements that get another's gradient.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import Offloadable, checkpoint_name
+from jax.extend import core
+
+from lowmembp_jax import equations
+from lowmembp_jax.storage import SMALL
+
+#: The `checkpoint_name` of what the backward chooses from another time: it is not rounded.
+CHOSEN_FROM = "lowmembp_chosen_from"
+
+# Experts of a router, codes of a codebook. Their indices are what the backward needs.
+_CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
+# Sides of a threshold, the place of a maximum, the branch of a `lax.cond`.
+_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
+# Their backward looks for the place in each window another time.
+_MAXIMA = frozenset(("cummax", "cummin", "reduce_window_max", "reduce_window_min"))
+_CALLS = ("closed_call", "jit")
+
+
+def for_rounded(policy: Callable[..., Any], jaxpr: core.Jaxpr) -> Callable[..., Any]:
+    """`policy` for the forward `jaxpr`, which keeps what is chosen by value too.
+
+    Raises:
+      ValueError: the policy offloads. Its arrays would be rounded in the host's memory, by the CPU.
+    """
+    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+    most = max(map(equations.size, (*jaxpr.invars, *made)), default=0)
+
+    def is_choice(prim, *avals, **params):
+        if prim.name in _COMPARISONS:
+            # Of rows, such as the least variance of a norm, it is not worth its place.
+            size = max(math.prod(aval.shape) for aval in avals)
+            is_kept = size == 1 or size * SMALL > most
+        else:
+            is_kept = prim.name in _CHOICES
+        is_floating = is_kept and jnp.issubdtype(avals[0].dtype, jnp.floating)
+        return is_floating or params.get("name") == CHOSEN_FROM
+
+    def answer(prim, *avals, **params):
+        if is_choice(prim, *avals, **params):
+            return True
+        given = policy(prim, *avals, **params)
+        if isinstance(given, Offloadable):
+            raise ValueError(
+                f"compress: policy offloads a result of {prim} to {given.dst!r}: accepted are "
+                f"policies that save or compute again; jax.checkpoint takes those that offload"
+            )
+        return given
+
+    return answer
+
+
+def with_named_maxima(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same, where what max pooling and its like read is named `CHOSEN_FROM`."""
+    if not _has_maximum(closed.jaxpr):
+        return closed
+
+    def run(jaxpr, consts, args):
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in _CALLS and _has_maximum(eqn.params["jaxpr"].jaxpr):
+                called = eqn.params["jaxpr"]
+                read = [equations.value(atom, env) for atom in eqn.invars]
+                env |= zip(eqn.outvars, run(called.jaxpr, called.consts, read), strict=True)
+                continue
+            if name in _MAXIMA:
+                operand = eqn.invars[0]
+                env[operand] = checkpoint_name(env[operand], CHOSEN_FROM)
+            env |= equations.results(jaxpr, eqn, env)
+        return [equations.value(atom, env) for atom in jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def _has_maximum(jaxpr: core.Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name in _MAXIMA
+        or (eqn.primitive.name in _CALLS and _has_maximum(eqn.params["jaxpr"].jaxpr))
+        for eqn in jaxpr.eqns
+    )
