@@ -1,7 +1,9 @@
 """What `lm.patch` met: what was swapped, what was not and why, and the bytes that it makes."""
 
 import math
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,6 +97,17 @@ class PatchReport:
         for op, reasons in self.skipped.items():
             lines += [f"  {op} in {at or '(no module)'}: {why}" for at, why in reasons.items()]
         return "\n".join(lines)
+
+
+def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:
+    """Why nothing was compressed, and what could be: the modules that are there several times."""
+    kinds = Counter(re.sub(r"\d+", "*", place) for place in dict.fromkeys(called))
+    repeated = sorted((kind for kind, count in kinds.items() if count > 1), key=len)
+    examples = ", ".join(map(repr, (repeated or [*kinds])[:3]))
+    return (
+        f"patch: compress={', '.join(patterns)!r} matches none of the {len(set(called))} linen "
+        f"modules that were called, such as {examples}"
+    )
 
 
 def _bytes(array: Any) -> int:

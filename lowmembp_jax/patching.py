@@ -9,6 +9,7 @@ every cache of traces and programs: nothing traced inside serves outside, nor th
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from lowmembp_jax.compressed_module import compress_module
 from lowmembp_jax.exchange import exchanged
 from lowmembp_jax.nnx_places import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.normalization import Residual
-from lowmembp_jax.patch_report import PatchReport
+from lowmembp_jax.patch_report import PatchReport, nothing_compressed
 from lowmembp_jax.patch_settings import ACTIVATIONS, NORMS, Settings, check_settings
 from lowmembp_jax.patched_activations import linen_kernels, own_activations, swap_activation
 from lowmembp_jax.patched_norms import (
@@ -48,6 +49,7 @@ class _Entry:
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
     compressing: str | None = None
+    called: list[str] = field(default_factory=list)  # places, where some are to be compressed
     asleep: bool = False
     nnx_root: nnx.Module | None = None
 
@@ -108,6 +110,8 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
     module, settings, outer = context.module, entry.settings, entry.module
     entry.module = module
     is_call = context.method_name == "__call__"
+    if is_call and settings.compress:
+        entry.called.append(entry.place)
     try:
         if is_call and settings.compresses(entry.place) and entry.compressing is None:
             entry.seen("compress", None)
@@ -162,6 +166,9 @@ def _patch(settings: Settings) -> Iterator[PatchReport]:
         if entry.report.swapped and "custom_vjp" in str(error):
             error.add_note(f"lm.patch swapped {', '.join(entry.report.swapped)} for a custom_vjp")
         raise
+    else:
+        if entry.called and "compress" not in entry.report.swapped:
+            warnings.warn(nothing_compressed(settings.compress, entry.called), stacklevel=3)
     finally:
         # Generators may leave in another order than they entered, which JAX and Flax forbid: what
         # is left early goes when all that was entered after it has been left too.
@@ -219,7 +226,8 @@ def patch(
 
     With `compress="encoder/layer/*"`, the calls of the linen modules at these paths are those of
     `lm.compress_module` instead: their values do not change, nor do gelu, silu and norms. Take the
-    blocks of the model, one pattern for a kind.
+    blocks of the model, one pattern for a kind. Of an NNX model, in one line and without patch:
+    `Block.__call__ = lm.nnx.compress(Block.__call__)`.
 
     What counts is where a call is traced: in this thread, inside. A function that was jitted and
     traced outside is traced again when it is called inside, and the other way round, so decorate
@@ -248,6 +256,9 @@ def patch(
 
     Returns:
       A context manager for one `with`, which gives a `PatchReport`; also a decorator.
+
+    Warns:
+      UserWarning: linen modules were called, and `compress` matches none of them.
 
     Raises:
       TypeError: `function` is no function; `activations` or `norms` is no bool and names no

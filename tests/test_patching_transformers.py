@@ -184,6 +184,11 @@ def test_patterns_match_names_one_by_one():
         jax.eval_shape(lambda p: model(x, params=p), params)
     assert report.swapped["compress"] == ["encoder/layer"]
     assert len(report.swapped["layer_norm"]) == 5 and "gelu" not in report.swapped
+    words = r"'bert/encoder/\*' matches none of the \d+ linen modules .* such as 'encoder/layer/\*'"
+    with pytest.warns(UserWarning, match=words), lm.patch(compress="bert/encoder/*"):
+        jax.eval_shape(lambda p: model(x, params=p), params)
+    with lm.patch(compress="bert/encoder/*"):
+        pass  # nothing was traced: what was is in the cache of `jax.jit`
     for bad, kind in (({"compress": 3}, TypeError), ({"compress_dtype": "int2"}, ValueError)):
         with pytest.raises(kind, match="compress"):
             lm.patch(**bad)
