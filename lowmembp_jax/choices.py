@@ -6,7 +6,7 @@ whole elements that get another's gradient.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,20 +29,25 @@ _MAXIMA = frozenset(("cummax", "cummin", "reduce_window_max", "reduce_window_min
 _CALLS = ("closed_call", "jit")
 
 
-def for_rounded(policy: Callable[..., Any], jaxpr: core.Jaxpr) -> Callable[..., Any]:
+def for_rounded(
+    policy: Callable[..., Any], jaxpr: core.Jaxpr, is_param: Sequence[bool]
+) -> Callable[..., Any]:
     """`policy` for the forward `jaxpr`, which keeps what is chosen by value too.
+
+    Args:
+      policy: of `jax.checkpoint`.
+      jaxpr: of the forward.
+      is_param: which of its constants and arguments are parameters.
 
     Raises:
       ValueError: the policy offloads. Its arrays would be rounded in the host's memory, by the CPU.
     """
-    made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
-    most = max(map(equations.size, (*jaxpr.invars, *made)), default=0)
+    large = _large(jaxpr, is_param)
 
     def is_choice(prim, *avals, **params):
         if prim.name in _COMPARISONS:
-            # Of rows, such as the least variance of a norm, it is not worth its place.
             size = max(math.prod(aval.shape) for aval in avals)
-            is_kept = size == 1 or size * SMALL > most
+            is_kept = size == 1 or size in large
         else:
             is_kept = prim.name in _CHOICES
         is_floating = is_kept and jnp.issubdtype(avals[0].dtype, jnp.floating)
@@ -60,6 +65,34 @@ def for_rounded(policy: Callable[..., Any], jaxpr: core.Jaxpr) -> Callable[..., 
         return given
 
     return answer
+
+
+def _large(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[int]:
+    """Sizes of activations, but for what is small beside the largest: numbers of rows.
+
+    A comparison of these, such as that of a norm's variance with 0, is not worth its place. What is
+    in a step of a loop is small beside what all steps give, and no row.
+    """
+    of_steps = set[int]()
+
+    def sizes(jaxpr, is_param):
+        given = zip((*jaxpr.constvars, *jaxpr.invars), is_param, strict=True)
+        activations, found = {var for var, is_one in given if not is_one}, set[int]()
+        for eqn in jaxpr.eqns:
+            if not activations.isdisjoint(equations.variables(eqn)):
+                activations.update(eqn.outvars)
+            if eqn.primitive.name in (*_CALLS, "scan"):
+                called = eqn.params["jaxpr"].jaxpr
+                unread = [True] * len(called.constvars)
+                unread += [isinstance(a, core.Literal) or a not in activations for a in eqn.invars]
+                if eqn.primitive.name in _CALLS:
+                    found |= sizes(called, unread)
+                else:
+                    of_steps.update(_large(called, unread))
+        return found | set(map(equations.size, activations))
+
+    every = sizes(jaxpr, is_param)
+    return of_steps | {size for size in every if size * SMALL > max(every)}
 
 
 def with_named_maxima(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:

@@ -53,7 +53,7 @@ def with_stored_residuals(
     def plain(*values):
         return eval_jaxpr(jaxpr, values[:count], *values[count:])
 
-    policy = policy and for_rounded(policy, jaxpr)
+    policy = policy and for_rounded(policy, jaxpr, is_param)
     kept = plain if policy is None else _checkpointed(plain, policy)
     summed = None if policy is None else with_kept_sums(jaxpr, policy)
     ways = [kept] if summed is None else [kept, _checkpointed(*summed)]
