@@ -95,8 +95,8 @@ def _large(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[int]:
     return of_steps | {size for size in every if size * SMALL > max(every)}
 
 
-def with_named_maxima(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same, where what max pooling and its like read is named `CHOSEN_FROM`."""
+def with_named_maxima(closed: core.ClosedJaxpr, values: Sequence[Any]) -> core.ClosedJaxpr:
+    """The same of its arguments, where what max pooling and its like read is `CHOSEN_FROM`."""
     if not _has_maximum(closed.jaxpr):
         return closed
 
@@ -115,7 +115,7 @@ def with_named_maxima(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
             env |= equations.results(jaxpr, eqn, env)
         return [equations.value(atom, env) for atom in jaxpr.outvars]
 
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*values)
 
 
 def _has_maximum(jaxpr: core.Jaxpr) -> bool:

@@ -120,7 +120,7 @@ def compress(
             )
         values = [leaves[i] for i in arrays]
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
-        closed = with_named_maxima(closed)
+        closed = with_named_maxima(closed, values)
         is_param = [True] * len(closed.consts) + is_param
         call = with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
         results = call_custom_vjp(f"lm.compress({name})", call, *closed.consts, *values)
