@@ -55,7 +55,7 @@ def compress(
         `float8_e4m3fn`. `int8`: a scale a row of the last axis. `int4`: a scale and a least value a
         group of 32 or more, rounded at random. None: as they are. A mapping from `checkpoint_name`
         to one of these, with None as the key for all other arrays; what it does not name is stored
-        as it is.
+        as it is. The name must be that of what is kept: let `policy` save it.
       policy: what is kept, as in `jax.checkpoint`; besides it what is chosen by value, such as
         `top_k`'s experts, and for ReLU the side of 0 that an element is on. None: what the
         operators of `fun` keep by themselves.
