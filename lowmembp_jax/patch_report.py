@@ -101,11 +101,11 @@ class PatchReport:
 
 def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:
     """Why nothing was compressed, and what could be: the modules that are there several times."""
-    kinds = Counter(re.sub(r"\d+", "*", place) for place in dict.fromkeys(called))
+    kinds = Counter(re.sub(r"\d+", "*", place) for place in called)
     repeated = sorted((kind for kind, count in kinds.items() if count > 1), key=len)
     examples = ", ".join(map(repr, (repeated or [*kinds])[:3]))
     return (
-        f"patch: compress={', '.join(patterns)!r} matches none of the {len(set(called))} linen "
+        f"patch: compress={', '.join(patterns)!r} matches none of the {len(called)} linen "
         f"modules that were called, such as {examples}"
     )
 

@@ -49,7 +49,7 @@ class _Entry:
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
     compressing: str | None = None
-    called: list[str] = field(default_factory=list)  # places, where some are to be compressed
+    called: dict[str, None] = field(default_factory=dict)  # places, where compress is given
     asleep: bool = False
     nnx_root: nnx.Module | None = None
 
@@ -111,7 +111,7 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
     entry.module = module
     is_call = context.method_name == "__call__"
     if is_call and settings.compress:
-        entry.called.append(entry.place)
+        entry.called[entry.place] = None
     try:
         if is_call and settings.compresses(entry.place) and entry.compressing is None:
             entry.seen("compress", None)
@@ -168,7 +168,7 @@ def _patch(settings: Settings) -> Iterator[PatchReport]:
         raise
     else:
         if entry.called and "compress" not in entry.report.swapped:
-            warnings.warn(nothing_compressed(settings.compress, entry.called), stacklevel=3)
+            warnings.warn(nothing_compressed(settings.compress, list(entry.called)), stacklevel=3)
     finally:
         # Generators may leave in another order than they entered, which JAX and Flax forbid: what
         # is left early goes when all that was entered after it has been left too.
