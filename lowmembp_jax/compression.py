@@ -49,10 +49,11 @@ def compress(
 
     Args:
       fun: any function that JAX can differentiate. Arrays that it closes over are parameters.
-      dtype: of what is stored. `float8_e4m3fn`: values beyond +-448 are clipped to it, in the
-        residual only. A model with larger activations takes `float8_e5m2`, of two mantissa bits: in
-        a test with a channel at 5,000 the loss is that of exact gradients, and 15% above it with
-        `float8_e4m3fn`. `int8`: a scale a row of the last axis. `int4`: a scale and a least value a
+      dtype: of what is stored. `float8_e4m3fn`: values beyond +-448 are clipped to it and those
+        under 0.001 become 0, in the residual only. A model with larger activations takes
+        `float8_e5m2`, of two mantissa bits: in a test with a channel at 5,000 the loss is that of
+        exact gradients, and 15% above it with `float8_e4m3fn`. One with small ones, such as inputs
+        in physical units that no norm scales, takes `int8` or `float8_e5m2`. `int8`: a scale a row of the last axis. `int4`: a scale and a least value a
         group of 32 or more, rounded at random. None: as they are. A mapping from `checkpoint_name`
         to one of these, with None as the key for all other arrays; what it does not name is stored
         as it is. The name must be that of what is kept: let `policy` save it.

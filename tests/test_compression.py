@@ -168,6 +168,27 @@ def test_a_mapping_chooses_by_name():
     assert (F8.name, (32, 64)) in both and (F8.name, (32, 256)) not in both
 
 
+@pytest.mark.parametrize(
+    ("dtype", "deviation", "percent"),
+    [
+        ("float8_e4m3fn", 0.1, 2.3),
+        ("float8_e4m3fn", 0.003, 17),
+        ("float8_e4m3fn", 0.0003, 89),
+        ("float8_e5m2", 0.0003, 4.8),
+        ("int8", 0.0003, 0.7),
+        ("int4", 0.0003, 10),
+    ],
+)
+def test_small_activations_have_the_errors_that_the_docs_name(dtype, deviation, percent):
+    p, x, t = params(width=256), deviation * normal(512, 256), normal(512, 256, key=8)
+
+    def by_parameters(block):
+        return jax.grad(lambda p: jnp.sum(block(p, x) * t))(p)
+
+    ours, plain = by_parameters(lm.compress(block, dtype=dtype)), by_parameters(block)
+    assert 100 * error(ours, plain) == pytest.approx(percent, rel=0.15)
+
+
 @pytest.mark.parametrize(("rows", "stored"), [(15, 1), (16, 0)])
 def test_what_is_64_times_smaller_stays(rows, stored):
     """Such as the scale of a norm that a post-LN block hands on with its output."""
