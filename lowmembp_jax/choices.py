@@ -2,11 +2,11 @@
 
 From rounded numbers a router chooses other experts, a maximum is elsewhere in its window, and what
 is next to 0 comes to lie on the other side of it. The error is then not one of rounding: it is of
-whole elements that get another's gradient.
+whole elements that get another's gradient. So is that of a number before `floor`, or of a phase.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 _COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 # Their backward looks for the place in each window another time.
 _MAXIMA = frozenset(("cummax", "cummin", "reduce_window_max", "reduce_window_min"))
+# Computed again they take another step, or another phase.
+_STEPS = frozenset(("ceil", "cos", "floor", "rem", "sin"))
 _CALLS = ("closed_call", "jit")
 
 
@@ -76,51 +78,86 @@ def _large(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[int]:
     of_steps = set[int]()
 
     def sizes(jaxpr, is_param):
-        given = zip((*jaxpr.constvars, *jaxpr.invars), is_param, strict=True)
-        activations, found = {var for var, is_one in given if not is_one}, set[int]()
+        activations = _activations(jaxpr, is_param)
+        found = set(map(equations.size, activations))
         for eqn in jaxpr.eqns:
-            if not activations.isdisjoint(equations.variables(eqn)):
-                activations.update(eqn.outvars)
             if eqn.primitive.name in (*_CALLS, "scan"):
                 called = eqn.params["jaxpr"].jaxpr
-                unread = [True] * len(called.constvars)
-                unread += [isinstance(a, core.Literal) or a not in activations for a in eqn.invars]
+                unread = _unread(called, eqn, activations)
                 if eqn.primitive.name in _CALLS:
                     found |= sizes(called, unread)
                 else:
                     of_steps.update(_large(called, unread))
-        return found | set(map(equations.size, activations))
+        return found
 
     every = sizes(jaxpr, is_param)
     return of_steps | {size for size in every if size * SMALL > max(every)}
 
 
-def with_named_maxima(closed: core.ClosedJaxpr, values: Sequence[Any]) -> core.ClosedJaxpr:
-    """The same of its arguments, where what max pooling and its like read is `CHOSEN_FROM`."""
-    if not _has_maximum(closed.jaxpr):
+def _activations(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
+    """What an activation among the arguments has a part in."""
+    given = zip((*jaxpr.constvars, *jaxpr.invars), is_param, strict=True)
+    found = {var for var, is_one in given if not is_one}
+    for eqn in jaxpr.eqns:
+        if not found.isdisjoint(equations.variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _unread(called: core.Jaxpr, eqn: core.JaxprEqn, activations: set[core.Var]) -> list[bool]:
+    """Which constants and arguments of what an equation calls are no activations."""
+    given = [isinstance(atom, core.Literal) or atom not in activations for atom in eqn.invars]
+    return [True] * len(called.constvars) + given
+
+
+def with_unrounded(
+    closed: core.ClosedJaxpr, policy: Any, values: Sequence[Any], is_param: Sequence[bool]
+) -> core.ClosedJaxpr:
+    """The same of its arguments, with `CHOSEN_FROM` for the activations that need all their bits.
+
+    They are what max pooling and its like read, and where a policy has things computed again, what
+    `floor` and `sin` and theirs read.
+    """
+    steep = _MAXIMA if policy is None else _MAXIMA | _STEPS
+    if not _has(steep, closed.jaxpr):
         return closed
 
-    def run(jaxpr, consts, args):
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    def run(jaxpr, consts, args, is_param):
+        activations, env = _activations(jaxpr, is_param), {}
+        read_steeply = {
+            var
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name in steep
+            for var in equations.variables(eqn)[:1]
+            if var in activations and jnp.issubdtype(var.aval.dtype, jnp.floating)
+        }
+
+        def define(variables, values):
+            for var, value in zip(variables, values, strict=True):
+                env[var] = checkpoint_name(value, CHOSEN_FROM) if var in read_steeply else value
+
+        define((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            if name in _CALLS and _has_maximum(eqn.params["jaxpr"].jaxpr):
+            if eqn.primitive.name in _CALLS and _has(steep, eqn.params["jaxpr"].jaxpr):
                 called = eqn.params["jaxpr"]
                 read = [equations.value(atom, env) for atom in eqn.invars]
-                env |= zip(eqn.outvars, run(called.jaxpr, called.consts, read), strict=True)
-                continue
-            if name in _MAXIMA:
-                operand = eqn.invars[0]
-                env[operand] = checkpoint_name(env[operand], CHOSEN_FROM)
-            env |= equations.results(jaxpr, eqn, env)
+                unread = _unread(called.jaxpr, eqn, activations)
+                define(eqn.outvars, run(called.jaxpr, called.consts, read, unread))
+            else:
+                results = equations.results(jaxpr, eqn, env)
+                define(results.keys(), results.values())
         return [equations.value(atom, env) for atom in jaxpr.outvars]
 
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args))(*values)
+    # Positions, which are integers, have phases too: they are given and not rounded.
+    floating = [jnp.issubdtype(value.dtype, jnp.floating) for value in values]
+    fixed = [param or not real for param, real in zip(is_param, floating, strict=True)]
+    fixed = [True] * len(closed.consts) + fixed
+    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args, fixed))(*values)
 
 
-def _has_maximum(jaxpr: core.Jaxpr) -> bool:
+def _has(names: Set[str], jaxpr: core.Jaxpr) -> bool:
     return any(
-        eqn.primitive.name in _MAXIMA
-        or (eqn.primitive.name in _CALLS and _has_maximum(eqn.params["jaxpr"].jaxpr))
+        eqn.primitive.name in names
+        or (eqn.primitive.name in _CALLS and _has(names, eqn.params["jaxpr"].jaxpr))
         for eqn in jaxpr.eqns
     )

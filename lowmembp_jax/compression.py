@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from lowmembp_jax.arrays import call_custom_vjp
 from lowmembp_jax.checkpointing import products_saveable
-from lowmembp_jax.choices import with_named_maxima
+from lowmembp_jax.choices import with_unrounded
 from lowmembp_jax.storage import check_storage
 from lowmembp_jax.stored_residuals import with_stored_residuals
 
@@ -53,13 +53,15 @@ def compress(
         under 0.001 become 0, in the residual only. A model with larger activations takes
         `float8_e5m2`, of two mantissa bits: in a test with a channel at 5,000 the loss is that of
         exact gradients, and 15% above it with `float8_e4m3fn`. One with small ones, such as inputs
-        in physical units that no norm scales, takes `int8` or `float8_e5m2`. `int8`: a scale a row of the last axis. `int4`: a scale and a least value a
-        group of 32 or more, rounded at random. None: as they are. A mapping from `checkpoint_name`
-        to one of these, with None as the key for all other arrays; what it does not name is stored
-        as it is. The name must be that of what is kept: let `policy` save it.
+        in physical units that no norm scales, takes `int8` or `float8_e5m2`. `int8`: a scale a row
+        of the last axis. `int4`: a scale and a least value a group of 32 or more, rounded at
+        random. None: as they are. A mapping from `checkpoint_name` to one of these, with None as
+        the key for all other arrays; what it does not name is stored as it is. The name must be
+        that of what is kept: let `policy` save it.
       policy: what is kept, as in `jax.checkpoint`; besides it what is chosen by value, such as
-        `top_k`'s experts, and for ReLU the side of 0 that an element is on. None: what the
-        operators of `fun` keep by themselves.
+        `top_k`'s experts, for ReLU the side of 0 that an element is on, and the activations that
+        max pooling, `sin`, `cos`, `floor`, `ceil` and `rem` read, in their own dtype. None: what
+        the operators of `fun` keep by themselves.
         `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
       params_argnums: positions of the arguments that are parameters, never quantised; `()` where
         the first argument is an activation, which would be kept as it is otherwise.
@@ -121,7 +123,7 @@ def compress(
             )
         values = [leaves[i] for i in arrays]
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
-        closed = with_named_maxima(closed, values)
+        closed = with_unrounded(closed, policy, values, is_param)
         is_param = [True] * len(closed.consts) + is_param
         call = with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
         results = call_custom_vjp(f"lm.compress({name})", call, *closed.consts, *values)

@@ -86,6 +86,17 @@ def pooled(p, x, _):
     return pool(h) - jax.jit(pool)(-h)
 
 
+def phases(p, x, _):
+    """As SIREN's first layer: 8 bits would leave half a radian of a phase of 30 uncertain."""
+    h = x @ p["router"]
+    return (jnp.sin(30 * h) + jax.jit(jnp.cos)(20 * h)) @ p["router"].T
+
+
+def periods(p, x, _):
+    h = x @ p["router"]
+    return (h - jnp.floor(h) + jnp.ceil(2 * h) - 2 * h + h % 0.7) @ p["router"].T
+
+
 PARAMS = {
     "router": normal(WIDTH, EXPERTS) / WIDTH**0.5,
     "up": normal(EXPERTS, WIDTH, 32, key=1) / WIDTH**0.5,
@@ -109,6 +120,8 @@ FUNCTIONS = {
     "segment_max": (segments, None),
     "cummax": (running, None),
     "max_pool": (pooled, None),
+    "phases": (phases, None),
+    "periods": (periods, None),
 }
 
 
@@ -149,7 +162,7 @@ def test_sides_of_a_threshold_take_2_bits(rows):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_mask_that_is_given_is_not_stored_again(policy):
     def block(p, x, mask):
-        return jnp.sum(jnp.where(mask, jnp.sin(x @ p["router"]), 0))
+        return jnp.sum(jnp.where(mask, jnp.tanh(x @ p["router"]), 0))
 
     mask = jax.random.bernoulli(jax.random.key(5), 0.5, (ROWS, EXPERTS))
     found = kept(lm.compress(block, policy=POLICIES[policy]), PARAMS, X, mask)
@@ -160,5 +173,18 @@ def test_choices_of_rows_are_made_again():
     """Flax's norms take the greater of the variance and 0."""
     norm = nn.LayerNorm()
     p = norm.init(jax.random.key(0), X)
-    run = lm.compress(lambda p, x: jnp.sum(jnp.sin(norm.apply(p, x))))
+    run = lm.compress(lambda p, x: jnp.sum(jnp.tanh(norm.apply(p, x))))
     assert kept(run, p, X) == [("float8_e4m3fn", (ROWS, WIDTH))]
+
+
+def test_phases_of_positions_are_not_stored():
+    """Rotary embeddings' are computed again."""
+
+    def block(p, positions, x):
+        phase = positions[:, None].astype(jnp.float32) * jnp.exp(p["speed"])[None]
+        h = x @ p["router"]
+        return jnp.sum(jnp.tanh(h * jnp.cos(phase) + h[:, ::-1] * jnp.sin(phase)))
+
+    p = {"router": PARAMS["router"], "speed": jnp.linspace(0, 1, EXPERTS)}
+    found = kept(lm.compress(block), p, jnp.arange(ROWS), X)
+    assert found == [("float8_e4m3fn", (ROWS, EXPERTS)), ("float8_e4m3fn", (ROWS, WIDTH))]
