@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,6 +12,7 @@ from lowmembp_examples.benchmarks.compare_cells import METHODS, Cell, cells
 from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, TRAINED
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.planning.largest_batch import largest_batch
 
 TINY = Cell("llama-tiny", "lora-qv", "scan", "default", "h200", 2, 32)
 FOUR = cells(["llama-tiny"], ["full"], ["default", "dots"], ["h200", "l4"], ["scan"])
@@ -143,14 +145,30 @@ def test_a_small_model(tmp_path, capsys):
     assert "2 cells, 0 errors" in capsys.readouterr().out
 
 
-@pytest.mark.gpu_compiler
-@pytest.mark.slow
-@pytest.mark.usefixtures("jax_defaults")
-def test_the_largest_batch(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    peak = compare.planned(TINY)["peak"]
-    monkeypatch.setattr(compare, "BUDGETS", (peak - 1, peak))
-    assert compare.largest_batch(TINY) == {"largest_batch": {peak - 1: 0, peak: TINY.batch}}
+@pytest.mark.parametrize(
+    ("megabytes_each", "found"),
+    [
+        ({8: 40, 256: 40}, {"24GB": 600, "80GB": 2000}),
+        ({8: 40, 256: 10}, {"24GB": 2304, "80GB": 7936}),  # XLA pads where it is not 256
+        ({8: 40, 256: 50}, {"24GB": 600, "80GB": 2000}),
+        ({8: 30000, 256: 30000}, {"24GB": 0, "80GB": 0}),
+    ],
+)
+def test_the_largest_batch(monkeypatch, megabytes_each, found):
+    def plan(_, methods, *, batch, budget, find_largest_batch, batch_multiple, **options):
+        search = largest_batch(
+            10**9 * int(budget.removesuffix("GB")), start=batch, multiple=batch_multiple
+        )
+        try:
+            size = next(search)
+            while True:
+                size = search.send(10**6 * megabytes_each[8 if size % 256 else 256] * size)
+        except StopIteration as end:
+            return [SimpleNamespace(largest_batch=end.value)]
+
+    monkeypatch.setattr(compare.lm.memory, "compare", plan)
+    [cell] = cells(["vit-b16"], ["lora-all"], ["full-remat"], ["h200"])
+    assert compare.largest_batch(cell) == {"largest_batch": found}
 
 
 @pytest.mark.slow

@@ -100,25 +100,34 @@ def planned(cell: Cell) -> dict[str, Any]:
 def largest_batch(cell: Cell) -> dict[str, Any]:
     """The largest batch whose peak is within each budget; 0 if none is.
 
-    It is a multiple of an eighth of the cell's own batch, and otherwise right to a percent or so.
+    It is a multiple of an eighth of the cell's own batch, or of four times that batch where this
+    allows more: of odd numbers of rows XLA pads the operands of LoRA's products, and keeps them.
+    Otherwise it is right to a percent or so.
     """
-    multiple = max(1, cell.batch // 8)
+    fine, round_ = max(1, cell.batch // 8), 4 * cell.batch
     found, each_gb = {}, 0.0
     for gigabytes in BUDGETS:
-        start = int(each_gb * gigabytes) // multiple * multiple  # as many a GB as in less memory
-        [one] = lm.memory.compare(
-            lambda _, batch: cell.workload(batch),
-            (cell.method,),
-            batch=start or cell.batch,
-            budget=f"{gigabytes}GB",
-            find_largest_batch=True,
-            batch_multiple=multiple,
-            device=cell.device,
-            progress=False,
-        )
-        found[f"{gigabytes}GB"] = one.largest_batch
-        each_gb = one.largest_batch / gigabytes
+        start = int(each_gb * gigabytes)  # as many a GB as in less memory
+        fits = _largest_multiple(cell, gigabytes, fine, start or cell.batch)
+        if fits >= round_:
+            fits = max(fits, _largest_multiple(cell, gigabytes, round_, fits))
+        found[f"{gigabytes}GB"] = fits
+        each_gb = fits / gigabytes
     return {"largest_batch": found}
+
+
+def _largest_multiple(cell: Cell, gigabytes: int, multiple: int, start: int) -> int:
+    [one] = lm.memory.compare(
+        lambda _, batch: cell.workload(batch),
+        (cell.method,),
+        batch=max(1, start // multiple) * multiple,
+        budget=f"{gigabytes}GB",
+        find_largest_batch=True,
+        batch_multiple=multiple,
+        device=cell.device,
+        progress=False,
+    )
+    return one.largest_batch or 0
 
 
 def measured(cell: Cell, *options: str) -> dict[str, Any]:

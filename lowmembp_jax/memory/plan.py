@@ -24,6 +24,7 @@ from lowmembp_jax.memory.planning.doubts import doubts
 from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
 from lowmembp_jax.memory.planning.meshes import MeshLike
 from lowmembp_jax.memory.planning.modules import of_states
+from lowmembp_jax.memory.planning.padded_products import padded_products
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.planning.replication import batch_shardings, replicated
 from lowmembp_jax.memory.planning.result import PARTS, Plan
@@ -198,7 +199,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         most_intermediates=peak.most_intermediates,
         live=peak.live,
         cost=cost(program, step.device, link_bandwidth=step.link_bandwidth),
-        notes=step.notes + notes,
+        notes=(*step.notes, *notes, *padded_products(program, sum(peak.parts.values()))),
         timeline=peak.timeline,
         host=assignment.total("host"),
     )

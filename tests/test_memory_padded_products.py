@@ -1,0 +1,39 @@
+"""The planner says where XLA pads products to split them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowmembp_jax as lm
+
+pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
+
+
+def gradient(p, x):
+    """As of a LoRA matrix: few results, as many terms as there are rows."""
+    return jax.grad(lambda p: jnp.sum(jnp.square((x @ p).astype(jnp.float32))))(p)
+
+
+@pytest.mark.parametrize(
+    ("rows", "split", "is_padded"),
+    [(264 * 198, None, True), (264 * 198, 1, False), (256 * 198, None, False)],
+)
+def test_rows_that_are_no_multiple_of_the_parts(rows, split, is_padded):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 8), (rows, 1024))]
+    options = {} if split is None else {"xla_gpu_experimental_force_split_k": split}
+    plan = lm.memory.plan(gradient, *arrays, device="h200", compiler_options=options)
+    given = rows * 1024 * 2
+    if is_padded:
+        [note] = plan.notes
+        assert "pads 2 operands" in note and "52,272 rows to 52,480" in note
+        assert "a multiple of 256 or more" in note and plan.peak > 1.9 * given
+    else:
+        assert not plan.notes and plan.peak < 1.1 * given
+
+
+def test_pads_of_the_model_are_no_concern():
+    def step(p, x):
+        return gradient(p, jnp.pad(x, ((0, 1024 - x.shape[0]), (0, 0))))
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 8), (1000, 1024))]
+    assert not lm.memory.plan(step, *arrays, device="h200").notes
