@@ -26,6 +26,7 @@ def test_rows_that_are_no_multiple_of_the_parts(rows, split, is_padded):
     if is_padded:
         [note] = plan.notes
         assert "pads 2 operands" in note and "52,272 rows to 52,480" in note
+        assert "103.30 MiB wait" in note
         assert "a multiple of 256 or more" in note and plan.peak > 1.9 * given
     else:
         assert not plan.notes and plan.peak < 1.1 * given

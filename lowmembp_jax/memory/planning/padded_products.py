@@ -8,6 +8,7 @@ operands stay until then, as under no checkpointing.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from lowmembp_jax.memory.hlo.program import Instruction, Program
@@ -20,30 +21,36 @@ class _Pad(NamedTuple):
     bytes: int
     terms: int
     padded: int
+    ready: int  # the place in the schedule of the last operand
+    place: int
 
 
 def padded_products(program: Program, peak: int) -> Iterator[str]:
-    """A note for a `Plan`, where the copies take a tenth of the peak together.
+    """A note for a `Plan`, where copies that wait are a quarter of the peak.
 
     Args:
       program: what is planned.
       peak: bytes.
     """
-    pads = [pad for one in program.entry.instructions.values() for pad in _pads(program, one)]
-    total = sum(pad.bytes for pad in pads)
-    if not pads or 10 * total < peak:
+    places = {name: place for place, name in enumerate(program.entry.instructions)}
+    every = program.entry.instructions.values()
+    pads = [pad for instruction in every for pad in _pads(program, instruction, places)]
+    changes = [(pad.ready, pad.bytes) for pad in pads]
+    changes += [(pad.place, -pad.bytes) for pad in pads]
+    waiting = max(accumulate(change for _, change in sorted(changes)), default=0)
+    if not pads or 4 * waiting < peak:
         return
     most = max(pads)
     multiple = max(pad.padded & -pad.padded for pad in pads)  # powers of 2
     yield (
         f"XLA pads {len(pads)} operands of products that it splits, such as {most.terms:,} rows to "
-        f"{most.padded:,}, {format_bytes(total)} together, and may keep all of them until the end: "
-        f"a batch whose rows are a multiple of {multiple} or more can take much less; so can the "
-        f"compiler option xla_gpu_experimental_force_split_k=1, with slower products"
+        f"{most.padded:,}, and puts them off: {format_bytes(waiting)} wait at once. A batch whose "
+        f"rows are a multiple of {multiple} or more can take much less; so can the compiler option "
+        f"xla_gpu_experimental_force_split_k=1, with slower products"
     )
 
 
-def _pads(program: Program, instruction: Instruction) -> Iterator[_Pad]:
+def _pads(program: Program, instruction: Instruction, places: dict[str, int]) -> Iterator[_Pad]:
     """What is no pad of JAX's, which would have a name."""
     if instruction.opcode != "fusion":
         return
@@ -53,7 +60,9 @@ def _pads(program: Program, instruction: Instruction) -> Iterator[_Pad]:
         [shape] = root.shapes
         for size, added in zip(shape.dims, _added(root), strict=True):
             if added and size % _MULTIPLE == 0:
-                yield _Pad(shape.bytes, size - added, size)
+                ready = max(places[operand] for operand in instruction.operands)
+                place = places[instruction.name]
+                yield _Pad(shape.bytes, size - added, size, ready, place)
 
 
 def _added(pad: Instruction) -> list[int]:
