@@ -129,7 +129,7 @@ def with_unrounded(
             for eqn in jaxpr.eqns
             if eqn.primitive.name in steep
             for var in equations.variables(eqn)[:1]
-            if var in activations and jnp.issubdtype(var.aval.dtype, jnp.floating)
+            if var in activations and equations.is_floating(var)
         }
 
         def define(variables, values):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.extend import core
 
@@ -16,6 +17,11 @@ def variables(eqn: core.JaxprEqn) -> list[core.Var]:
 def size(atom: Any) -> int:
     """Elements of a variable or a literal."""
     return math.prod(atom.aval.shape)
+
+
+def is_floating(atom: Any) -> bool:
+    """Whether a variable or a literal has a floating dtype."""
+    return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def value(atom: Any, env: Mapping[core.Var, Any]) -> Any:
