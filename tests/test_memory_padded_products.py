@@ -38,3 +38,14 @@ def test_pads_of_the_model_are_no_concern():
 
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 8), (1000, 1024))]
     assert not lm.memory.plan(step, *arrays, device="h200").notes
+
+
+def test_the_largest_batch_says_where_it_ends_at_pads():
+    def factory(_, batch):
+        shapes = ((1024, 8), (198 * batch, 1024))
+        return gradient, tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    options = {"budget": "230MB", "find_largest_batch": True, "cache": False, "progress": False}
+    found = lm.memory.compare(factory, ["default"], batch=256, device="h200", **options)
+    assert not found["default"].plan.notes and 256 < found["default"].largest_batch < 300
+    assert any("pads 2 operands" in note for note in found.notes)

@@ -84,8 +84,9 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the plans leave out, memory and time, once each."""
-        every = (note for one in self for note in (*one.plan.notes, *one.plan.cost.notes))
+        """What the plans leave out, memory and time, once each; those at the largest batch too."""
+        plans = [plan for one in self for plan in (one.plan, one.largest_plan) if plan]
+        every = (note for plan in plans for note in (*plan.notes, *plan.cost.notes))
         return tuple(dict.fromkeys(every))
 
     def to_dict(self) -> dict[str, Any]:
