@@ -1,0 +1,55 @@
+"""What tests of lm.compress use."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import lowmembp_jax as lm
+
+F8 = jnp.dtype(jnp.float8_e4m3fn)
+NOTHING = jax.checkpoint_policies.nothing_saveable
+#: Largest relative error of the gradients of `block`, in one use of it.
+ERRORS = {"float8_e4m3fn": 0.05, "float8_e5m2": 0.1, "int8": 0.02, "int4": 0.2}
+each_dtype = pytest.mark.parametrize("dtype", ERRORS)
+
+
+def params(key=0, width=64, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(key), 2)
+    up = jax.random.normal(keys[0], (width, 4 * width)) / width**0.5
+    down = jax.random.normal(keys[1], (4 * width, width)) / width**0.5 / 2
+    return {"up": up.astype(dtype), "down": down.astype(dtype)}
+
+
+def normal(*shape, key=7, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(key), shape).astype(dtype)
+
+
+def block(params, x):
+    h = checkpoint_name(x @ params["up"], "hidden")
+    return x + jnp.tanh(h) @ params["down"]
+
+
+def loss(block, params, x):
+    return jnp.sum(jnp.square(block(params, x)).astype(jnp.float32))
+
+
+def gradients(block, params, x):
+    return jax.grad(partial(loss, block), argnums=(0, 1))(params, x)
+
+
+def error(got, want):
+    flat = [
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, want)
+    ]
+    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+
+
+def kept(function, *args):
+    """dtypes and shapes of what the backward keeps beyond the arguments."""
+    rows = lm.memory.residuals(function, *args).rows
+    return sorted((row.dtype, row.shape) for row in rows if row.kind == "kept")
