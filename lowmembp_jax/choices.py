@@ -83,7 +83,7 @@ def _large(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[int]:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in (*_CALLS, "scan"):
                 called = eqn.params["jaxpr"].jaxpr
-                unread = _unread(called, eqn, activations)
+                unread = [True] * len(called.constvars) + _unread(eqn, activations)
                 if eqn.primitive.name in _CALLS:
                     found |= sizes(called, unread)
                 else:
@@ -104,55 +104,69 @@ def _activations(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
     return found
 
 
-def _unread(called: core.Jaxpr, eqn: core.JaxprEqn, activations: set[core.Var]) -> list[bool]:
-    """Which constants and arguments of what an equation calls are no activations."""
-    given = [isinstance(atom, core.Literal) or atom not in activations for atom in eqn.invars]
-    return [True] * len(called.constvars) + given
+def _unread(eqn: core.JaxprEqn, activations: set[core.Var]) -> list[bool]:
+    """Which arguments of what an equation calls are none of these."""
+    return [isinstance(atom, core.Literal) or atom not in activations for atom in eqn.invars]
 
 
 def with_unrounded(
-    closed: core.ClosedJaxpr, policy: Any, values: Sequence[Any], is_param: Sequence[bool]
+    closed: core.ClosedJaxpr,
+    policy: Any,
+    values: Sequence[Any],
+    is_param: Sequence[bool],
+    varied: Sequence[int],
 ) -> core.ClosedJaxpr:
     """The same of its arguments, with `CHOSEN_FROM` for the activations that need all their bits.
 
     They are what max pooling and its like read, and where a policy has things computed again, what
     `floor` and `sin` and theirs read.
+
+    Args:
+      closed: of the forward.
+      policy: of `jax.checkpoint`, or None.
+      values: its arguments.
+      is_param: which of them are parameters.
+      varied: which are differentiated: the phases of given coordinates are computed again.
     """
     steep = _MAXIMA if policy is None else _MAXIMA | _STEPS
     if not _has(steep, closed.jaxpr):
         return closed
 
-    def run(jaxpr, consts, args, is_param):
-        activations, env = _activations(jaxpr, is_param), {}
+    def run(closed, args, is_param, is_fixed):
+        jaxpr, env = closed.jaxpr, {}
+        unread = [True] * len(closed.consts)
+        activations = _activations(jaxpr, unread + is_param)
+        differentiated = _activations(jaxpr, unread + is_fixed)
         read_steeply = {
             var
             for eqn in jaxpr.eqns
             if eqn.primitive.name in steep
             for var in equations.variables(eqn)[:1]
-            if var in activations and equations.is_floating(var)
+            if var in activations and var in differentiated and equations.is_floating(var)
         }
 
         def define(variables, values):
             for var, value in zip(variables, values, strict=True):
                 env[var] = checkpoint_name(value, CHOSEN_FROM) if var in read_steeply else value
 
-        define((*jaxpr.constvars, *jaxpr.invars), (*consts, *args))
+        define((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args))
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _CALLS and _has(steep, eqn.params["jaxpr"].jaxpr):
-                called = eqn.params["jaxpr"]
                 read = [equations.value(atom, env) for atom in eqn.invars]
-                unread = _unread(called.jaxpr, eqn, activations)
-                define(eqn.outvars, run(called.jaxpr, called.consts, read, unread))
+                sides = (_unread(eqn, part) for part in (activations, differentiated))
+                define(eqn.outvars, run(eqn.params["jaxpr"], read, *sides))
             else:
                 results = equations.results(jaxpr, eqn, env)
                 define(results.keys(), results.values())
         return [equations.value(atom, env) for atom in jaxpr.outvars]
 
-    # Positions, which are integers, have phases too: they are given and not rounded.
-    floating = [jnp.issubdtype(value.dtype, jnp.floating) for value in values]
-    fixed = [param or not real for param, real in zip(is_param, floating, strict=True)]
-    fixed = [True] * len(closed.consts) + fixed
-    return jax.make_jaxpr(lambda *args: run(closed.jaxpr, closed.consts, args, fixed))(*values)
+    # Positions, which are integers, have phases too, of speeds that may be learned.
+    is_given = [
+        param or not jnp.issubdtype(value.dtype, jnp.floating)
+        for param, value in zip(is_param, values, strict=True)
+    ]
+    is_fixed = [i not in varied for i in range(len(values))]
+    return jax.make_jaxpr(lambda *args: run(closed, args, is_given, is_fixed))(*values)
 
 
 def _has(names: Set[str], jaxpr: core.Jaxpr) -> bool:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from lowmembp_jax.arrays import call_custom_vjp
 from lowmembp_jax.checkpointing import products_saveable
-from lowmembp_jax.choices import with_unrounded
 from lowmembp_jax.storage import check_storage
 from lowmembp_jax.stored_residuals import with_stored_residuals
 
@@ -123,7 +122,6 @@ def compress(
             )
         values = [leaves[i] for i in arrays]
         closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
-        closed = with_unrounded(closed, policy, values, is_param)
         is_param = [True] * len(closed.consts) + is_param
         call = with_stored_residuals(closed.jaxpr, policy, dtypes, is_param, name)
         results = call_custom_vjp(f"lm.compress({name})", call, *closed.consts, *values)

@@ -14,7 +14,7 @@ from jax.extend import core
 
 from lowmembp_jax import equations
 from lowmembp_jax.checkpointing import NORM_AFFINE_OUTPUT
-from lowmembp_jax.choices import CHOSEN_FROM, for_rounded
+from lowmembp_jax.choices import CHOSEN_FROM, for_rounded, with_unrounded
 from lowmembp_jax.jax_internals import varying
 from lowmembp_jax.kept_sums import with_kept_sums
 from lowmembp_jax.provenance import Fact, facts_of
@@ -48,32 +48,34 @@ def with_stored_residuals(
       is_param: which of the constants and arguments are parameters.
       name: of the function, for errors.
     """
-    count = len(jaxpr.constvars)
-
-    def plain(*values):
-        return eval_jaxpr(jaxpr, values[:count], *values[count:])
-
+    arguments = [*jaxpr.constvars, *jaxpr.invars]
+    closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=arguments), ())
     policy = policy and for_rounded(policy, jaxpr, is_param)
-    kept = plain if policy is None else _checkpointed(plain, policy)
-    summed = None if policy is None else with_kept_sums(jaxpr, policy)
-    ways = [kept] if summed is None else [kept, _checkpointed(*summed)]
+
+    def ways(closed):
+        yield _checkpointed(core.jaxpr_as_fun(closed), policy)
+        if policy and (summed := with_kept_sums(closed.jaxpr, policy)):
+            function, with_sums = summed
+            yield _checkpointed(functools.partial(function, *closed.consts), with_sums)
 
     def forward(*primals):
         values = [primal.value for primal in primals]
         varied = tuple(i for i, primal in enumerate(primals) if primal.perturbed)
+        named = with_unrounded(closed, policy, values, is_param, varied)
         # Where something else needs the terms, a sum would be kept beside them.
-        closed, count, tree = min((_traced(way, values, varied) for way in ways), key=_kept_size)
+        traced = (_traced(way, values, varied) for way in ways(named))
+        whole, count, tree = min(traced, key=_kept_size)
         inputs = [
-            Fact(var, i in varied, not is_param[i]) for i, var in enumerate(closed.jaxpr.invars)
+            Fact(var, i in varied, not is_param[i]) for i, var in enumerate(whole.jaxpr.invars)
         ]
-        facts = facts_of(closed.jaxpr, inputs)[count:]
-        results = eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        facts = facts_of(whole.jaxpr, inputs)[count:]
+        results = eval_jaxpr(whole.jaxpr, whole.consts, *values)
         y, residuals = results[:count], results[count:]
         # Once, however many equations of the backward read it.
         keys = [fact.source for fact in facts]
         unique = {fact.source: (fact, array) for fact, array in zip(facts, residuals, strict=True)}
         places = {key: place for place, key in enumerate(unique)}
-        given = {*closed.jaxpr.constvars, *closed.jaxpr.invars}
+        given = {*whole.jaxpr.constvars, *whole.jaxpr.invars}
         dtypes_of = _storage_dtypes(list(unique.values()), dtypes, given)
         recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
         arrays = (array for _, array in unique.values())
@@ -108,7 +110,7 @@ def with_stored_residuals(
         gradients = dict(zip(recipe.varied, results, strict=True))
         return tuple(gradients.get(i) for i in range(len(is_param)))
 
-    call = jax.custom_vjp(kept)
+    call = jax.custom_vjp(next(ways(closed)))
     call.defvjp(forward, backward, symbolic_zeros=True)
     return call
 
@@ -144,7 +146,9 @@ def _kept_size(traced: _Traced) -> int:
     return sum(map(equations.size, {var for var in residuals if isinstance(var, core.Var)}))
 
 
-def _checkpointed(function: Callable, policy: Callable[..., Any]) -> Callable:
+def _checkpointed(function: Callable, policy: Callable[..., Any] | None) -> Callable:
+    if policy is None:
+        return function
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 

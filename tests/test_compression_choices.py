@@ -188,3 +188,16 @@ def test_phases_of_positions_are_not_stored():
     p = {"router": PARAMS["router"], "speed": jnp.linspace(0, 1, EXPERTS)}
     found = kept(lm.compress(block), p, jnp.arange(ROWS), X)
     assert found == [("float8_e4m3fn", (ROWS, EXPERTS)), ("float8_e4m3fn", (ROWS, WIDTH))]
+
+
+def test_phases_of_given_coordinates_are_not_stored():
+    """What is not differentiated is computed again, such as the features of a radiance field."""
+
+    def block(p, x):
+        phases = (x[:, :, None] * 2.0 ** jnp.arange(8.0)[None, None]).reshape(len(x), -1)
+        return jnp.sum(jnp.tanh(jnp.sin(phases) @ p["w"]))
+
+    x, p = normal(ROWS, 3), {"w": normal(24, EXPERTS)}
+    found = kept(partial(lm.compress(block), x=x), p)
+    assert found == [("float32", (ROWS, 3)), ("float8_e4m3fn", (ROWS, EXPERTS))]
+    assert ("float32", (ROWS, 24)) in kept(lm.compress(block), p, x)  # by the coordinates too

@@ -10,8 +10,8 @@ of the compiled kernels, and an estimate of the time by the roofline. Started ag
 what is not there; what failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours;
 the most telling come first, and several processes with other models may write to one file.
 
-With --largest-batch cells also get the largest batch in 24 and in 80 GB, after up to 8 compilations
-each; where the GPU of a cell is here, its peak and the time of its step are measured. Delete the
+With --largest-batch cells also get the largest batch in 24 and in 80 GB, after up to 16
+compilations each; where the GPU of a cell is here, its peak and step time are measured. Delete the
 file, or lines of it, to have them again. The operators as in the paper, 2 bits by the published
 tables, are the program of "lowmembp" with other constants, and no cell of their own.
 
