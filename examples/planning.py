@@ -62,7 +62,8 @@ def workload(
       accumulate: batches to one step of the optimizer.
       device: which decides the attention, where it is not given.
       attention: see `models.attention`.
-      merged: norms are merged into the Denses; by default with lowmembp_jax's methods.
+      merged: norms are merged into the Denses; by default with lowmembp_jax's methods, but in
+        the scanned layers of a BERT, which cannot.
       bits: that their activations keep, 2 or 4.
       layers: see `Family.build`.
 
@@ -76,13 +77,15 @@ def workload(
         # cuDNN's flash attention needs compute capability 8.0.
         platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "another"
         attention = choose_attention(config, platform, dtype, tokens)
+    if merged is None:
+        merged = method.startswith("lowmembp") and family.merges_norms(layers)
     compute = Compute(
         method,
         jnp.dtype(dtype),
         # Frozen weights are used as they are; the master weights of the trained are float32.
         jnp.dtype("float32" if train == "full" else dtype),
         attention,
-        method.startswith("lowmembp") if merged is None else merged,
+        merged,
         bits=bits,
     )
     model = apply_lora(family.build(config, compute, layers=layers), train, rank)

@@ -45,7 +45,10 @@ class Case:
         self.tensors = read_tensors(self.directory)
         self.params = self.to_params(self.tensors)
         self.rules = family.norm_rules(self.config)
-        self.merged = lm.merge_norm_affine(self.params, self.rules)
+
+    @functools.cached_property
+    def merged(self):
+        return lm.merge_norm_affine(self.params, self.rules)
 
     def _inputs(self, task):
         if task == "image-classification":

@@ -10,6 +10,7 @@ import pytest
 from lowmembp_examples.benchmarks import compare, compare_rows, compare_tables, json_lines
 from lowmembp_examples.benchmarks.compare_cells import METHODS, Cell, cells
 from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, TRAINED
+from lowmembp_examples.trainer.models import MODELS
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
@@ -28,14 +29,14 @@ def test_the_most_telling_cells_come_first():
         ("vit-b16", "lora-qv"): len(METHODS),
     }
     assert set(lm.memory.METHODS) < {cell.method for cell in first}
-    # The other GPUs come before what else is trained and before unrolled layers.
+    # The other GPUs come before what else is trained and before layers otherwise run.
     devices = [cell.device for cell in found]
     later = min(i for i, cell in enumerate(found) if cell.train == "lora-all")
     assert set(devices[:later]) == {"h200", "a100-80gb", "rtx4090"}
-    assert all(c.layers == "unrolled" for c in found[-len(found) // 10 :])
-    unrolled = {cell.model for cell in found if cell.layers == "unrolled"}
-    assert unrolled == {cell.model for cell in found}
-    assert {cell.model for cell in found if cell.layers == "scan"} == {"llama-1b", "llama-7b"}
+    assert all(c.layers != MODELS[c.model][0].layers[0] for c in found[-len(found) // 10 :])
+    models = {cell.model for cell in found}
+    assert {cell.model for cell in found if cell.layers == "unrolled"} == models
+    assert {cell.model for cell in found if cell.layers == "scan"} == models - {"swin-t"}
     assert {cell.model for cell in found if cell.train == "qlora-all"} == {"llama-1b", "llama-7b"}
 
 
@@ -44,7 +45,7 @@ def test_the_most_telling_cells_come_first():
     [
         (["--models", "vit-b17"], "models=['vit-b17'], accepted are vit-b16, llama-7b"),
         (["--models", "vit-b16", "--train", "qlora-all"], "nothing to compare: vit-b16 with"),
-        (["--models", "swin-t", "--layers", "scan"], "only a LLaMA has"),
+        (["--models", "swin-t", "--layers", "scan"], "a Swin no scanned layers"),
         (["--devices", "h300"], "h300"),
     ],
 )
@@ -167,7 +168,7 @@ def test_the_largest_batch(monkeypatch, megabytes_each, found):
             return [SimpleNamespace(largest_batch=end.value)]
 
     monkeypatch.setattr(compare.lm.memory, "compare", plan)
-    [cell] = cells(["vit-b16"], ["lora-all"], ["full-remat"], ["h200"])
+    [cell] = cells(["vit-b16"], ["lora-all"], ["full-remat"], ["h200"], ["unrolled"])
     assert compare.largest_batch(cell) == {"largest_batch": found}
 
 
@@ -183,9 +184,11 @@ def test_measuring_in_a_process_of_its_own():
 def test_tables_have_what_was_planned(tmp_path, monkeypatch):
     output = tmp_path / "rows.jsonl"
     row = {"status": "planned", "peak": 3 * 2**30, "estimated_seconds": 0.0123}
-    vit = cells(["vit-b16"], ["full"], ["default", "dots", "compress"], ["h200", "rtx4090"])
-    llama = cells(["llama-1b"], ["full"], ["default"], ["h200"], ["unrolled"])
-    for cell in vit + llama:
+    methods, devices = ["default", "dots", "compress"], ["h200", "rtx4090"]
+    vit = cells(["vit-b16"], ["full"], methods, devices, ["unrolled"])
+    other = cells(["vit-b16"], ["full"], ["default"], ["h200"], ["scan"])
+    other += cells(["llama-1b"], ["full"], ["default"], ["h200"], ["unrolled"])
+    for cell in vit + other:
         json_lines.append(output, dataclasses.asdict(cell) | row)
     largest = {"24GB": 256, "80GB": 1880}
     json_lines.append(output, dataclasses.asdict(vit[0]) | {"largest_batch": largest})
@@ -203,7 +206,10 @@ def test_tables_have_what_was_planned(tmp_path, monkeypatch):
         "compare_peaks": [row_of(vit_full, default="3.00", compress="3.00")],
         "compare_times": [row_of(vit_full, default="12.3", compress="12.3")],
         "compare_gpus": [row_of(f"{vit_full}, RTX 4090", default=both, dots=both, compress=both)],
-        "compare_unrolled": [row_of("LLaMA-1B, 8 x 2048, full, unrolled", default=both)],
+        "compare_layers": [
+            row_of(f"{vit_full}, scan", default=both),
+            row_of("LLaMA-1B, 8 x 2048, full, unrolled", default=both),
+        ],
         "largest_batches": [row_of(vit_full, default="256, 1,880")],
     }
 

@@ -57,7 +57,7 @@ def llama(
     layer = LlamaLayer(config, compute, "normalized", scan)
     rotation = rotary_positions(tokens, config.head_size, config.rope_theta)
     run = encoder.METHODS[method].wrap(
-        lambda x, weights: layer.apply({"params": weights}, x, rotation)[0]
+        lambda x, weights: layer.apply({"params": weights}, x, rotation)
     )
 
     def loss(weights, x):

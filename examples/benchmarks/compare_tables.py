@@ -7,6 +7,7 @@ from typing import Any
 
 from lowmembp_examples.benchmarks import compare_rows
 from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, DEVICES, TRAINED
+from lowmembp_examples.trainer.models import MODELS
 
 ROWS = Path(__file__).parent / "results" / "compare.jsonl"
 GIB = 2**30
@@ -15,10 +16,11 @@ Rows = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
 def compared(device: str = "h200", layers_of_the_trainer: bool = True) -> Rows:
-    """What was compiled for a GPU; the trainer scans the layers of a LLaMA, and no others."""
+    """What was compiled for a GPU, with layers as the trainer runs them or otherwise."""
     done: Rows = {}
     for row in compare_rows.read(ROWS):
-        usual = row["layers"] == ("scan" if row["model"].startswith("llama") else "unrolled")
+        family, _ = MODELS[row["model"]]
+        usual = row["layers"] == family.layers[0]
         planned = row.get("status") == compare_rows.PLANNED
         if planned and (row["device"], usual) == (device, layers_of_the_trainer):
             done.setdefault((row["model"], row["train"]), {})[row["method"]] = row
@@ -42,7 +44,7 @@ def plan_of_vit() -> list[list[str]]:
 
 def lines(done: Rows, text: Callable[[dict[str, Any]], str], more: str = "") -> list[list[str]]:
     """One for a model and what is trained: a cell a method, as `text` writes it; empty ones are
-    left out. A line is called by model, batch, what is trained and `more`."""
+    left out. A line is called by model, batch, what is trained and `more`, of a row."""
     rows = []
     for (model, name), (train, trained) in product(COMPARED.items(), TRAINED.items()):
         found = done.get((model, train), {})
@@ -50,7 +52,7 @@ def lines(done: Rows, text: Callable[[dict[str, Any]], str], more: str = "") -> 
         if any(cells):
             one = next(iter(found.values()))
             size = f"{one['batch']} x {one['tokens']}" if one["tokens"] else f"{one['batch']}"
-            rows.append([f"{name}, {size}, {trained}{more}", *cells])
+            rows.append([f"{name}, {size}, {trained}{more.format(**one)}", *cells])
     return rows
 
 
@@ -93,8 +95,8 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "compare_peaks": lambda: _headed(lines(compared(), _peak)),
     "compare_times": lambda: _headed(lines(compared(), _time)),
     "compare_gpus": other_gpus,
-    "compare_unrolled": lambda: _headed(
-        lines(compared(layers_of_the_trainer=False), _both, ", unrolled")
+    "compare_layers": lambda: _headed(
+        lines(compared(layers_of_the_trainer=False), _both, ", {layers}")
     ),
     "largest_batches": lambda: _headed(lines(compared(), _largest_batch)),
 }

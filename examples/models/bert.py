@@ -14,7 +14,14 @@ from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.bert_names import PREFIX as PREFIX
 from lowmembp_examples.models.bert_names import UNUSED as UNUSED
 from lowmembp_examples.models.bert_names import hugging_face_name as hugging_face_name
-from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.common import (
+    Compute,
+    NormResidual,
+    gelu,
+    layer_norm,
+    remat_layer,
+    run_layers,
+)
 from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.post_norm import Hidden, post_norm, with_affine
 
@@ -120,11 +127,13 @@ class Bert(nn.Module):
       compute: how it computes. With `merged`, see `NORM_RULES`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
         "output" is the least exact, where a scale trains, and costs as little as merging.
+      scan_layers: see `run_layers`; not with norms that are merged into the next layer's Denses.
     """
 
     config: BertConfig
     compute: Compute = Compute()
     norm_residual: NormResidual = "auto"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
@@ -142,9 +151,11 @@ class Bert(nn.Module):
           token_types: `[batch, tokens]` int32, None for 0 everywhere.
 
         Raises:
-          ValueError: more tokens than positions.
+          ValueError: more tokens than positions; scanned layers with merged norms.
         """
         config, compute = self.config, self.compute
+        if self.scan_layers and compute.merged:
+            raise ValueError("scan_layers=True with merged norms, accepted are norms as they are")
         if input_ids.shape[1] > config.max_tokens:
             raise ValueError(
                 f"input_ids have {input_ids.shape[1]} tokens, there are positions for "
@@ -169,19 +180,20 @@ class Bert(nn.Module):
             compute, config.layer_norm_eps, "embeddings_norm", residual=self.norm_residual
         )
         hidden = norm(x), None
-        layer = remat_layer(BertLayer, compute)
-        for index in range(config.num_hidden_layers):
-            is_last = index == config.num_hidden_layers - 1
-            fields = (config, compute, self.norm_residual, is_last)
-            hidden = layer(*fields, name=f"layer_{index}")(hidden, lengths)
-        return hidden[0]
+        layer = remat_layer(BertLayer, compute, scanned=self.scan_layers)
+        last = f"layer_{config.num_hidden_layers - 1}"
+
+        def make(name):
+            return layer(config, compute, self.norm_residual, name == last, name=name)
+
+        return run_layers(make, config.num_hidden_layers, self.scan_layers, hidden, lengths)[0]
 
 
 class BertClassifier(nn.Module):
     """Text classification: `Bert`, a pooled state, a Dense.
 
     Attributes:
-      config, compute, norm_residual: as for `Bert`.
+      config, compute, norm_residual, scan_layers: as for `Bert`.
       pooling: "first", the first token's state through a Dense and tanh, as in Hugging Face's
         model; or "mean" over the tokens, as in sentence-transformers.
     """
@@ -190,6 +202,7 @@ class BertClassifier(nn.Module):
     compute: Compute = Compute()
     norm_residual: NormResidual = "auto"
     pooling: Literal["first", "mean"] = "first"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
@@ -199,7 +212,8 @@ class BertClassifier(nn.Module):
         token_types: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "batch classes"]:
         """Logits, float32; arguments as for `Bert`."""
-        bert = Bert(self.config, self.compute, self.norm_residual, name="bert")
+        fields = (self.config, self.compute, self.norm_residual, self.scan_layers)
+        bert = Bert(*fields, name="bert")
         hidden = bert(input_ids, lengths, token_types)
         if self.pooling == "first":
             dtypes = {"dtype": self.compute.dtype, "param_dtype": self.compute.param_dtype}

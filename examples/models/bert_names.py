@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import numpy as np
+from lowmembp_examples.models.common import checkpoint_index
 
 _EMBEDDINGS = {
     "word_embeddings": "word_embeddings",
@@ -31,7 +32,7 @@ def encoder_name(path: tuple[str, ...]) -> str:
     """The tensor's name in Hugging Face's `BertModel` for a path in `Bert`'s parameters."""
     *layer, module, leaf = path
     if layer:
-        return f"encoder.layer.{layer[0].removeprefix('layer_')}.{_LAYER[module]}.{LEAVES[leaf]}"
+        return f"encoder.layer.{checkpoint_index(layer[0])}.{_LAYER[module]}.{LEAVES[leaf]}"
     return f"embeddings.{_EMBEDDINGS[module]}.{LEAVES[leaf]}"
 
 

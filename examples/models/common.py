@@ -1,6 +1,7 @@
 """What the models share: one name decides which ops they run and what they recompute."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -151,13 +152,46 @@ def _activation(compute: Compute, function, x):
     return jax.checkpoint(function)(x) if compute.checkpointed else function(x)
 
 
-def remat_layer(layer: type[nn.Module], compute: Compute, **kwargs) -> type[nn.Module]:
+def remat_layer(
+    layer: type[nn.Module], compute: Compute, *, scanned: bool = False
+) -> type[nn.Module]:
     """The class of a layer, in `jax.checkpoint` or `lm.compress` where the method says so.
 
-    `kwargs` are those of `nn.remat`, such as `prevent_cse=False` inside `nn.scan`.
+    `scanned`: it is the body of a loop.
     """
     how = _METHODS[compute.method]
     if how.layer == "compress":
         dtype = how.dtype or compute.compress_dtype
         return lm.compress_module(layer, dtype=dtype, policy=how.policy)
-    return nn.remat(layer, policy=how.policy, **kwargs) if how.layer == "remat" else layer
+    if how.layer == "remat":
+        return nn.remat(layer, policy=how.policy, prevent_cse=not scanned)
+    return layer
+
+
+def run_layers(layer: Callable[..., nn.Module], count: int, scan: bool, x: Any, *args: Any) -> Any:
+    """x after all layers; call it inside a compact module.
+
+    Args:
+      layer: of a `name`. What it returns the next one takes, with `args`.
+      count: of layers.
+      scan: in one `nn.scan`, which compiles in the time of one layer: parameters are stacked, under
+        "layers", in place of "layer_0", "layer_1", ...
+      x: what the first one takes.
+    """
+    if not scan:
+        for index in range(count):
+            x = layer(name=f"layer_{index}")(x, *args)
+        return x
+    run = nn.scan(
+        lambda module, x, *args: (module(x, *args), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=count,
+    )
+    return run(layer(name="layers"), x, *args)[0]
+
+
+def checkpoint_index(name: str) -> str:
+    """The number of a layer in checkpoints' names, see `checkpoints.to_params`."""
+    return "{layer}" if name == "layers" else name.removeprefix("layer_")

@@ -12,7 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute, NormResidual, remat_layer, rms_norm, swiglu
+from lowmembp_examples.models.common import (
+    Compute,
+    NormResidual,
+    checkpoint_index,
+    remat_layer,
+    rms_norm,
+    run_layers,
+    swiglu,
+)
 from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_examples.models.language_head import cross_entropy, logits
 from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
@@ -106,8 +114,6 @@ NORM_RULES = norm_rules(CONFIGS["llama-7b"])
 class LlamaLayer(nn.Module):
     """Self-attention and SwiGLU, each behind a norm; fields as for `Llama`, and `scanned`: whether
     it is the body of a loop.
-
-    Returns `(x, None)`, as `nn.scan` wants it.
     """
 
     config: LlamaConfig
@@ -118,7 +124,7 @@ class LlamaLayer(nn.Module):
     @nn.compact
     def __call__(
         self, x: Float[Array, "batch tokens hidden"], rotation: Rotation
-    ) -> tuple[Float[Array, "batch tokens hidden"], None]:
+    ) -> Float[Array, "batch tokens hidden"]:
         config, compute = self.config, self.compute
         norm = partial(_norm, self, affine=not compute.merged)
         dense = partial(
@@ -145,7 +151,7 @@ class LlamaLayer(nn.Module):
 
         if compute.lowmembp:  # gate and up are kept, and not their product
             down = nn.remat(down, prevent_cse=not self.scanned)
-        return x + down(self, gate, up), None
+        return x + down(self, gate, up)
 
 
 def _norm(module: "LlamaLayer | Llama", *, name: str, affine: bool) -> nn.Module:
@@ -161,8 +167,7 @@ class Llama(nn.Module):
       compute: how it computes. With `merged`, see `norm_rules`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_rms_norm`:
         "output" is the least exact, where a scale trains, and costs as little as merging.
-      scan_layers: one `nn.scan` over the layers: parameters are stacked, under "layers", in place
-        of "layer_0", "layer_1", ...; compiles in the time of one layer.
+      scan_layers: see `run_layers`.
     """
 
     config: LlamaConfig
@@ -189,20 +194,10 @@ class Llama(nn.Module):
         embed = nn.Embed(config.vocab_size, config.hidden_size, **dtypes, name="word_embeddings")
         x = embed(input_ids)
         rotation = rotary_positions(input_ids.shape[1], config.head_size, config.rope_theta)
-        layer = remat_layer(LlamaLayer, compute, prevent_cse=not self.scan_layers)
-        fields = (config, compute, self.norm_residual, self.scan_layers)
-        if self.scan_layers:
-            layers = nn.scan(
-                layer,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=config.num_hidden_layers,
-            )
-            x, _ = layers(*fields, name="layers")(x, rotation)
-        else:
-            for index in range(config.num_hidden_layers):
-                x, _ = layer(*fields, name=f"layer_{index}")(x, rotation)
+        scan = self.scan_layers
+        layer = remat_layer(LlamaLayer, compute, scanned=scan)
+        layer = partial(layer, config, compute, self.norm_residual, scan)
+        x = run_layers(layer, config.num_hidden_layers, scan, x, rotation)
         tied = config.tie_word_embeddings
         x = _norm(self, name="norm", affine=tied or not compute.merged)(x)
         head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")
@@ -235,7 +230,4 @@ def hugging_face_name(path: tuple[str, ...]) -> str:
     """The tensor of Hugging Face's `LlamaForCausalLM` for a parameter of `Llama`."""
     *layer, module, _ = path
     name = f"{_MODULES[module]}.weight"
-    if not layer:
-        return name
-    index = "{layer}" if layer[0] == "layers" else layer[0].removeprefix("layer_")
-    return f"model.layers.{index}.{name}"
+    return f"model.layers.{checkpoint_index(layer[0])}.{name}" if layer else name

@@ -56,13 +56,15 @@ class RobertaClassifier(nn.Module):
     config: RobertaConfig
     compute: Compute = Compute()
     norm_residual: NormResidual = "auto"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
         self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"] | None = None
     ) -> Float[Array, "batch classes"]:
         """Logits, float32; arguments as for `Bert`."""
-        encoder = Bert(self.config, self.compute, self.norm_residual, name="roberta")
+        fields = (self.config, self.compute, self.norm_residual, self.scan_layers)
+        encoder = Bert(*fields, name="roberta")
         x = encoder(input_ids, lengths)[:, 0]
         param_dtype = self.compute.param_dtype
         dense = nn.Dense(

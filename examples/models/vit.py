@@ -13,7 +13,15 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.common import (
+    Compute,
+    NormResidual,
+    checkpoint_index,
+    gelu,
+    layer_norm,
+    remat_layer,
+    run_layers,
+)
 from lowmembp_examples.models.config_json import (
     Epsilon,
     HuggingFaceConfig,
@@ -58,11 +66,11 @@ CONFIGS = {
 #: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
 NORM_RULES = [
     lm.MergeRule(
-        "layer_{i}/norm1",
-        ["layer_{i}/query", "layer_{i}/key", "layer_{i}/value"],
+        "{layer}/norm1",
+        ["{layer}/query", "{layer}/key", "{layer}/value"],
         add_bias=True,  # with qkv_bias=False
     ),
-    lm.MergeRule("layer_{i}/norm2", "layer_{i}/intermediate"),
+    lm.MergeRule("{layer}/norm2", "{layer}/intermediate"),
     lm.MergeRule("norm", "classifier"),
 ]
 
@@ -110,11 +118,13 @@ class ViT(nn.Module):
       compute: how it computes. With `merged`, see `NORM_RULES`.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
         "output" is the least exact, where a scale trains, and costs as little as merging.
+      scan_layers: see `run_layers`.
     """
 
     config: ViTConfig
     compute: Compute = Compute()
     norm_residual: NormResidual = "auto"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
@@ -153,9 +163,9 @@ class ViT(nn.Module):
             # and not in every layer; nobody sees its keys.
             lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
             x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
-        layer = remat_layer(ViTLayer, compute)
-        for index in range(config.num_hidden_layers):
-            x = layer(config, compute, self.norm_residual, name=f"layer_{index}")(x, lengths)
+        layer = remat_layer(ViTLayer, compute, scanned=self.scan_layers)
+        layer = partial(layer, config, compute, self.norm_residual)
+        x = run_layers(layer, config.num_hidden_layers, self.scan_layers, x, lengths)
         # Of the last norm's tokens only the class token is used.
         x = layer_norm(
             compute,
@@ -194,6 +204,4 @@ def hugging_face_name(path: tuple[str, ...]) -> str:
         return _MODULES[path[0]]
     *layer, module, leaf = path
     name = f"{_MODULES[module]}.{'bias' if leaf == 'bias' else 'weight'}"
-    if layer:
-        return f"vit.encoder.layer.{layer[0].removeprefix('layer_')}.{name}"
-    return name
+    return f"vit.encoder.layer.{checkpoint_index(layer[0])}.{name}" if layer else name

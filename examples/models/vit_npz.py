@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.ndimage
 from jaxtyping import Float
+from lowmembp_examples.models.common import checkpoint_index
 from lowmembp_examples.models.vit import ViTConfig
 
 #: `unused` of `to_params` for a checkpoint with pretraining's head, whose Dense (`pre_logits`) the
@@ -44,9 +45,7 @@ def npz_name(path: tuple[str, ...]) -> str:
         return _MODULES[path[0]]
     *layer, module, leaf = path
     name = f"{_MODULES[module]}/{leaf}"
-    if layer:
-        return f"Transformer/encoderblock_{layer[0].removeprefix('layer_')}/{name}"
-    return name
+    return f"Transformer/encoderblock_{checkpoint_index(layer[0])}/{name}" if layer else name
 
 
 def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:

@@ -26,8 +26,13 @@ class Family(NamedTuple):
 
     @property
     def layers(self) -> tuple[Layers, ...]:
-        """How its layers can be run: a LLaMA's in one scan, which compiles in the time of one."""
-        return ("scan", "unrolled") if self.name == "llama" else ("unrolled",)
+        """How its layers can be run: first as the trainer does. Those of a Swin are not alike."""
+        both: dict[str, tuple[Layers, ...]] = {"llama": ("scan", "unrolled"), "swin": ("unrolled",)}
+        return both.get(self.name, ("unrolled", "scan"))
+
+    def merges_norms(self, layers: Layers | None) -> bool:
+        """Whether a model whose layers run so takes norms merged into Denses."""
+        return not (layers == "scan" and issubclass(self.config, bert.BertConfig))
 
     def build(
         self,

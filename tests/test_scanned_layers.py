@@ -1,0 +1,69 @@
+"""ViT, BERT and RoBERTa with their layers in one `nn.scan`, against PyTorch; a LLaMA's are in
+test_llama.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowmembp_examples.checkpoints import from_params
+from lowmembp_examples.lora import apply_lora
+from lowmembp_examples.models import bert, vit
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.vit_npz import npz_name
+from lowmembp_examples.trainer.models import FAMILIES
+from model_tests import Case, assert_close, step_gelu
+
+CASES = {
+    name: Case(name, (module, "gelu"), scan_layers=True)
+    for name, module in {"vit": vit, "bert": bert, "roberta": bert}.items()
+}
+
+
+@pytest.mark.parametrize("method", ["default", "full-remat", "offload", "compress"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_pytorchs(name, method):
+    case = CASES[name]
+    # Without a dtype, what is compressed has no rounding.
+    found = case.run(Compute(method, compress_dtype=None))
+    gradients = from_params(found, case.module.hugging_face_name)
+    assert {f"grad.{name}" for name in gradients} == {n for n in case.io if n.startswith("grad.")}
+    assert_close(gradients, {name: case.io[f"grad.{name}"] for name in gradients})
+
+
+@pytest.mark.parametrize(("name", "merged"), [("vit", False), ("vit", True), ("bert", False)])
+def test_only_the_slope_of_the_activation_is_not_exact(name, merged):
+    gradients = CASES[name].run(Compute("lowmembp", merged=merged))
+    assert_close(gradients, CASES[name].run(Compute("default", merged=merged), step_gelu))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_as_it_was(name):
+    case = CASES[name]
+    assert "layers" in str(jax.tree.structure(case.params))
+    saved = from_params(case.params, case.module.hugging_face_name)
+    assert saved.keys() == case.tensors.keys()
+    jax.tree.map(np.testing.assert_array_equal, saved, case.tensors)
+
+
+def test_names_of_googles_checkpoints():
+    assert (
+        npz_name(("layers", "query", "kernel"))
+        == "Transformer/encoderblock_{layer}/MultiHeadDotProductAttention_1/query/kernel"
+    )
+
+
+def test_a_norm_between_layers_is_not_merged():
+    family = FAMILIES["bert"]
+    assert not family.merges_norms("scan") and FAMILIES["vit"].merges_norms("scan")
+    model = family.build(family.toy, Compute("lowmembp", merged=True), layers="scan")
+    with pytest.raises(ValueError, match="scan_layers=True with merged norms"):
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_lora_beside_stacked_weights(name):
+    case = CASES[name]
+    model = apply_lora(FAMILIES[name].build(case.config, Compute(), layers="scan"), "lora-all")
+    params = jax.eval_shape(model.init, jax.random.key(0), *case.inputs)["params"]
+    layers = params[name]["layers"] if name == "bert" else params["layers"]
+    assert layers["intermediate"]["kernel_lora_a"].shape == (2, 48, 8)
