@@ -47,7 +47,10 @@ def for_rounded(
     large = _large(jaxpr, is_param)
 
     def is_choice(prim, *avals, **params):
-        if prim.name in _COMPARISONS:
+        is_cast = prim.name == "convert_element_type"
+        if is_cast and jnp.issubdtype(params["new_dtype"], jnp.inexact):
+            return False
+        if is_cast or prim.name in _COMPARISONS:
             size = max(math.prod(aval.shape) for aval in avals)
             is_kept = size == 1 or size in large
         else:

@@ -56,6 +56,14 @@ def threshold(p, x, _):
     return jnp.where(h > 1, 2 * h, -h) + jnp.abs(h + 1) + jnp.clip(h, -0.5, 0.5)
 
 
+def cells(p, x, _):
+    """Between the points of a grid, as splines and feature grids are."""
+    h = 16 * jax.nn.sigmoid(x @ p["router"] / 8)
+    cell = h.astype(jnp.int32)
+    grid = jnp.sin(jnp.arange(17.0))
+    return grid[cell] + (h - cell.astype(h.dtype)) * (grid[cell + 1] - grid[cell])
+
+
 def greatest(p, x, _):
     return jnp.max(x @ p["router"], 0) * jnp.linspace(1, 2, EXPERTS)
 
@@ -115,6 +123,7 @@ FUNCTIONS = {
     "relu": (rectified, None),
     "where": (threshold, None),
     "relu_of_steps": (recurrent, None),
+    "cells": (cells, None),
     "max": (greatest, None),
     "maximum": (larger, None),
     "segment_max": (segments, None),
