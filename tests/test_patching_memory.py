@@ -25,5 +25,6 @@ def test_a_patched_model_compiles_to_no_more_memory(name, train):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         plain = third_party.peak(name, train, None, shrink=4)
         patched = third_party.peak(name, train, "operators", shrink=4)
-    # JAX 0.12 has one float32 array more of the Llamas' hidden states at the peak, not one a layer.
-    assert patched <= 1.01 * plain if jax.__version_info__ >= (0, 12) else patched <= plain
+    # One float32 array more of the hidden states at the peak, not one a layer: a Gemma at this
+    # batch, and with JAX 0.12 every Llama.
+    assert patched <= 1.01 * plain
