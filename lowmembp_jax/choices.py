@@ -15,6 +15,7 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jax.extend import core
 
 from lowmembp_jax import equations
+from lowmembp_jax.jax_internals import primitive_name
 from lowmembp_jax.storage import SMALL
 
 #: The `checkpoint_name` of what the backward chooses from another time: it is not rounded.
@@ -23,7 +24,7 @@ CHOSEN_FROM = "lowmembp_chosen_from"
 # Experts of a router, codes of a codebook. Their indices are what the backward needs.
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 # Sides of a threshold, the place of a maximum, the branch of a `lax.cond`.
-_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
+_COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne", "lt_to", "le_to", "SearchSorted"))
 # Their backward looks for the place in each window another time.
 _MAXIMA = frozenset(("cummax", "cummin", "reduce_window_max", "reduce_window_min"))
 # Computed again they take another step, or another phase.
@@ -47,14 +48,15 @@ def for_rounded(
     large = _large(jaxpr, is_param)
 
     def is_choice(prim, *avals, **params):
-        is_cast = prim.name == "convert_element_type"
+        name = primitive_name(prim, params)
+        is_cast = name == "convert_element_type"
         if is_cast and jnp.issubdtype(params["new_dtype"], jnp.inexact):
             return False
-        if is_cast or prim.name in _COMPARISONS:
+        if is_cast or name in _COMPARISONS:
             size = max(math.prod(aval.shape) for aval in avals)
             is_kept = size == 1 or size in large
         else:
-            is_kept = prim.name in _CHOICES
+            is_kept = name in _CHOICES
         is_floating = is_kept and jnp.issubdtype(avals[0].dtype, jnp.floating)
         return is_floating or params.get("name") == CHOSEN_FROM
 

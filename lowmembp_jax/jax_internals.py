@@ -1,5 +1,6 @@
 """What the library uses of JAX that is not public, and why. All of it is tested."""
 
+from collections.abc import Mapping
 from types import CellType
 from typing import Any
 
@@ -29,6 +30,11 @@ def varying(*arrays: jax.Array) -> frozenset[str]:
     A custom VJP must sum the gradient of a parameter over the axes along which only x differs.
     """
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+
+
+def primitive_name(primitive: Any, params: Mapping[str, Any]) -> str:
+    """Its name; of JAX 0.12's high-level primitives, which share one, that of their class."""
+    return type(params["_prim"]).__name__ if "_prim" in params else primitive.name
 
 
 def cache_miss(jitted: Any) -> CellType:

@@ -51,7 +51,7 @@ class Family(NamedTuple):
             raise ValueError(
                 f"layers={layers!r}: accepted for {self.name} are {', '.join(self.layers)}"
             )
-        fields = {"scan_layers": layers == "scan"} if len(self.layers) > 1 else {}
+        fields = {"scan_layers": True} if layers == "scan" else {}
         return self.model(config, compute, norm_residual, **fields)
 
     def norm_rules(self, config: Any) -> Any:
