@@ -18,15 +18,16 @@ from lowmembp_jax import equations
 from lowmembp_jax.jax_internals import primitive_name
 from lowmembp_jax.storage import SMALL
 
-#: The `checkpoint_name` of what the backward chooses from another time: it is not rounded.
+#: The `checkpoint_name` of what the backward needs all bits of: it is not rounded.
 CHOSEN_FROM = "lowmembp_chosen_from"
 
 # Experts of a router, codes of a codebook. Their indices are what the backward needs.
 _CHOICES = frozenset(("approx_top_k", "argmax", "argmin", "sort", "top_k"))
 # Sides of a threshold, the place of a maximum, the branch of a `lax.cond`.
 _COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne", "lt_to", "le_to", "SearchSorted"))
-# Their backward looks for the place in each window another time.
-_MAXIMA = frozenset(("cummax", "cummin", "reduce_window_max", "reduce_window_min"))
+# Their backward looks for the place in each window another time, or divides by what may have
+# become 0.
+_EXACT = frozenset(("cummax", "cummin", "log", "reduce_window_max", "reduce_window_min"))
 # Computed again they take another step, or another phase.
 _STEPS = frozenset(("ceil", "cos", "floor", "rem", "sin"))
 _CALLS = ("closed_call", "jit")
@@ -123,7 +124,7 @@ def with_unrounded(
 ) -> core.ClosedJaxpr:
     """The same of its arguments, with `CHOSEN_FROM` for the activations that need all their bits.
 
-    They are what max pooling and its like read, and where a policy has things computed again, what
+    They are what max pooling and `log` read, and where a policy has things computed again, what
     `floor` and `sin` and theirs read.
 
     Args:
@@ -133,7 +134,7 @@ def with_unrounded(
       is_param: which of them are parameters.
       varied: which are differentiated: the phases of given coordinates are computed again.
     """
-    steep = _MAXIMA if policy is None else _MAXIMA | _STEPS
+    steep = _EXACT if policy is None else _EXACT | _STEPS
     if not _has(steep, closed.jaxpr):
         return closed
 

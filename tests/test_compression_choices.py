@@ -112,6 +112,12 @@ def periods(p, x, _):
     return (h - jnp.floor(h) + jnp.ceil(2 * h) - 2 * h + h % 0.7) @ p["router"].T
 
 
+def spectrum(p, x, _):
+    """Of bands, most of them small beside the largest."""
+    fall = jnp.exp(-jnp.linspace(0, 9, WIDTH))[None]
+    return jnp.log(jnp.square(x @ p["router"]) @ (jnp.abs(p["router"].T) * fall) + 1e-5)
+
+
 PARAMS = {
     "router": normal(WIDTH, EXPERTS) / WIDTH**0.5,
     "up": normal(EXPERTS, WIDTH, 32, key=1) / WIDTH**0.5,
@@ -139,6 +145,7 @@ FUNCTIONS = {
     "max_pool": (pooled, None),
     "phases": (phases, None),
     "periods": (periods, None),
+    "spectrum": (spectrum, None),
 }
 
 
