@@ -76,6 +76,8 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
 
 def main(words: list[str]) -> int:
     chosen = [one for one in table() if all(word in one.name for word in words)]
+    if not chosen:
+        sys.exit(f"mutations.py: no mutation's name has all of {words}")
     survivors = 0
     with tempfile.TemporaryDirectory() as directory:
         copy_to(Path(directory))

@@ -102,7 +102,7 @@ def largest_batch(cell: Cell) -> dict[str, Any]:
 
     It is a multiple of an eighth of the cell's own batch, or of four times that batch where this
     allows more: of odd numbers of rows XLA pads the operands of LoRA's products, and keeps them.
-    Otherwise it is right to a percent or so.
+    Otherwise it is right to some percent.
     """
     fine, round_ = max(1, cell.batch // 8), 4 * cell.batch
     found, each_gb = {}, 0.0
