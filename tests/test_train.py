@@ -18,10 +18,11 @@ import pytest
 import tyro
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from lowmembp_examples.data.tasks import DataConfig, load_task
-from lowmembp_examples.train import check_loss, main, train
+from lowmembp_examples.train import main, train
 from lowmembp_examples.trainer.config import Config, Data, data_config, with_learning_rate
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import summary
+from lowmembp_examples.trainer.loop import check_loss
 from lowmembp_examples.trainer.losses import Totals, scores
 from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.source import find_source

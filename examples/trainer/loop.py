@@ -1,0 +1,143 @@
+"""The steps of a run: trains, logs, evaluates, writes checkpoints, and stops when asked to."""
+
+import math
+import time
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from lowmembp_examples.trainer.config import Config
+from lowmembp_examples.trainer.errors import DivergedError
+from lowmembp_examples.trainer.logs import Logs, Meter, peak_memory, postfix, summary
+from lowmembp_examples.trainer.losses import Totals, make_loss, scores
+from lowmembp_examples.trainer.prepare import Prepared
+from lowmembp_examples.trainer.run import Checkpoints
+from lowmembp_examples.trainer.sharding import put_batch, shardings
+from lowmembp_examples.trainer.signals import Stopped, StopSignals
+from lowmembp_examples.trainer.step import TrainState, init_state, learning_rate, make_step
+
+
+class Outcome(NamedTuple):
+    """What a run ends with.
+
+    Attributes:
+      state: after the last step, on the mesh.
+      record: the last that was logged of the training.
+      dev: the last evaluation.
+      seconds: since the run started, or went on.
+    """
+
+    state: TrainState
+    record: dict[str, Any]
+    dev: dict[str, float | None]
+    seconds: float
+
+
+def first_state(
+    trained: Any,
+    optimizer: optax.GradientTransformation,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+) -> TrainState:
+    """The state of the newest checkpoint, or else of these parameters; sharded from the start."""
+    make_state = partial(init_state, optimizer=optimizer, dtype=dtype)
+    abstract = jax.eval_shape(make_state, trained)
+    parts = shardings(abstract, mesh)
+    abstract = jax.tree.map(
+        lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part), abstract, parts
+    )
+    state = checkpoints.restore(abstract)
+    return jax.jit(make_state, out_shardings=parts)(trained) if state is None else state
+
+
+def train_steps(
+    config: Config,
+    prepared: Prepared,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    mesh: Mesh,
+    checkpoints: Checkpoints,
+) -> Outcome:
+    """Trains from the state, which is donated, to the last step; then evaluates.
+
+    Raises:
+      Stopped: a signal came; a checkpoint has been written.
+      DivergedError: going on makes no sense.
+    """
+    accumulate, steps, frozen = config.optimizer.accumulate, prepared.steps, prepared.frozen
+    first = int(state.step) // accumulate
+    if first and jax.process_index() == 0:
+        print(f"going on after step {first}")
+    loss_fn = make_loss(prepared.family.task, prepared.model)
+    whole = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(
+        make_step(loss_fn, optimizer),
+        donate_argnums=0,
+        out_shardings=(shardings(state, mesh), whole),
+    )
+    totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
+    rate = learning_rate(config.optimizer, steps)
+
+    def evaluate(state: TrainState, step: int) -> dict[str, float | None]:
+        sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in prepared.dev]
+        sums = Totals(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
+        values = scores(prepared.family.task, sums)
+        if not math.isfinite(values["loss"]):
+            raise DivergedError(f"step {step}: the loss of the evaluation is not a number")
+        return values
+
+    meter = Meter(config.batch_size, prepared.tokens)
+    start, pending, values = time.perf_counter(), [], {}
+    with closing(Logs(config.output, first, steps)) as logs, StopSignals() as signals:
+        for done in range(first + 1, steps + 1):
+            rows = prepared.batches.at(done - 1)
+            for index in range(accumulate):
+                batch = jax.tree.map(lambda x, i=index: np.split(x, accumulate)[i], rows)
+                state, metrics = step(state, frozen, put_batch(batch, mesh))
+                pending.append(metrics)
+            logs.bar.update()
+            meter.count()
+            if done == first + 1:
+                jax.block_until_ready(metrics)
+                meter.restart()  # throughput leaves compilation out
+
+            is_last = done == steps
+            is_logged = done % config.log_every == 0 or is_last
+            is_saved = done % (config.checkpoint_every // 2) == 0
+            # Several processes agree on it, and wait for one another.
+            stop = signals.received() if is_logged or jax.process_count() == 1 else 0
+            if is_logged or is_saved or stop:
+                values = summary(jax.device_get(pending)) | meter.rates()
+                values |= {"learning_rate": float(rate(done - 1)), "peak_bytes": peak_memory()}
+                if state.loss_scale is not None:
+                    values["loss_scale"] = float(state.loss_scale.scale)
+                pending = []
+                logs.write("train", done, values)
+                logs.bar.set_postfix_str(postfix(values))
+                check_loss(values, done)
+            if done % config.evaluate_every == 0 and not (is_last or stop):
+                logs.write("dev", done, evaluate(state, done))
+                meter.restart()
+            if (is_saved and not is_last) or stop:
+                checkpoints.save(state, int(state.step))
+            if stop:
+                raise Stopped(stop)
+        dev = evaluate(state, steps)
+        checkpoints.save(state, int(state.step))
+        seconds = time.perf_counter() - start
+        logs.write("dev", steps, dev)
+    return Outcome(state, values, dev, seconds)
+
+
+def check_loss(values: dict[str, Any], step: int) -> None:
+    """Raises DivergedError where going on makes no sense."""
+    if values.get("loss_scale", 1.0) < 1e-4:
+        raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
+    if values["loss"] is None and not values["skipped"]:
+        raise DivergedError(f"step {step}: the loss is not a number; a smaller --learning-rate?")

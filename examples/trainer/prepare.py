@@ -1,0 +1,118 @@
+"""What a run needs before its first step: data, a model that fits them, its parameters."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
+from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.tasks import Task, load_task
+from lowmembp_examples.lora import add_lora, apply_lora, partition
+from lowmembp_examples.models.attention import attention_platform
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.trainer.config import Config, data_config
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.models import Family, choose_attention
+from lowmembp_examples.trainer.sharding import own_part, put
+from lowmembp_examples.trainer.source import (
+    find_source,
+    fit,
+    initial_params,
+    match_classes,
+    model_inputs,
+)
+
+import lowmembp_jax as lm
+
+
+class Prepared(NamedTuple):
+    """What a run trains, and on what.
+
+    Attributes:
+      task: the data, whole.
+      batches: this process's part of the batches to train on.
+      dev: this process's part of the batches to evaluate on.
+      steps: of the optimizer.
+      family: of the model.
+      sizes: its configuration.
+      inputs: shapes and dtypes of what it is called on.
+      model: with the method that saves memory, and LoRA.
+      merged: whether affine parameters of norms are merged into the next Dense.
+      frozen: the parameters that are not trained, on the mesh.
+      param_dtype: theirs.
+      tokens: in an example; None of images.
+    """
+
+    task: Task
+    batches: TrainingBatches
+    dev: EvaluationBatches
+    steps: int
+    family: Family
+    sizes: Any
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    model: nn.Module
+    merged: bool
+    frozen: Any
+    param_dtype: Any
+    tokens: int | None
+
+
+def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prepared, Any]:
+    """What the run trains, and with what parameters it starts; those are put on the mesh.
+
+    Raises:
+      UsageError, DataError: the files and the options do not go together.
+    """
+    accumulate = config.optimizer.accumulate
+    part = own_part(mesh, config.batch_size // accumulate)
+    source = find_source(config.model, config.checkpoint, config.data.task, config.new_head)
+    data = data_config(config.data, source)
+    try:
+        task = load_task(data, partial(match_classes, source, say))
+        batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
+        dev = EvaluationBatches(task.dev, config.batch_size // accumulate, *part)
+    except (DataError, UsageError):
+        raise
+    except ValueError as error:
+        raise UsageError(f"--data, --batch-size: {error}") from error
+    sizes = fit(source, task, data.sequence_length, data.image_size)
+    steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
+    if steps * accumulate >= 2**31:  # counted in int32
+        given = f"--steps {config.steps}, --epochs {config.epochs}"
+        raise UsageError(f"{given}: fewer than 2^31 batches are accepted")
+    say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
+
+    family, dtype = source.family, jnp.dtype(config.dtype)
+    merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
+    param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
+    on = attention_platform(jax.devices()[0])
+    attention = choose_attention(sizes, on, dtype, data.sequence_length)
+    stored = jnp.dtype(config.compress_dtype)
+    compute = Compute(config.method, dtype, param_dtype, attention, merged, stored, config.bits)
+    inputs = model_inputs(family.task, data.sequence_length, data.image_size)
+    init_key, lora_key = jax.random.split(jax.random.key(config.seed))
+    params = initial_params(source, sizes, inputs, init_key)
+    if merged:
+        params = lm.merge_norm_affine(params, family.norm_rules(sizes))
+    params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+    model = family.build(sizes, compute, config.norm_residual)
+    model = apply_lora(model, config.train, config.rank, config.alpha)
+    if config.train != "full":
+        params = add_lora(model, params, lora_key, *inputs)
+    trained, frozen = (put(tree, mesh) for tree in partition(params, config.train))
+    count = sum(x.size for x in jax.tree.leaves(trained))
+    say(
+        f"model: {type(model).__name__}, {count:,} trained parameters, {config.method}, "
+        f"{config.dtype}, attention {attention}; mesh {dict(mesh.shape)}"
+    )
+    tokens = None if family.task == "image-classification" else data.sequence_length
+    prepared = Prepared(
+        *(task, batches, dev, steps),
+        *(family, sizes, inputs, model, merged),
+        *(frozen, param_dtype, tokens),
+    )
+    return prepared, trained
