@@ -7,6 +7,7 @@ whole elements that get another's gradient. So is that of a number before `floor
 
 import math
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name
 from jax.extend import core
 
 from lowmembp_jax import equations
+from lowmembp_jax.bodies import PARTS, bodies, reached_from, reaching, run_with
 from lowmembp_jax.jax_internals import primitive_name
 from lowmembp_jax.storage import SMALL
 
@@ -30,7 +32,6 @@ _COMPARISONS = frozenset(("eq", "ge", "gt", "le", "lt", "ne", "lt_to", "le_to", 
 _EXACT = frozenset(("cummax", "cummin", "log", "reduce_window_max", "reduce_window_min"))
 # Computed again they take another step, or another phase.
 _STEPS = frozenset(("ceil", "cos", "floor", "rem", "sin"))
-_CALLS = ("closed_call", "jit")
 
 
 def for_rounded(
@@ -41,12 +42,12 @@ def for_rounded(
     Args:
       policy: of `jax.checkpoint`.
       jaxpr: of the forward.
-      is_param: which of its constants and arguments are parameters.
+      is_param: which of its arguments are parameters.
 
     Raises:
       ValueError: the policy offloads. Its arrays would be rounded in the host's memory, by the CPU.
     """
-    large = _large(jaxpr, is_param)
+    large = _large(jaxpr, [not one for one in is_param])
 
     def is_choice(prim, *avals, **params):
         name = primitive_name(prim, params)
@@ -75,44 +76,31 @@ def for_rounded(
     return answer
 
 
-def _large(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[int]:
+def _large(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[int]:
     """Sizes of activations, but for what is small beside the largest: numbers of rows.
 
     A comparison of these, such as that of a norm's variance with 0, is not worth its place. What is
     in a step of a loop is small beside what all steps give, and no row.
-    """
-    of_steps = set[int]()
 
-    def sizes(jaxpr, is_param):
-        activations = _activations(jaxpr, is_param)
+    Args:
+      given: which arguments of the jaxpr are activations.
+    """
+    of_parts = set[int]()
+
+    def sizes(jaxpr, given):
+        activations = reached_from(jaxpr, given)
         found = set(map(equations.size, activations))
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in (*_CALLS, "scan"):
-                called = eqn.params["jaxpr"].jaxpr
-                unread = [True] * len(called.constvars) + _unread(eqn, activations)
-                if eqn.primitive.name in _CALLS:
-                    found |= sizes(called, unread)
+            for body in bodies(eqn):
+                own = reaching(eqn, body, activations)
+                if eqn.primitive.name in PARTS:
+                    of_parts.update(_large(body.jaxpr, own))
                 else:
-                    of_steps.update(_large(called, unread))
+                    found |= sizes(body.jaxpr, own)
         return found
 
-    every = sizes(jaxpr, is_param)
-    return of_steps | {size for size in every if size * SMALL > max(every)}
-
-
-def _activations(jaxpr: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """What an activation among the arguments has a part in."""
-    given = zip((*jaxpr.constvars, *jaxpr.invars), is_param, strict=True)
-    found = {var for var, is_one in given if not is_one}
-    for eqn in jaxpr.eqns:
-        if not found.isdisjoint(equations.variables(eqn)):
-            found.update(eqn.outvars)
-    return found
-
-
-def _unread(eqn: core.JaxprEqn, activations: set[core.Var]) -> list[bool]:
-    """Which arguments of what an equation calls are none of these."""
-    return [isinstance(atom, core.Literal) or atom not in activations for atom in eqn.invars]
+    every = sizes(jaxpr, given)
+    return of_parts | {size for size in every if size * SMALL > max(every)}
 
 
 def with_unrounded(
@@ -135,14 +123,12 @@ def with_unrounded(
       varied: which are differentiated: the phases of given coordinates are computed again.
     """
     steep = _EXACT if policy is None else _EXACT | _STEPS
-    if not _has(steep, closed.jaxpr):
+    if not _has(steep, closed):
         return closed
 
-    def run(closed, args, is_param, is_fixed):
+    def run(closed, given, varied, *args):
         jaxpr, env = closed.jaxpr, {}
-        unread = [True] * len(closed.consts)
-        activations = _activations(jaxpr, unread + is_param)
-        differentiated = _activations(jaxpr, unread + is_fixed)
+        activations, differentiated = reached_from(jaxpr, given), reached_from(jaxpr, varied)
         read_steeply = {
             var
             for eqn in jaxpr.eqns
@@ -157,27 +143,31 @@ def with_unrounded(
 
         define((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args))
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _CALLS and _has(steep, eqn.params["jaxpr"].jaxpr):
+            called = bodies(eqn)
+            if any(_has(steep, body) for body in called):
                 read = [equations.value(atom, env) for atom in eqn.invars]
-                sides = (_unread(eqn, part) for part in (activations, differentiated))
-                define(eqn.outvars, run(eqn.params["jaxpr"], read, *sides))
+                own = (
+                    [reaching(eqn, body, variables) for variables in (activations, differentiated)]
+                    for body in called
+                )
+                functions = [partial(run, body, *of) for body, of in zip(called, own, strict=True)]
+                define(eqn.outvars, run_with(eqn, functions, read))
             else:
                 results = equations.results(jaxpr, eqn, env)
                 define(results.keys(), results.values())
         return [equations.value(atom, env) for atom in jaxpr.outvars]
 
     # Positions, which are integers, have phases too, of speeds that may be learned.
-    is_given = [
-        param or not jnp.issubdtype(value.dtype, jnp.floating)
+    given = [
+        not param and jnp.issubdtype(value.dtype, jnp.floating)
         for param, value in zip(is_param, values, strict=True)
     ]
-    is_fixed = [i not in varied for i in range(len(values))]
-    return jax.make_jaxpr(lambda *args: run(closed, args, is_given, is_fixed))(*values)
+    is_varied = [i in varied for i in range(len(values))]
+    return jax.make_jaxpr(partial(run, closed, given, is_varied))(*values)
 
 
-def _has(names: Set[str], jaxpr: core.Jaxpr) -> bool:
+def _has(names: Set[str], closed: core.ClosedJaxpr) -> bool:
     return any(
-        eqn.primitive.name in names
-        or (eqn.primitive.name in _CALLS and _has(names, eqn.params["jaxpr"].jaxpr))
-        for eqn in jaxpr.eqns
+        eqn.primitive.name in names or any(_has(names, body) for body in bodies(eqn))
+        for eqn in closed.jaxpr.eqns
     )

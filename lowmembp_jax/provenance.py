@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from lowmembp_jax import equations
+from lowmembp_jax.bodies import CALLS, bodies
 from lowmembp_jax.checkpointing import products_saveable
 
 # A result this many times smaller than what it was computed from is a statistic of it, such as a
@@ -34,8 +35,8 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
 
     for eqn in jaxpr.eqns:
         given, results = [of(atom) for atom in eqn.invars], []
-        called = eqn.params.get("jaxpr")
-        if isinstance(called, core.ClosedJaxpr) and eqn.primitive.name in ("jit", "closed_call"):
+        if eqn.primitive.name in CALLS:
+            [called] = bodies(eqn)
             sources = {fact.source for fact in given}
             for fact in facts_of(called.jaxpr, given):
                 # Another call may be of the very same jaxpr, with other values.
@@ -51,13 +52,22 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
             most = max(map(equations.size, read), default=0)
             derived = all(of(atom).statistic for atom in read)
             is_product = products_saveable(eqn.primitive)
-            for var in eqn.outvars:
+            for var, name in zip(eqn.outvars, _names(eqn), strict=True):
                 # A product may be as wide as x again, as that of LoRA's two matrices.
                 is_wider = is_product and equations.size(var) > most
                 statistic = (derived and not is_wider) or _STATISTIC * equations.size(var) <= most
-                results.append(Fact(var, varied, bool(read), statistic))
+                results.append(Fact(var, varied, bool(read), statistic, name))
         known.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
+
+
+def _names(eqn: core.JaxprEqn) -> list[str | None]:
+    """Of an equation's results, as what it calls names them: a step of a loop, or a branch."""
+    found: list[str | None] = [None] * len(eqn.outvars)
+    for body in bodies(eqn):
+        facts = facts_of(body.jaxpr, [Fact(var) for var in body.jaxpr.invars])
+        found = [name or fact.name for name, fact in zip(found, facts, strict=True)]
+    return found
 
 
 def _passes_on(eqn: core.JaxprEqn) -> bool:

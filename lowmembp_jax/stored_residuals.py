@@ -50,7 +50,7 @@ def with_stored_residuals(
     """
     arguments = [*jaxpr.constvars, *jaxpr.invars]
     closed = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=arguments), ())
-    policy = policy and for_rounded(policy, jaxpr, is_param)
+    policy = policy and for_rounded(policy, closed.jaxpr, is_param)
 
     def ways(closed):
         yield _checkpointed(core.jaxpr_as_fun(closed), policy)

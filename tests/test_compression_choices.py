@@ -1,5 +1,6 @@
 """lm.compress: the backward chooses as the forward did, not by the values that are stored."""
 
+import math
 from functools import partial
 
 import flax.linen as nn
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
@@ -118,6 +120,36 @@ def spectrum(p, x, _):
     return jnp.log(jnp.square(x @ p["router"]) @ (jnp.abs(p["router"].T) * fall) + 1e-5)
 
 
+def steep(p, x):
+    h = x @ p["router"]
+    h = jnp.sin(30 * h) + h - jnp.floor(h) + jnp.log(jnp.square(h) + 1e-3)
+    return h @ p["router"].T
+
+
+def in_steps(p, x, _):
+    """The first number of a step is that which the one before gave."""
+
+    def step(total, x):
+        y = steep(p, x + jnp.sin(total))
+        return total + jnp.mean(y), y
+
+    return lax.scan(step, 0.0, x.reshape(8, -1, WIDTH), reverse=True)[1]
+
+
+def in_a_branch(p, x, _):
+    return lax.cond(jnp.mean(x) < 9, steep, lambda p, x: x, p, x)
+
+
+def on_a_mesh(p, x, _):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    part = jax.P("data")
+    return jax.shard_map(steep, mesh=mesh, in_specs=(jax.P(), part), out_specs=part)(p, x)
+
+
+def checkpointed(p, x, _):
+    return jax.checkpoint(steep)(p, x)
+
+
 PARAMS = {
     "router": normal(WIDTH, EXPERTS) / WIDTH**0.5,
     "up": normal(EXPERTS, WIDTH, 32, key=1) / WIDTH**0.5,
@@ -146,6 +178,10 @@ FUNCTIONS = {
     "phases": (phases, None),
     "periods": (periods, None),
     "spectrum": (spectrum, None),
+    "steps": (in_steps, None),
+    "branch": (in_a_branch, None),
+    "mesh": (on_a_mesh, None),
+    "checkpoint": (checkpointed, None),
 }
 
 
@@ -160,8 +196,24 @@ def test_the_backward_chooses_as_the_forward(function, option, policy):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1)))(PARAMS, X)
 
+    if function is checkpointed and policy == "none":
+        pytest.skip("what the function's own jax.checkpoint keeps, its arguments alone")
     error = lm.gradient_distance(gradients(run), gradients(function)).error
     assert error < 0.06
+
+
+@pytest.mark.parametrize("function", [in_steps, in_a_branch, on_a_mesh, checkpointed])
+def test_names_in_loops_branches_and_meshes_choose_the_dtype(monkeypatch, function):
+    """Without this they were stored in 8 bits, whatever the mapping said."""
+
+    def named(p, x):
+        return jax.nn.silu(checkpoint_name(x @ p["router"], "h")) @ p["router"].T
+
+    monkeypatch.setitem(globals(), "steep", named)
+    names = jax.checkpoint_policies.save_only_these_names("h")
+    run = lm.compress(function, policy=names, dtype={"h": None, None: "int8"}, static_argnums=2)
+    found = kept(lambda p, x: jnp.sum(run(p, x, None)), PARAMS, X)
+    assert max(math.prod(shape) for dtype, shape in found if dtype == "float32") == ROWS * EXPERTS
 
 
 def kept(function, *args):
