@@ -17,6 +17,7 @@ from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
     FIDELITY_METHODS,
+    FINETUNED,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -176,8 +177,10 @@ def third_party(methods: dict[str, str]) -> Rows:
     return rows
 
 
-def finetune() -> Rows:
-    runs, sizes = read("finetune")["runs"], read("finetune_memory")["memory"]
+def finetune(file: str) -> Rows:
+    """Accuracy, loss and memory, as an example's results.json has them."""
+    result = read(file)
+    runs, sizes = result["runs"], result["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
     heads = (cell for label in labels for cell in (f"kept, {label}", "H200 peak"))
     rows = [["method", "dev accuracy", "dev loss", *heads]]
@@ -188,8 +191,13 @@ def finetune() -> Rows:
         if done:
             scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
         counts = (size[part][method] for size in sizes for part in ("kept_bytes", "peak_bytes"))
-        name = method.replace("lm.compress", "`lm.compress`")
-        rows.append([name, *scores, *(f"{count / MIB:,.0f} MiB" for count in counts)])
+        rows.append(
+            [
+                FINETUNED.get(method, method),
+                *scores,
+                *(f"{count / MIB:,.0f} MiB" for count in counts),
+            ]
+        )
     return rows
 
 
@@ -207,7 +215,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "drift": drift,
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),
-    "finetune": finetune,
+    "finetune": partial(finetune, "finetune"),
+    "nnx_finetune": partial(finetune, "nnx_finetune"),
     **compare_tables.TABLES,
     **quality_report.TABLES,
 }

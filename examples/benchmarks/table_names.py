@@ -31,6 +31,13 @@ FIDELITY_METHODS = {
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
     "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`, float8_e4m3fn",
 }
+#: Methods of `finetune.json` and `nnx_finetune.json` that have names of the library in them.
+FINETUNED = {
+    "lm.compress": "`lm.compress`",
+    "lm.compress, inputs of layers alone": "`lm.compress`, inputs of layers alone",
+    "lm.nnx.compress": "`lm.nnx.compress`",
+    "lm.nnx operators": "`lm.nnx.MSLayerNorm`, `lm.gelu`",
+}
 ACTIVATIONS = {
     "gelu_erf": "GELU",
     "silu": "SiLU",

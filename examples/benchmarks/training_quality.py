@@ -6,7 +6,7 @@ trains, with the same schedule and batches, the pretrained MiniLM in full and wi
 SST-2, say), a ViT and a Swin on images, and a byte-level LLaMA on source text, in float32. A line
 of `results/training_quality.jsonl` is one training: loss and accuracy of what is held out, the
 losses of all steps, and the cosine of the method's gradient with the exact one on the way. Started
-again, it goes on. Some 4 hours on two CPU cores; --seeds, --tasks and --methods do a part of it.
+again, it goes on. 45 minutes a seed on two CPU cores; --tasks and --methods do a part of it.
 `quality_report.py` draws the losses, `readme_tables.py` writes the tables.
 """
 
