@@ -1,6 +1,5 @@
 """lm.compress: the backward chooses as the forward did, not by the values that are stored."""
 
-import math
 from functools import partial
 
 import flax.linen as nn
@@ -127,13 +126,11 @@ def steep(p, x):
 
 
 def in_steps(p, x, _):
-    """The first number of a step is that which the one before gave."""
+    def step(h, x):
+        return (h := steep(p, x) + jnp.sin(30 * h) / 30), h
 
-    def step(total, x):
-        y = steep(p, x + jnp.sin(total))
-        return total + jnp.mean(y), y
-
-    return lax.scan(step, 0.0, x.reshape(8, -1, WIDTH), reverse=True)[1]
+    steps = x.reshape(8, -1, WIDTH)
+    return lax.scan(step, jnp.zeros_like(steps[0]), steps, reverse=True)[1]
 
 
 def in_a_branch(p, x, _):
@@ -213,7 +210,8 @@ def test_names_in_loops_branches_and_meshes_choose_the_dtype(monkeypatch, functi
     names = jax.checkpoint_policies.save_only_these_names("h")
     run = lm.compress(function, policy=names, dtype={"h": None, None: "int8"}, static_argnums=2)
     found = kept(lambda p, x: jnp.sum(run(p, x, None)), PARAMS, X)
-    assert max(math.prod(shape) for dtype, shape in found if dtype == "float32") == ROWS * EXPERTS
+    of_name = [dtype for dtype, shape in found if shape[-1:] == (EXPERTS,)]
+    assert of_name == ["float32"]
 
 
 def kept(function, *args):
