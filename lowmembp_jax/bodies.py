@@ -17,9 +17,12 @@ PARTS = ("scan", "shard_map")
 
 
 def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
-    """The jaxprs that an equation runs and JAX differentiates as such; for `lax.cond` several."""
+    """The jaxprs that an equation runs and JAX differentiates as such; for `lax.cond` several.
+
+    None of `lax.platform_dependent`: run otherwise, all of them would be lowered for one platform.
+    """
     if eqn.primitive.name == "cond":
-        return list(eqn.params["branches"])
+        return [] if eqn.params.get("branches_platforms") else list(eqn.params["branches"])
     if eqn.primitive.name not in (*CALLS, *_CHECKPOINTS, *PARTS):
         return []
     body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]

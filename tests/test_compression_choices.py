@@ -199,6 +199,17 @@ def test_the_backward_chooses_as_the_forward(function, option, policy):
     assert error < 0.06
 
 
+def test_a_branch_for_another_platform_stays_one():
+    """It may call a kernel that this one does not have."""
+
+    def block(p, x):
+        h = x @ p["router"]
+        return jnp.sum(lax.platform_dependent(h, cuda=jnp.cos, default=jnp.sin))
+
+    given = str(jax.make_jaxpr(jax.grad(lm.compress(block)))(PARAMS, X))
+    assert "branches_platforms=(('cuda',), None)" in given
+
+
 @pytest.mark.parametrize("function", [in_steps, in_a_branch, on_a_mesh, checkpointed])
 def test_names_in_loops_branches_and_meshes_choose_the_dtype(monkeypatch, function):
     """Without this they were stored in 8 bits, whatever the mapping said."""
