@@ -11,7 +11,7 @@ from lowmembp_jax import equations
 
 #: Those that are nothing but their bodies. JAX 0.12 makes "eval_jaxpr" of what a policy keeps.
 CALLS = ("closed_call", "eval_jaxpr", "jit")
-_CHECKPOINTS = ("checkpoint", "remat2")
+CHECKPOINTS = ("checkpoint", "remat2")
 #: Those whose bodies have arrays of other sizes than the equation: a step's, or a device's.
 PARTS = ("scan", "shard_map")
 
@@ -23,7 +23,7 @@ def bodies(eqn: core.JaxprEqn) -> list[core.ClosedJaxpr]:
     """
     if eqn.primitive.name == "cond":
         return [] if eqn.params.get("branches_platforms") else list(eqn.params["branches"])
-    if eqn.primitive.name not in (*CALLS, *_CHECKPOINTS, *PARTS):
+    if eqn.primitive.name not in (*CALLS, *CHECKPOINTS, *PARTS):
         return []
     body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return [body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, ())]
@@ -84,7 +84,7 @@ def run_with(
                 axis_names=params["newly_manual_axes"],
                 check_vma=params["check_vma"],
             )(*args)
-        case name if name in _CHECKPOINTS:
+        case name if name in CHECKPOINTS:
             policy, prevent_cse = params["policy"], params["prevent_cse"]
             return jax.checkpoint(first, policy=policy, prevent_cse=prevent_cse)(*args)
     return first(*args)

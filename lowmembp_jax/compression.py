@@ -59,8 +59,8 @@ def compress(
         that of what is kept: let `policy` save it.
       policy: what is kept, as in `jax.checkpoint`; besides it what is chosen by value, such as
         `top_k`'s experts, for ReLU the side of 0 that an element is on, and the activations that
-        max pooling, `sin`, `cos`, `floor`, `ceil` and `rem` read, in their own dtype. None: what
-        the operators of `fun` keep by themselves.
+        max pooling, `log`, `sin`, `cos`, `floor`, `ceil` and `rem` read, in their own dtype. None:
+        what the operators of `fun` keep by themselves.
         `jax.checkpoint_policies.nothing_saveable`: the arguments alone.
       params_argnums: positions of the arguments that are parameters, never quantised; `()` where
         the first argument is an activation, which would be kept as it is otherwise.

@@ -11,13 +11,14 @@ from jax.ad_checkpoint import Saveable, checkpoint_name
 from jax.extend import core
 
 from lowmembp_jax import equations
+from lowmembp_jax.bodies import CALLS
 
 _NAME = "lowmembp_sum"
 # Of one array: what they give takes nothing to compute where that is kept.
 _PASSED = ("convert_element_type", "copy", "expand_dims", "name", "neg", "reshape", "squeeze")
 _SUMS = ("add", "sub")
 _SCALED = ("mul", "div")
-_CALLS = ("jit", "closed_call", "custom_vjp_call")
+_CALLS = (*CALLS, "custom_vjp_call")
 
 
 def with_kept_sums(

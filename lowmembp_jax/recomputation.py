@@ -16,6 +16,7 @@ from jax.core import eval_jaxpr
 from jax.extend import core
 
 from lowmembp_jax import equations
+from lowmembp_jax.bodies import CALLS, CHECKPOINTS, bodies
 
 # What XLA fuses into kernels of any kind, and what it fuses into none that sums.
 _CHEAP = frozenset((
@@ -30,7 +31,6 @@ _EXPENSIVE = frozenset((
     "sinh", "sqrt", "tan", "tanh",
 ))  # fmt: skip
 _ELEMENTWISE = _CHEAP | _EXPENSIVE
-_CALLS = ("checkpoint", "closed_call", "jit", "remat2")
 
 
 def with_copies(
@@ -77,11 +77,10 @@ def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _CALLS:
-            called = eqn.params["jaxpr"]
-            is_closed = isinstance(called, core.ClosedJaxpr)
-            inner, consts = (called.jaxpr, called.consts) if is_closed else (called, ())
-            results = _inlined(inner, consts, [equations.value(atom, env) for atom in eqn.invars])
+        if eqn.primitive.name in (*CALLS, *CHECKPOINTS):
+            [called] = bodies(eqn)
+            read = [equations.value(atom, env) for atom in eqn.invars]
+            results = _inlined(called.jaxpr, called.consts, read)
             env |= zip(eqn.outvars, results, strict=True)
         else:
             env |= equations.results(jaxpr, eqn, env)
