@@ -1,4 +1,4 @@
-"""Merging the affine of a norm: rules, paths, containers, shapes, rounding and errors."""
+"""Merging the affine of a norm: rules, paths, containers, shapes and rounding."""
 
 from collections import OrderedDict
 from fractions import Fraction
@@ -12,6 +12,7 @@ import pytest
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from merging_trees import layers, small
 
 import lowmembp_jax as lm
 
@@ -79,17 +80,6 @@ def test_ties_are_decided_in_float64():
     dense = lm.merge_norm_affine(params, {"norm": "dense"})["dense"]
     assert dense["bias"].astype(float).tolist() == [1 + 2**-7, -1 - 2**-7]
     assert dense["kernel"] is params["dense"]["kernel"]  # there is no scale to fold
-
-
-def small(norm=("scale", "bias"), dense=("kernel", "bias"), wrap=jnp.asarray):
-    """One norm of 4 features, "n", and one Dense to 3, "d"."""
-    rng = np.random.default_rng(0)
-    shapes = {"scale": (4,), "kernel": (4, 3)}
-    draw = lambda name, other: wrap(rng.normal(1, 1, shapes.get(name, other)).astype(np.float32))  # noqa: E731
-    return {
-        "n": {name: draw(name, (4,)) for name in norm},
-        "d": {name: draw(name, (3,)) for name in dense},
-    }
 
 
 def folded(tree):
@@ -189,11 +179,6 @@ def test_added_bias_of_stacked_layers():
     np.testing.assert_allclose(out, np.einsum("li,liab->lab", bias, kernel), rtol=1e-3, atol=1e-3)
 
 
-def layers(*names):
-    norm, up = {"scale": np.full(2, 3.0)}, {"kernel": np.ones((2, 2))}
-    return {name: {"ln": norm, "mlp": {"up": up, "gate": up}} for name in names}
-
-
 def merged_paths(params, rule):
     """Paths of the Denses that a rule changes; the norms in front of them must be gone."""
     out = lm.merge_norm_affine(params, [rule])
@@ -241,179 +226,9 @@ def test_counting_to_the_next_layer():
     assert merged_paths(params, before) == ["08/mlp/up", "09/mlp/up"]
 
 
-def shaped(scale=(4,), kernel=(4, 3), **bias):
-    dense = {name: np.ones(shape) for name, shape in bias.items()}
-    return {"n": {"scale": np.ones(scale)}, "d": {"kernel": np.ones(kernel), **dense}}
-
-
-def added(module, **leaves):
-    params = small(norm=("scale",))
-    params[module] |= leaves
-    return params
-
-
-SMALL = small(norm=("scale",))
-ONE = np.float32([1])
-ERRORS = {
-    "norm not there": (
-        {"block_1": {"norm_1": {"scale": ONE}}, "block_2": {}},
-        {"block_1/norm1": "d"},
-        r"rule 'block_1/norm1': no module of that path in params; nearest are \['block_1/norm_1'",
-    ),
-    "norm pattern not there": (
-        SMALL,
-        {"encoder/layer_{i}/norm": "d"},
-        r"rule 'encoder/layer_\{i\}/norm': no module .* params has \['d', 'n'\]",
-    ),
-    "dense not there": (
-        {"n": SMALL["n"], "attn": {"query": SMALL["d"]}},
-        {"n": ["attn/query", "attn/querry"]},
-        r"rule 'n': norm 'n': no Dense 'attn/querry' in params; nearest are \['attn/query'",
-    ),
-    "a leaf is no module": (SMALL, {"n": "d/kernel"}, r"no Dense 'd/kernel' in params"),
-    "norm without affine": (
-        {"n": {}, "d": SMALL["d"]},
-        {"n": "d"},
-        r"norm 'n' holds nothing, expected a scale, a bias or both only",
-    ),
-    "norm is a Dense": (
-        {"n": SMALL["d"], "d": SMALL["d"]},
-        {"n": "d"},
-        r"norm 'n' holds \['kernel'\], expected a scale",
-    ),
-    "dense is an embedding": (
-        {"n": SMALL["n"], "wte": {"embedding": np.ones((3, 4))}},
-        {"n": "wte"},
-        r"'wte' has no kernel, it holds \['embedding'\]; expected a Dense \(a head tied",
-    ),
-    "dense without bias": (
-        small(dense=("kernel",)),
-        {"n": "d"},
-        r"norm 'n' has a bias and Dense 'd' has none to fold it into; add_bias=True",
-    ),
-    "dense merged twice": (
-        {"n": SMALL["n"], "m": SMALL["n"], "d": SMALL["d"]},
-        {"n": "d", "m": "d"},
-        r"rule 'm': Dense 'd' is merged twice, with norm 'n' and with norm 'm'",
-    ),
-    "dense named twice": (SMALL, {"n": ["d", "d"]}, r"Dense 'd' is merged twice"),
-    "unbound name in the Dense": (
-        {f"l{i}": small(norm=("scale",)) for i in range(2)},
-        {"l{i}/n": "l{j}/d"},
-        r"Dense 'l0/d' is merged twice, with norm 'l0/n' and with norm 'l1/n'",
-    ),
-    "norm in two rules": (
-        {"l0": {"n": SMALL["n"], "d": SMALL["d"], "e": SMALL["d"]}},
-        {"l{i}/n": "l{i}/d", "l0/n": "l0/e"},
-        r"rule 'l0/n': norm 'l0/n' has a rule already, 'l\{i\}/n'",
-    ),
-    "lora": (
-        added("d", kernel_lora_a=np.ones((4, 2)), kernel_lora_b=np.ones((2, 3))),
-        {"n": "d"},
-        r"Dense 'd' has the leaf 'kernel_lora_a', expected kernel and bias only",
-    ),
-    "quantized kernel": (
-        added("d", kernel=np.ones((4, 3), np.int8)),
-        {"n": "d"},
-        r"d/kernel has dtype int8, expected a floating one",
-    ),
-    "kernel of several arrays": (
-        added("d", kernel=(np.ones((4, 3)), np.ones(3))),
-        {"n": "d"},
-        r"d/kernel must be one array, got tuple",
-    ),
-    "kernel is a module": (
-        added("d", kernel={"q": np.ones((4, 3)), "s": ONE}),
-        {"n": "d"},
-        r"d/kernel must be one array, got dict",
-    ),
-    "kernel of other width": (
-        shaped(kernel=(5, 3), bias=(3,)),
-        {"n": "d"},
-        r"d/kernel has shape \(5, 3\) and d/bias \(3,\), expected \(4, \*outputs\) and "
-        r"\(\*outputs\) after norm 'n' of shape \(4,\)",
-    ),
-    "kernel of other width, no bias": (
-        shaped(kernel=(3, 4)),
-        {"n": "d"},
-        r"d/kernel has shape \(3, 4\), expected \(4, \*outputs\) after norm",
-    ),
-    "bias of other width": (shaped(bias=(4,)), {"n": "d"}, r"d/bias \(4,\), expected"),
-    "stacks of other length": (
-        shaped(scale=(2, 4), kernel=(3, 4, 5), bias=(3, 5)),
-        {"n": "d"},
-        r"d/kernel has shape \(3, 4, 5\) .* expected \(2, 4, \*outputs\) and \(2, \*outputs\)",
-    ),
-    "one norm before a stack": (
-        shaped(kernel=(2, 4, 5)),
-        {"n": "d"},
-        r"\(2, 4, 5\), expected \(4,",
-    ),
-    "scale and bias differ": (
-        added("n", bias=ONE),
-        {"n": "d"},
-        r"n/scale has shape \(4,\) and n/bias \(1,\), expected the same",
-    ),
-    "half abstract": (
-        added("d", kernel=jax.ShapeDtypeStruct((4, 3), np.float32)),
-        {"n": "d"},
-        r"'n' and 'd' hold arrays and ShapeDtypeStructs, expected one",
-    ),
-    "overflow": (
-        {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])}},
-        {"n": "d"},
-        r"d/kernel reaches 9e\+04, too large for its dtype float16",
-    ),
-    "no rules": (SMALL, {}, r"no rules given"),
-    "no denses": (SMALL, {"n": []}, r"rule 'n': names no Dense"),
-    "count on in the norm": (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}': expected \{i\} without"),
-    "count on from nothing": (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}': expected \{i\} without"),
-    "paths start inside params": (
-        {"params": SMALL},
-        {"params/n": "params/d"},
-        r"rule 'params/n': no module .*params has \['d', 'n'\]",
-    ),
-    "the last norm feeds nothing": (
-        layers("09", "10"),
-        {"{i}/ln": "{i+1}/mlp/up"},
-        r"rule '\{i\}/ln': norm '10/ln' \(skip_unconsumed=True passes it over\): "
-        r"no Dense '11/mlp/up' in params; nearest are \['10/mlp/up'",
-    ),
-    "no norm feeds anything": (
-        layers("09", "10"),
-        [lm.MergeRule("{i}/ln", "{i+5}/mlp/up", skip_unconsumed=True)],
-        r"none of the 2 norms it matches has any of the Denses \('\{i\+5\}/mlp/up',\)",
-    ),
-    "half of its Denses is not none of them": (
-        layers("09", "10"),
-        [lm.MergeRule("{i}/ln", ["{i}/mlp/up", "{i}/mlp/down"], skip_unconsumed=True)],
-        r"norm '09/ln': no Dense '09/mlp/down'",
-    ),
-    "count on from a word": (
-        layers("09"),
-        {"09/l{i}": "{i+1}/mlp/up"},
-        r"\{i\+1\} in '\{i\+1\}/mlp/up': 'n' is not a number",
-    ),
-    "other braces": (SMALL, {"n": "{d,e}"}, r"braces in '\{d,e\}' must hold a name"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    params, rules, message = ERRORS[case]
-    with pytest.raises(ValueError, match=message):
-        lm.merge_norm_affine(params, rules)
-
-
-def test_type_errors():
-    with pytest.raises(TypeError, match="params must be a mapping, got list"):
-        lm.merge_norm_affine([], {"n": "d"})
-    with pytest.raises(TypeError, match=r"lm\.MergeRule objects, got \('n', 'd'\)"):
-        lm.merge_norm_affine(SMALL, [("n", "d")])
-
-
 def test_values_that_are_not_finite_pass_through():
-    params = added("d", kernel=np.float32([[np.nan, np.inf, 1]] * 4))
+    params = small(norm=("scale",))
+    params["d"]["kernel"] = np.float32([[np.nan, np.inf, 1]] * 4)
     kernel = lm.merge_norm_affine(params, {"n": "d"})["d"]["kernel"]
     assert np.isnan(kernel[:, 0]).all() and np.isinf(kernel[:, 1]).all()
     assert np.isfinite(kernel[:, 2]).all()
