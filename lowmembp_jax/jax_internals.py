@@ -1,6 +1,6 @@
 """What the library uses of JAX that is not public, and why. All of it is tested."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CellType
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax._src.callback import io_callback_p, pure_callback_p
 from jax._src.config import _check_vma as check_vma  # noqa: F401
 from jax._src.debugging import debug_callback_p, debug_print_p
 from jax._src.interpreters.mlir import LoweringParameters
+from jax._src.pjit import _cpp_pjit
 from jax.interpreters import mlir
 
 #: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
@@ -44,6 +45,18 @@ def cache_miss(jitted: Any) -> CellType:
     references to `jax.nn.silu`, which is jitted: only here `lm.patch` sees each of its calls.
     """
     return jitted._cache_miss.__closure__[0]
+
+
+def without_compiler_options(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function in `jax.jit` as it would be without its `compiler_options`, and these.
+
+    JAX refuses them in any `jax.jit` but the outermost. Other functions stay what they are.
+    """
+    info = getattr(fn, "_jit_info", None)
+    if info is None or not info.compiler_options_kvs:
+        return fn, {}
+    plain = _cpp_pjit(fn.__wrapped__, info._replace(compiler_options_kvs=()))
+    return plain, dict(info.compiler_options_kvs)
 
 
 def lower_without_callbacks(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, list[str]]:

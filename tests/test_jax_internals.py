@@ -73,6 +73,26 @@ def test_cache_miss_is_called_each_time_that_it_says_so():
     assert jax.jit(lambda x: jitted(x))(3.0) == 6.0
 
 
+def test_a_jitted_function_without_its_compiler_options():
+    def power(x, n):
+        return x**n
+
+    def square(x):
+        return x * x
+
+    given = {"xla_cpu_enable_fast_math": True}
+    jitted = jax.jit(power, static_argnums=1, donate_argnums=0, compiler_options=given)
+    plain, options = jax_internals.without_compiler_options(jitted)
+    assert options == given
+    with pytest.raises(ValueError, match="top-level"):
+        jax.make_jaxpr(lambda x: jitted(x, 2))(X)
+    [eqn] = jax.make_jaxpr(lambda x: plain(x, 2))(X).eqns
+    assert eqn.params["donated_invars"] == (True,)
+    np.testing.assert_array_equal(plain(jnp.array(X), 3), X**3)
+    for other in (square, jax.jit(square)):
+        assert jax_internals.without_compiler_options(other) == (other, {})
+
+
 @pytest.mark.parametrize(
     ("function", "pattern"),
     [

@@ -151,6 +151,24 @@ def test_donation_saves_the_outputs():
     assert parts(lm.memory.plan(step, *arguments, donate=())) == parts(kept)
 
 
+def test_compiler_options_of_a_jitted_step():
+    """JAX takes them of the outermost jit alone; those of the plan come first."""
+    arguments = (PARAMS, OPT_STATE, f32(256, WIDTH))
+    unfused, fused = ({"xla_disable_hlo_passes": name} for name in ("priority-fusion", ""))
+    jitted = jax.jit(mlp_step, donate_argnums=(0, 1), compiler_options=unfused)
+
+    def kernels(step, **options):
+        return len(lm.memory.plan(step, *arguments, **options).cost.kernels)
+
+    more = kernels(mlp_step, donate=(0, 1), compiler_options=unfused)
+    fewer = kernels(mlp_step, donate=(0, 1))
+    assert fewer < more == kernels(jitted)
+    assert kernels(jitted, compiler_options=fused) == fewer
+    compiled = lm.memory.compile_for(jitted, *arguments)
+    assert compiled.memory_analysis().alias_size_in_bytes >= 3 * WEIGHTS
+    assert compiled.as_text().count(" fusion(") == more
+
+
 def test_grows_with_the_batch():
     plans = [plan_mlp(rows, donate=(0, 1)) for rows in (256, 1024, 4096, 16384)]
     for small, large in itertools.pairwise(plans):

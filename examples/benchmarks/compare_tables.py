@@ -80,6 +80,10 @@ def _headed(*parts: list[list[str]]) -> list[list[str]]:
     ]
 
 
+def _other_layers(text: Callable[[dict[str, Any]], str]) -> list[list[str]]:
+    return lines(compared(layers_of_the_trainer=False), text, ", {layers}")
+
+
 def other_gpus() -> list[list[str]]:
     return _headed(
         *(
@@ -95,8 +99,8 @@ TABLES: dict[str, Callable[[], list[list[str]]]] = {
     "compare_peaks": lambda: _headed(lines(compared(), _peak)),
     "compare_times": lambda: _headed(lines(compared(), _time)),
     "compare_gpus": other_gpus,
-    "compare_layers": lambda: _headed(
-        lines(compared(layers_of_the_trainer=False), _both, ", {layers}")
+    "compare_layers": lambda: _headed(_other_layers(_both)),
+    "largest_batches": lambda: _headed(
+        lines(compared(), _largest_batch), _other_layers(_largest_batch)
     ),
-    "largest_batches": lambda: _headed(lines(compared(), _largest_batch)),
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
-from lowmembp_jax.jax_internals import lower_without_callbacks
+from lowmembp_jax.jax_internals import lower_without_callbacks, without_compiler_options
 from lowmembp_jax.memory.compiler import check_platform, compile_lowered
 from lowmembp_jax.memory.constants import StepError, close_over_constants, is_array
 from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
@@ -190,7 +190,8 @@ def compile_for(
       donate_argnums: as for `jax.jit`; None takes those of `fn` if that is in `jax.jit` or
         `nnx.jit`.
       keep_unused: as for `jax.jit`.
-      compiler_options: of XLA, as for `jax.stages.Lowered.compile`.
+      compiler_options: of XLA, as for `jax.stages.Lowered.compile`; beside and before those of
+        `fn` if that is in `jax.jit`.
 
     Returns:
       The compiled program. `memory_analysis()` has the sizes of XLA's buffer assignment for that
@@ -205,6 +206,7 @@ def compile_for(
         no device to trace with.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
+    fn, own_options = without_compiler_options(fn)
     fn, args = of_states(fn, args)
     made = lower_for(
         fn,
@@ -216,4 +218,4 @@ def compile_for(
         donate_argnums=donate_argnums,
         keep_unused=keep_unused,
     )
-    return compile_lowered(made.lowered, device, compiler_options)[0]
+    return compile_lowered(made.lowered, device, {**own_options, **(compiler_options or {})})[0]

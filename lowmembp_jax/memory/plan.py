@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lowmembp_jax.jax_internals import without_compiler_options
 from lowmembp_jax.memory.buffers import assignment as buffers
 from lowmembp_jax.memory.buffers.flow import Flow
 from lowmembp_jax.memory.buffers.parts import Buffers
@@ -87,7 +88,7 @@ def plan(
         default what is JAX's.
       link_bandwidth: bytes a second that a device sends to others, or a size such as "50GB", for
         the estimated time. By default the time on the links is left out.
-      compiler_options: of XLA.
+      compiler_options: of XLA, beside and before those of `step` if that is in `jax.jit`.
 
     Raises:
       ValueError: a name in `parts` is not known, `memory_fraction` is not in (0, 1], the step
@@ -134,6 +135,7 @@ def lower_step(
         raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
     bandwidth = as_bytes("link_bandwidth", link_bandwidth)
     check_call(step, abstract_args)
+    step, own_options = without_compiler_options(step)
     step, abstract_args = of_states(step, abstract_args)
     lower = functools.partial(
         lower_for,
@@ -158,7 +160,7 @@ def lower_step(
         get_device(device),
         memory_fraction,
         bandwidth,
-        compiler_options or {},
+        {**own_options, **(compiler_options or {})},
         notes + replicated(made.args, named),
     )
 
