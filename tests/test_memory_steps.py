@@ -132,6 +132,13 @@ def test_static_arguments_of_a_jitted_step(static):
             r"1 arguments: missing a required .*'x'.*functools.partial",
         ),
         (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
+        (
+            lambda x: jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})(x),
+            (F32,),
+            "jax.jit with compiler_options, .* give that function itself",
+        ),
+        (jax.jit(jnp.sin).lower(1.0), (F32,), "the step is a Lowered"),
+        (jax.jit(jnp.sin).lower(1.0).compile(), (F32,), "the step is a Compiled"),
     ],
 )
 def test_calls_that_do_not_work(step, args, message):

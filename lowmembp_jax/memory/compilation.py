@@ -153,11 +153,26 @@ def _lower(
             lambda spec: on_mesh(gpus, spec, "out_shardings"), out_shardings, is_leaf=is_spec
         )
     with says_how_to_install_cudnn():
-        traced = jax.jit(fn, **options).trace(*args)
+        traced = _traced(fn, args, options)
         lowered, callbacks = lower_without_callbacks(traced)
     names = ", ".join(sorted(set(callbacks)))
     note = f"callbacks ({names}) are left out; what they return is taken for zeros"
     return Lowering(traced.jaxpr.jaxpr, lowered, args, False, (note,) if callbacks else ())
+
+
+def _traced(
+    fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> jax.stages.Traced:
+    try:
+        return jax.jit(fn, **options).trace(*args)
+    except ValueError as error:
+        if "`compiler_options` can only" not in str(error):
+            raise
+        raise StepError(
+            "a function that the step calls is in jax.jit with compiler_options, and JAX takes "
+            "those of the outermost jax.jit alone: give that function itself as the step, or these "
+            "options as compiler_options of the plan and not of jax.jit"
+        ) from error
 
 
 def compile_for(

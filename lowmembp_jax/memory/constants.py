@@ -20,7 +20,11 @@ def is_array(leaf: Any) -> bool:
 
 
 def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises StepError if `step(*args)` is no call that Python would make."""
+    """Raises StepError if `step(*args)` is no call that Python would make and JAX would trace."""
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise StepError(
+            f"the step is a {type(step).__name__}: accepted is a function, in jax.jit or not"
+        )
     try:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a builtin: whoever calls it finds out
