@@ -2,7 +2,8 @@
 
 A model says how its parameters are called there: `name_of(path)` is the tensor's name for a path
 of the parameter tree. Where `nn.scan` stacked the layers, the name holds "{layer}"; the leading
-axis of the parameter then runs over tensors whose names hold 0, 1, 2, ... in its place.
+axis of the parameter then runs over tensors whose names hold 0, 1, 2, ... in its place. Of layers
+stacked in pairs one holds "{even}", for 0, 2, ..., the other "{odd}".
 
     tensors = read_tensors(directory)
     params = to_params(tensors, abstract_params, llama.hugging_face_name)
@@ -124,7 +125,7 @@ def to_params(
         keys = _keys(path)
         stack = name_of(keys)
         names = _names(stack, leaf.shape)
-        stacked = "{layer}" in stack
+        stacked = _is_stack(stack)
         shape = leaf.shape[1:] if stacked else leaf.shape
         used.update(names)
         if keys[0] in initial:
@@ -172,7 +173,7 @@ def from_params(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys, leaf = _keys(path), np.asarray(leaf)
         stack = name_of(keys)
-        layers = leaf if "{layer}" in stack else leaf[None]
+        layers = leaf if _is_stack(stack) else leaf[None]
         for name, layer in zip(_names(stack, leaf.shape), layers, strict=True):
             tensor = _to_layout(layout, keys, layer)
             if name in tensors and not np.array_equal(tensors[name], tensor):
@@ -185,10 +186,14 @@ def _keys(path) -> tuple[str, ...]:
     return tuple(entry.key for entry in path)
 
 
+def _is_stack(name: str) -> bool:
+    return "{" in name
+
+
 def _names(name: str, shape: tuple[int, ...]) -> list[str]:
-    if "{layer}" not in name:
+    if not _is_stack(name):
         return [name]
-    return [name.replace("{layer}", str(index)) for index in range(shape[0])]
+    return [name.format(layer=i, even=2 * i, odd=2 * i + 1) for i in range(shape[0])]
 
 
 def _to_layout(layout: Layout, keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:

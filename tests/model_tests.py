@@ -44,7 +44,8 @@ class Case:
         self.inputs = self._inputs(family.task)
         self.tensors = read_tensors(self.directory)
         self.params = self.to_params(self.tensors)
-        self.rules = family.norm_rules(self.config)
+        layers = "scan" if fields.get("scan_layers") else None
+        self.rules = family.norm_rules(self.config, layers)
 
     @functools.cached_property
     def merged(self):

@@ -30,8 +30,8 @@ def test_layers():
     )
     assert "layers" in scanned and {"layer_0", "layer_1"} < unrolled.keys()
     assert jax.tree.structure(MODELS["llama-tiny"]().args[0].params) == jax.tree.structure(scanned)
-    with pytest.raises(ValueError, match="layers='scan': accepted for swin are unrolled"):
-        MODELS["swin-t"](layers="scan")
+    with pytest.raises(ValueError, match="layers='rolled': accepted for swin are unrolled, scan"):
+        MODELS["swin-t"](layers="rolled")
 
 
 @pytest.mark.gpu_compiler

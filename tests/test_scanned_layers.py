@@ -1,13 +1,13 @@
-"""ViT, BERT and RoBERTa with their layers in one `nn.scan`, against PyTorch; a LLaMA's are in
+"""ViT, Swin, BERT and RoBERTa with their layers in one `nn.scan`, against PyTorch; a LLaMA's are in
 test_llama.py."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lowmembp_examples.checkpoints import from_params
+from lowmembp_examples.checkpoints import from_params, to_params
 from lowmembp_examples.lora import apply_lora
-from lowmembp_examples.models import bert, vit
+from lowmembp_examples.models import bert, swin, vit
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.vit_npz import npz_name
 from lowmembp_examples.trainer.models import FAMILIES
@@ -15,7 +15,7 @@ from model_tests import Case, assert_close, step_gelu
 
 CASES = {
     name: Case(name, (module, "gelu"), scan_layers=True)
-    for name, module in {"vit": vit, "bert": bert, "roberta": bert}.items()
+    for name, module in {"vit": vit, "swin": swin, "bert": bert, "roberta": bert}.items()
 }
 
 
@@ -30,7 +30,10 @@ def test_gradients_are_pytorchs(name, method):
     assert_close(gradients, {name: case.io[f"grad.{name}"] for name in gradients})
 
 
-@pytest.mark.parametrize(("name", "merged"), [("vit", False), ("vit", True), ("bert", False)])
+@pytest.mark.parametrize(
+    ("name", "merged"),
+    [("vit", False), ("vit", True), ("swin", False), ("swin", True), ("bert", False)],
+)
 def test_only_the_slope_of_the_activation_is_not_exact(name, merged):
     gradients = CASES[name].run(Compute("lowmembp", merged=merged))
     assert_close(gradients, CASES[name].run(Compute("default", merged=merged), step_gelu))
@@ -41,8 +44,31 @@ def test_saved_as_it_was(name):
     case = CASES[name]
     assert "layers" in str(jax.tree.structure(case.params))
     saved = from_params(case.params, case.module.hugging_face_name)
-    assert saved.keys() == case.tensors.keys()
-    jax.tree.map(np.testing.assert_array_equal, saved, case.tensors)
+    # A Swin's checkpoint has indices besides.
+    floating = {name: x for name, x in case.tensors.items() if x.dtype != np.int64}
+    assert saved.keys() == floating.keys()
+    jax.tree.map(np.testing.assert_array_equal, saved, floating)
+
+
+def test_pairs_of_a_swin():
+    """More pairs than one, against layers that are not scanned."""
+    config = swin.SwinConfig(8, (4, 2), (2, 2), window_size=4, patch_size=2, num_labels=5)
+    images = CASES["swin"].inputs[0][:, :18, :18]  # maps of 9 x 9 and 5 x 5
+    unrolled, scanned = swin.Swin(config), swin.Swin(config, scan_layers=True)
+    params = unrolled.init(jax.random.key(0), images)["params"]
+    expected = unrolled.apply({"params": params}, images)
+    abstract = jax.eval_shape(scanned.init, jax.random.key(0), images)["params"]
+    assert abstract["stage_0"]["layers"]["odd"]["query"]["kernel"].shape == (2, 8, 2, 4)
+    params = to_params(
+        from_params(params, swin.hugging_face_name), abstract, swin.hugging_face_name
+    )
+    np.testing.assert_allclose(scanned.apply({"params": params}, images), expected, atol=1e-6)
+
+
+def test_a_layer_without_its_pair():
+    model = swin.Swin(swin.SwinConfig(8, (2, 3), (2, 2), window_size=4), scan_layers=True)
+    with pytest.raises(ValueError, match=r"depths=\(2, 3\), accepted are even ones"):
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 32, 32, 3)))
 
 
 def test_names_of_googles_checkpoints():

@@ -66,7 +66,7 @@ class Config:
       train: what is trained; 4-bit weights are a LLaMA's alone.
       methods: see `models/common.py`.
       devices: of `lowmembp devices`.
-      layers: first those as the trainer runs them; a Swin has none that are scanned.
+      layers: first those as the trainer runs them; a Swin scans pairs of them.
       output: the file of rows.
       largest_batch: search for it.
       measure: where the GPU is here.

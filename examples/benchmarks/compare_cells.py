@@ -94,6 +94,6 @@ def cells(
     if not found:
         raise ValueError(
             f"nothing to compare: {', '.join(models)} with train={list(train)}, "
-            f"layers={list(layers)}; only a LLaMA has 4-bit weights, and a Swin no scanned layers"
+            f"layers={list(layers)}; only a LLaMA has 4-bit weights"
         )
     return sorted(found, key=lambda cell: found[cell])

@@ -5,6 +5,7 @@ evaluation: shifted windows, relative position bias, patch merging, the mean of 
 tokens classified. No dropout and no drop path, whatever the config says.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import flax.linen as nn
@@ -13,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute, NormResidual, gelu, layer_norm, remat_layer
+from lowmembp_examples.models.common import (
+    Compute,
+    NormResidual,
+    gelu,
+    layer_norm,
+    remat_layer,
+    run_layers,
+)
 from lowmembp_examples.models.swin_checkpoint import CONFIGS as CONFIGS
 from lowmembp_examples.models.swin_checkpoint import PREFIX as PREFIX
 from lowmembp_examples.models.swin_checkpoint import UNUSED as UNUSED
@@ -23,18 +31,21 @@ from lowmembp_examples.models.windows import Windows, relative_position_index
 
 import lowmembp_jax as lm
 
-#: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
-NORM_RULES = [
-    lm.MergeRule(
-        "stage_{s}/layer_{i}/norm1",
-        [f"stage_{{s}}/layer_{{i}}/{name}" for name in ("query", "key", "value")],
-        keep=True,  # for `MergedPadding`
-        add_bias=True,  # with qkv_bias=False
-    ),
-    lm.MergeRule("stage_{s}/layer_{i}/norm2", "stage_{s}/layer_{i}/intermediate"),
-    lm.MergeRule("stage_{s}/merging_norm", "stage_{s}/reduction", add_bias=True),
-    lm.MergeRule("norm", "classifier"),
-]
+
+def norm_rules(scan_layers: bool = False) -> list[lm.MergeRule]:
+    """For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`."""
+    layer = "stage_{s}/layers/{i}" if scan_layers else "stage_{s}/layer_{i}"
+    return [
+        lm.MergeRule(
+            f"{layer}/norm1",
+            [f"{layer}/{name}" for name in ("query", "key", "value")],
+            keep=True,  # for `MergedPadding`
+            add_bias=True,  # with qkv_bias=False
+        ),
+        lm.MergeRule(f"{layer}/norm2", f"{layer}/intermediate"),
+        lm.MergeRule("stage_{s}/merging_norm", "stage_{s}/reduction", add_bias=True),
+        lm.MergeRule("norm", "classifier"),
+    ]
 
 
 class MergedPadding(nn.Module):
@@ -131,6 +142,21 @@ class SwinLayer(nn.Module):
         return bias + jnp.asarray(windows.mask()[:, None], dtype) if windows.shift else bias
 
 
+class SwinPair(nn.Module):
+    """A layer without shifted windows and one with them, which follow each other in a stage.
+
+    `layer`: makes one, of `shifted` and a name.
+    """
+
+    layer: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch height width channels"]
+    ) -> Float[Array, "batch height width channels"]:
+        return self.layer(shifted=True, name="odd")(self.layer(shifted=False, name="even")(x))
+
+
 class SwinStage(nn.Module):
     """The layers of one resolution, then patch merging unless it is the last; fields as for
     `Swin`, and the stage's `index`.
@@ -139,6 +165,7 @@ class SwinStage(nn.Module):
     config: SwinConfig
     compute: Compute
     norm_residual: str
+    scan_layers: bool
     index: int
 
     @nn.compact
@@ -146,10 +173,14 @@ class SwinStage(nn.Module):
         self, x: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch new_height new_width new_channels"]:
         config, compute = self.config, self.compute
-        layer = remat_layer(SwinLayer, compute)
-        for i in range(config.depths[self.index]):
-            fields = (config, compute, self.norm_residual, config.num_heads[self.index], i % 2 == 1)
-            x = layer(*fields, name=f"layer_{i}")(x)
+        depth, heads = config.depths[self.index], config.num_heads[self.index]
+        layer = remat_layer(SwinLayer, compute, scanned=self.scan_layers)
+        layer = partial(layer, config, compute, self.norm_residual, heads)
+        if self.scan_layers:
+            x = run_layers(partial(SwinPair, layer), depth // 2, True, x)
+        else:
+            for i in range(depth):
+                x = layer(shifted=i % 2 == 1, name=f"layer_{i}")(x)
         if self.index + 1 == len(config.depths):
             return x
         _, height, width, channels = x.shape
@@ -177,14 +208,16 @@ class Swin(nn.Module):
 
     Attributes:
       config: sizes.
-      compute: how it computes. With `merged`, see `NORM_RULES`; the norm of the patches stays.
+      compute: how it computes. With `merged`, see `norm_rules`; the norm of the patches stays.
       norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
         "output" is the least exact, where a scale trains, and costs as little as merging.
+      scan_layers: those of a stage in pairs, see `run_layers`.
     """
 
     config: SwinConfig
     compute: Compute = Compute()
     norm_residual: NormResidual = "auto"
+    scan_layers: bool = False
 
     @nn.compact
     def __call__(
@@ -195,8 +228,15 @@ class Swin(nn.Module):
         Args:
           images: `[batch, height, width, num_channels]`, any floating dtype and size; they are
             padded with zeros to whole patches.
+
+        Raises:
+          ValueError: scanned layers of a stage that has an odd number of them.
         """
         config, compute = self.config, self.compute
+        if self.scan_layers and any(depth % 2 for depth in config.depths):
+            raise ValueError(
+                f"scan_layers=True with depths={config.depths}, accepted are even ones"
+            )
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
         norm = partial(layer_norm, compute, residual=self.norm_residual)
         patch = (config.patch_size, config.patch_size)
@@ -204,8 +244,9 @@ class Swin(nn.Module):
         x = jnp.pad(images, ((0, 0), (0, below), (0, right), (0, 0)))
         x = nn.Conv(config.embed_dim, patch, patch, **dtypes, name="patch_embedding")(x)
         x = norm(1e-5, "embeddings_norm")(x)
+        fields = (config, compute, self.norm_residual, self.scan_layers)
         for index in range(len(config.depths)):
-            x = SwinStage(config, compute, self.norm_residual, index, name=f"stage_{index}")(x)
+            x = SwinStage(*fields, index, name=f"stage_{index}")(x)
         x = norm(config.layer_norm_eps, "norm", affine=not compute.merged)(x)
         x = nn.Dense(config.num_labels, **dtypes, name="classifier")(x.mean((1, 2)))
         return x.astype(jnp.float32)

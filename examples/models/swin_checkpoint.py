@@ -75,6 +75,10 @@ def hugging_face_name(path: tuple[str, ...]) -> str:
             name += f"swin.encoder.layers.{part.removeprefix('stage_')}."
         elif part.startswith("layer_"):
             name += f"blocks.{part.removeprefix('layer_')}."
+        elif part == "layers":
+            name += "blocks."
+        elif part in ("even", "odd"):
+            name += f"{{{part}}}."
         elif part in _MODULES:
             name += _MODULES[part]
         else:

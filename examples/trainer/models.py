@@ -26,9 +26,8 @@ class Family(NamedTuple):
 
     @property
     def layers(self) -> tuple[Layers, ...]:
-        """How its layers can be run: first as the trainer does. Those of a Swin are not alike."""
-        both: dict[str, tuple[Layers, ...]] = {"llama": ("scan", "unrolled"), "swin": ("unrolled",)}
-        return both.get(self.name, ("unrolled", "scan"))
+        """How its layers can be run: first as the trainer does."""
+        return ("scan", "unrolled") if self.name == "llama" else ("unrolled", "scan")
 
     def merges_norms(self, layers: Layers | None) -> bool:
         """Whether a model whose layers run so takes norms merged into Denses."""
@@ -44,7 +43,7 @@ class Family(NamedTuple):
         """The model; `layers` is one of the family's, by default the first.
 
         Raises:
-          ValueError: the family's layers do not run so.
+          ValueError: it is not.
         """
         layers = layers or self.layers[0]
         if layers not in self.layers:
@@ -54,10 +53,12 @@ class Family(NamedTuple):
         fields = {"scan_layers": True} if layers == "scan" else {}
         return self.model(config, compute, norm_residual, **fields)
 
-    def norm_rules(self, config: Any) -> Any:
-        """For `lm.merge_norm_affine`."""
+    def norm_rules(self, config: Any, layers: Layers | None = None) -> Any:
+        """For `lm.merge_norm_affine`; `layers` as for `build`."""
         if self.name == "llama":  # depends on whether the head is tied
             return llama.norm_rules(config)
+        if self.name == "swin":
+            return swin.norm_rules(layers == "scan")
         return self.module.NORM_RULES
 
 
