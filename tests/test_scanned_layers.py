@@ -13,6 +13,8 @@ from lowmembp_examples.models.vit_npz import npz_name
 from lowmembp_examples.trainer.models import FAMILIES
 from model_tests import Case, assert_close, step_gelu
 
+import lowmembp_jax as lm
+
 CASES = {
     name: Case(name, (module, "gelu"), scan_layers=True)
     for name, module in {"vit": vit, "swin": swin, "bert": bert, "roberta": bert}.items()
@@ -63,6 +65,22 @@ def test_pairs_of_a_swin():
         from_params(params, swin.hugging_face_name), abstract, swin.hugging_face_name
     )
     np.testing.assert_allclose(scanned.apply({"params": params}, images), expected, atol=1e-6)
+
+
+@pytest.mark.gpu_compiler
+def test_one_pair_is_computed_again(mixed_dtypes):
+    """A loop of one step, which XLA opens."""
+    images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.bfloat16)
+    config = swin.SwinConfig(32, (2,), (2,), window_size=4, num_labels=10)
+
+    def temporary(method):
+        model = swin.Swin(config, Compute(method, jnp.bfloat16), scan_layers=True)
+        params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+        loss = lambda params, images: model.apply({"params": params}, images).sum()  # noqa: E731
+        compiled = lm.memory.compile_for(jax.grad(loss), params, images)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary("full-remat") < 0.6 * temporary("default")
 
 
 def test_a_layer_without_its_pair():

@@ -157,7 +157,8 @@ def remat_layer(
 ) -> type[nn.Module]:
     """The class of a layer, in `jax.checkpoint` or `lm.compress` where the method says so.
 
-    `scanned`: it is the body of a loop.
+    `scanned`: it is the body of a loop of more than one step. A loop of one is no loop to XLA,
+    which would merge what is computed again with what was computed.
     """
     how = _METHODS[compute.method]
     if how.layer == "compress":

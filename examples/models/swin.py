@@ -174,7 +174,7 @@ class SwinStage(nn.Module):
     ) -> Float[Array, "batch new_height new_width new_channels"]:
         config, compute = self.config, self.compute
         depth, heads = config.depths[self.index], config.num_heads[self.index]
-        layer = remat_layer(SwinLayer, compute, scanned=self.scan_layers)
+        layer = remat_layer(SwinLayer, compute, scanned=self.scan_layers and depth > 2)
         layer = partial(layer, config, compute, self.norm_residual, heads)
         if self.scan_layers:
             x = run_layers(partial(SwinPair, layer), depth // 2, True, x)
