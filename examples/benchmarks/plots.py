@@ -47,13 +47,14 @@ COMPARE_LABELS = {
     "lowmembp+compress": "lm.compress of the operators",
 }
 _OURS = ("lm.compress", "the operators")
-#: Where a label may stand, in points from its own point: the first place that is free.
+#: Where a label may stand: its corner or middle, from its own point in points, and alignment.
 _PLACES = [
     *((0, 6, "center", "bottom"), (0, -6, "center", "top")),
     *((7, 0, "left", "center"), (-7, 0, "right", "center")),
-    *((5, 9, "left", "bottom"), (-5, 9, "right", "bottom")),
-    *((5, -9, "left", "top"), (-5, -9, "right", "top")),
+    *((-4, 6, "left", "bottom"), (4, 6, "right", "bottom")),
+    *((-4, -6, "left", "top"), (4, -6, "right", "top")),
 ]
+_ROUNDS = 5  # in which labels make room for each other
 #: Milliseconds and memory, by label.
 Points = dict[str, tuple[float, float]]
 
@@ -109,7 +110,7 @@ def pictures() -> dict[Path, Picture]:
 
 
 def draw(path: Path, picture: Picture) -> None:
-    figure = Figure(figsize=(5 * len(picture.panels), 4.4), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(picture.panels), 5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     most = max(memory for points in picture.panels.values() for _, memory in points.values())
     every = figure.subplots(1, len(picture.panels), sharey=True, squeeze=False)[0]
@@ -137,30 +138,55 @@ def draw(path: Path, picture: Picture) -> None:
 
 
 def _label(axes: Axes, points: Points, canvas: FigureCanvasAgg) -> None:
-    """Names each point beside it, where there is room."""
-    taken = [
-        Bbox.from_bounds(x - 5, y - 5, 10, 10)
+    """Names each point beside it: each label where it covers the least of points and labels."""
+    markers = [
+        Bbox.from_bounds(x - 6, y - 6, 12, 12)
         for x, y in (axes.transData.transform(point) for point in points.values())
     ]
-    for label, point in points.items():
-        weight = "bold" if label.startswith(_OURS) else "normal"
-        best = None
-        for x, y, horizontal, vertical in _PLACES:
-            text = axes.annotate(
-                label, point, (x, y), textcoords="offset points", size=8, weight=weight
-            )
-            text.set(ha=horizontal, va=vertical)
-            box = text.get_window_extent(canvas.get_renderer())
-            covered = box.count_overlaps(taken) + (not axes.bbox.fully_containsx(box.x0))
-            covered += not axes.bbox.fully_containsx(box.x1)
-            if best is None or covered < best[0]:
-                if best:
-                    best[1].remove()
-                best = covered, text, box
-            else:
-                text.remove()
-        if best:
-            taken.append(best[2])
+    texts = {
+        label: axes.annotate(
+            label,
+            point,
+            (0, 0),
+            textcoords="offset points",
+            size=8,
+            weight="bold" if label.startswith(_OURS) else "normal",
+        )
+        for label, point in points.items()
+    }
+
+    def put(label: str, place: tuple[int, int, str, str]) -> Bbox:
+        x, y, horizontal, vertical = place
+        texts[label].set(position=(x, y), ha=horizontal, va=vertical)
+        return texts[label].get_window_extent(canvas.get_renderer())
+
+    boxes = {label: [put(label, place) for place in _PLACES] for label in texts}
+
+    def covered(label: str, chosen: dict[str, int]) -> float:
+        box = boxes[label][chosen[label]]
+        others = [boxes[other][i] for other, i in chosen.items() if other != label]
+        outside = max(axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, 0) * box.height
+        return outside + sum(_common(box, other) for other in (*markers, *others))
+
+    def settled(start: int) -> dict[str, int]:
+        chosen = dict.fromkeys(texts, start)
+        for _ in range(_ROUNDS):
+            for label in texts:
+                tried = ({label: place} for place in range(len(_PLACES)))
+                chosen |= min(tried, key=lambda one: covered(*one, chosen | one))
+        return chosen
+
+    every = map(settled, range(len(_PLACES)))
+    best = min(every, key=lambda chosen: sum(covered(label, chosen) for label in texts))
+    for label, place in best.items():
+        put(label, _PLACES[place])
+
+
+def _common(a: Bbox, b: Bbox) -> float:
+    """The area of what two boxes share."""
+    width = min(a.x1, b.x1) - max(a.x0, b.x0)
+    height = min(a.y1, b.y1) - max(a.y0, b.y0)
+    return max(width, 0.0) * max(height, 0.0)
 
 
 if __name__ == "__main__":
