@@ -133,6 +133,7 @@ def draw(path: Path) -> None:
     grid = np.ravel(figure.subplots(-(-len(tasks) // 3), min(3, len(tasks)), squeeze=False))
     for axes in grid[len(tasks) :]:
         axes.remove()
+    lines: dict[str, Any] = {}
     for axes, task in zip(grid, tasks, strict=False):
         for number, method in enumerate(METHODS):
             if found := done[task, method]:
@@ -140,12 +141,15 @@ def draw(path: Path) -> None:
                 losses = losses[: len(losses) // _SMOOTHED * _SMOOTHED]
                 losses = losses.reshape(-1, _SMOOTHED).mean(1)
                 steps = (np.arange(len(losses)) + 0.5) * _SMOOTHED
-                style = {"color": "black", "lw": 2} if method == PLAIN else {"color": f"C{number}"}
-                axes.plot(steps, losses, label=method, **({"lw": 1, "alpha": 0.8} | style))
+                style: dict[str, Any] = {"color": f"C{number}", "ls": "-" if number < 10 else "--"}
+                if method == PLAIN:
+                    style = {"color": "black", "lw": 2}
+                drawn = axes.plot(steps, losses, **({"lw": 1, "alpha": 0.8} | style))
+                lines.setdefault(method, *drawn)
         axes.set_title(NAMES[task], size=10)
         axes.set_xlabel("step", size=8)
         axes.grid(alpha=0.3)
-    grid[0].legend(fontsize=6)
+    figure.legend(lines.values(), lines, loc="lower right", fontsize=8)
     figure.supylabel("training loss", size=10)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
         figure.savefig(path, metadata={"Date": None})
