@@ -38,7 +38,7 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
 
     Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
     attention's with their statistics. Norms, activations and softmax are computed again.
-    `jax.checkpoint_policies.dots_saveable` runs attention kernels and convolutions again.
+    `jax.checkpoint_policies.dots_saveable` runs attention kernels and ragged products again.
     """
     return prim.name in _PRODUCTS
 

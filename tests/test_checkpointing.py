@@ -146,19 +146,24 @@ def test_offloaded_residuals_are_in_host_memory_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("product", "x", "kernel"),
+    ("product", "x", "kernel", "by_dots_policy"),
     [
-        (lambda x, kernel: x @ kernel, (6, 3), (3, 5)),
-        (lambda x, kernel: lax.ragged_dot(x, kernel, jnp.array([2, 4])), (6, 3), (2, 3, 5)),
-        (lambda x, kernel: lax.conv(x, kernel, (1, 1), "SAME"), (2, 3, 8, 8), (4, 3, 3, 3)),
+        (lambda x, kernel: x @ kernel, (6, 3), (3, 5), 1),
+        (lambda x, kernel: lax.ragged_dot(x, kernel, jnp.array([2, 4])), (6, 3), (2, 3, 5), 0),
+        (lambda x, kernel: lax.conv(x, kernel, (1, 1), "SAME"), (2, 3, 8, 8), (4, 3, 3, 3), 1),
     ],
     ids=["matrix", "ragged", "convolution"],
 )
-def test_products_of_every_kind_are_kept(product, x, kernel):
+def test_products_of_every_kind_are_kept(product, x, kernel, by_dots_policy):
     arrays = jax.ShapeDtypeStruct(x, jnp.float32), jax.ShapeDtypeStruct(kernel, jnp.float32)
-    block = jax.checkpoint(lambda *a: jnp.tanh(product(*a)), policy=lm.products_saveable)
-    shapes = [aval.shape for aval, _ in saved_residuals(block, *arrays)]
-    assert shapes.count(jax.eval_shape(product, *arrays).shape) == 1
+
+    def kept(policy):
+        block = jax.checkpoint(lambda *a: jnp.tanh(product(*a)), policy=policy)
+        shapes = [aval.shape for aval, _ in saved_residuals(block, *arrays)]
+        return shapes.count(jax.eval_shape(product, *arrays).shape)
+
+    assert kept(lm.products_saveable) == 1
+    assert kept(jax.checkpoint_policies.dots_saveable) == by_dots_policy
 
 
 def test_error_names_the_argument():

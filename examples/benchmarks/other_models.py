@@ -1,0 +1,223 @@
+"""`lm.compress` on blocks that are no transformers', beside the policies of `jax.checkpoint`.
+
+    python examples/benchmarks/other_models.py
+
+compiles a training step of six blocks each, bf16 and not scanned, for an H200, no GPU needed:
+the peak and an estimate of the time by the roofline. Of four narrow ones in float32 it computes the
+gradient with `lm.compress` and without. Writes `results/other_models.json` after each kind of
+block; some 5 minutes on 2 cores.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from lowmembp_examples.benchmarks.on_gpu import write_json
+from lowmembp_examples.benchmarks.stages import versions
+
+import lowmembp_jax as lm
+
+OUTPUT = Path(__file__).parent / "results" / "other_models.json"
+DEVICE = "h200"
+LAYERS, NARROW_LAYERS = 6, 4
+
+
+class Bottleneck(nn.Module):
+    """ResNet's, with the GroupNorm of BiT: He et al. 2016, Kolesnikov et al. 2020."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        width, y = x.shape[-1], x
+        for features, window in ((width // 4, 1), (width // 4, 3), (width, 1)):
+            y = nn.Conv(features, (window, window), use_bias=False, dtype=self.dtype)(nn.relu(y))
+            y = nn.GroupNorm(8, dtype=self.dtype)(y)
+        return x + y
+
+
+class ConvNeXt(nn.Module):
+    """Liu et al. 2022."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        y = nn.Conv(width, (7, 7), feature_group_count=width, dtype=self.dtype)(x)
+        y = nn.Dense(4 * width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(y))
+        return x + nn.Dense(width, dtype=self.dtype)(nn.gelu(y))
+
+
+class UNetBlock(nn.Module):
+    """The residual block of diffusion models' U-Nets: Ho et al. 2020."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        y = x
+        for _ in range(2):
+            y = nn.silu(nn.GroupNorm(32, dtype=self.dtype)(y))
+            y = nn.Conv(x.shape[-1], (3, 3), dtype=self.dtype)(y)
+        return x + y
+
+
+class Recurrence(nn.Module):
+    """A gated linear recurrence by `lax.associative_scan`, as in Griffin, De et al. 2024."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(nn.Dense, 2 * x.shape[-1], dtype=self.dtype)
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        gate, u = nn.silu(dense()(y)), dense()(y)
+        width = u.shape[-1]
+        conv = nn.Conv(width, (4,), padding="CAUSAL", feature_group_count=width, dtype=self.dtype)
+        u = conv(u)
+        kept = nn.sigmoid(dense()(u).astype(jnp.float32))
+        new = jnp.sqrt(1 - jnp.square(kept)) * u.astype(jnp.float32)
+        _, state = lax.associative_scan(
+            lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (kept, new), axis=1
+        )
+        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(gate * state.astype(self.dtype))
+
+
+class Mixer(nn.Module):
+    """Tolstikhin et al. 2021."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        def mlp(x, factor):
+            h = nn.Dense(factor * x.shape[-1], dtype=self.dtype)(x)
+            return nn.Dense(x.shape[-1], dtype=self.dtype)(nn.gelu(h))
+
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + mlp(y.swapaxes(1, 2), 2).swapaxes(1, 2)
+        return x + mlp(nn.LayerNorm(dtype=self.dtype)(x), 4)
+
+
+class Experts(nn.Module):
+    """Eight experts, each token to the one of the largest score: Fedus et al. 2021."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        count, width = 8, x.shape[-1]
+        y = nn.LayerNorm(dtype=self.dtype)(x).reshape(-1, width)
+        scores = nn.softmax(nn.Dense(count, dtype=jnp.float32)(y.astype(jnp.float32)))
+        chosen = jnp.argmax(scores, axis=-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up, down = (
+            self.param(name, init, (count, *shape)).astype(self.dtype)
+            for name, shape in (("up", (width, 4 * width)), ("down", (4 * width, width)))
+        )
+        h = nn.gelu(lax.ragged_dot(y[order], up, sizes))
+        y = lax.ragged_dot(h, down, sizes)[jnp.argsort(order)]
+        return x + (y * jnp.max(scores, axis=-1, keepdims=True).astype(self.dtype)).reshape(x.shape)
+
+
+class Kind(NamedTuple):
+    """A block, and the shapes of its input: compiled, and for the gradient's error."""
+
+    block: type[nn.Module]
+    shape: tuple[int, ...]
+    narrow: tuple[int, ...]
+
+
+KINDS = {
+    "ResNet bottleneck": Kind(Bottleneck, (32, 56, 56, 256), (4, 16, 16, 64)),
+    "ConvNeXt": Kind(ConvNeXt, (32, 56, 56, 128), (4, 16, 16, 64)),
+    "U-Net of a diffusion model": Kind(UNetBlock, (16, 64, 64, 256), (2, 16, 16, 64)),
+    "gated linear recurrence": Kind(Recurrence, (16, 1024, 512), (4, 64, 64)),
+    "MLP-Mixer": Kind(Mixer, (64, 196, 512), (8, 49, 64)),
+    "mixture of 8 experts": Kind(Experts, (16, 1024, 512), (4, 64, 64)),
+}
+_POLICIES = jax.checkpoint_policies
+METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
+    "plain": lambda block: block,
+    "dots policy": partial(nn.remat, policy=_POLICIES.dots_saveable),
+    "full remat": nn.remat,
+    "compress": lm.compress_module,
+    "compress, int8": partial(lm.compress_module, dtype=jnp.int8),
+    "compress of full remat": partial(lm.compress_module, policy=_POLICIES.nothing_saveable),
+    "compress, policy=None": partial(lm.compress_module, policy=None),
+}
+#: Those whose gradient is not exact.
+ROUNDED = [method for method in METHODS if method.startswith("compress")]
+
+
+def gradients(kind: str, method: str, layers: int, dtype: Any) -> tuple[nn.Module, Callable]:
+    """The model, and the loss's gradient by its parameters, of these, an input and a target."""
+    block = METHODS[method](KINDS[kind].block)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for index in range(layers):
+                x = block(dtype, name=f"block_{index}")(x)
+            return x.astype(jnp.float32)
+
+    model = Model()
+    return model, jax.grad(lambda params, x, y: jnp.square(model.apply(params, x) - y).mean())
+
+
+def plan(kind: str, method: str) -> lm.memory.Plan:
+    """Of a step of gradient descent."""
+    model, gradient = gradients(kind, method, LAYERS, jnp.bfloat16)
+    x, y = (jax.ShapeDtypeStruct(KINDS[kind].shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def step(params, x, y):
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient(params, x, y))
+
+    return lm.memory.plan(step, params, x, y, device=DEVICE, donate=0)
+
+
+def error(kind: str, method: str) -> float:
+    """Of a narrow model's gradient, relative to the exact one."""
+    x, y = jax.random.normal(jax.random.key(0), (2, *KINDS[kind].narrow))
+    model, exact = gradients(kind, "plain", NARROW_LAYERS, jnp.float32)
+    _, rounded = gradients(kind, method, NARROW_LAYERS, jnp.float32)
+    params = jax.jit(model.init)(jax.random.key(1), x)
+    ours, plain = (jax.jit(gradient)(params, x, y) for gradient in (rounded, exact))
+    return lm.gradient_distance(ours, plain).error
+
+
+def main() -> None:
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": DEVICE,
+        "versions": versions(),
+        "layers": LAYERS,
+        "rows": {},
+    }
+    for kind in KINDS:
+        row = result["rows"][kind] = {}
+        for method in METHODS:
+            found = plan(kind, method)
+            seconds = found.cost.estimated_seconds
+            row[method] = {"peak": found.peak, "estimated_seconds": seconds}
+            if method in ROUNDED:
+                row[method]["error"] = error(kind, method)
+            print(kind, method, *row[method].values(), flush=True)
+        write_json(OUTPUT, result)
+
+
+if __name__ == "__main__":
+    main()
