@@ -33,6 +33,33 @@ def test_small_activations_have_the_errors_that_the_docs_name(dtype, deviation, 
     assert 100 * error(ours, plain) == pytest.approx(percent, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mean", "percent"),
+    [
+        ("float8_e4m3fn", 3, 4.2),
+        ("float8_e4m3fn", 100, 31),
+        ("float8_e4m3fn", 300, 3000),
+        ("float8_e5m2", 100, 3000),
+        ("int8", 100, 11),
+        ("int4", 300, 13),
+    ],
+)
+def test_norms_of_numbers_far_from_0_have_the_errors_that_the_docs_name(dtype, mean, percent):
+    p, x, t = params(width=256), mean + normal(512, 256), normal(512, 256, key=8)
+
+    def normed(p, x):
+        centered = x - jnp.mean(x, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+        y = centered * lax.rsqrt(variance + 1e-6)
+        return x + jnp.tanh(y @ p["up"]) @ p["down"]
+
+    def gradient(block):
+        return jax.grad(lambda p, x: jnp.sum(block(p, x) * t), argnums=(0, 1))(p, x)
+
+    ours, plain = gradient(lm.compress(normed, dtype=dtype)), gradient(normed)
+    assert 100 * error(ours, plain) == pytest.approx(percent, rel=0.15)
+
+
 @each_dtype
 def test_large_values_nan_and_inf(dtype):
     def gate(_, x):

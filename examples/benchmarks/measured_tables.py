@@ -18,6 +18,7 @@ from lowmembp_examples.benchmarks.table_names import (
     BLOCK_METHODS,
     FIDELITY_METHODS,
     FINETUNED,
+    OTHER_MODELS,
 )
 
 RESULTS = Path(__file__).parent / "results"
@@ -177,6 +178,19 @@ def third_party(methods: dict[str, str]) -> Rows:
     return rows
 
 
+def other_models() -> Rows:
+    """MiB at the peak, estimated milliseconds and, where it is not exact, a gradient's error."""
+    rows = [["six blocks", *OTHER_MODELS.values()]]
+    for kind, found in read("other_models")["rows"].items():
+        cells = []
+        for method in OTHER_MODELS:
+            one = found[method]
+            cell = f"{one['peak'] / MIB:,.0f}, {1e3 * one['estimated_seconds']:.2f}"
+            cells.append(cell + (f", {one['error']:.1%}" if "error" in one else ""))
+        rows.append([kind, *cells])
+    return rows
+
+
 def finetune(file: str) -> Rows:
     """Accuracy, loss and memory, as an example's results.json has them."""
     result = read(file)
@@ -215,6 +229,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "drift": drift,
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),
+    "other_models": other_models,
     "finetune": partial(finetune, "finetune"),
     "nnx_finetune": partial(finetune, "nnx_finetune"),
     **compare_tables.TABLES,

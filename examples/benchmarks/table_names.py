@@ -31,6 +31,16 @@ FIDELITY_METHODS = {
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
     "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`, float8_e4m3fn",
 }
+#: Of `other_models.json`.
+OTHER_MODELS = {
+    "plain": "Flax as it comes",
+    "dots policy": "dots policy",
+    "full remat": "full remat",
+    "compress": "**`lm.compress`**",
+    "compress, int8": "the same, int8",
+    "compress of full remat": "inputs of blocks alone",
+    "compress, policy=None": "`policy=None`",
+}
 #: Methods of `finetune.json` and `nnx_finetune.json` that have names of the library in them.
 FINETUNED = {
     "lm.compress": "`lm.compress`",
