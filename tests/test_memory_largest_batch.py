@@ -51,6 +51,14 @@ def test_a_start_far_below_is_no_hindrance():
     assert max(after / before for before, after in itertools.pairwise(calls)) <= 16
 
 
+def test_a_flat_line_through_two_close_batches_is_not_followed_far():
+    """A batch 16 times too large takes XLA minutes to compile."""
+    padded = lambda batch: -(-batch // 64) * 64  # noqa: E731
+    found, calls = run(padded, 2600, start=2504, multiple=8)
+    assert found == 2560
+    assert max(calls) < 4000
+
+
 def test_nothing_fits():
     found, calls = run(lambda batch: 10 + batch, 5, start=64)
     assert found == 0

@@ -3,6 +3,10 @@
 from collections.abc import Generator
 
 
+#: How far from two points a line through them is followed, in times their distance.
+_TIMES_APART = 32
+
+
 def largest_batch(
     budget: int, *, start: int = 1, multiple: int = 1, most: int = 8
 ) -> Generator[int, int, int]:
@@ -49,6 +53,10 @@ def _guess(known: dict[int, int], budget: int, fits: int, misses: int | None) ->
     end = sum(batch <= fits for batch, _ in points) + 1
     (x0, y0), (x1, y1) = points[max(0, min(end, len(points)) - 2) :][:2]
     slope = (y1 - y0) / (x1 - x0)
+    if misses is None:
+        # Of a batch far beyond what fits, compiling takes long, and two points close to each other
+        # say little of it: their peaks may differ by what XLA pads.
+        high = min(high, x1 + _TIMES_APART * (x1 - x0))
     if slope <= 0:
         return high
     return min(high, max(low, int(x0 + (budget - y0) / slope)))
