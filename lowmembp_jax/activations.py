@@ -41,7 +41,12 @@ class _Step:
     def compute(self, x: Array) -> tuple[Array, Array]:
         """x and the activation of it in float32 (float64 for float64)."""
         x = x.astype(compute_dtype(x.dtype))
-        return x, self.function(not_minus_inf(x))
+        y = self.function(not_minus_inf(x))
+        if jnp.shape(y) != x.shape:
+            raise ValueError(
+                f"{self.name}: function must be elementwise, got {jnp.shape(y)} of x of {x.shape}"
+            )
+        return x, y
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -105,6 +110,8 @@ def _activate(
             f"implementation={implementation!r} has no kernel for function={function!r}, only for "
             f"those of lm.gelu and lm.silu: choose 'xla'"
         )
+    if not isinstance(table, StepTable):
+        raise TypeError(f"{name}: table must be a StepTable, got {table!r}")
     step = _Step(name, function, table, implementation)
     return call_custom_vjp(name, partial(_jitted, step), x)
 
@@ -135,6 +142,7 @@ def step_activation(
 
     Raises:
       TypeError: x is complex; a kernel is asked for and x is float64.
+      TypeError: table is no StepTable. ValueError: function is not elementwise.
       ValueError, RuntimeError: no such implementation, or it cannot run here, and why.
       NotImplementedError: the gradient is differentiated with respect to x.
     """
@@ -161,7 +169,13 @@ _NAMES = {function: name for name, function in FUNCTIONS.items()}
 
 
 def gelu_name(approximate: bool) -> str:
-    """GELU's name among `FUNCTIONS`."""
+    """GELU's name among `FUNCTIONS`.
+
+    Raises:
+      TypeError: `approximate` is a string, such as PyTorch's "none", which would count as true.
+    """
+    if isinstance(approximate, str):
+        raise TypeError(f"approximate must be True or False, got {approximate!r}")
     return "gelu_tanh" if approximate else "gelu_erf"
 
 
@@ -194,7 +208,7 @@ def gelu(
       `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
 
     Raises:
-      ValueError: other bits. Others: see `step_activation`.
+      ValueError: other bits. TypeError: `approximate` is a string. Others: see `step_activation`.
     """
     name = gelu_name(approximate)
     return _activate("lm.gelu", x, FUNCTIONS[name], _shipped(name, bits), implementation)

@@ -6,6 +6,7 @@ computed again that the policy alone would not compute again.
 """
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,22 +74,37 @@ def compress(
       and shardings. Forward-mode and second-order differentiation are not defined.
 
     Warns:
-      UserWarning: no argument is an activation, so that there is nothing to store.
+      UserWarning: no argument is an activation, so that there is nothing to store; `dtype` has a
+        name of which nothing is kept.
 
     Raises:
-      ValueError: `dtype` is no storage format; a position is negative; a parameter is not given by
-        position; `policy` offloads, which is seen where `fun` is differentiated.
-      TypeError: `fun` or `policy` is not callable.
+      ValueError: `dtype` is no storage format; a position is negative, or that of a parameter and
+        static; a parameter is not given by position; `policy` offloads, which is seen where `fun`
+        is differentiated.
+      TypeError: `fun` or `policy` is not callable; `fun` is a class; a key of `dtype` is no name.
       NotImplementedError: a second derivative was asked for.
     """
     for key, given in dtype.items() if isinstance(dtype, Mapping) else [(None, dtype)]:
+        if not isinstance(key, str | None):
+            raise TypeError(f"compress: keys of dtype must be names or None, got {key!r}")
         check_storage(given, "dtype" if key is None else f"dtype[{key!r}]")
     for name, given in (("fun", fun), ("policy", policy)):
         if not callable(given) and (given is not None or name == "fun"):
             raise TypeError(f"compress: {name} must be callable, got {given!r}")
+    if isinstance(fun, type):
+        raise TypeError(
+            f"compress: fun must be a function, got the class {fun.__name__}: a class of modules "
+            f"is given to compress_module, and an object is called in a function"
+        )
     dtypes = dtype if isinstance(dtype, Mapping) else {None: dtype}
     params = _positions("params_argnums", params_argnums)
     static = _positions("static_argnums", static_argnums)
+    if both := params & static:
+        raise ValueError(
+            f"compress: static_argnums={static_argnums!r} and params_argnums={params_argnums!r} "
+            f"both have {', '.join(map(str, sorted(both)))}: name the arguments that are "
+            f"parameters in params_argnums, or they are rounded; () if there are none"
+        )
 
     @functools.wraps(fun)
     def compressed(*args, **kwargs):
@@ -131,7 +147,11 @@ def compress(
 
 
 def _positions(name: str, argnums: int | Sequence[int]) -> frozenset[int]:
-    positions = [argnums] if isinstance(argnums, int) else argnums
-    if not all(isinstance(position, int) and position >= 0 for position in positions):
+    positions = argnums if isinstance(argnums, Sequence) else [argnums]
+    try:
+        found = [-1 if isinstance(one, bool) else operator.index(one) for one in positions]
+    except TypeError:
+        found = [-1]
+    if any(position < 0 for position in found):
         raise ValueError(f"compress: {name} must be positions from 0 on, got {argnums!r}")
-    return frozenset(positions)
+    return frozenset(found)

@@ -12,6 +12,7 @@ With a scale and a bias the output is y scale + bias. Then y is computed from it
 the gradient of the scale needs y itself, from x or from a copy of y.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -45,6 +46,10 @@ class NormSpec:
     fast_variance: bool = False
     residual: str = "auto"
     implementation: str = "xla"
+
+    def __post_init__(self):
+        if not 0 <= self.epsilon < math.inf:
+            raise ValueError(f"epsilon must be a finite number from 0 on, got {self.epsilon}")
 
     def kept(self, scale, trains_scale: bool) -> Literal["output", "input", "normalized"]:
         """Which array the backward reads."""

@@ -91,8 +91,8 @@ def ms_layer_norm(
     Raises:
       TypeError: complex x, or a `dtype` that is not floating; a kernel is asked for and one of
         them is float64.
-      ValueError: x is a scalar; scale or bias is not `[features]`; mask does not broadcast, or a
-        kernel is asked for with one; unknown implementation or residual.
+      ValueError: x is a scalar; scale or bias is not `[features]`; epsilon is negative; mask does
+        not broadcast, or a kernel is asked for with one; unknown implementation or residual.
       RuntimeError: the implementation cannot run here, and why.
     """
     return _last_axis_norm(True, x, scale, bias, epsilon, dtype, implementation, residual, mask)

@@ -299,6 +299,13 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
         (lambda: lm.StepTable((1.0,) * 16, (0.0,) * 17), ValueError, "1 to 15"),
         (lambda: lm.StepTable((1.0,), (0.0,)), ValueError, "levels must be one more"),
         (lambda: lm.StepTable((float("nan"),), (0.0, 1.0)), ValueError, "finite"),
+        (lambda: lm.gelu(jnp.ones(2), "none"), TypeError, "approximate must be True or.*'none'"),
+        (lambda: lm.step_activation(jnp.ones(2), jnp.tanh, "t"), TypeError, "table must be.*'t'"),
+        (
+            lambda: lm.step_activation(jnp.ones(2), jnp.sum, lm.STEP_TABLES["silu", 2]),
+            ValueError,
+            r"function must be elementwise, got \(\) of x of \(2,\)",
+        ),
     ],
 )
 def test_errors_name_the_argument(call, error, words):

@@ -242,6 +242,12 @@ def test_second_order_raises_but_not_beside_it():
         (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]"),
         (lambda: lm.compress(block, policy=3), TypeError, "policy must be callable, got 3"),
         (lambda: lm.compress(block, params_argnums=-1), ValueError, "params_argnums.*got -1"),
+        (lambda: lm.compress(block, params_argnums=1.0), ValueError, "params_argnums.*got 1.0"),
+        (lambda: lm.compress(block, static_argnums="x"), ValueError, "static_argnums.*got 'x'"),
+        (lambda: lm.compress(block, static_argnums=True), ValueError, "static_argnums.*got True"),
+        (lambda: lm.compress(block, static_argnums=(2, 0)), ValueError, "both have 0: name the"),
+        (lambda: lm.compress(block, dtype={3: "int8"}), TypeError, "keys of dtype .*got 3"),
+        (lambda: lm.compress(nn.Dense), TypeError, "the class Dense: .* compress_module"),
         (lambda: lm.compress(3), TypeError, "fun must be callable, got 3"),
         (lambda: lm.compress_module(nn.Dense, static_argnums=0), ValueError, "from 1 on, got 0"),
         (lambda: lm.compress_module(nn.Dense, dtype=jnp.int32), ValueError, "int32"),
@@ -250,6 +256,20 @@ def test_second_order_raises_but_not_beside_it():
 def test_errors_name_the_argument(call, kind, words):
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_a_name_of_which_nothing_is_kept_is_said():
+    """It would be stored as all others are, with the policy that does not save it, or misspelt."""
+    p, x, dtype = params(), normal(32, 64), {"hidden": "int8", None: F8}
+    named = lm.checkpoint_policy(jax.checkpoint_policies.save_only_these_names("hidden"))
+    for policy, names, unseen in (
+        (NOTHING, dtype, "hidden"),
+        (None, dtype, "hidden"),  # tanh(hidden) is kept
+        (named, {**dtype, "hiden": None}, "hiden"),
+    ):
+        with pytest.warns(UserWarning, match=rf"lm.compress\(block\): .* name '{unseen}' that"):
+            gradients(lm.compress(block, dtype=names, policy=policy), p, x)
+    gradients(lm.compress(block, dtype=dtype, policy=named), p, x)
 
 
 def test_a_policy_that_offloads_is_refused():

@@ -278,6 +278,12 @@ def test_errors_name_the_argument(op, args, options, error, words):
         op(*args, **options)
 
 
+def test_approximate_of_pytorch_is_an_error():
+    """As a string "none" would count as true."""
+    with pytest.raises(TypeError, match="approximate must be True or False, got 'none'"):
+        lm.geglu(jnp.ones(2), jnp.ones(2), "none")
+
+
 def test_forward_mode_names_the_operator():
     with pytest.raises(TypeError, match="forward-mode") as error:
         jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))

@@ -121,6 +121,11 @@ def test_meshes_that_do_not_go_together(step, options, message):
         lm.memory.plan(step, W, X, **options)
 
 
+def test_what_is_no_mesh():
+    with pytest.raises(TypeError, match="mesh='8': accepted are axis sizes by name"):
+        lm.memory.plan(step, W, X, mesh="8")
+
+
 def test_explicit_axes():
     mesh = cpu_mesh(axis_types=(AxisType.Explicit,))
     with pytest.raises(

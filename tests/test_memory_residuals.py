@@ -182,6 +182,7 @@ def test_shard_map_counts_all_devices():
     [
         (lambda p: p["w"], ({"w": "a"},), None, TypeError, r"p\['w'\] must be an array.*got str"),
         (lambda x: x, (jnp.arange(3),), None, TypeError, r"in x: .* got x: int32"),
+        (lambda: jnp.ones(()), (), None, TypeError, "in the arguments: .* got no arrays"),
         (
             lambda x: x.astype(int),
             (jnp.ones(3),),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
@@ -52,7 +53,7 @@ def fit_step_table(
 
     Raises:
       ValueError: bits or objective is none of these; the weight is no positive number and no finite
-        sample; the derivative is not finite; the limits of f are others than 0 and x, for
+        sample; f or its derivative is not finite; the limits of f are others than 0 and x, for
         "function"; those of f' are not finite, for `keep_limits`.
     """
     if bits not in (1, 2, 4):
@@ -67,12 +68,13 @@ def fit_step_table(
         weight = WEIGHTS[bits] if weight is None else weight
         x, w = _weighted(np.asarray(weight, np.float64))
         derivative = jax.jit(jax.vmap(jax.grad(function)))
-        slope = np.asarray(derivative(x))
-        if not np.isfinite(slope).all():
-            raise ValueError(
-                f"fit_step_table: the derivative of function={function!r} at "
-                f"{x[~np.isfinite(slope)][0]} is not finite"
-            )
+        value, slope = np.asarray(jax.vmap(function)(jnp.asarray(x))), np.asarray(derivative(x))
+        for what, numbers in (("value", value), ("derivative", slope)):
+            if not np.isfinite(numbers).all():
+                raise ValueError(
+                    f"fit_step_table: the {what} of function={function!r} at "
+                    f"{x[~np.isfinite(numbers)][0]} is not finite"
+                )
         costs = _Costs(w, slope, _limits(derivative, function) if keep_limits else (None, None))
         cuts = _cuts(costs, 2**bits)
         levels = costs.levels(cuts)

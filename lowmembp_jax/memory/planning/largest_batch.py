@@ -2,7 +2,6 @@
 
 from collections.abc import Generator
 
-
 #: How far from two points a line through them is followed, in times their distance.
 _TIMES_APART = 32
 

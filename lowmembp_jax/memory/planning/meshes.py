@@ -38,6 +38,7 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         one GPU.
 
     Raises:
+      TypeError: the mesh is none of these.
       ValueError: no such number of devices, see `topology`.
     """
     if mesh is None:
@@ -46,6 +47,11 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         mesh = {"data": mesh}
     if isinstance(mesh, AbstractMesh | Mesh):
         names, sizes, types = mesh.axis_names, mesh.axis_sizes, mesh.axis_types
+    elif not isinstance(mesh, Mapping):
+        raise TypeError(
+            f"mesh={mesh!r}: accepted are axis sizes by name, such as {{'data': 8}}, a mesh, or "
+            f"how many GPUs"
+        )
     else:
         names, sizes = tuple(mesh), tuple(mesh.values())
         types = (AxisType.Auto,) * len(names)

@@ -118,8 +118,9 @@ def trace(
         start += count
     if not ours:
         have = ", ".join(f"{name}: {dtype}" for name, _, dtype in leaves[:8]) or "no arrays"
+        among = ", ".join(names[i] for i in chosen) or "the arguments"
         raise TypeError(
-            f"residuals: nothing to differentiate in {', '.join(names[i] for i in chosen)}: "
+            f"residuals: nothing to differentiate in {among}: "
             f"at least one array there must be floating, got {have}"
         )
     positions = sorted(ours)
