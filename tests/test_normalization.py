@@ -272,7 +272,7 @@ def test_a_mask_says_which_positions_count():
         (lambda x: lm.ms_rms_norm(x, dtype=jnp.int8), TypeError, "dtype must be floating.*int8"),
         (lambda x: lm.ms_rms_norm(x, residual="x"), ValueError, "residual='x'.*'normalized'"),
         (lambda x: lm.ms_rms_norm(x, epsilon=-1e-6), ValueError, "epsilon must be .*got -1e-06"),
-        (lambda x: lm.MSLayerNorm(np.nan).init(jax.random.key(0), x), ValueError, "epsilon .*got nan"),
+        (lambda x: lm.ms_layer_norm(x, epsilon=np.nan), ValueError, "epsilon .*got nan"),
         (lambda x: lm.ms_rms_norm(x, implementation="?"), ValueError, "implementation='?'"),
         (lambda x: lm.ms_rms_norm(x, mask=x[0, :3] > 0), ValueError, r"mask .*x, \(2, 4\).*\(3,\)"),
         (lambda x: lm.ms_rms_norm(x, mask=x[None] > 0), ValueError, r"mask .*got shape \(1, 2, 4"),
