@@ -65,6 +65,10 @@ def gradient_fidelity(
     """What `lm.patch` does to a gradient: the patched against the exact one.
 
         print(lm.gradient_fidelity(loss, params, batch, bits=4, depth=2))
+        print(lm.gradient_fidelity(loss, params, batch, compress="encoder/layer/*"))
+
+    A loss that calls `lm.compress` or `lm.gelu` itself does so in both: of such a model give
+    `gradient_distance` the gradient with them and the one without.
 
     Args:
       loss: of the parameters and `args`; a scalar. It runs as it is and under `lm.patch`, each time
