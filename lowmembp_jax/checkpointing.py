@@ -16,9 +16,11 @@ NORM_RSTD = "lowmembp_norm_rstd"
 RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_AFFINE_OUTPUT, NORM_RSTD)
 
 
-# Primitives whose results take a matrix product, a convolution or a kernel to compute again.
+# Primitives whose results take a matrix product, a convolution, a kernel or a collective to compute
+# again. Not `all_gather`: what it gives is as many times larger as there are devices.
 _PRODUCTS = frozenset(
     (
+        "all_to_all",
         "conv_general_dilated",
         "custom_partitioning",
         "dot_general",
@@ -26,7 +28,14 @@ _PRODUCTS = frozenset(
         "dot_product_attention_fwd_wrapper",
         "ffi_call",
         "pallas_call",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum_invariant",
+        "ragged_all_to_all",
         "ragged_dot_general",
+        "reduce_scatter",
         "scaled_matmul_wrapper",
         "triton_kernel_call",
     )
@@ -39,6 +48,10 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
     attention's with their statistics. Norms, activations and softmax are computed again.
     `jax.checkpoint_policies.dots_saveable` runs attention kernels and ragged products again.
+
+    Inside `jax.shard_map` what `lax.psum`, `lax.psum_scatter`, `lax.ppermute` and `lax.all_to_all`
+    give is kept too, in place of the product that they read, or the backward would send it again.
+    `lax.all_gather` is run again, for it makes arrays larger by the number of devices.
     """
     return prim.name in _PRODUCTS
 

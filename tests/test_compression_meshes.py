@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -52,6 +53,54 @@ def test_float8_adds_no_collective(mode, spec):
         dx = run(x)
         assert dx.sharding.is_equivalent_to(x.sharding, 3)
         assert error(dx, compiled(elementwise)(x)) < 0.05
+
+
+def summed(p, x):
+    return lax.psum(jax.nn.gelu(x @ p["up"]) @ p["down"], "x")
+
+
+def scattered(p, x):
+    y = lax.psum_scatter(jax.nn.gelu(x @ p["up"]) @ p["down"], "x", scatter_dimension=1, tiled=True)
+    return jnp.tile(jnp.tanh(y), (1, 8))
+
+
+def to_experts(p, x):
+    h = lax.all_to_all(x @ p["up"], "x", 0, 0, tiled=True)
+    return lax.all_to_all(jnp.tanh(h) @ p["down"], "x", 0, 0, tiled=True)
+
+
+def around_a_ring(p, x):
+    h = lax.ppermute(jax.nn.gelu(x @ p["up"]), "x", [(i, (i + 1) % 8) for i in range(8)])
+    return jnp.tanh(h) @ p["down"]
+
+
+SENT = r" (psum|psum_invariant|reduce_scatter|all_to_all|ppermute)\["
+
+
+@pytest.mark.parametrize("mode", ["compress", "checkpoint"])
+@pytest.mark.parametrize("part", [summed, scattered, to_experts, around_a_ring])
+def test_what_a_block_sends_inside_shard_map_is_not_sent_again(part, mode):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def block(p, x):
+        return x + jnp.tanh(part(p, x))
+
+    wrapped = lm.compress(block)
+    if mode == "checkpoint":
+        wrapped = jax.checkpoint(block, policy=lm.products_saveable)
+
+    def gradient(block):
+        run = jax.shard_map(
+            lambda p, x: block(p, block(p, x)), mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
+        )
+        return jax.jit(jax.grad(lambda x, p: jnp.sum(jnp.square(run(p, x)))))
+
+    p = {"up": normal(64, 256, key=1) / 8, "down": normal(256, 64, key=2) / 16}
+    x = normal(64, 64)
+    ours, plain = gradient(wrapped), gradient(block)
+    counts = [len(re.findall(SENT, str(jax.make_jaxpr(f)(x, p)))) for f in (ours, plain)]
+    assert counts[0] <= counts[1]
+    assert error(ours(x, p), plain(x, p)) < 0.05
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
