@@ -13,6 +13,8 @@ from lowmembp_jax.checkpointing import products_saveable
 # A result this many times smaller than what it was computed from is a statistic of it, such as a
 # logsumexp or the mean of a row: it is small, and rounding it would cost much.
 _STATISTIC = 8
+# But for what each device gets its part of: it is as large as what was read, on all devices.
+_SHARED = ("reduce_scatter",)
 
 
 class Fact(NamedTuple):
@@ -55,7 +57,9 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
             for var, name in zip(eqn.outvars, _names(eqn), strict=True):
                 # A product may be as wide as x again, as that of LoRA's two matrices.
                 is_wider = is_product and equations.size(var) > most
-                statistic = (derived and not is_wider) or _STATISTIC * equations.size(var) <= most
+                is_small = _STATISTIC * equations.size(var) <= most
+                is_small &= eqn.primitive.name not in _SHARED
+                statistic = (derived and not is_wider) or is_small
                 results.append(Fact(var, varied, bool(read), statistic, name))
         known.update(zip(eqn.outvars, results, strict=True))
     return [of(atom) for atom in jaxpr.outvars]
