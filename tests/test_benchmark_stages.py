@@ -38,10 +38,10 @@ def test_error_is_relative():
 
 @pytest.mark.parametrize("method", encoder.METHODS)
 def test_blocks_are_traced(method):
-    steps = [blocks.vit(method, 1, 8, 2, "xla")]
-    if method != blocks.OF_VIT:
-        steps.append(blocks.llama(method, 1, 8, 2, "xla", config="llama-tiny"))
     with jax.numpy_dtype_promotion("standard"):
+        steps = [blocks.vit(method, 1, 8, 2, "xla")]
+        if method != blocks.OF_VIT:
+            steps.append(blocks.llama(method, 1, 8, 2, "xla", config="llama-tiny"))
         for step, shapes in steps:
             loss, gradients = jax.eval_shape(step, *shapes)
             assert loss.shape == () and jax.tree.structure(gradients) == jax.tree.structure(
