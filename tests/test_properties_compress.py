@@ -32,7 +32,7 @@ def rounding(storage, x, shape):
         return np.abs(x).max(-1, keepdims=True) / 127 * 0.5001 + 0 * x
     # int4: of groups of 32 to 128, else of all of the last axis.
     size = next((n for n in range(32, 129) if shape[-1] % n == 0), shape[-1])
-    groups = x.reshape(*shape[:-1], -1, size)
+    groups = x.reshape(*shape[:-1], shape[-1] // max(size, 1), size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = (high - low) / 15 * 1.01 + np.abs(low) * 2.0**-8
     return (step * 1.01 + 0 * groups).reshape(shape)
