@@ -72,7 +72,8 @@ def ms_layer_norm(
 
     `residual="normalized"` keeps the normalized x wherever there is an affine, and "output" the
     output, a differentiated scale or not. Then the gradient of a channel of the scale is NaN where
-    the output does not hold y any more, eps abs(bias) >= abs(scale).
+    the output does not hold y any more, eps abs(bias) + tiny >= abs(scale), with the smallest
+    normal number of `dtype` for tiny.
 
     Args:
       x: `[*rows, features]`, any floating dtype.

@@ -107,7 +107,7 @@ def test_norms(name, implementation, residual, trained, data):
         if (
             is_recovered and number == 0
         ):  # of a scale for which less than half of y is in the output
-            noise = eps * np.abs(bias)
+            noise = eps * np.abs(bias) + float(jnp.finfo(dtype).tiny)
             is_lost, is_kept = noise >= 1.01 * np.abs(scale), noise < 0.99 * np.abs(scale)
             assert np.isnan(np.asarray(gradient, np.float32)[is_lost]).all()
             bound, want = (np.where(is_kept, a, 0) for a in (bound, want))
