@@ -141,8 +141,8 @@ def step_activation(
       a loss that is not linear.
 
     Raises:
-      TypeError: x is complex; a kernel is asked for and x is float64.
-      TypeError: table is no StepTable. ValueError: function is not elementwise.
+      TypeError: x is complex; table is no StepTable; a kernel is asked for and x is float64.
+      ValueError: function is not elementwise.
       ValueError, RuntimeError: no such implementation, or it cannot run here, and why.
       NotImplementedError: the gradient is differentiated with respect to x.
     """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax.core import lift
 from flax.linen import transforms
 
-from lowmembp_jax.compression import StorageDtype, compress, products_saveable
+from lowmembp_jax.compression import StorageDtype, compress, positions, products_saveable
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -56,11 +56,7 @@ def compress_module(
       ValueError, TypeError: see `lm.compress`.
     """
     compress(lambda: None, dtype=dtype, policy=policy)  # raises for what is not accepted
-    numbers = [static_argnums] if isinstance(static_argnums, int) else static_argnums
-    if not all(number > 0 for number in numbers):
-        raise ValueError(
-            f"compress_module: static_argnums must be positions from 1 on, got {static_argnums!r}"
-        )
+    numbers = positions("compress_module: static_argnums", static_argnums, least=1)
     transformed: Any = transforms.lift_transform(
         _lifted, target, dtype=dtype, policy=policy, static_argnums=[n - 1 for n in numbers]
     )

@@ -8,7 +8,7 @@ computed again that the policy alone would not compute again.
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,8 +97,8 @@ def compress(
             f"is given to compress_module, and an object is called in a function"
         )
     dtypes = dtype if isinstance(dtype, Mapping) else {None: dtype}
-    params = _positions("params_argnums", params_argnums)
-    static = _positions("static_argnums", static_argnums)
+    params = positions("compress: params_argnums", params_argnums)
+    static = positions("compress: static_argnums", static_argnums)
     if both := params & static:
         raise ValueError(
             f"compress: static_argnums={static_argnums!r} and params_argnums={params_argnums!r} "
@@ -146,12 +146,17 @@ def compress(
     return compressed
 
 
-def _positions(name: str, argnums: int | Sequence[int]) -> frozenset[int]:
-    positions = argnums if isinstance(argnums, Sequence) else [argnums]
+def positions(name: str, argnums: int | Iterable[int], least: int = 0) -> frozenset[int]:
+    """Positions of arguments, from `least` on.
+
+    Raises:
+      ValueError: `argnums` is something else; `name` is the function's and the argument's.
+    """
+    given = argnums if isinstance(argnums, Iterable) else [argnums]
     try:
-        found = [-1 if isinstance(one, bool) else operator.index(one) for one in positions]
+        found = [-1 if isinstance(one, bool) else operator.index(one) for one in given]
     except TypeError:
         found = [-1]
-    if any(position < 0 for position in found):
-        raise ValueError(f"compress: {name} must be positions from 0 on, got {argnums!r}")
+    if any(position < least for position in found):
+        raise ValueError(f"{name} must be positions from {least} on, got {argnums!r}")
     return frozenset(found)

@@ -133,11 +133,7 @@ def compress(
       ValueError, TypeError: see `lm.compress`.
     """
     compression.compress(function, dtype=dtype, policy=policy)  # raises for what is not accepted
-    numbers = [static_argnums] if isinstance(static_argnums, int) else static_argnums
-    if not all(number > 0 for number in numbers):
-        raise ValueError(
-            f"compress: static_argnums must be positions from 1 on, got {static_argnums!r}"
-        )
+    numbers = compression.positions("nnx.compress: static_argnums", static_argnums, least=1)
 
     @functools.wraps(function)
     def compressed(module, *args, **kwargs):
@@ -158,7 +154,7 @@ def compress(
         run.__name__ = getattr(function, "__name__", type(function).__name__)
         leaves = jax.tree.leaves(state)
         out, written = compression.compress(
-            run, dtype=dtype, policy=policy, static_argnums=numbers
+            run, dtype=dtype, policy=policy, static_argnums=tuple(numbers)
         )(leaves, *args, **kwargs)
         if written:
             leaves = [written.get(i, leaf) for i, leaf in enumerate(leaves)]

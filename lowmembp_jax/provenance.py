@@ -13,8 +13,6 @@ from lowmembp_jax.checkpointing import products_saveable
 # A result this many times smaller than what it was computed from is a statistic of it, such as a
 # logsumexp or the mean of a row: it is small, and rounding it would cost much.
 _STATISTIC = 8
-# But for what each device gets its part of: it is as large as what was read, on all devices.
-_SHARED = ("reduce_scatter",)
 
 
 class Fact(NamedTuple):
@@ -58,7 +56,8 @@ def facts_of(jaxpr: core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
                 # A product may be as wide as x again, as that of LoRA's two matrices.
                 is_wider = is_product and equations.size(var) > most
                 is_small = _STATISTIC * equations.size(var) <= most
-                is_small &= eqn.primitive.name not in _SHARED
+                # Of a sum each device gets a part: it is as large as what was read, on all of them.
+                is_small = is_small and eqn.primitive.name != "reduce_scatter"
                 statistic = (derived and not is_wider) or is_small
                 results.append(Fact(var, varied, bool(read), statistic, name))
         known.update(zip(eqn.outvars, results, strict=True))

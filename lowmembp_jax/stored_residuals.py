@@ -79,7 +79,12 @@ def with_stored_residuals(
         given = {*whole.jaxpr.constvars, *whole.jaxpr.invars}
         dtypes_of = _storage_dtypes(list(unique.values()), dtypes, given)
         operator = f"lm.compress({name})"
-        _warn_of_unseen(dtypes.keys() - {fact.name for fact in facts} - {None}, operator)
+        if unseen := dtypes.keys() - {fact.name for fact in facts} - {None}:
+            warnings.warn(
+                f"{operator}: nothing is kept by the name {', '.join(map(repr, sorted(unseen)))} "
+                f"that dtype has: let policy save it, and give it to the array that is read",
+                stacklevel=2,
+            )
         recipe = _Recipe(tree, tuple(places[key] for key in keys), dtypes_of, varied)
         arrays = (array for _, array in unique.values())
         stored = [encode(x, to, operator) for x, (to, _) in zip(arrays, dtypes_of, strict=True)]
@@ -169,15 +174,6 @@ def _storage_dtypes(
         chosen.append((array.size, dtype, array.dtype))
     most = max((size for size, dtype, _ in chosen if dtype is not None), default=0)
     return tuple((dtype if size * SMALL > most else None, own) for size, dtype, own in chosen)
-
-
-def _warn_of_unseen(names: Set[str], operator: str) -> None:
-    if names:
-        warnings.warn(
-            f"{operator}: nothing is kept by the name {', '.join(map(repr, sorted(names)))} that "
-            f"dtype has: let policy save it, and give it to the very array that the backward reads",
-            stacklevel=2,
-        )
 
 
 def _barrier(tree: Any) -> Any:

@@ -152,6 +152,7 @@ _POLICIES = jax.checkpoint_policies
 METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
     "plain": lambda block: block,
     "dots policy": partial(nn.remat, policy=_POLICIES.dots_saveable),
+    "products policy": partial(nn.remat, policy=lm.products_saveable),
     "full remat": nn.remat,
     "compress": lm.compress_module,
     "compress, int8": partial(lm.compress_module, dtype=jnp.int8),

@@ -35,6 +35,7 @@ FIDELITY_METHODS = {
 OTHER_MODELS = {
     "plain": "Flax as it comes",
     "dots policy": "dots policy",
+    "products policy": "`lm.products_saveable`",
     "full remat": "full remat",
     "compress": "**`lm.compress`**",
     "compress, int8": "the same, int8",

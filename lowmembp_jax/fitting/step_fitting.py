@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
@@ -68,7 +67,7 @@ def fit_step_table(
         weight = WEIGHTS[bits] if weight is None else weight
         x, w = _weighted(np.asarray(weight, np.float64))
         derivative = jax.jit(jax.vmap(jax.grad(function)))
-        value, slope = np.asarray(jax.vmap(function)(jnp.asarray(x))), np.asarray(derivative(x))
+        value, slope = np.asarray(jax.jit(jax.vmap(function))(x)), np.asarray(derivative(x))
         for what, numbers in (("value", value), ("derivative", slope)):
             if not np.isfinite(numbers).all():
                 raise ValueError(
