@@ -24,6 +24,8 @@ __all__ = [
     "compress",
     "compress_module",
     "derivative_error",
+    "everything_saveable",
+    "exact",
     "fit_step_table",
     "geglu",
     "gelu",

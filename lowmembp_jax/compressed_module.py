@@ -1,18 +1,19 @@
 """`lm.compress` for Flax linen modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from flax.core import lift
 from flax.linen import transforms
 
-from lowmembp_jax.compression import StorageDtype, compress, positions, products_saveable
+from lowmembp_jax.compression import StorageDtype, check_options, positions, stored
+from lowmembp_jax.policies import products_saveable
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def _lifted(function: Callable[..., Any], static_argnums: Sequence[int], **options: Any):
+def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], name: str):
     """`function(scope, *args)` of Flax's core, compressed; its variables are parameters."""
 
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
@@ -20,34 +21,39 @@ def _lifted(function: Callable[..., Any], static_argnums: Sequence[int], **optio
             scope = scope_fn(variables, rngs)
             return function(scope, *args, **kwargs), repack_fn(scope)
 
-        run.__name__ = getattr(function, "__name__", "module")
-        static = [number + 2 for number in static_argnums]
-        compressed = compress(run, params_argnums=(0, 1), static_argnums=static, **options)
-        return compressed(variables, rngs, *args, **kwargs)
+        call = stored(run, options, name)
+        own = {i + 2 if i >= 0 else len(args) + 2 + i for i in static}
+        return call((variables, rngs, *args), kwargs, {0, 1}, own)
 
     return lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
 
 
 def compress_module(
-    target: Target,
+    target: Target | None = None,
     *,
     dtype: StorageDtype = jnp.float8_e4m3fn,
-    policy: Callable[..., Any] | None = products_saveable,
+    policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
-) -> Target:
-    """A module class whose call is compressed by `lm.compress`; used like `nn.remat`.
+    prevent_cse: bool = True,
+    methods: Iterable[str] | None = None,
+) -> Target | Callable[[Target], Target]:
+    """Wraps a linen module class so that its call is compressed by `lm.compress`, as `nn.remat`.
 
         x = lm.compress_module(Block)(features)(x)
 
     Parameters, their names, automatic names of modules, random numbers and collections are those of
-    the class itself, so checkpoints load unchanged. All variables count as parameters.
+    the class itself, so checkpoints load unchanged. All variables are parameters: they are never
+    rounded. The arguments of the call are activations.
 
     Args:
-      target: a subclass of `nn.Module`, or a function of a module and other arguments.
+      target: a subclass of `nn.Module`, or a function of a module and other arguments. Without it,
+        `compress_module` is a decorator with arguments.
       dtype: see `lm.compress`.
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced; 0 is `self`, as for `nn.remat`.
-        Arguments that are no arrays are never traced.
+        Arguments that are neither arrays nor floats are never traced.
+      prevent_cse: see `lm.compress`.
+      methods: names of the methods to compress, `__call__` by default; ignored for a function.
 
     Returns:
       A subclass, or a function of the same arguments.
@@ -55,10 +61,26 @@ def compress_module(
     Raises:
       ValueError, TypeError: see `lm.compress`.
     """
-    compress(lambda: None, dtype=dtype, policy=policy)  # raises for what is not accepted
-    numbers = positions("compress_module: static_argnums", static_argnums, least=1)
+    if target is None:
+        return lambda target: compress_module(
+            target, dtype=dtype, policy=policy, static_argnums=static_argnums,
+            prevent_cse=prevent_cse, methods=methods,
+        )  # fmt: skip
+    options = check_options("compress_module", dtype, policy, prevent_cse)
+    numbers = positions("compress_module", "static_argnums", static_argnums)
+    if 0 in numbers:
+        raise ValueError(
+            f"compress_module: static_argnums: expected positions from 1 on, since 0 is the module, "
+            f"got {static_argnums!r}"
+        )
+    name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
     transformed: Any = transforms.lift_transform(
-        _lifted, target, dtype=dtype, policy=policy, static_argnums=[n - 1 for n in numbers]
+        _lifted,
+        target,
+        options=options,
+        static=[n - 1 if n > 0 else n for n in numbers],
+        name=name,
+        methods=None if methods is None else tuple(methods),
     )
     if isinstance(target, type):
         # Flax names a module without a name after its class: an existing checkpoint loads.

@@ -27,8 +27,9 @@ from lowmembp_jax.arrays import (
     real_array,
     undifferentiated,
 )
+from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.implementations import choose_implementation
-from lowmembp_jax.storage import check_storage, decode, encode, storage_dtype
+from lowmembp_jax.compression.formats import check_storage, decode, encode, storage_dtype
 
 # From here on every slope is 0 or 1, in float64 too, and no power of x is inf.
 _FLAT = 1000.0
@@ -93,7 +94,7 @@ def _apply(name: str, function: str, gate: Any, up: Any, dtype, implementation) 
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {gate.shape} and {up.shape}")
     gate, up = (x.astype(jnp.result_type(gate, up)) for x in (gate, up))
-    unit = _Unit(name, function, implementation, dtype)
+    unit = _Unit(name, function, implementation, None if is_exact() else dtype)
     return call_custom_vjp(name, partial(_jitted, unit), *alike(gate, up))
 
 

@@ -1,6 +1,6 @@
 """What the library uses of JAX that is not public, and why. All of it is tested."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import CellType
 from typing import Any
 
@@ -13,9 +13,11 @@ from jax._src.callback import io_callback_p, pure_callback_p
 # A kernel does not say along which axes of the mesh its results differ: inside a shard_map that
 # checks this, it must be called unchecked.
 from jax._src.config import _check_vma as check_vma  # noqa: F401
+from jax._src.core import NamedAxisEffect
 from jax._src.debugging import debug_callback_p, debug_print_p
 from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit
+from jax._src.state.types import AbstractRef
 from jax.interpreters import mlir
 
 #: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
@@ -33,9 +35,41 @@ def varying(*arrays: jax.Array) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
 
 
-def primitive_name(primitive: Any, params: Mapping[str, Any]) -> str:
-    """Its name; of JAX 0.12's high-level primitives, which share one, that of their class."""
-    return type(params["_prim"]).__name__ if "_prim" in params else primitive.name
+def operation(eqn: Any) -> str:
+    """The name of what an equation computes: of its primitive, or of JAX's own function.
+
+    JAX 0.12's high-level primitives share one primitive, and `jax.nn` and `jax.lax` have custom
+    JVPs, such as `logaddexp`. A custom JVP of other code keeps the primitive's name.
+    """
+    if "_prim" in eqn.params:
+        return type(eqn.params["_prim"]).__name__
+    if eqn.primitive.name == "custom_jvp_call":
+        name, _, file = eqn.params["call_jaxpr"].jaxpr.debug_info.func_src_info.partition(" at ")
+        return name if SOURCE in file else eqn.primitive.name
+    return eqn.primitive.name
+
+
+def is_reference(atom: Any) -> bool:
+    """Whether a variable or a literal is a mutable array, `jax.new_ref`."""
+    return isinstance(atom.aval, AbstractRef)
+
+
+def run_backward(eqn: Any, *args: Any) -> list[Any]:
+    """The gradients by the backward of a custom VJP, those that are not zero.
+
+    Args:
+      eqn: the equation `custom_lin`, which `jax.jvp` makes of a custom VJP.
+      args: its residuals, and the cotangents of its results.
+    """
+    found = jax.tree.leaves(eqn.params["bwd"].call_wrapped(*args))
+    if len(found) < eqn.params["in_zeros"].count(False):
+        raise TypeError(f"custom_lin: {len(found)} gradients: this version of JAX is not known")
+    return [x for x in found if isinstance(x, jax.Array)]  # the others are symbolic zeros
+
+
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation does something besides its results: callbacks, references."""
+    return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def cache_miss(jitted: Any) -> CellType:

@@ -7,14 +7,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import extract
 from jaxtyping import Array, Bool, Float
 
 from lowmembp_jax import compression
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
-from lowmembp_jax.compression import StorageDtype, products_saveable
+from lowmembp_jax.compression import StorageDtype
 from lowmembp_jax.flax_norms import check_norm, normalize_as
 from lowmembp_jax.implementations import check_implementation
+from lowmembp_jax.policies import products_saveable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -104,13 +106,14 @@ def apply_norm(fields: Any, holder: Any, x: Array, mask: Array | None, center: b
 
 
 def compress(
-    function: Function,
+    function: Function | None = None,
     *,
     dtype: StorageDtype = jnp.float8_e4m3fn,
-    policy: Callable[..., Any] | None = products_saveable,
+    policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
-) -> Function:
-    """`lm.compress` for a function of an NNX module and other arguments; used like `nnx.remat`.
+    prevent_cse: bool = True,
+) -> Function | Callable[[Function], Function]:
+    """Compresses a function of NNX modules and other arguments, as `lm.compress`; see `nnx.remat`.
 
         y = lm.nnx.compress(lambda block, x: block(x))(block, x)
 
@@ -118,47 +121,62 @@ def compress(
             @lm.nnx.compress
             def __call__(self, x): ...
 
-    The variables of the module are parameters, kept as they are; the other arguments are
-    activations. What the function writes into variables, such as statistics and counts of random
-    numbers, is written.
+    All variables of all modules among the arguments are parameters: they are never rounded. All
+    other arrays are activations. What the function writes into any module, such as statistics,
+    counts of random numbers and new variables, is written, as by `nnx.remat`.
 
     Args:
-      function: its first argument is a module, or any tree of modules and variables.
+      function: of modules and arrays, or a bound method of a module. Without it, `compress` is a
+        decorator with arguments.
       dtype: see `lm.compress`.
       policy: see `lm.compress`.
-      static_argnums: positions of arguments that are not traced; 0 is the module. Arguments that
-        are no arrays are never traced.
+      static_argnums: positions of arguments that are not traced. Arguments that are neither arrays
+        nor floats are never traced.
+      prevent_cse: see `lm.compress`.
 
     Raises:
       ValueError, TypeError: see `lm.compress`.
     """
-    compression.compress(function, dtype=dtype, policy=policy)  # raises for what is not accepted
-    numbers = compression.positions("nnx.compress: static_argnums", static_argnums, least=1)
+    if function is None:
+        return functools.partial(
+            compress, dtype=dtype, policy=policy, static_argnums=static_argnums,
+            prevent_cse=prevent_cse,
+        )  # fmt: skip
+    options = compression.check_options("nnx.compress", dtype, policy, prevent_cse)
+    static = compression.positions("nnx.compress", "static_argnums", static_argnums)
+    if not callable(function) or isinstance(function, type | nnx.Module):
+        raise TypeError(
+            f"nnx.compress: function: expected a function of a module and its arguments, got "
+            f"{function!r}; write lm.nnx.compress(lambda module, x: module(x))(module, x)"
+        )
+    if isinstance(getattr(function, "__self__", None), nnx.Module):
+        module, method = function.__self__, function.__func__
+        options_of = dict(dtype=dtype, policy=policy, prevent_cse=prevent_cse)
+        static = [i + 1 if i >= 0 else i for i in static]
+        return functools.partial(compress(method, static_argnums=static, **options_of), module)
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def pure(*args, **kwargs):
+        args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
+        out = function(*args, **kwargs)
+        return nnx.to_tree((extract.clear_non_graph_nodes((args, kwargs)), out), ctxtag=_TAG)
+
+    pure.__name__ = name
+    call = compression.stored(pure, options, f"lm.nnx.compress({name})", _is_module)
 
     @functools.wraps(function)
-    def compressed(module, *args, **kwargs):
-        graph, state = nnx.split(module)
+    def compressed(*args, **kwargs):
+        args, kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+        numbers = compression.in_range("nnx.compress", "static_argnums", static, args)
+        results = call(args, kwargs, set(), numbers)
+        return nnx.from_tree(results, ctxtag=_TAG, is_inner=False)[1]
 
-        def run(leaves, *args, **kwargs):
-            inner = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
-            out = function(inner, *args, **kwargs)
-            after = nnx.split(inner)
-            if after[0] != graph:
-                raise ValueError(
-                    f"compress: {run.__name__} changes the structure of its module, which it must "
-                    "not: create variables in __init__"
-                )
-            written = enumerate(zip(leaves, jax.tree.leaves(after[1]), strict=True))
-            return out, {i: new for i, (old, new) in written if new is not old}
+    return nnx.update_context(_TAG)(compressed)
 
-        run.__name__ = getattr(function, "__name__", type(function).__name__)
-        leaves = jax.tree.leaves(state)
-        out, written = compression.compress(
-            run, dtype=dtype, policy=policy, static_argnums=tuple(numbers)
-        )(leaves, *args, **kwargs)
-        if written:
-            leaves = [written.get(i, leaf) for i, leaf in enumerate(leaves)]
-            nnx.update(module, jax.tree.unflatten(jax.tree.structure(state), leaves))
-        return out
 
-    return compressed  # pyright: ignore[reportReturnType]
+#: What `nnx.to_tree` knows the modules outside and inside of `compress` as one by.
+_TAG = "lowmembp_compress"
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.NodeStates)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lowmembp_jax.normalization import RESIDUALS, Residual
-from lowmembp_jax.storage import check_storage
+from lowmembp_jax.compression.formats import check_storage
 
 ACTIVATIONS, NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
 

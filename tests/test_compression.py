@@ -28,7 +28,7 @@ import lowmembp_jax as lm
 
 
 @each_dtype
-@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+@pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):
     p, x = params(), normal(32, 64)
     compressed = lm.compress(block, dtype=dtype, policy=policy)
@@ -39,7 +39,7 @@ def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):
     assert 0 < error(gradients(compressed, p, x), gradients(block, p, x)) < ERRORS[dtype]
 
 
-@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+@pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_without_a_dtype_gradients_are_exact(policy):
     p, x = params(), normal(32, 64)
     compressed = lm.compress(block, dtype=None, policy=policy)
@@ -67,7 +67,7 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
 
     # As many rows as are numbers that would be rounded.
     p, x = params(), normal(1024, 64, dtype=jnp.bfloat16)
-    rows = kept(lambda *args: lm.compress(function, policy=None)(*args).sum(), p, x)
+    rows = kept(lambda *args: lm.compress(function, policy=lm.everything_saveable)(*args).sum(), p, x)
     wide = [shape for dtype, shape in rows if dtype != F8.name]
     assert {(1024, 1)} <= set(wide) <= {(1024, 1), (1024,), (64, 256)}
     plain = kept(lambda *args: function(*args).sum(), p, x)
@@ -83,7 +83,7 @@ def test_calls_of_one_jitted_function_keep_arrays_of_their_own():
         return squash(squash(squash(x @ p["up"]) @ p["down"]) @ p["up"])
 
     p, x = params(), normal(32, 64)
-    for policy in (None, lm.products_saveable):
+    for policy in (lm.everything_saveable, lm.products_saveable):
         compressed = lm.compress(function, dtype=jnp.int8, policy=policy)
         assert error(gradients(compressed, p, x), gradients(function, p, x)) < 0.05
 
@@ -241,7 +241,7 @@ def test_a_frozen_scale_near_zero_makes_no_error_of_8_bits_large(dtype):
     def block(params, x):
         return jnp.tanh(lm.ms_layer_norm(x @ params, scale, bias) @ weight / 8)
 
-    compressed = lm.compress(block, dtype=dtype, policy=None)
+    compressed = lm.compress(block, dtype=dtype, policy=lm.everything_saveable)
     kernel = normal(64, 64, key=2) / 8
     got, want = (gradients(f, kernel, x) for f in (compressed, block))
     assert 0 < error(got, want) < 0.05

@@ -15,7 +15,7 @@ ROWS, WIDTH, EXPERTS = 256, 128, 64
 POLICIES = {
     "products": lm.products_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
-    "none": None,
+    "none": lm.everything_saveable,
 }
 
 

@@ -48,7 +48,7 @@ def test_float8_adds_no_collective(mode, spec):
             step = jax.grad(lambda x: jnp.sum(run(scale, x)))
             return jax.jit(step).lower(x).compile()
 
-        run = compiled(lm.compress(elementwise, policy=None))
+        run = compiled(lm.compress(elementwise, policy=lm.everything_saveable))
         assert not collectives(run)
         dx = run(x)
         assert dx.sharding.is_equivalent_to(x.sharding, 3)
@@ -120,7 +120,7 @@ def test_what_a_block_sends_inside_shard_map_is_not_sent_again(part, mode):
 
 
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
-@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+@pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
     """Data and tensor parallelism, at a width that is no multiple of 128."""
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
@@ -154,7 +154,7 @@ def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
-@pytest.mark.parametrize("policy", [None, NOTHING, lm.products_saveable])
+@pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 @pytest.mark.parametrize("inside", [True, False])
 def test_replicated_arguments_inside_shard_map(policy, inside):
     """Parameters and an activation are the same everywhere, the other activation differs."""

@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
-from lowmembp_jax.kept_sums import with_kept_sums
+
 
 ROWS, WIDTH, RANK = 256, 64, 4
 

@@ -88,11 +88,11 @@ METHODS: dict[str, Method] = {
     "Mesa: all that is kept, int8": Method(
         jax.checkpoint(_flax_norm),
         jax.checkpoint(nn.gelu),
-        partial(_compress, policy=None, dtype=jnp.int8),
+        partial(_compress, policy=lm.everything_saveable, dtype=jnp.int8),
     ),
     "lowmembp_jax": _ours,
     "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),
-    "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=None)),
+    "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=lm.everything_saveable)),
     "lowmembp_jax, its remat policy": Method(
         _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
     ),

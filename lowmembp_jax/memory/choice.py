@@ -26,7 +26,7 @@ HOW: dict[str, str] = {
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
-    "lowmembp+compress": f"Block = lm.compress_module(Block, policy=None)\n{_PATCH}",
+    "lowmembp+compress": f"Block = lm.compress_module(Block, policy=lm.everything_saveable)\n{_PATCH}",
     "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
 }
 

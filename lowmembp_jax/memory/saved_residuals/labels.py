@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowmembp_jax import jax_internals
-from lowmembp_jax.checkpointing import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
+from lowmembp_jax.policies import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 from lowmembp_jax.memory.source_files import is_framework
 

@@ -56,6 +56,14 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name in _PRODUCTS
 
 
+def everything_saveable(prim: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `lm.compress` that saves what JAX saves without `jax.checkpoint`.
+
+    Nothing is recomputed but casts, reshapes and what is as cheap.
+    """
+    return True
+
+
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
     """A `jax.checkpoint` policy that keeps this library's residuals and what `policies` keep.
 

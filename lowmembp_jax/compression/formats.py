@@ -17,10 +17,8 @@ from jaxtyping import Array, Float, UInt32
 
 from lowmembp_jax.arrays import undifferentiated
 
-#: An array this many times smaller than the largest one is not worth the rounding. It may be a
-#: parameter that came as an activation. (`vmap` and `scan` show one array of many, so that the
-#: number of elements says nothing.)
-SMALL = 64
+#: What an error says of the gradient of a gradient, after the function's name.
+NO_SECOND_DERIVATIVE = "has no second derivative: its residuals are rounded"
 
 
 class Storage(NamedTuple):
@@ -155,7 +153,7 @@ def encode(array: Array, narrow: jnp.dtype | None, operator: str) -> Any:
     """
     if narrow is None:
         return array
-    message = f"{operator} has no second derivative: its residuals are rounded"
+    message = f"{operator} {NO_SECOND_DERIVATIVE}"
     return undifferentiated(_FORMATS[narrow].encode, message)(array)
 
 

@@ -1,0 +1,92 @@
+"""The one way to walk nested jaxprs: which bodies an equation has, and what they read and give."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+# The primitives that run one jaxpr on their operands. Other primitives with jaxprs, such as
+# `reduce`, `while` and kernels, do something else with theirs and are opaque.
+_CALLS = frozenset((
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr",
+    "jit", "pmap", "remat2", "scan", "shard_map",
+))  # fmt: skip
+_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def _key(eqn: core.JaxprEqn) -> str | None:
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return next((key for key in _KEYS if is_jaxpr(eqn.params.get(key))), None)
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, open or closed."""
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+
+
+def opened(value: core.ClosedJaxpr | core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr without its constants."""
+    return value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+
+
+def bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The jaxprs that an equation runs on its `operands`: one, or one for each branch of `cond`."""
+    if eqn.primitive.name == "cond":
+        return [opened(branch) for branch in eqn.params["branches"]]
+    key = _key(eqn)
+    return [] if key is None else [opened(eqn.params[key])]
+
+
+def with_bodies(eqn: core.JaxprEqn, new: Sequence[core.Jaxpr]) -> core.JaxprEqn:
+    """The equation with other jaxprs, in the order of `bodies`.
+
+    A custom JVP or VJP becomes a plain call: its rule belongs to the function it was.
+    """
+    key = _key(eqn) or "branches"
+    old = eqn.params[key] if key == "branches" else (eqn.params[key],)
+    made = tuple(
+        core.ClosedJaxpr(body, was.consts) if isinstance(was, core.ClosedJaxpr) else body
+        for body, was in zip(new, old, strict=True)
+    )
+    if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn.replace(
+            primitive=core.primitives.closed_call_p, params={"call_jaxpr": made[0]}
+        )
+    return eqn.replace(params=eqn.params | {key: made if key == "branches" else made[0]})
+
+
+def operands(eqn: core.JaxprEqn) -> list[Any]:
+    """What the bodies read, in their order: all operands but the index of a `cond`."""
+    return list(eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars)
+
+
+def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
+    """For each input of a body, which of its outputs is this input in the next step of a scan.
+
+    JAX's versions name the parts of a scan differently. The ranks tell them apart.
+    """
+    if eqn.primitive.name != "scan":
+        return [None] * len(body.invars)
+
+    def whole(outer, inner):
+        return [len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)]
+
+    read, given = whole(eqn.invars, body.invars), whole(eqn.outvars, body.outvars)
+    first = sum(read) - sum(given)
+    return [i - first if is_whole and i >= first else None for i, is_whole in enumerate(read)]
+
+
+def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations of a jaxpr and of all jaxprs inside it, whatever their primitives do."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from every_equation(opened(value))
+
+
+def variables(eqn: core.JaxprEqn) -> list[core.Var]:
+    """What an equation reads, without its literals."""
+    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
