@@ -1,6 +1,6 @@
 """The one way to walk nested jaxprs: which bodies an equation has, and what they read and give."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,3 +90,32 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 def variables(eqn: core.JaxprEqn) -> list[core.Var]:
     """What an equation reads, without its literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+
+
+def without_calls_of(jaxpr: core.Jaxpr, is_small: Callable[[core.JaxprEqn], bool]) -> core.Jaxpr:
+    """The jaxpr with the equations of jitted functions in place of the calls, where all are small.
+
+    Activations of `jax.nn` are jitted, for example.
+    """
+    new: list[core.JaxprEqn] = []
+    results: dict[core.Var, Any] = {}
+
+    def read(atom):
+        return results.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        inner = bodies(eqn) if eqn.primitive.name == "jit" else []
+        body = inner and without_calls_of(inner[0], is_small)
+        if not body or body.constvars or not all(map(is_small, body.eqns)):
+            new.append(eqn.replace(invars=operands))
+            continue
+        env = dict(zip(body.invars, operands, strict=True))
+        for each in body.eqns:
+            own = [core.Var(var.aval) for var in each.outvars]
+            given = [env[a] if isinstance(a, core.Var) else a for a in each.invars]
+            new.append(each.replace(invars=given, outvars=own))
+            env |= zip(each.outvars, own, strict=True)
+        for var, atom in zip(eqn.outvars, body.outvars, strict=True):
+            results[var] = env[atom] if isinstance(atom, core.Var) else atom
+    return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])

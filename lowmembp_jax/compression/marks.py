@@ -21,6 +21,7 @@ from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
 
 from lowmembp_jax.compression import jaxprs, rules
+from lowmembp_jax.compression.copies import with_copies
 from lowmembp_jax.compression.formats import storage_dtype
 from lowmembp_jax.compression.rules import Fact
 from lowmembp_jax.compression.store import Format, store_p
@@ -28,15 +29,23 @@ from lowmembp_jax.jax_internals import has_effects, is_reference, operation, run
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array. Higher needs include the lower ones.
-NOT, ROUNDED, EXACT = range(3)
+#: WHOLE: stored as it is, if it is stored; it may be computed again from rounded numbers.
+NOT, ROUNDED, WHOLE, EXACT = range(4)
 _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
 
 
 class Facts(NamedTuple):
-    """The facts of a jaxpr's variables, and those of the bodies of its equations, by number."""
+    """The facts of a jaxpr's variables.
+
+    Attributes:
+      of: by variable.
+      inside: those of the bodies of its equations, by number.
+      named: variables that the policy saves under a name that they get later.
+    """
 
     of: dict[Any, Fact]
     inside: dict[int, list["Facts"]]
+    named: set[Any]
 
     def read(self, eqn: core.JaxprEqn) -> list[Fact]:
         return [_fact(self.of, atom) for atom in eqn.invars]
@@ -75,6 +84,13 @@ def _is_discrete(atom: Any) -> bool:
     return dtype is not None and (dtype == bool or jnp.issubdtype(dtype, jnp.integer))
 
 
+def _narrows(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation is a cast to a smaller dtype."""
+    if operation(eqn) != "convert_element_type":
+        return False
+    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
+
+
 def _size(atom: Any) -> Any:
     return math.prod(getattr(atom.aval, "shape", ()))
 
@@ -101,9 +117,7 @@ class Marker:
     # --- Facts, downwards.
 
     def saves(self, eqn: core.JaxprEqn) -> bool:
-        """Whether the policy saves the equation's results; of what is passed on, the source is."""
-        if operation(eqn) in rules.PASSED and operation(eqn) != "name":
-            return False
+        """Whether the policy saves the equation's results."""
         answer = self.policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
         if isinstance(answer, Offloadable):
             raise ValueError(
@@ -115,7 +129,7 @@ class Marker:
     def facts(self, jaxpr: core.Jaxpr, given: Sequence[Fact]) -> Facts:
         """The facts of all variables, from those of the jaxpr's inputs."""
         of: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
-        found, infinite = Facts(of, {}), set[Any]()
+        found, infinite = Facts(of, {}, set()), set[Any]()
         for number, eqn in enumerate(jaxpr.eqns):
             read = found.read(eqn)
             bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
@@ -128,6 +142,8 @@ class Marker:
                 results = [read[1]]  # as of what is not infinite
             else:
                 results = self._facts_of_results(eqn, read)
+            if operation(eqn) == "name" and self.saves(eqn) and read[0].source is not None:
+                found.named.add(read[0].source)
             sources = {fact.source for fact in read} - {None}
             for var, fact in zip(eqn.outvars, results, strict=True):
                 of[var] = fact if fact.source in sources else fact._replace(source=var)
@@ -176,11 +192,12 @@ class Marker:
         if either.linear:
             return [either] * len(eqn.outvars)
         if name == "optimization_barrier":
-            return read
+            return [fact._replace(source=None, above=frozenset(), shifted=False) for fact in read]
         first = read[0] if read else Fact()
-        is_saved, passes = self.saves(eqn), name in rules.PASSED
+        passes = name in rules.PASSED
+        is_saved = self.saves(eqn) and (not passes or name == "name")
         own = either._replace(bounds=rules.bounds(eqn, [fact.bounds for fact in read]))
-        if passes and name not in ("neg", "rev", "transpose"):
+        if passes and name not in ("neg", "rev", "transpose") and not _narrows(eqn):
             own = own._replace(source=first.source, above=first.above, shifted=first.shifted)
         if name in ("reduce_max", "logaddexp"):
             own = own._replace(above=frozenset(fact.source for fact in read if fact.source))
@@ -245,8 +262,10 @@ class Marker:
                 for atom, one in zip(eqn.invars, self._needs_of_backward(eqn, read), strict=True):
                     need(atom, one)
             elif any(fact.linear for fact in read):
-                for atom, fact, may in zip(eqn.invars, read, rules.may_round(eqn, read), strict=True):
-                    need(atom, ROUNDED if fact.linear or may else EXACT)
+                for i, (atom, fact) in enumerate(zip(eqn.invars, read, strict=True)):
+                    may = fact.linear or rules.may_round(eqn, read)[i]
+                    level = WHOLE if rules.is_statistic(eqn, i) else ROUNDED
+                    need(atom, level if may else EXACT)
             else:
                 self._decide_equation(plan, eqn, facts, read, results, readers, need, may_store)
         inputs = [Need(needs.get(var, NOT), names.get(var)) for var in jaxpr.invars]
@@ -297,24 +316,22 @@ class Marker:
     def _decide_equation(self, plan, eqn, facts, read, results, readers, need, may_store):
         """What to store of an equation of the forward, and what it needs where it runs again."""
         name, rest = operation(eqn), [NOT] * len(results)
-        is_saved = self.saves(eqn)
+        is_saved = name not in rules.PASSED and self.saves(eqn)
         chooses = any(
             ((fact.lossy and not fact.reduced) or fact.random) and _is_inexact(atom)
             for fact, atom in zip(read, eqn.invars, strict=True)
         )
-        # What is computed of reductions can be computed again exactly: these are stored so.
-        if any(map(_is_discrete, eqn.outvars)):
-            results = [Need(EXACT if level else NOT, key) for level, key in results]
         for i, (var, (level, key)) in enumerate(zip(eqn.outvars, results, strict=True)):
             if level == NOT:
                 continue
             fact, format = facts.of[var], None
-            if key is None and name == "name":
-                key = eqn.params["name"]
-            if _is_discrete(var) and (chooses or (name == "name" and (fact.lossy or fact.random))):
-                # Computed again from rounded numbers it could come out differently.
-                format, level = self._exact(var), EXACT
-            elif is_saved or self._is_sum(name, eqn, read, readers) or (
+            if _is_discrete(var):
+                # Computed again from rounded numbers it could come out differently. Reductions are
+                # stored exactly, so that what is computed from them is the same again.
+                level = EXACT
+                if chooses or (name == "name" and (fact.lossy or fact.random)):
+                    format = self._exact(var)
+            elif is_saved or var in facts.named or self._is_sum(name, eqn, read, readers) or (
                 name == "exp" and read[0].shifted and read[0].at_hand
             ):
                 format = self.format(var, fact, Need(level, key))
@@ -326,14 +343,14 @@ class Marker:
                 plan.stores[var] = format
         if not any(rest):
             return
-        if name in rules.PASSED:
-            key = eqn.params["name"] if name == "name" else results[0].name
-            pairs = zip(eqn.invars, rest) if name == "optimization_barrier" else [(eqn.invars[0], rest[0])]
-            for atom, level in pairs:
-                need(atom, level, key)
+        if name in rules.PASSED or name == "optimization_barrier":
+            # Each result is the operand in its place.
+            for atom, (_, key), level in zip(eqn.invars, results, rest, strict=False):
+                need(atom, level, eqn.params.get("name", key))
         else:
             for atom, may in zip(eqn.invars, rules.may_round(eqn, read), strict=True):
-                need(atom, max(rest) if may else EXACT)
+                level = EXACT if max(rest) == EXACT else ROUNDED
+                need(atom, level if may else EXACT)
 
     @staticmethod
     def _is_sum(name, eqn, read, readers) -> bool:
@@ -356,7 +373,7 @@ class Marker:
         if need.name is not None:
             self.seen.add(need.name)
         is_named = need.name in self.dtypes and need.name is not None
-        if not fact.lossy or not _is_inexact(var) or (need.level == EXACT and not is_named):
+        if not fact.lossy or not _is_inexact(var) or (need.level > ROUNDED and not is_named):
             return self._exact(var)
         dtype = storage_dtype(var.aval, self.dtypes[need.name] if is_named else self.dtypes.get(None))
         # What is at most 1, such as a softmax, leaves the upper half of a float's range empty.
@@ -374,6 +391,7 @@ class Marker:
           given: facts of its inputs.
           wanted: which of its outputs are tangents.
         """
+        jaxpr = jaxprs.without_calls_of(jaxpr, rules.is_elementwise)
         facts = self.facts(jaxpr, given)
         plan, inputs = self.decide(jaxpr, facts, [Need(ROUNDED if one else NOT) for one in wanted])
         for var, one in zip(jaxpr.invars, inputs, strict=True):
@@ -388,7 +406,7 @@ class Marker:
                 f"name to the array that the backward reads",
                 stacklevel=2,
             )
-        return rewritten(jaxpr, plan)
+        return with_copies(rewritten(jaxpr, plan), [fact.linear for fact in given])
 
 
 def _of_any(read: Sequence[Fact]) -> Fact:
@@ -408,7 +426,7 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
     def store(var):
         stored[var] = core.Var(var.aval)
         like = jaxpr.eqns[0] if not new else new[-1]
-        params = {"format": plan.stores[var]}
+        params = {"format": plan.stores[var], "times": 1}
         new.append(
             like.replace(primitive=store_p, invars=[var], outvars=[stored[var]], params=params, effects=set())
         )

@@ -22,7 +22,7 @@ ANYWHERE: Interval = (-math.inf, math.inf)
 #: Results are the operands in another shape, dtype or memory: nothing is gained by storing them.
 PASSED = frozenset((
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "mesh_cast",
-    "name", "neg", "optimization_barrier", "pcast", "pvary", "reduce_precision", "reshard",
+    "name", "neg", "pcast", "pvary", "reduce_precision", "reshard",
     "reshape", "rev", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
 ))  # fmt: skip
 
@@ -37,7 +37,7 @@ _SMOOTH = PASSED | frozenset((
     "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "concatenate",
     "conv_general_dilated", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice",
     "fft", "gather", "imag", "complex", "conj", "mul", "pad", "ppermute", "psum", "psum2",
-    "psum_invariant", "ragged_all_to_all", "ragged_dot", "ragged_dot_general", "real",
+    "optimization_barrier", "psum_invariant", "ragged_all_to_all", "ragged_dot", "ragged_dot_general", "real",
     "reduce_scatter", "reduce_sum", "reduce_window_sum", "scatter", "scatter-add", "scatter_add",
     "select_and_scatter_add", "select_n", "slice", "split", "stack", "sub", "tile", "unstack",
     # Elementwise, with a bounded slope that depends on the ratio of numbers, not on their size.
@@ -45,6 +45,19 @@ _SMOOTH = PASSED | frozenset((
     "min", "one_minus_square", "pmax", "pmin", "reduce_max", "reduce_min", "square", "tanh",
     # Attention, which computes its softmax from products.
     "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper",
+))  # fmt: skip
+
+#: Elementwise functions that XLA does not fuse into a kernel that sums.
+EXPENSIVE = frozenset((
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1", "log", "log1p", "logaddexp",
+    "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+))  # fmt: skip
+ELEMENTWISE = EXPENSIVE | frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min",
+    "mul", "name", "ne", "neg", "not", "one_minus_square", "or", "reduce_precision", "reshape",
+    "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
 ))  # fmt: skip
 
 # Steep functions, and an interval of the operand on which their slope is at most 1.
@@ -59,8 +72,9 @@ _STEEP: dict[str, tuple[int, Interval]] = {
     "div": (1, (1, 2)),
 }
 
-# The logsumexp that cuDNN's attention leaves for its backward.
-_EXACT_OPERAND = {"dot_product_attention_bwd_wrapper": -3}
+# Operands that are statistics of the others, and are stored as they are: the logsumexp of cuDNN's
+# attention.
+_STATISTIC = {"dot_product_attention_bwd_wrapper": -3}
 
 
 class Fact(NamedTuple):
@@ -103,6 +117,11 @@ def is_known(eqn: core.JaxprEqn) -> bool:
     return operation(eqn) in _SMOOTH
 
 
+def is_elementwise(eqn: core.JaxprEqn) -> bool:
+    """Whether each element of the results is computed from those in its place."""
+    return operation(eqn) in ELEMENTWISE
+
+
 def may_round(eqn: core.JaxprEqn, facts: list[Fact]) -> list[bool]:
     """For each operand, whether the equation may read it rounded."""
     name, count = operation(eqn), len(eqn.invars)
@@ -114,10 +133,13 @@ def may_round(eqn: core.JaxprEqn, facts: list[Fact]) -> list[bool]:
         may = [True] * count
         may[operand] = _within(facts[operand].bounds, interval)
         return may
-    may = [name in _SMOOTH] * count
-    if name in _EXACT_OPERAND:
-        may[_EXACT_OPERAND[name]] = False
-    return may
+    return [name in _SMOOTH] * count
+
+
+def is_statistic(eqn: core.JaxprEqn, operand: int) -> bool:
+    """Whether an operand is a statistic of the others, which is not stored in fewer bits."""
+    place = _STATISTIC.get(operation(eqn))
+    return place is not None and operand == len(eqn.invars) + place
 
 
 def _within(bounds: Interval, interval: Interval) -> bool:

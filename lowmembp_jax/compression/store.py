@@ -49,20 +49,22 @@ class Format(NamedTuple):
         return x if self.scale == 1 else x / self.scale
 
 
+#: `times`: how many results there are, all of them x, each read from memory by itself.
 store_p = core.Primitive("store")
-store_p.def_impl(lambda x, *, format: x)
-store_p.def_abstract_eval(lambda x, *, format: x)
-mlir.register_lowering(store_p, lambda ctx, x, *, format: [x])
+store_p.multiple_results = True
+store_p.def_impl(lambda x, *, format, times: [x] * times)
+store_p.def_abstract_eval(lambda x, *, format, times: [x] * times)
+mlir.register_lowering(store_p, lambda ctx, x, *, format, times: [x] * times)
 
 
-def _jvp(primals, tangents, *, format):
+def _jvp(primals, tangents, *, format, times):
     if not format.is_exact:
         raise NotImplementedError(f"{format.owner} {NO_SECOND_DERIVATIVE}")
-    return store_p.bind(*primals, format=format), tangents[0]
+    return store_p.bind(*primals, format=format, times=times), [tangents[0]] * times
 
 
-def _batch(args, dims, *, format):
-    return store_p.bind(jnp.moveaxis(args[0], dims[0], 0), format=format), 0  # rows stay rows
+def _batch(args, dims, **params):
+    return store_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), [0] * params["times"]
 
 
 ad.primitive_jvps[store_p] = _jvp
@@ -75,34 +77,40 @@ def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoding(format: Format, aval: Any, mesh: Any) -> core.JaxprEqn:
-    """One equation, a call, that gives x and what is stored of it."""
-    return jax.make_jaxpr(jax.jit(lambda x: [x, *format.encode(x)]))(aval).jaxpr.eqns[0]
+def _encoding(format: Format, times: int, aval: Any, mesh: Any) -> core.JaxprEqn:
+    """One equation, a call, that gives x, as often as asked for, and what is stored of it."""
+    encode = jax.jit(lambda x: [*[x] * times, *format.encode(x)])
+    return jax.make_jaxpr(encode)(aval).jaxpr.eqns[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _decoding(format: Format, dtype: Any, avals: tuple[Any, ...], mesh: Any) -> core.JaxprEqn:
-    decoded = jax.jit(functools.partial(format.decode, dtype))
-    return jax.make_jaxpr(decoded)(*avals).jaxpr.eqns[0]
+def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], mesh: Any):
+    def decode(*stored):
+        again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
+        return [format.decode(dtype, *each) for each in again]
+
+    return jax.make_jaxpr(jax.jit(decode))(*avals).jaxpr.eqns[0]
 
 
 def _split(saveable, unknown, instantiated, eqn):
     """`eqn` in the forward and in the backward; whether results are unknown, staged; residuals."""
-    [x], [y], format = eqn.invars, eqn.outvars, eqn.params["format"]
+    [x], results, format = eqn.invars, eqn.outvars, eqn.params["format"]
+    times, aval = len(results), x.aval
     if unknown[0]:
-        return None, eqn, [True], [True], []
-    if saveable(store_p, x.aval, **eqn.params) in (False, Recompute):  # of another checkpoint
+        return None, eqn, [True] * times, [True] * times, []
+    if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # of another checkpoint
         is_new = isinstance(x, core.Var) and not instantiated[0]
-        return eqn, eqn, [False], [True], [x] * is_new
-    if format.dtype is None and not jnp.issubdtype(y.aval.dtype, jnp.complexfloating):
-        return eqn, None, [False], [False], []
+        return eqn, eqn, [False] * times, [True] * times, [x] * is_new
+    if format.dtype is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()
-    forward = _encoding(format, x.aval, mesh)
-    stored = [core.Var(var.aval) for var in forward.outvars[1:]]
-    backward = _decoding(format, y.aval.dtype, tuple(var.aval for var in stored), mesh)
+    known = _encoding(format, times, aval, mesh)
+    stored = [core.Var(var.aval) for var in known.outvars[times:]]
+    staged = _decoding(format, times, aval.dtype, tuple(var.aval for var in stored), mesh)
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
-    known = forward.replace(invars=[x], outvars=[y, *stored], **own)
-    return known, backward.replace(invars=stored, outvars=[y], **own), [False], [True], stored
+    known = known.replace(invars=[x], outvars=[*results, *stored], **own)
+    staged = staged.replace(invars=stored, outvars=results, **own)
+    return known, staged, [False] * times, [True] * times, stored
 
 
 partial_eval_jaxpr_custom_rules[store_p] = _split

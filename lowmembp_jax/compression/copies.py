@@ -1,0 +1,85 @@
+"""A second copy of a stored array, where it makes XLA's kernels write less.
+
+Behind a Dense with a bias, an activation's backward needs three things of the Dense's result: the
+activation itself, for the gradient of the next Dense's kernel; its slope times the cotangent; and
+the sum of that over rows, for the gradient of the bias. XLA makes one kernel of the three. But it
+keeps tanh, erf and their like out of a kernel that sums: it writes what they give to memory and
+reads it back. If what is summed reads a copy of the Dense's result there are two kernels, and they
+write nothing but what is needed.
+"""
+
+from typing import Any
+
+from jax.extend import core
+
+from lowmembp_jax.compression import jaxprs, rules
+from lowmembp_jax.compression.store import store_p
+from lowmembp_jax.jax_internals import operation
+
+
+def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:
+    """The jaxpr of a marked function, in which equations on the way to a sum read copies.
+
+    Args:
+      linear: which of the inputs are tangents. Where a tangent is broadcast, the backward sums.
+    """
+    spread = _spread(jaxpr, linear)
+    if not spread:
+        return jaxpr
+    twice = _read_expensively(jaxpr, spread)
+    if not twice:
+        return jaxpr
+    own: dict[Any, core.Var] = {}  # the copies, and what is computed from them
+    new = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number in spread:
+            eqn = eqn.replace(invars=[_get(own, atom) for atom in eqn.invars])
+        elif eqn.primitive is store_p and eqn.outvars[0] in twice:
+            own[eqn.outvars[0]] = copy = core.Var(eqn.outvars[0].aval)
+            eqn = eqn.replace(outvars=[*eqn.outvars, copy], params=eqn.params | {"times": 2})
+        elif rules.is_elementwise(eqn) and any(var in own for var in jaxprs.variables(eqn)):
+            own |= {var: core.Var(var.aval) for var in eqn.outvars}
+            read = [_get(own, atom) for atom in eqn.invars]
+            new.append(eqn)
+            eqn = eqn.replace(invars=read, outvars=[own[var] for var in eqn.outvars])
+        new.append(eqn)
+    return jaxpr.replace(eqns=new)
+
+
+def _get(env: dict[Any, Any], atom: Any) -> Any:
+    return env.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+
+def _spread(jaxpr: core.Jaxpr, linear: list[bool]) -> set[int]:
+    """Numbers of the elementwise equations that a broadcast tangent passes."""
+    tangents = {var for var, is_one in zip(jaxpr.invars, linear, strict=True) if is_one}
+    broadcast, numbers = set[Any](), set[int]()
+    for number, eqn in enumerate(jaxpr.eqns):
+        read = jaxprs.variables(eqn)
+        if tangents.isdisjoint(read):
+            continue
+        tangents.update(eqn.outvars)
+        if not broadcast.isdisjoint(read) and rules.is_elementwise(eqn):
+            numbers.add(number)
+            broadcast.update(eqn.outvars)
+        elif operation(eqn) == "broadcast_in_dim":
+            broadcast.update(eqn.outvars)
+    return numbers
+
+
+def _read_expensively(jaxpr: core.Jaxpr, spread: set[int]) -> set[Any]:
+    """The stored arrays from which these equations' operands are computed by expensive functions."""
+    stored: dict[Any, frozenset[Any]] = {}
+    expensive, found = set[Any](), set[Any]()
+    for number, eqn in enumerate(jaxpr.eqns):
+        read = [var for var in jaxprs.variables(eqn) if var in stored]
+        if number in spread:
+            found.update(*(stored[var] for var in read if var in expensive))
+        elif eqn.primitive is store_p:
+            stored[eqn.outvars[0]] = frozenset(eqn.outvars)
+        elif read and rules.is_elementwise(eqn):
+            either = frozenset[Any]().union(*(stored[var] for var in read))
+            stored |= dict.fromkeys(eqn.outvars, either)
+            if operation(eqn) in rules.EXPENSIVE or not expensive.isdisjoint(read):
+                expensive.update(eqn.outvars)
+    return found
