@@ -14,10 +14,12 @@ from jax.extend import core
 from jax.extend.core.primitives import remat_p
 
 from lowmembp_jax.compression.formats import check_storage
+from lowmembp_jax.compression.jaxprs import every_equation
 from lowmembp_jax.compression.marks import Marker
 from lowmembp_jax.compression.rules import Fact
 from lowmembp_jax.compression.store import only_stored
 from lowmembp_jax.exactness import is_exact
+from lowmembp_jax.jax_internals import is_reference
 from lowmembp_jax.policies import products_saveable
 
 StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
@@ -341,8 +343,9 @@ def stored(
         key = id(jaxpr), is_param, is_exact()
         if key not in programs:
             dtypes = {} if is_exact() else options.dtypes
-            marker = functools.partial(Marker, options.policy, dtypes, owner)
-            programs[key] = jaxpr, _differentiable(jaxpr, is_param, marker, options.prevent_cse)
+            marker = functools.partial(Marker, dtypes=dtypes, owner=owner)
+            made = _differentiable(jaxpr, is_param, marker, options.policy, options.prevent_cse)
+            programs[key] = jaxpr, made
         return programs[key][1]
 
     return call
@@ -377,7 +380,11 @@ def _run(
 
 
 def _differentiable(
-    jaxpr: core.Jaxpr, is_param: Sequence[bool], marker: Callable[[], Marker], prevent_cse: bool
+    jaxpr: core.Jaxpr,
+    is_param: Sequence[bool],
+    marker: Callable[..., Marker],
+    policy: Callable[..., Any],
+    prevent_cse: bool,
 ) -> Callable[..., list[Any]]:
     """A jaxpr as a function of its constants and inputs, whose residuals are stored.
 
@@ -385,6 +392,12 @@ def _differentiable(
     read no tangent are the forward.
     """
     arguments = [*jaxpr.constvars, *jaxpr.invars]
+    if any(is_reference(v) for eqn in every_equation(jaxpr) for v in (*eqn.invars, *eqn.outvars)):
+        # JAX has no custom JVP of a function with mutable arrays: this is `jax.checkpoint`.
+        whole = jaxpr.replace(constvars=[], invars=arguments)
+        return functools.partial(
+            remat_p.bind, jaxpr=whole, prevent_cse=prevent_cse, differentiated=False, policy=policy
+        )
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=arguments), ()))
     call = jax.custom_jvp(lambda *values: list(run(*values)))
     marked: dict[Any, tuple[core.Jaxpr, Sequence[Any], int]] = {}
@@ -405,7 +418,7 @@ def _differentiable(
         given += [Fact(activation=not p, varied=i in varied) for i, p in enumerate(is_param)]
         given += [Fact(linear=True)] * len(tangents)
         wanted = [False] * len(y) + [True] * len(dy)
-        return marker().mark(body, given, wanted), closed.consts, len(y)
+        return marker(policy).mark(body, given, wanted), closed.consts, len(y)
 
     def jvp(primals, tangents):
         varied = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]

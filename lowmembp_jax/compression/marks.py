@@ -25,7 +25,7 @@ from lowmembp_jax.compression.copies import with_copies
 from lowmembp_jax.compression.formats import storage_dtype
 from lowmembp_jax.compression.rules import Fact
 from lowmembp_jax.compression.store import Format, store_p
-from lowmembp_jax.jax_internals import has_effects, is_reference, operation, run_backward
+from lowmembp_jax.jax_internals import has_effects, operation, run_backward
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array. Higher needs include the lower ones.
@@ -147,9 +147,6 @@ class Marker:
             sources = {fact.source for fact in read} - {None}
             for var, fact in zip(eqn.outvars, results, strict=True):
                 of[var] = fact if fact.source in sources else fact._replace(source=var)
-            for atom in eqn.invars:  # what is written into a reference is read from it later
-                if is_reference(atom):
-                    of[atom] = _of_any([_fact(of, atom), _of_any(read)])
         return found
 
     def _facts_inside(self, found: Facts, number: int, eqn, bodies) -> list[Fact]:
@@ -219,7 +216,8 @@ class Marker:
             term=is_saved or (is_made and bool(ours) and all(fact.term for fact in ours)),
             at_hand=is_saved or near,
         )
-        return [own, *[either._replace(term=is_saved, at_hand=is_saved)] * (len(eqn.outvars) - 1)]
+        others = either._replace(term=is_saved, at_hand=is_saved)
+        return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
 
     # --- Decisions, upwards.
 
