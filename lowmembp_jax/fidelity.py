@@ -8,7 +8,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from lowmembp_jax.exactness import exact
 from lowmembp_jax.patching import patch
+
+
+_GOOD = "(plain bfloat16: 0.01 to 0.03; a few percent train as well as the exact gradient)"
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Fidelity:
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':{width}}  relative error    cosine"]
         lines += [f"{name:{width}}  {one.error:14.4f}  {one.cosine:8.5f}" for name, one in rows]
-        return "\n".join(lines)
+        return "\n".join([*lines, _GOOD])
 
 
 def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
@@ -62,37 +66,44 @@ def gradient_fidelity(
     depth: int = 1,
     **settings: Any,
 ) -> Fidelity:
-    """What `lm.patch` does to a gradient: the patched against the exact one.
+    """Measures how far a model's gradient is from the exact one.
 
-        print(lm.gradient_fidelity(loss, params, batch, bits=4, depth=2))
-        print(lm.gradient_fidelity(loss, params, batch, compress="encoder/layer/*"))
+        print(lm.gradient_fidelity(loss, params, batch))                      # the model as it is
+        print(lm.gradient_fidelity(loss, params, batch, compress="layer_*"))  # under lm.patch
 
-    A loss that calls `lm.compress` or `lm.gelu` itself does so in both: of such a model give
-    `gradient_distance` the gradient with them and the one without.
+    The loss runs once as it is, or under `lm.patch` where there are settings, and once under
+    `lm.exact()`, in which `lm.compress`, the operators and `lm.patch` are exact.
 
     Args:
-      loss: of the parameters and `args`; a scalar. It runs as it is and under `lm.patch`, each time
-        in a `jax.jit` of its own.
+      loss: of the parameters and `args`; a scalar. It runs in a `jax.jit` of its own each time.
       params: what the gradient is taken by.
-      args: what the loss takes besides.
+      args: the other arguments of the loss.
       depth: a group is the parameters whose paths begin with the same `depth` keys.
       settings: of `lm.patch`.
 
     Returns:
-      Relative error and cosine, of all parameters and by group; as text, a table.
+      Relative error and cosine, of all parameters and by group; as text, a table. Training in plain
+      bfloat16 has an error of 0.01 to 0.03.
 
     Raises:
       TypeError: `loss` is not callable.
-      ValueError: under these settings nothing is swapped in the loss.
+      ValueError: under these settings `lm.patch` swaps nothing in the loss.
     """
     if not callable(loss):
         raise TypeError(f"gradient_fidelity: loss must be callable, got {loss!r}")
-    exact = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+
+    def gradient(params, args):
+        return jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+
+    with exact():
+        want = gradient(params, args)
+    if not settings:
+        return gradient_distance(gradient(params, args), want, depth)
     with patch(**settings) as report:
-        got = jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+        got = gradient(params, args)
     if not report.swapped:
         raise ValueError(f"gradient_fidelity: {report}")
-    return gradient_distance(got, exact, depth)
+    return gradient_distance(got, want, depth)
 
 
 def _flat(x) -> np.ndarray:

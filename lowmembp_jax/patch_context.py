@@ -21,6 +21,7 @@ import jax
 from flax import nnx
 
 from lowmembp_jax.compressed_module import compress_module
+from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.exchange import exchanged
 from lowmembp_jax.nnx_places import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.patch_report import PatchReport, nothing_compressed
@@ -78,6 +79,8 @@ class _Entry:
     def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of gelu, of silu, or of a norm of NNX, which is then x."""
         settings = self.settings
+        if is_exact():
+            return plain(x, *args, **kwargs)
         modules = running_modules() if self.module is None else []
         if modules and self.nnx_root is not modules[-1]:
             self.nnx_root = modules[-1]
@@ -103,7 +106,7 @@ _trace_context = jax.make_user_context(None)
 
 def _intercept(entry: _Entry, next_fun, args, kwargs, context):
     # A patch further inside decides.
-    if _of_thread.entries[-1] is not entry or entry.asleep:
+    if _of_thread.entries[-1] is not entry or entry.asleep or is_exact():
         return next_fun(*args, **kwargs)
     module, settings, outer = context.module, entry.settings, entry.module
     entry.module = module

@@ -68,8 +68,8 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
     # As many rows as are numbers that would be rounded.
     p, x = params(), normal(1024, 64, dtype=jnp.bfloat16)
     rows = kept(lambda *args: lm.compress(function, policy=lm.everything_saveable)(*args).sum(), p, x)
-    wide = [shape for dtype, shape in rows if dtype != F8.name]
-    assert {(1024, 1)} <= set(wide) <= {(1024, 1), (1024,), (64, 256)}
+    wide = [shape for dtype, shape in rows if dtype not in (F8.name, "uint2")]
+    assert {(1024,)} <= set(wide) <= {(1024, 1), (1024,)}
     plain = kept(lambda *args: function(*args).sum(), p, x)
     large = [shape for _, shape in plain if np.prod(shape) >= 1024]
     assert len(rows) - len(wide) <= len(large)
@@ -133,15 +133,6 @@ def test_a_mapping_chooses_by_name():
     assert (F8.name, (32, 64)) not in stored({"hidden": jnp.int8})
     both = stored({"hidden": None, None: jnp.float8_e4m3fn})
     assert (F8.name, (32, 64)) in both and (F8.name, (32, 256)) not in both
-
-
-@pytest.mark.parametrize(("rows", "stored"), [(15, 1), (16, 0)])
-def test_what_is_64_times_smaller_stays(rows, stored):
-    """Such as the scale of a norm that a post-LN block hands on with its output."""
-    p, x, scale = params(), normal(rows, 64), normal(1, 64, key=8)
-    run = lm.compress(lambda p, x, scale: jnp.tanh(x @ p["up"]) @ p["down"] * scale)
-    found = kept(lambda *args: jnp.sum(run(*args)), p, x, scale)
-    assert found.count((F8.name, (1, 64))) == stored
 
 
 def test_closed_over_arrays_are_parameters():
@@ -214,10 +205,11 @@ def test_random_numbers_are_the_same_in_forward_and_backward():
     np.testing.assert_array_equal(vjp(jnp.ones_like(x))[0] == 0, y == 0)
 
 
-def test_forward_mode_names_the_function():
-    with pytest.raises(TypeError, match="forward-mode") as error:
-        jax.jvp(lm.compress(jnp.sin, params_argnums=()), (jnp.ones(2048),), (jnp.ones(2048),))
-    assert "lm.compress(sin) " in error.value.__notes__[0]
+def test_forward_mode_is_exact():
+    p, x = params(), normal(32, 64)
+    got = jax.jvp(lm.compress(block), (p, x), (params(3), normal(32, 64, key=5)))
+    want = jax.jvp(block, (p, x), (params(3), normal(32, 64, key=5)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
 
 
 def test_second_order_raises_but_not_beside_it():

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import F8, NOTHING, block, gradients, normal, params
+from flax import nnx
 
 import lowmembp_jax as lm
+
+
+def _linear():
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -18,22 +23,27 @@ import lowmembp_jax as lm
         (lambda: lm.compress(block, dtype=jnp.float16), ValueError, "dtype=.*float16.*int8"),
         (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype='nonsense'"),
         (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]"),
-        (lambda: lm.compress(block, policy=3), TypeError, "policy must be callable, got 3"),
-        (lambda: lm.compress(block, params_argnums=-1), ValueError, "params_argnums.*got -1"),
-        (lambda: lm.compress(block, params_argnums=1.0), ValueError, "params_argnums.*got 1.0"),
-        (lambda: lm.compress(block, static_argnums="x"), ValueError, "static_argnums.*got 'x'"),
-        (lambda: lm.compress(block, static_argnums=True), ValueError, "static_argnums.*got True"),
-        (lambda: lm.compress(block, static_argnums=(2, 0)), ValueError, "both have 0: name the"),
-        (lambda: lm.compress(block, dtype={3: "int8"}), TypeError, "keys of dtype .*got 3"),
-        (lambda: lm.compress(nn.Dense), TypeError, "the class Dense: .* compress_module"),
-        (lambda: lm.compress(3), TypeError, "fun must be callable, got 3"),
-        (lambda: lm.compress_module(nn.Dense, static_argnums=0), ValueError, "from 1 on, got 0"),
+        (lambda: lm.compress(block, policy=3), TypeError, "policy: expected a callable, got 3"),
+        (lambda: lm.compress(block, policy=None), ValueError, "policy: .*lm.everything_saveable"),
+        (lambda: lm.compress(block, prevent_cse=1), TypeError, "prevent_cse: .*got 1"),
+        (lambda: lm.compress(block, params_argnums=1.0), TypeError, "params_argnums: .*got 1.0"),
+        (lambda: lm.compress(block, static_argnums="x"), TypeError, "static_argnums: .*got 'x'"),
+        (lambda: lm.compress(block, static_argnums=True), TypeError, "static_argnums: .*got True"),
+        (lambda: lm.compress(block, dtype={3: "int8"}), TypeError, "dtype: .*as keys, got 3"),
+        (lambda: lm.compress(nn.Dense), TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+        (lambda: lm.compress(nn.Dense(3)), TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+        (lambda: lm.compress(nnx.Linear), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
+        (lambda: lm.compress(_linear()), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
+        (lambda: lm.compress(3), TypeError, "fun: expected a function, got 3"),
+        (lambda: lm.compress_module(nn.Dense, static_argnums=0), ValueError, "from 1 on, .*got 0"),
+        (lambda: lm.compress_module(nn.Dense, policy=None), ValueError, "compress_module: policy"),
         (
             lambda: lm.compress_module(nn.Dense, static_argnums="x"),
-            ValueError,
+            TypeError,
             "module: static_.*'x'",
         ),
-        (lambda: lm.nnx.compress(block, static_argnums=1.5), ValueError, "nnx.*static_.*got 1.5"),
+        (lambda: lm.nnx.compress(block, static_argnums=1.5), TypeError, "nnx.*static_.*got 1.5"),
+        (lambda: lm.nnx.compress(_linear()), TypeError, r"write lm.nnx.compress\(lambda module, x"),
         (lambda: lm.compress_module(nn.Dense, dtype=jnp.int32), ValueError, "int32"),
     ],
 )
@@ -48,10 +58,10 @@ def test_a_name_of_which_nothing_is_kept_is_said():
     named = lm.checkpoint_policy(jax.checkpoint_policies.save_only_these_names("hidden"))
     for policy, names, unseen in (
         (NOTHING, dtype, "hidden"),
-        (None, dtype, "hidden"),  # tanh(hidden) is kept
+        (lm.everything_saveable, dtype, "hidden"),  # the backward reads tanh(hidden)
         (named, {**dtype, "hiden": None}, "hiden"),
     ):
-        with pytest.warns(UserWarning, match=rf"lm.compress\(block\): .* name '{unseen}' that"):
+        with pytest.warns(UserWarning, match=rf"compress\(block\): dtype: .* name '{unseen}'"):
             gradients(lm.compress(block, dtype=names, policy=policy), p, x)
     gradients(lm.compress(block, dtype=dtype, policy=named), p, x)
 
@@ -65,15 +75,16 @@ def test_a_policy_that_offloads_is_refused():
         offload_dst="pinned_host",
     )
     run = lm.compress(block, policy=policy)
-    with pytest.raises(ValueError, match="policy offloads a result of name to 'pinned_host'"):
+    with pytest.raises(ValueError, match="offloads a result of name to 'pinned_host'"):
         gradients(run, params(), normal(32, 64))
 
 
-@pytest.mark.parametrize(("argnums", "count"), [(2, 2), ((0, 5), 2), (0, 0)])
+@pytest.mark.parametrize(("argnums", "count"), [(2, 2), ((0, 5), 2), (0, 0), (-3, 2)])
 def test_parameters_that_are_not_given_by_position(argnums, count):
     """They would be rounded as activations are."""
     p, x = params(), normal(32, 64)
-    words = rf"params_argnums={re.escape(str(argnums))}.* block was called with {count} positional"
+    one = argnums[-1] if isinstance(argnums, tuple) else argnums
+    words = rf"params_argnums: .* the {count} positional arguments of the call, got {one}"
     args, kwargs = ((p, x), {}) if count else ((), {"params": p, "x": x})
     with pytest.raises(ValueError, match=words):
         lm.compress(block, params_argnums=argnums)(*args, **kwargs)
@@ -81,7 +92,22 @@ def test_parameters_that_are_not_given_by_position(argnums, count):
     np.testing.assert_array_equal(run(x=x), block(p, x))
 
 
+def test_positions_that_are_static_and_parameters():
+    run = lm.compress(lambda n, p, x: block(p, x), static_argnums=0)
+    with pytest.raises(ValueError, match="static_argnums=0 both hold 0: name the arguments"):
+        run(3, params(), normal(32, 64))
+
+
 def test_an_activation_in_the_place_of_the_parameters_is_said():
-    with pytest.warns(UserWarning, match=r"every array that tanh is given.*params_argnums=\(\)"):
+    with pytest.warns(UserWarning, match=r"array that tanh gets is a param.*params_argnums=\(\)"):
         lm.compress(jnp.tanh)(normal(32, 64))
     assert lm.compress(lambda: 3)() == 3  # nothing is given, and nothing is said
+
+
+def test_parameters_in_the_place_of_an_activation_are_said_once():
+    run = lm.compress(lambda x, p: block(p, x))
+    with pytest.warns(UserWarning, match="argument 1 of <lambda> is a tree .*params_argnums") as said:
+        run(normal(32, 64), params())
+        run(normal(32, 64), params())
+    assert len(said) == 1 and said[0].filename == __file__
+    lm.compress(lambda x, p: block(p, x), params_argnums=1)(normal(32, 64), params())

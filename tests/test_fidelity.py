@@ -37,7 +37,7 @@ def test_it_is_the_distance_of_the_two_gradients(problem):
     # Behind the last activation the gradient is exact; the further from there, the less.
     errors = {name: one.error for name, one in found.groups.items()}
     assert errors["head"] < 1e-5 < errors["two"] < errors["one"]
-    assert found.groups["one"].cosine < 1 and len(str(found).splitlines()) == 5
+    assert found.groups["one"].cosine < 1 and len(str(found).splitlines()) == 6
 
 
 def test_bits_and_depth(problem):
@@ -51,7 +51,7 @@ def test_bits_and_depth(problem):
 
 def test_a_loss_in_which_nothing_is_swapped_is_an_error(problem):
     with pytest.raises(ValueError, match="swapped: nothing"):
-        lm.gradient_fidelity(lambda w: jnp.sum(jnp.tanh(w)), jnp.ones(3))
+        lm.gradient_fidelity(lambda w: jnp.sum(jnp.tanh(w)), jnp.ones(3), bits=2)
 
 
 def test_a_loss_that_is_no_function_is_an_error():
@@ -70,3 +70,48 @@ def test_zeros_nans_and_other_trees():
         lm.gradient_distance(zero, {"b": jnp.zeros(3)})
     got = lm.gradient_distance(jnp.array([3.0, 4.0]), jnp.array([3.0, 0.0]))
     assert (got.error, got.cosine) == (pytest.approx(4 / 3), pytest.approx(0.6))
+
+
+def test_it_measures_the_model_as_it_is(problem):
+    """A loss that calls lm.compress or an operator itself has no other gradient to compare with."""
+    _, params, x = problem
+
+    def loss(block):
+        return lambda params, x: jnp.mean(block(params, x) ** 2)
+
+    def block(params, x):
+        return jnp.tanh(x @ params["one"]["kernel"]) @ params["two"]["kernel"]
+
+    for approximate in (
+        lm.compress(block),
+        lambda params, x: lm.gelu(x @ params["one"]["kernel"]) @ params["two"]["kernel"],
+    ):
+        found = lm.gradient_fidelity(loss(approximate), params, x)
+        assert 0.003 < found.error < 0.5
+    assert lm.gradient_fidelity(loss(block), params, x).error == 0
+
+
+def test_inside_exact_nothing_approximates(problem):
+    loss, params, x = problem
+    exact = jax.jit(jax.grad(loss))(params, x)
+
+    @jax.jit
+    def patched(params, x):
+        with lm.patch():
+            return jax.grad(loss)(params, x)
+
+    def of_ours(function, plain, x):
+        with lm.exact():
+            got = jax.jit(jax.grad(lambda x: jnp.sum(function(x) ** 2)))(x)
+        want = jax.jit(jax.grad(lambda x: jnp.sum(plain(x) ** 2)))(x)
+        return lm.gradient_distance(got, want).error
+
+    approximate = patched(params, x)
+    with lm.exact():
+        assert lm.gradient_distance(patched(params, x), exact).error < 1e-6
+    assert lm.gradient_distance(approximate, exact).error > 0.01
+    assert lm.gradient_distance(patched(params, x), exact).error > 0.01  # traced again outside
+    assert of_ours(lm.gelu, jax.nn.gelu, x) < 1e-6
+    assert of_ours(lm.silu, jax.nn.silu, x) < 1e-6
+    assert of_ours(lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x, x) < 1e-6
+    assert of_ours(lm.compress(jnp.tanh, params_argnums=()), jnp.tanh, x) < 1e-6

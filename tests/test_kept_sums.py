@@ -95,7 +95,7 @@ def test_values_and_gradients_are_those_of_checkpoint():
 def test_terms_that_are_needed_are_kept_alone():
     def block(trained, frozen, x):
         first, second = x @ frozen["w"], x @ frozen["last"]
-        return jnp.tanh(first + second) + jnp.exp(first) * jnp.tanh(second)
+        return jnp.tanh(first + second) + jnp.tanh(first) * jnp.tanh(second)
 
     assert kept(compress(block)).count("float8_e4m3fn") == 2  # and not the sum beside them
 
@@ -116,12 +116,3 @@ def test_a_wide_product_of_a_narrow_one_is_no_statistic():
         return jnp.tanh((x @ trained["a"]) @ trained["b"]) @ frozen["last"]
 
     assert kept(compress(block)).count("float8_e4m3fn") == 2
-
-
-def test_a_residual_block_is_traced_once():
-    def block(x):  # x + attention(x) + mlp(x + attention(x)), in short
-        x = x + x @ x.T @ x
-        return x + jnp.tanh(x @ x.T) @ x
-
-    jaxpr = jax.make_jaxpr(block)(jnp.ones((8, 8))).jaxpr
-    assert with_kept_sums(jaxpr, lm.products_saveable) is None

@@ -121,6 +121,16 @@ def test_custom_functions_and_names():
     assert row.op == "angles" and row.primitive == "sin"
 
 
+def test_custom_function_beside_a_linear_solve():
+    @jax.custom_vjp
+    def custom(x):
+        return jnp.sin(x)
+
+    custom.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda kept, g: (kept * g,))
+    table = lm.memory.residuals(lambda a, x: custom(jnp.linalg.solve(a, x)), np.eye(5), np.ones(5))
+    assert "custom" in [row.op for row in table]
+
+
 def test_shared_and_returned():
     def f(x, w):
         y = jnp.exp(x)

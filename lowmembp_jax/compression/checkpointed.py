@@ -401,6 +401,7 @@ def _differentiable(
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=arguments), ()))
     call = jax.custom_jvp(lambda *values: list(run(*values)))
     marked: dict[Any, tuple[core.Jaxpr, Sequence[Any], int]] = {}
+    rounds = any(dtype is not None for dtype in marker(policy).dtypes.values())
 
     def mark(primals, tangents, varied):
         def pushed(primals, tangents):
@@ -415,7 +416,7 @@ def _differentiable(
         body = closed.jaxpr
         body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
         given = [Fact()] * len(closed.consts)
-        given += [Fact(activation=not p, varied=i in varied) for i, p in enumerate(is_param)]
+        given += [Fact(activation=rounds and not p, varied=i in varied) for i, p in enumerate(is_param)]
         given += [Fact(linear=True)] * len(tangents)
         wanted = [False] * len(y) + [True] * len(dy)
         return marker(policy).mark(body, given, wanted), closed.consts, len(y)

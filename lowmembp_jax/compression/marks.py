@@ -25,7 +25,7 @@ from lowmembp_jax.compression.copies import with_copies
 from lowmembp_jax.compression.formats import storage_dtype
 from lowmembp_jax.compression.rules import Fact
 from lowmembp_jax.compression.store import Format, store_p
-from lowmembp_jax.jax_internals import has_effects, operation, run_backward
+from lowmembp_jax.jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array. Higher needs include the lower ones.
@@ -344,7 +344,7 @@ class Marker:
         if name in rules.PASSED or name == "optimization_barrier":
             # Each result is the operand in its place.
             for atom, (_, key), level in zip(eqn.invars, results, rest, strict=False):
-                need(atom, level, eqn.params.get("name", key))
+                need(atom, level, checkpoint_name_of(eqn) or key)
         else:
             for atom, may in zip(eqn.invars, rules.may_round(eqn, read), strict=True):
                 level = EXACT if max(rest) == EXACT else ROUNDED
