@@ -4,23 +4,13 @@ from collections.abc import Callable
 
 import jax
 from jax.extend.core import Jaxpr, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
-def _depends(jaxpr: Jaxpr, inputs: list[bool]) -> list[bool]:
-    """Which results depend on the inputs that are marked."""
-    marked = {v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
-
-    def is_marked(atom) -> bool:
-        return not isinstance(atom, Literal) and atom in marked
-
-    for eqn in jaxpr.eqns:
-        arguments = [is_marked(a) for a in eqn.invars]
-        if eqn.primitive.name in ("jit", "pjit"):
-            results = _depends(eqn.params["jaxpr"].jaxpr, arguments)
-        else:
-            results = [any(arguments)] * len(eqn.outvars)
-        marked |= {v for v, mark in zip(eqn.outvars, results, strict=True) if mark}
-    return [is_marked(a) for a in jaxpr.outvars]
+def _depends(jaxpr: Jaxpr, place: int) -> bool:
+    """Whether a result depends on the first input."""
+    wanted = [other == place for other in range(len(jaxpr.outvars))]
+    return dce_jaxpr(jaxpr, wanted)[1][0]
 
 
 class ForwardBackward:
@@ -44,7 +34,6 @@ class ForwardBackward:
         self._op = op
         jaxpr = jax.make_jaxpr(self._all)(*args).jaxpr
         known = {v: ("given", i) for i, v in enumerate([*jaxpr.invars, jaxpr.outvars[0]])}
-        changing = _depends(jaxpr, [True] + [False] * (len(args) - 1))
         self._sources: list[tuple[str, int]] = []
         self._first: dict[str, list[int]] = {"kept": [], "constant": []}
         for place, atom in enumerate(jaxpr.outvars[1:]):
@@ -52,7 +41,7 @@ class ForwardBackward:
             if not literal and atom in known:
                 self._sources.append(known[atom])
                 continue
-            kind = "kept" if changing[place + 1] else "constant"
+            kind = "kept" if _depends(jaxpr, place + 1) else "constant"
             self._sources.append((kind, len(self._first[kind])))
             self._first[kind].append(place)
             if not literal:

@@ -51,9 +51,7 @@ def with_bodies(eqn: core.JaxprEqn, new: Sequence[core.Jaxpr]) -> core.JaxprEqn:
         for body, was in zip(new, old, strict=True)
     )
     if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-        return eqn.replace(
-            primitive=core.primitives.closed_call_p, params={"call_jaxpr": made[0]}
-        )
+        return eqn.replace(primitive=core.primitives.closed_call_p, params={"call_jaxpr": made[0]})
     return eqn.replace(params=eqn.params | {key: made if key == "branches" else made[0]})
 
 
@@ -85,6 +83,22 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
             if is_jaxpr(value):
                 yield from every_equation(opened(value))
+
+
+def with_parameters(
+    jaxpr: core.ClosedJaxpr | core.Jaxpr, change: Callable[[Any], Any]
+) -> core.ClosedJaxpr | core.Jaxpr:
+    """Copies a jaxpr and those inside it, with `change` applied to all leaves of parameters."""
+
+    def changed(value):
+        return with_parameters(value, change) if is_jaxpr(value) else change(value)
+
+    eqns = []
+    for eqn in opened(jaxpr).eqns:
+        params = {key: jax.tree.map(changed, x, is_leaf=is_jaxpr) for key, x in eqn.params.items()}
+        eqns.append(eqn.replace(params=params))
+    new = opened(jaxpr).replace(eqns=eqns)
+    return core.ClosedJaxpr(new, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else new
 
 
 def variables(eqn: core.JaxprEqn) -> list[core.Var]:

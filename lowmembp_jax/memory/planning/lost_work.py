@@ -5,17 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend import core
 from jax.interpreters import partial_eval
 
+from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.memory.planning.arguments import Argument
 
 
 def has_backward(jaxpr: Any) -> bool:
-    """Whether a trace holds operations of a backward, those of jitted functions included."""
+    """Whether a trace holds operations of a backward, also inside the functions that it calls."""
     return any(
         "transpose(" in str(equation.source_info.name_stack)
-        or any(map(has_backward, _jitted(equation)))
+        or any(map(has_backward, jaxprs.bodies(equation)))
         for equation in jaxpr.eqns
     )
 
@@ -23,11 +23,6 @@ def has_backward(jaxpr: Any) -> bool:
 def without_unused(jaxpr: Any) -> Any:
     """The trace without what no output needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
-
-
-def _jitted(equation: Any) -> list[Any]:
-    closed = equation.params.get("jaxpr")
-    return [closed.jaxpr] if isinstance(closed, core.ClosedJaxpr) else []
 
 
 def warn_of_lost_work(jaxpr: Any, arguments: Sequence[Argument]) -> None:

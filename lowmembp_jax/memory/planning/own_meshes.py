@@ -4,6 +4,7 @@
 mesh into the traced program. There its devices are replaced, by the names of the axes.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +12,9 @@ import jax
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.memory.constants import StepError, is_array
 from lowmembp_jax.memory.planning.meshes import sizes
-from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
 
 
 class OwnMesh(NamedTuple):
@@ -40,7 +41,7 @@ class OwnMesh(NamedTuple):
                 f"mesh={sizes(mesh)} and the step names a mesh of its own, {sizes(self.mesh)}: "
                 f"give no mesh, or that one"
             )
-        flat = core.jaxpr_as_fun(_on(self.program, mesh))
+        flat = core.jaxpr_as_fun(jaxprs.with_parameters(self.program, functools.partial(_on, mesh)))
 
         def step(*args):
             return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves(args)))
@@ -97,37 +98,19 @@ def _mesh_in(jaxpr: core.Jaxpr) -> Mesh | None:
 
 
 def _meshes(jaxpr: core.Jaxpr) -> Iterator[Mesh]:
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from _meshes(getattr(value, "jaxpr", value))
+    for equation in jaxprs.every_equation(jaxpr):
+        for value in jax.tree.leaves(list(equation.params.values())):
             mesh = value.mesh if isinstance(value, NamedSharding) else value
             if isinstance(mesh, Mesh) and not mesh.empty:
                 yield mesh
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
-
-
-def _on(value: Any, mesh: Mesh) -> Any:
-    """A parameter of an equation, with all that is in it, over `mesh`."""
-    if isinstance(value, core.Jaxpr):
-        equations = [
-            equation.replace(params={key: _on(x, mesh) for key, x in equation.params.items()})
-            for equation in value.eqns
-        ]
-        return value.replace(eqns=equations)
-    if isinstance(value, core.ClosedJaxpr):
-        return core.ClosedJaxpr(_on(value.jaxpr, mesh), value.consts)
+def _on(mesh: Mesh, value: Any) -> Any:
+    """Puts `mesh` in place of the mesh of an equation's parameter, if it has one."""
     if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh) and not value.mesh.empty:
         kind = "pinned_host" if value.memory_kind == "pinned_host" else None
         return NamedSharding(mesh, value.spec, memory_kind=kind)
-    if isinstance(value, Mesh) and not value.empty:
-        return mesh
-    if type(value) is tuple:  # and no named tuple
-        return tuple(_on(x, mesh) for x in value)
-    return [_on(x, mesh) for x in value] if type(value) is list else value
+    return mesh if isinstance(value, Mesh) and not value.empty else value
 
 
 def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[PartitionSpec | None]:
@@ -150,7 +133,7 @@ def _asked(equation: Any) -> list[PartitionSpec | None]:
     given = params.get("in_shardings")
     if given is None:
         return []
-    inside = _asked_of_inputs(inner_jaxprs(equation)[0])
+    inside = _asked_of_inputs(jaxprs.bodies(equation)[0])
     return _first_said(map(_spec, given), inside)
 
 

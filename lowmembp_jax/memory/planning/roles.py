@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core
 
-from lowmembp_jax.memory.saved_residuals.origin import carried_to, inner_jaxprs
+from lowmembp_jax.compression import jaxprs
 
 Role = Literal["trained", "frozen", "optimizer_state"]
 
@@ -33,32 +33,28 @@ class _Flow:
     def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[int]) -> list[int]:
         made = dict(zip(jaxpr.invars, inputs, strict=True))
         for equation in jaxpr.eqns:
-            operands = [_of(made, operand) for operand in equation.invars]
-            for out, bits in zip(equation.outvars, self._step(equation, operands), strict=True):
-                made[out] = bits
+            made.update(zip(equation.outvars, self._step(equation, made), strict=True))
         return [_of(made, out) for out in jaxpr.outvars]
 
-    def _step(self, equation: Any, operands: list[int]) -> list[int]:
+    def _step(self, equation: Any, made: dict[Any, int]) -> list[int]:
         stack = str(equation.source_info.name_stack)
         count = len(equation.outvars)
         if "transpose(" in stack:
             return [_BACKWARD] * count
         if "jvp(" in stack:
-            self.in_loss |= _union(operands)
+            self.in_loss |= _union(_of(made, atom) for atom in equation.invars)
             return [0] * count
-        inner = inner_jaxprs(equation)
-        if not inner:
-            return [_union(operands)] * count
-        if equation.primitive.name == "cond":
-            operands = operands[1:]
+        bodies = jaxprs.bodies(equation)
+        if not bodies:
+            return [_union(_of(made, atom) for atom in equation.invars)] * count
+        operands = [_of(made, atom) for atom in jaxprs.operands(equation)]
+        back = jaxprs.carried(equation, bodies[0])
         while True:
-            results = [self._run(jaxpr, operands) for jaxpr in inner]
+            results = [self._run(body, operands) for body in bodies]
             results = [_union(bits) for bits in zip(*results, strict=True)]
-            if equation.primitive.name != "scan":
-                return results
             carried = [
                 bits | (0 if out is None else results[out])
-                for bits, out in zip(operands, carried_to(equation, inner[0]), strict=True)
+                for bits, out in zip(operands, back, strict=True)
             ]
             if carried == operands:
                 return results

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from lowmembp_jax import jax_internals
-from lowmembp_jax.policies import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
-from lowmembp_jax.memory.saved_residuals.origin import inner_jaxprs
+from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.memory.source_files import is_framework
+from lowmembp_jax.policies import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 
 _OURS = {
     CODES: "codes",
@@ -95,7 +95,7 @@ def _caller(frames: list[_Frame]) -> tuple[Any, int] | None:
 def _equations(jaxpr, calls: tuple = ()) -> Iterator[tuple[Any, ...]]:
     for equation in jaxpr.eqns:
         yield (*calls, equation)
-        for inner in inner_jaxprs(equation):
+        for inner in jaxprs.bodies(equation):
             yield from _equations(inner, (*calls, equation))
 
 
@@ -120,8 +120,9 @@ class Labels:
         """Names of custom_vjp functions by the place and the module that call them."""
         names: dict[Any, set[str]] = {}
         for calls in self._equations:
-            if calls[-1].primitive.name.startswith("custom_"):
-                function = calls[-1].params["call_jaxpr"].jaxpr.debug_info.func_name
+            name, bodies = calls[-1].primitive.name, jaxprs.bodies(calls[-1])
+            if name.startswith("custom_") and bodies:  # custom_linear_solve has none
+                function = bodies[0].debug_info.func_name
                 # JAX 0.10 forgets the place where it inlines a jaxpr from its cache.
                 for caller in (_caller(_frames(calls)), None):
                     key = caller, _module(calls)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from lowmembp_jax.compression import jaxprs
+
 # The same bytes as the operand's. Under lax.scan only "name" still is the same array to XLA: the
 # others are stacked beside their operand (compiled for an H200, JAX 0.12.0).
 _SAME_BYTES = frozenset(
@@ -60,34 +62,6 @@ class _Place(NamedTuple):
         return (*map(id, self.body.calls), id(self.var))
 
 
-def inner_jaxprs(equation) -> list[Any]:
-    """The jaxprs whose inputs are an equation's operands; cond's follow its predicate."""
-    if equation.primitive.name == "cond":
-        return [branch.jaxpr for branch in equation.params["branches"]]
-    for key in ("jaxpr", "call_jaxpr"):
-        jaxpr = equation.params.get(key)
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        # Inside a pallas_call the inputs are references to all operands and outputs.
-        if hasattr(jaxpr, "eqns") and len(jaxpr.outvars) == len(equation.outvars):
-            return [jaxpr] if len(jaxpr.invars) == len(equation.invars) else []
-    return []
-
-
-def _rank(var) -> int:
-    return len(var.aval.shape)
-
-
-def carried_to(scan, jaxpr) -> list[int | None]:
-    """For each input of a scan's body the output that it is carried from; JAX versions name the
-    scan's parts differently, the ranks tell them apart."""
-    sliced = [_rank(x) > _rank(y) for x, y in zip(scan.invars, jaxpr.invars, strict=True)]
-    stacked = [_rank(x) > _rank(y) for x, y in zip(scan.outvars, jaxpr.outvars, strict=True)]
-    first = len(sliced) - sum(sliced) - (len(stacked) - sum(stacked))
-    return [
-        i - first if i >= first and not is_sliced else None for i, is_sliced in enumerate(sliced)
-    ]
-
-
 class Equations:
     """Makers and readers of the variables of one jaxpr."""
 
@@ -112,12 +86,11 @@ class Equations:
         if body.outer is None or var not in body.jaxpr.invars:
             return None
         call, index = body.calls[-1], body.jaxpr.invars.index(var)
-        kind = call.primitive.name
-        if strict and kind in ("scan", "cond"):
+        if strict and call.primitive.name in ("scan", "cond"):
             return None
-        if kind == "scan" and (carry := carried_to(call, body.jaxpr)[index]) is not None:
+        if (carry := jaxprs.carried(call, body.jaxpr)[index]) is not None:
             return _Place(body, body.jaxpr.outvars[carry])
-        return _Place(body.outer, call.invars[index + (kind == "cond")])
+        return _Place(body.outer, jaxprs.operands(call)[index])
 
     def _before(self, place: _Place, strict: bool) -> tuple[_Place, int | None] | None:
         """One step towards the origin, and the length of a scan that is entered.
@@ -139,11 +112,11 @@ class Equations:
             return _Place(body, equation.invars[index]), None
         inner = [
             _Place(Body(jaxpr, (*body.calls, equation), body), jaxpr.outvars[index])
-            for jaxpr in inner_jaxprs(equation)
+            for jaxpr in jaxprs.bodies(equation)
         ]
         if not inner:
             return None
-        if kind == "scan" and _rank(place.var) > _rank(inner[0].var):
+        if kind == "scan" and index not in jaxprs.carried(equation, inner[0].body.jaxpr):
             return inner[0], equation.params["length"]
         if strict and kind in ("scan", "cond"):
             return None
@@ -196,13 +169,14 @@ class Equations:
         if id(body.jaxpr) not in self._read:
             read = self._read[id(body.jaxpr)] = {}
             for equation in body.jaxpr.eqns:
-                for index, operand in enumerate(equation.invars):
+                # The index of a cond gets -1, because no branch reads it.
+                first = len(jaxprs.operands(equation)) - len(equation.invars)
+                for index, operand in enumerate(equation.invars, first):
                     if not isinstance(operand, Literal):
                         read.setdefault(operand, []).append((equation, index))
         for equation, index in self._read[id(body.jaxpr)].get(var, ()):
             calls = (*body.calls, equation)
-            index -= equation.primitive.name == "cond"
-            inner = inner_jaxprs(equation) if index >= 0 else []
+            inner = jaxprs.bodies(equation) if index >= 0 else []
             if not inner:
                 yield calls
             for jaxpr in inner:
