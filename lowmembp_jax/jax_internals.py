@@ -15,9 +15,11 @@ from jax._src.callback import io_callback_p, pure_callback_p
 from jax._src.config import _check_vma as check_vma  # noqa: F401
 from jax._src.core import NamedAxisEffect
 from jax._src.debugging import debug_callback_p, debug_print_p
+from jax._src.interpreters import batching
 from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit
 from jax._src.state.types import AbstractRef
+from jax.extend import core
 from jax.interpreters import mlir
 
 #: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
@@ -60,6 +62,18 @@ def checkpoint_name_of(eqn: Any) -> str | None:
     if operation(eqn) != "name":
         return None
     return eqn.params["_prim"].name if "_prim" in eqn.params else eqn.params["name"]
+
+
+def batched_jaxpr(jaxpr: Any, axis_data: Any, dims: Any) -> tuple[Any, list[bool]]:
+    """A jaxpr over a batch, closed, and which of its results are batched, along axis 0.
+
+    Args:
+      axis_data: the axis, as a rule of `batching.fancy_primitive_batchers` gets it.
+      dims: of the inputs; None for one that is not batched.
+    """
+    closed = core.ClosedJaxpr(jaxpr, ())
+    to = [batching.zero_if_mapped] * len(jaxpr.outvars)
+    return batching.batch_jaxpr_axes(closed, axis_data, dims, to)
 
 
 def run_backward(eqn: Any, *args: Any) -> list[Any]:

@@ -205,7 +205,7 @@ def test_everything_that_is_written_into_any_module_is_written():
         function = wrap(function)
         x = data((16, 8)) + 3
         outs = [function(drop, norm, x, rngs=rngs) for _ in range(2)]
-        return outs, norm.mean[...], norm.var[...], norm.late[...], norm.seen[...], rngs.count[...]
+        return outs, norm.mean[...], norm.var[...], norm.late[...], norm.seen[...], rngs.default.count[...]
 
     got, want = run(lm.nnx.compress), run(lambda f: f)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)

@@ -9,17 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
-from jax.extend.core.primitives import remat_p
 
 from lowmembp_jax.compression.formats import check_storage
-from lowmembp_jax.compression.jaxprs import every_equation
+from lowmembp_jax.compression.jaxprs import without_consts
 from lowmembp_jax.compression.marks import Marker
-from lowmembp_jax.compression.rules import Fact
-from lowmembp_jax.compression.store import only_stored
+from lowmembp_jax.compression.primitive import How
 from lowmembp_jax.exactness import is_exact
-from lowmembp_jax.jax_internals import is_reference
 from lowmembp_jax.policies import products_saveable
 
 StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
@@ -334,33 +330,27 @@ def stored(
             values.append(None if is_array else leaf)
         arrays = [array for _, array, _ in given.values()]
         closed, shape = traced(_Static(tree, places, values), *arrays)
-        results = _run(closed, arrays, [is_param for *_, is_param in given.values()], differentiable)
+        results = _run(closed, arrays, [is_param for *_, is_param in given.values()], bind)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
-    programs: dict[Any, tuple[core.Jaxpr, Callable[..., Any]]] = {}
+    hows: dict[Any, How] = {}
 
-    def differentiable(jaxpr, is_param):
-        key = id(jaxpr), is_param, is_exact()
-        if key not in programs:
-            dtypes = {} if is_exact() else options.dtypes
-            marker = functools.partial(Marker, dtypes=dtypes, owner=owner)
-            made = _differentiable(jaxpr, is_param, marker, options.policy, options.prevent_cse)
-            programs[key] = jaxpr, made
-        return programs[key][1]
+    def bind(jaxpr, values, is_param):
+        dtypes = {} if is_exact() else options.dtypes
+        marker = Marker(options.policy, dtypes, owner)
+        how = hows.setdefault((is_param, is_exact()), How(marker, is_param, options.prevent_cse))
+        return how.bind(values, jaxpr)
 
     return call
 
 
 def _run(
-    closed: core.ClosedJaxpr,
-    args: Sequence[Any],
-    is_param: Sequence[bool],
-    differentiable: Callable[..., Any],
+    closed: core.ClosedJaxpr, args: Sequence[Any], is_param: Sequence[bool], bind: Callable[..., Any]
 ) -> list[Any]:
     """The results of a traced call of a jitted function."""
     outer = closed.jaxpr
     env = dict(zip((*outer.constvars, *outer.invars), (*closed.consts, *args), strict=True))
-    params = {*outer.constvars}.union(v for v, is_one in zip(outer.invars, is_param) if is_one)
+    flags = dict(zip(outer.invars, is_param, strict=True))
 
     def read(atom):
         return atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -370,75 +360,12 @@ def _run(
         inner, atoms = closed, outer.invars
     else:  # the very trace that `jax.jit` keeps for calls with arguments of this kind
         inner, atoms = eqn.params["jaxpr"], eqn.invars
-    flags = [isinstance(atom, core.Literal) or atom in params for atom in atoms]
-    call = differentiable(inner.jaxpr, (*[True] * len(inner.consts), *flags))
-    results = call(*inner.consts, *map(read, atoms))
+    values = [*inner.consts, *map(read, atoms)]
+    # What is no argument is closed over, and a parameter.
+    given = [True] * len(inner.consts)
+    given += [isinstance(atom, core.Literal) or flags.get(atom, True) for atom in atoms]
+    results = bind(without_consts(inner.jaxpr), values, tuple(given))
     if eqn is None:
         return results
     env |= zip(eqn.outvars, results, strict=True)
     return [read(atom) for atom in outer.outvars]
-
-
-def _differentiable(
-    jaxpr: core.Jaxpr,
-    is_param: Sequence[bool],
-    marker: Callable[..., Marker],
-    policy: Callable[..., Any],
-    prevent_cse: bool,
-) -> Callable[..., list[Any]]:
-    """A jaxpr as a function of its constants and inputs, whose residuals are stored.
-
-    A custom JVP, which sees for each call what is differentiated. The equations of its result that
-    read no tangent are the forward.
-    """
-    arguments = [*jaxpr.constvars, *jaxpr.invars]
-    if any(is_reference(v) for eqn in every_equation(jaxpr) for v in (*eqn.invars, *eqn.outvars)):
-        # JAX has no custom JVP of a function with mutable arrays: this is `jax.checkpoint`.
-        whole = jaxpr.replace(constvars=[], invars=arguments)
-        return functools.partial(
-            remat_p.bind, jaxpr=whole, prevent_cse=prevent_cse, differentiated=False, policy=policy
-        )
-    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=arguments), ()))
-    call = jax.custom_jvp(lambda *values: list(run(*values)))
-    marked: dict[Any, tuple[core.Jaxpr, Sequence[Any], int]] = {}
-    rounds = any(dtype is not None for dtype in marker(policy).dtypes.values())
-
-    def mark(primals, tangents, varied):
-        def pushed(primals, tangents):
-            def of_varied(*given):
-                filled = dict(enumerate(primals)) | dict(zip(varied, given, strict=True))
-                return list(run(*filled.values()))
-
-            y, dy = jax.jvp(of_varied, [primals[i] for i in varied], tangents)
-            return y, [d for d in dy if d.dtype != jax.dtypes.float0]
-
-        closed, (y, dy) = jax.make_jaxpr(pushed, return_shape=True)(primals, tangents)
-        body = closed.jaxpr
-        body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
-        given = [Fact()] * len(closed.consts)
-        given += [Fact(activation=rounds and not p, varied=i in varied) for i, p in enumerate(is_param)]
-        given += [Fact(linear=True)] * len(tangents)
-        wanted = [False] * len(y) + [True] * len(dy)
-        return marker(policy).mark(body, given, wanted), closed.consts, len(y)
-
-    def jvp(primals, tangents):
-        varied = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        given = list(primals), [tangents[i] for i in varied]
-        avals = tuple(map(jax.typeof, jax.tree.leaves(given)))
-        key = tuple(varied), avals
-        if key not in marked:
-            marked[key] = mark(*given, varied)
-        body, consts, count = marked[key]
-        # Not `jax.checkpoint`, which under `jax_remat3` asks another table of rules.
-        results = remat_p.bind(
-            *consts, *jax.tree.leaves(given), jaxpr=body, prevent_cse=prevent_cse,
-            differentiated=False, policy=only_stored,
-        )  # fmt: skip
-        y, dy = results[:count], iter(results[count:])
-        return y, [
-            next(dy) if jnp.issubdtype(a.dtype, jnp.inexact) else np.zeros(a.shape, jax.dtypes.float0)
-            for a in y
-        ]
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call

@@ -1,5 +1,6 @@
 """The one way to walk nested jaxprs: which bodies an equation has, and what they read and give."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,6 +75,12 @@ def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
     read, given = whole(eqn.invars, body.invars), whole(eqn.outvars, body.outvars)
     first = sum(read) - sum(given)
     return [i - first if is_whole and i >= first else None for i, is_whole in enumerate(read)]
+
+
+@functools.lru_cache(maxsize=1024)
+def without_consts(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr with its constants as its first inputs; the same object for the same jaxpr."""
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:

@@ -1,0 +1,158 @@
+"""The primitive `compress`: a jaxpr that is marked where it is differentiated.
+
+As `jax.checkpoint`'s, it is batched before it is differentiated, and each time that it is
+differentiated it sees by which of its inputs.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend import core
+from jax.extend.core.primitives import remat_p
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
+from lowmembp_jax.compression.marks import Marker
+from lowmembp_jax.compression.rules import Fact
+from lowmembp_jax.compression.store import only_stored
+from lowmembp_jax.jax_internals import batched_jaxpr, has_effects, is_reference
+
+
+@dataclass(eq=False)
+class How:
+    """How a jaxpr is compressed.
+
+    Attributes:
+      marker: puts `store` into its derivative.
+      is_param: which of its inputs are parameters.
+      prevent_cse: as of `jax.checkpoint`.
+      marked: the derivatives, by jaxpr, differentiated inputs and types.
+    """
+
+    marker: Marker
+    is_param: tuple[bool, ...]
+    prevent_cse: bool
+    marked: dict[Any, Any] = field(default_factory=dict)
+
+    def bind(self, args, jaxpr):
+        """The results of the jaxpr."""
+        if any(is_reference(v) for e in every_equation(jaxpr) for v in (*e.invars, *e.outvars)):
+            # Mutable arrays are exact: JAX does not say which numbers they hold in the backward.
+            return self.checkpoint(args, jaxpr, self.marker.policy)
+        return compress_p.bind(*args, jaxpr=jaxpr, how=self)
+
+    def of(self, is_param):
+        """The same for another jaxpr."""
+        others = self.marked.setdefault("others", {})
+        return others.setdefault(is_param, How(self.marker, is_param, self.prevent_cse))
+
+    def checkpoint(self, args, jaxpr, policy):
+        # Not `jax.checkpoint`, which under `jax_remat3` asks another table of rules.
+        params = dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
+        return remat_p.bind(*args, jaxpr=jaxpr, **params)
+
+
+compress_p = core.Primitive("compress")
+compress_p.multiple_results = True
+
+
+@compress_p.def_impl
+def _run(*args, jaxpr, how):
+    return eval_jaxpr(jaxpr, (), *args)
+
+
+@compress_p.def_effectful_abstract_eval
+def _results(*args, jaxpr, how):
+    return [var.aval for var in jaxpr.outvars], jaxpr.effects
+
+
+mlir.register_lowering(compress_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _batch(axis_data, args, dims, *, jaxpr, how):
+    closed, is_batched = batched_jaxpr(jaxpr, axis_data, dims)
+    own = how.of((*[True] * len(closed.consts), *how.is_param))
+    results = compress_p.bind(*closed.consts, *args, jaxpr=without_consts(closed.jaxpr), how=own)
+    return results, [0 if one else batching.not_mapped for one in is_batched]
+
+
+batching.fancy_primitive_batchers[compress_p] = _batch
+
+
+def _without_unused(used_outputs, *others):
+    eqn = others[-1]  # JAX 0.12 says before it which inputs are live
+    if not any(used_outputs) and not has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    part, used = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
+    is_param = tuple(one for one, is_used in zip(eqn.params["how"].is_param, used) if is_used)
+    new = eqn.replace(
+        invars=[atom for atom, is_used in zip(eqn.invars, used) if is_used],
+        outvars=[var for var, is_used in zip(eqn.outvars, used_outputs) if is_used],
+        params={"jaxpr": part, "how": eqn.params["how"].of(is_param)},
+        effects=part.effects,
+    )
+    return used, new
+
+
+partial_eval.dce_rules[compress_p] = _without_unused
+
+
+def _partial_eval(trace, *tracers, jaxpr, how):
+    """Results that depend on known inputs alone are known, as those of `jax.checkpoint`."""
+    unknown = {v for v, t in zip(jaxpr.invars, tracers, strict=True) if not t.is_known()}
+    for eqn in jaxpr.eqns:
+        if not unknown.isdisjoint(variables(eqn)):
+            unknown.update(eqn.outvars)
+    is_known = [isinstance(a, core.Literal) or a not in unknown for a in jaxpr.outvars]
+    part, used = partial_eval.dce_jaxpr(jaxpr, is_known)
+    known = iter(eval_jaxpr(part, (), *(t.pval.get_known() for t, u in zip(tracers, used) if u)))
+    rest = trace.default_process_primitive(compress_p, tracers, {"jaxpr": jaxpr, "how": how})
+    return [next(known) if one else result for one, result in zip(is_known, rest, strict=True)]
+
+
+partial_eval.custom_partial_eval_rules[compress_p] = _partial_eval
+
+
+def _jvp(primals, tangents, *, jaxpr, how):
+    varied = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
+    given = list(primals), [tangents[i] for i in varied]
+    leaves = jax.tree.leaves(given)
+    key = id(jaxpr), varied, tuple(map(jax.typeof, leaves))
+    if key not in how.marked:
+        # With the jaxpr, so that its id is that of no other one.
+        how.marked[key] = jaxpr, _differentiated(*given, varied, jaxpr, how)
+    body, consts, is_real = how.marked[key][1]
+    count = len(jaxpr.outvars)
+    results = how.checkpoint([*consts, *leaves], body, only_stored)
+    y, dy = results[:count], iter(results[count:])
+    return y, [next(dy) if real else ad.Zero(jax.typeof(a).to_tangent_aval()) for real, a in zip(is_real, y)]
+
+
+ad.primitive_jvps[compress_p] = _jvp
+
+
+def _differentiated(primals, tangents, varied, jaxpr, how):
+    """The marked jaxpr of `jax.jvp`, its constants, and which results have a tangent."""
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+
+    def pushed(primals, tangents):
+        def of_varied(*given):
+            filled = dict(enumerate(primals)) | dict(zip(varied, given, strict=True))
+            return list(run(*filled.values()))
+
+        y, dy = jax.jvp(of_varied, [primals[i] for i in varied], tangents)
+        return y, [None if d.dtype == jax.dtypes.float0 else d for d in dy]
+
+    closed, (y, dy) = jax.make_jaxpr(pushed, return_shape=True)(primals, tangents)
+    body, is_real = without_consts(closed.jaxpr), [d is not None for d in dy]
+    rounds = any(dtype is not None for dtype in how.marker.dtypes.values())
+    given = [Fact()] * len(closed.consts)
+    given += [
+        Fact(activation=rounds and not is_one, varied=i in varied)
+        for i, is_one in enumerate(how.is_param)
+    ]
+    given += [Fact(linear=True)] * len(tangents)
+    wanted = [False] * len(y) + [True] * sum(is_real)
+    return how.marker.mark(body, given, wanted), closed.consts, is_real
