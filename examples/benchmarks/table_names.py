@@ -10,7 +10,7 @@ BLOCK_METHODS = {
     "compress": ("**`lm.compress`**", "norm, GELU"),
     "compress, attention in bfloat16": ("`lm.compress`, attention in bfloat16", "norm, GELU"),
     "lowmembp_jax": ("**the operators**", "**nothing**"),
-    "compress, lowmembp_jax": ("the operators, in `lm.compress(policy=None)`", "nothing"),
+    "compress, lowmembp_jax": ("the operators, in `lm.compress(policy=lm.everything_saveable)`", "nothing"),
     "lowmembp_jax, its remat policy": (
         "the operators with `lm.checkpoint_policy()`",
         "products, attention, GELU",
@@ -40,7 +40,7 @@ OTHER_MODELS = {
     "compress": "**`lm.compress`**",
     "compress, int8": "the same, int8",
     "compress of full remat": "inputs of blocks alone",
-    "compress, policy=None": "`policy=None`",
+    "compress, everything_saveable": "`lm.everything_saveable`",
 }
 #: Methods of `finetune.json` and `nnx_finetune.json` that have names of the library in them.
 FINETUNED = {
