@@ -75,7 +75,7 @@ def _read_expensively(jaxpr: core.Jaxpr, spread: set[int]) -> set[Any]:
         read = [var for var in jaxprs.variables(eqn) if var in stored]
         if number in spread:
             found.update(*(stored[var] for var in read if var in expensive))
-        elif eqn.primitive is store_p:
+        elif eqn.primitive is store_p and not eqn.params["format"].is_exact:
             stored[eqn.outvars[0]] = frozenset(eqn.outvars)
         elif read and rules.is_elementwise(eqn):
             either = frozenset[Any]().union(*(stored[var] for var in read))
