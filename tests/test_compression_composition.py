@@ -331,6 +331,22 @@ def test_no_array_is_stored_exactly_and_rounded():
     assert found == [("float32", (32, 16)), (F8.name, (32, 16)), ("uint2", (32, 16))]
 
 
+@pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd])
+def test_a_second_derivative_names_the_function(outer):
+    def directional(p):
+        return jnp.sum(jax.jvp(lambda p: lm.compress(layer)(p, X), (p,), (Q,))[1])
+
+    def steepness(p):
+        return jnp.sum(jax.grad(lambda p: jnp.sum(lm.compress(layer)(p, X)))(p) ** 2)
+
+    for function in (directional, steepness):
+        with pytest.raises(NotImplementedError, match=r"lm.compress\(layer\) has no second deriv"):
+            outer(function)(P)
+    exact = lm.compress(layer, dtype=None)
+    got, want = (jax.hessian(lambda p, f=f: jnp.sum(f(p, X)))(P) for f in (exact, layer))
+    assert error(got, want) < 1e-5
+
+
 def test_nested_policies():
     """An outer jax.checkpoint decides, as over another jax.checkpoint."""
     run = lm.compress(layer)
