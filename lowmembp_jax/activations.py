@@ -20,10 +20,10 @@ from jaxtyping import Array, ArrayLike, Float
 
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import call_custom_vjp, compute_dtype, real_array
-from lowmembp_jax.policies import CODES
 from lowmembp_jax.codes import StepTable, encode, slopes
 from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.implementations import choose_implementation
+from lowmembp_jax.policies import CODES
 from lowmembp_jax.step_tables import REGELU2_TABLE, RESILU2_TABLE, STEP_TABLES
 
 
@@ -114,7 +114,9 @@ def _activate(
     if not isinstance(table, StepTable):
         raise TypeError(f"{name}: table must be a StepTable, got {table!r}")
     if is_exact():
-        return jnp.asarray(function(not_minus_inf(x.astype(compute_dtype(x.dtype))))).astype(x.dtype)
+        return jnp.asarray(function(not_minus_inf(x.astype(compute_dtype(x.dtype))))).astype(
+            x.dtype
+        )
     step = _Step(name, function, table, implementation)
     return call_custom_vjp(name, partial(_jitted, step), x)
 

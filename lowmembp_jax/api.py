@@ -7,15 +7,11 @@ from lowmembp_jax.activations import regelu2 as regelu2
 from lowmembp_jax.activations import resilu2 as resilu2
 from lowmembp_jax.activations import silu as silu
 from lowmembp_jax.activations import step_activation as step_activation
-from lowmembp_jax.policies import RESIDUAL_NAMES as RESIDUAL_NAMES
-from lowmembp_jax.policies import checkpoint_policy as checkpoint_policy
 from lowmembp_jax.codes import StepTable as StepTable
 from lowmembp_jax.codes import pack_2bit as pack_2bit
 from lowmembp_jax.codes import unpack_2bit as unpack_2bit
 from lowmembp_jax.compressed_module import compress_module as compress_module
 from lowmembp_jax.compression import compress as compress
-from lowmembp_jax.policies import everything_saveable as everything_saveable
-from lowmembp_jax.policies import products_saveable as products_saveable
 from lowmembp_jax.exactness import exact as exact
 from lowmembp_jax.fidelity import Fidelity as Fidelity
 from lowmembp_jax.fidelity import gradient_distance as gradient_distance
@@ -36,6 +32,10 @@ from lowmembp_jax.norms import ms_layer_norm as ms_layer_norm
 from lowmembp_jax.norms import ms_rms_norm as ms_rms_norm
 from lowmembp_jax.patch_report import PatchReport as PatchReport
 from lowmembp_jax.patching import patch as patch
+from lowmembp_jax.policies import RESIDUAL_NAMES as RESIDUAL_NAMES
+from lowmembp_jax.policies import checkpoint_policy as checkpoint_policy
+from lowmembp_jax.policies import everything_saveable as everything_saveable
+from lowmembp_jax.policies import products_saveable as products_saveable
 from lowmembp_jax.step_tables import REGELU2_TABLE as REGELU2_TABLE
 from lowmembp_jax.step_tables import RESILU2_TABLE as RESILU2_TABLE
 from lowmembp_jax.step_tables import STEP_TABLES as STEP_TABLES

@@ -1,7 +1,7 @@
 """`lm.compress` for Flax linen modules."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax.core import lift
@@ -9,8 +9,6 @@ from flax.linen import transforms
 
 from lowmembp_jax.compression import StorageDtype, check_options, positions, stored
 from lowmembp_jax.policies import products_saveable
-
-Target = TypeVar("Target", bound=Callable[..., Any])
 
 
 def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], name: str):
@@ -29,14 +27,14 @@ def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], n
 
 
 def compress_module(
-    target: Target | None = None,
+    target: Any = None,
     *,
     dtype: StorageDtype = jnp.float8_e4m3fn,
     policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
     methods: Iterable[str] | None = None,
-) -> Target | Callable[[Target], Target]:
+) -> Any:
     """Wraps a linen module class so that its call is compressed by `lm.compress`, as `nn.remat`.
 
         x = lm.compress_module(Block)(features)(x)
@@ -70,8 +68,8 @@ def compress_module(
     numbers = positions("compress_module", "static_argnums", static_argnums)
     if 0 in numbers:
         raise ValueError(
-            f"compress_module: static_argnums: expected positions from 1 on, since 0 is the module, "
-            f"got {static_argnums!r}"
+            f"compress_module: static_argnums: expected positions from 1 on, 0 is the module, got "
+            f"{static_argnums!r}"
         )
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
     transformed: Any = transforms.lift_transform(

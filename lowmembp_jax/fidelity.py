@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, PyTree
 from lowmembp_jax.exactness import exact
 from lowmembp_jax.patching import patch
 
-
 _GOOD = "(plain bfloat16: 0.01 to 0.03; a few percent train as well as the exact gradient)"
 
 

@@ -27,9 +27,9 @@ from lowmembp_jax.arrays import (
     real_array,
     undifferentiated,
 )
+from lowmembp_jax.compression.formats import check_storage, decode, encode, storage_dtype
 from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.implementations import choose_implementation
-from lowmembp_jax.compression.formats import check_storage, decode, encode, storage_dtype
 
 # From here on every slope is 0 or 1, in float64 too, and no power of x is inf.
 _FLAT = 1000.0

@@ -2,9 +2,8 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import extract
@@ -17,8 +16,6 @@ from lowmembp_jax.compression import StorageDtype
 from lowmembp_jax.flax_norms import check_norm, normalize_as
 from lowmembp_jax.implementations import check_implementation
 from lowmembp_jax.policies import products_saveable
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ReGELU2(nnx.Module):
@@ -106,13 +103,13 @@ def apply_norm(fields: Any, holder: Any, x: Array, mask: Array | None, center: b
 
 
 def compress(
-    function: Function | None = None,
+    function: Any = None,
     *,
     dtype: StorageDtype = jnp.float8_e4m3fn,
     policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
-) -> Function | Callable[[Function], Function]:
+) -> Any:
     """Compresses a function of NNX modules and other arguments, as `lm.compress`; see `nnx.remat`.
 
         y = lm.nnx.compress(lambda block, x: block(x))(block, x)
@@ -151,9 +148,11 @@ def compress(
         )
     if isinstance(getattr(function, "__self__", None), nnx.Module):
         module, method = function.__self__, function.__func__
-        options_of = dict(dtype=dtype, policy=policy, prevent_cse=prevent_cse)
-        static = [i + 1 if i >= 0 else i for i in static]
-        return functools.partial(compress(method, static_argnums=static, **options_of), module)
+        run = compress(
+            method, dtype=dtype, policy=policy, prevent_cse=prevent_cse,
+            static_argnums=[i + 1 if i >= 0 else i for i in static],
+        )  # fmt: skip
+        return functools.partial(run, module)
     name = getattr(function, "__name__", type(function).__name__)
 
     def pure(*args, **kwargs):

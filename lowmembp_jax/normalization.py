@@ -26,8 +26,8 @@ from jaxtyping import Array, ArrayLike
 
 from lowmembp_jax import kernel_calls
 from lowmembp_jax.arrays import alike, call_custom_vjp, compute_dtype
-from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from lowmembp_jax.partitioning import with_whole_rows
+from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 from pallas_kernels.row_norm import recovery
 
 Residual = Literal["auto", "normalized", "output"]

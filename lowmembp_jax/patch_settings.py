@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lowmembp_jax.normalization import RESIDUALS, Residual
 from lowmembp_jax.compression.formats import check_storage
+from lowmembp_jax.normalization import RESIDUALS, Residual
 
 ACTIVATIONS, NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
 

@@ -67,7 +67,9 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
 
     # As many rows as are numbers that would be rounded.
     p, x = params(), normal(1024, 64, dtype=jnp.bfloat16)
-    rows = kept(lambda *args: lm.compress(function, policy=lm.everything_saveable)(*args).sum(), p, x)
+    rows = kept(
+        lambda *args: lm.compress(function, policy=lm.everything_saveable)(*args).sum(), p, x
+    )
     wide = [shape for dtype, shape in rows if dtype not in (F8.name, "uint2")]
     assert {(1024,)} <= set(wide) <= {(1024, 1), (1024,)}
     plain = kept(lambda *args: function(*args).sum(), p, x)

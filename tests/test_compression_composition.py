@@ -25,10 +25,11 @@ def layer(p, x):
 
 def near(make, *args, argnums=0, bound=0.08):
     """The gradient of `make(wrap)` with lm.compress is near the one without it, and is another."""
-    got, want = (
-        jax.grad(lambda *a: jnp.sum(make(wrap)(*a) ** 2), argnums)(*args)
-        for wrap in (lm.compress, lambda f: f)
-    )
+
+    def gradient(wrap):
+        return jax.grad(lambda *a: jnp.sum(make(wrap)(*a) ** 2), argnums)(*args)
+
+    got, want = gradient(lm.compress), gradient(lambda f: f)
     assert 0 < error(got, want) < bound
 
 
@@ -41,13 +42,17 @@ def test_one_trace_is_differentiated_by_different_arguments(through):
         return lambda q: run(P, run(q, run(P, X)))
 
     near(make, Q)
-    near(lambda wrap: lambda q, run=through(wrap(layer)): run(q, run(q, X)), Q)
-    near(
-        lambda wrap: lambda p, q, run=through(wrap(layer)): run(p, run(q, X)),
-        P,
-        Q,
-        argnums=(0, 1),
-    )
+
+    def twice(wrap):
+        run = through(wrap(layer))
+        return lambda q: run(q, run(q, X))
+
+    def one_each(wrap):
+        run = through(wrap(layer))
+        return lambda p, q: run(p, run(q, X))
+
+    near(twice, Q)
+    near(one_each, P, Q, argnums=(0, 1))
 
 
 def test_closure_convert():
@@ -248,7 +253,7 @@ def test_products_of_parameters_are_never_rounded():
             run = make(partial(lm.compress, policy=policy))
             rows = lm.memory.residuals(lambda a, b, run=run: jnp.sum(run(a, b)), a, b).rows
             rounded = {row.shape for row in rows if row.dtype == F8.name}
-            assert rounded and all(16 != shape[0] or shape == (16, 2) for shape in rounded)
+            assert rounded and all(shape[0] != 16 or shape == (16, 2) for shape in rounded)
             assert not any(shape[-2:] == (16, 16) for shape in rounded)
 
 

@@ -1,7 +1,5 @@
 """What lm.compress does not take, and what it warns of."""
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,11 @@ def _linear():
         (lambda: lm.compress(block, static_argnums=True), TypeError, "static_argnums: .*got True"),
         (lambda: lm.compress(block, dtype={3: "int8"}), TypeError, "dtype: .*as keys, got 3"),
         (lambda: lm.compress(nn.Dense), TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
-        (lambda: lm.compress(nn.Dense(3)), TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+        (
+            lambda: lm.compress(nn.Dense(3)),
+            TypeError,
+            r"class Dense; .*lm.compress_module\(Dense\)",
+        ),
         (lambda: lm.compress(nnx.Linear), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
         (lambda: lm.compress(_linear()), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
         (lambda: lm.compress(3), TypeError, "fun: expected a function, got 3"),
@@ -106,7 +108,9 @@ def test_an_activation_in_the_place_of_the_parameters_is_said():
 
 def test_parameters_in_the_place_of_an_activation_are_said_once():
     run = lm.compress(lambda x, p: block(p, x))
-    with pytest.warns(UserWarning, match="argument 1 of <lambda> is a tree .*params_argnums") as said:
+    with pytest.warns(
+        UserWarning, match="argument 1 of <lambda> is a tree .*params_argnums"
+    ) as said:
         run(normal(32, 64), params())
         run(normal(32, 64), params())
     assert len(said) == 1 and said[0].filename == __file__

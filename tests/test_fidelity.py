@@ -113,5 +113,7 @@ def test_inside_exact_nothing_approximates(problem):
     assert lm.gradient_distance(patched(params, x), exact).error > 0.01  # traced again outside
     assert of_ours(lm.gelu, jax.nn.gelu, x) < 1e-6
     assert of_ours(lm.silu, jax.nn.silu, x) < 1e-6
-    assert of_ours(lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x, x) < 1e-6
+    assert (
+        of_ours(lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x, x) < 1e-6
+    )
     assert of_ours(lm.compress(jnp.tanh, params_argnums=()), jnp.tanh, x) < 1e-6

@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
-
 ROWS, WIDTH, RANK = 256, 64, 4
 
 

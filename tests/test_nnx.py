@@ -186,7 +186,7 @@ def test_errors_of_compress():
     with pytest.raises(ValueError, match="dtype"):
         lm.nnx.compress(Block.__call__, dtype=jnp.float16)
     run = lm.nnx.compress(lambda module, x: module(x), static_argnums=4)
-    with pytest.raises(ValueError, match="nnx.compress: static_argnums: .* 2 positional .*got 4"):
+    with pytest.raises(ValueError, match=r"nnx.compress: static_argnums: .* 2 positional .*got 4"):
         run(Block(8, nnx.Rngs(0)), data((4, 8)))
 
 
@@ -205,7 +205,14 @@ def test_everything_that_is_written_into_any_module_is_written():
         function = wrap(function)
         x = data((16, 8)) + 3
         outs = [function(drop, norm, x, rngs=rngs) for _ in range(2)]
-        return outs, norm.mean[...], norm.var[...], norm.late[...], norm.seen[...], rngs.default.count[...]
+        return (
+            outs,
+            norm.mean[...],
+            norm.var[...],
+            norm.late[...],
+            norm.seen[...],
+            rngs.default.count[...],
+        )
 
     got, want = run(lm.nnx.compress), run(lambda f: f)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)

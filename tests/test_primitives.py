@@ -30,7 +30,8 @@ FUNCTIONS = {}
 
 def add(prefix, module, names, prepare=lambda h: h):
     for name in names.split():
-        FUNCTIONS[f"{prefix}.{name}"] = lambda h, f=getattr(module, name): f(prepare(h))
+        function = getattr(module, name)
+        FUNCTIONS[f"{prefix}.{name}"] = lambda h, f=function: f(prepare(h))
 
 
 add("lax", lax, "abs asinh atan cbrt cos cosh erf erfc exp exp2 expm1 logistic neg")
@@ -73,7 +74,9 @@ FUNCTIONS |= {
     "rel_entr": lambda h: jax.scipy.special.rel_entr(unit(h), unit(-h)),
     "betainc": lambda h: jax.scipy.special.betainc(2.0, 3.0, unit(h)),
     "log1mexp": lambda h: jnp.log1p(-jnp.exp(-jnp.abs(h) - 1e-3)),
-    "spectrum": lambda h: jnp.log1p(jnp.abs(jnp.fft.fft(1e3 * h * jnp.exp(-jnp.arange(16.0)))) ** 2),
+    "spectrum": lambda h: jnp.log1p(
+        jnp.abs(jnp.fft.fft(1e3 * h * jnp.exp(-jnp.arange(16.0)))) ** 2
+    ),
     "fft": lambda h: jnp.abs(jnp.fft.fft(h)),
     "phase": lambda h: jnp.real(jnp.exp(30j * h)),
     "tan": lambda h: jnp.tan(3 * h),
@@ -83,15 +86,18 @@ FUNCTIONS |= {
     "cancel_exp": lambda h: jnp.expm1(h) / h,
     "log_in_custom_jvp": lambda h: _log(jnp.abs(h) + 1e-3),
     "large_logits": lambda h: jax.nn.softmax(10 * h),
-    "softmax_by_hand": lambda h: jnp.exp(h - h.max(1, keepdims=True))
-    / jnp.exp(h - h.max(1, keepdims=True)).sum(1, keepdims=True),
+    "softmax_by_hand": lambda h: (
+        jnp.exp(h - h.max(1, keepdims=True))
+        / jnp.exp(h - h.max(1, keepdims=True)).sum(1, keepdims=True)
+    ),
     "softmax_of_float16": lambda h: jax.nn.softmax(h.astype(jnp.float16)).astype(jnp.float32),
     "layer_norm": lambda h: (h - h.mean(1, keepdims=True)) / (h.std(1, keepdims=True) + 1e-6),
     "rms_norm": lambda h: h * lax.rsqrt((h * h).mean(1, keepdims=True) + 1e-6),
     "l2_norm": lambda h: h / jnp.linalg.norm(h, axis=1, keepdims=True),
     "weight_standardization": lambda h: (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5),
-    "cosine_similarity": lambda h: (h @ h.T)
-    / (jnp.linalg.norm(h, axis=1)[:, None] * jnp.linalg.norm(h, axis=1)[None]),
+    "cosine_similarity": lambda h: (
+        (h @ h.T) / (jnp.linalg.norm(h, axis=1)[:, None] * jnp.linalg.norm(h, axis=1)[None])
+    ),
     "distance": lambda h: jnp.sqrt(((h[:, None] - h[None]) ** 2).sum(-1) + 1e-3),
     "gumbel": lambda h: -jnp.log(-jnp.log(unit(h))),
     "top_k": lambda h: lax.top_k(h, 3)[0] * jnp.arange(3.0),
@@ -101,21 +107,24 @@ FUNCTIONS |= {
     "scan_log": lambda h: lax.scan(
         lambda c, a: (c + a, jnp.log(jnp.abs(c) + 0.1)), jnp.zeros(WIDTH), h
     )[1],
-    "while_of_a_constant": lambda h: h
-    * lax.while_loop(lambda s: s < 3.0, lambda s: s + 1, lax.stop_gradient(h.sum() * 0)),
+    "while_of_a_constant": lambda h: (
+        h * lax.while_loop(lambda s: s < 3.0, lambda s: s + 1, lax.stop_gradient(h.sum() * 0))
+    ),
     "max_pool": lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"),
     "avg_pool": lambda h: lax.reduce_window(h, 0.0, lax.add, (3, 1), (1, 1), "SAME") ** 2,
     "min_pool": lambda h: lax.reduce_window(h, jnp.inf, lax.min, (3, 1), (1, 1), "SAME"),
     "conv": lambda h: jnp.tanh(
-        lax.conv_general_dilated(h[None], jnp.stack([W, W.T, W]), (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+        lax.conv_general_dilated(
+            h[None], jnp.stack([W, W.T, W]), (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+        )
     ),
     "prod": lambda h: jnp.prod(h, 1),
     "einsum_of_itself": lambda h: jnp.einsum("ij,kj,kl->il", h, h, h),
     "update_slice": lambda h: lax.dynamic_update_slice(h, jnp.sin(h[:2]), (3, 0)) ** 2,
     "dynamic_slice": lambda h: lax.dynamic_slice(h, (jnp.argmax(h[:, 0]), 0), (2, WIDTH)) ** 2,
     "scatter_add": lambda h: jnp.zeros_like(h).at[jnp.argmax(h, 1)].add(h) ** 2,
-    "scatter_mul": lambda h: jnp.ones_like(h).at[jnp.arange(ROWS)[::-1]].mul(
-        h, unique_indices=True
+    "scatter_mul": lambda h: (
+        jnp.ones_like(h).at[jnp.arange(ROWS)[::-1]].mul(h, unique_indices=True)
     ),
     "scatter_max": lambda h: jnp.zeros_like(h).at[jnp.arange(ROWS) // 2].max(h),
     "scatter_min": lambda h: jnp.zeros_like(h).at[jnp.arange(ROWS) // 2].min(h),
@@ -167,7 +176,9 @@ AMPLIFY = {"linalg.pinv": 0.6, "linalg.eigh": 0.6, "linalg.svd": 0.6}
 def loss(function, w, x):
     y = function(lambda w, x: x @ w)(w, x)
     leaves = [jnp.real(leaf) for leaf in jax.tree.leaves(y)]
-    return sum(jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)) for leaf in leaves)
+    return sum(
+        jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)) for leaf in leaves
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +193,9 @@ def test_the_gradient_is_near_the_exact_one(name, dtype):
     f = FUNCTIONS[name]
 
     def gradient(wrap):
-        return jax.jit(jax.grad(lambda w, x: loss(lambda dense: wrap(lambda w, x: f(dense(w, x))), w, x)))
+        return jax.jit(
+            jax.grad(lambda w, x: loss(lambda dense: wrap(lambda w, x: f(dense(w, x))), w, x))
+        )
 
     got = gradient(lambda f: lm.compress(f, dtype=dtype))(W, X)
     want = gradient(lambda f: f)(W, X)
@@ -198,6 +211,8 @@ def test_every_differentiable_primitive_is_tested():
         for jaxpr in (jax.make_jaxpr(wrapped)(W, X), jax.make_jaxpr(jax.grad(wrapped))(W, X)):
             seen |= {eqn.primitive.name for eqn in every_equation(jaxpr.jaxpr)}
     every = {
-        p.name for name, p in vars(primitives).items() if name.endswith("_p") and p in ad.primitive_jvps
+        p.name
+        for name, p in vars(primitives).items()
+        if name.endswith("_p") and p in ad.primitive_jvps
     }
     assert every - seen == set()

@@ -23,7 +23,9 @@ def product(x, **options):
 
 def stored(x, implementation):
     del implementation
-    return lm.compress(lambda x: x * jnp.sin(x), params_argnums=(), policy=lm.everything_saveable)(x)
+    return lm.compress(lambda x: x * jnp.sin(x), params_argnums=(), policy=lm.everything_saveable)(
+        x
+    )
 
 
 ELEMENTWISE = {

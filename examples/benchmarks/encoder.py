@@ -92,7 +92,9 @@ METHODS: dict[str, Method] = {
     ),
     "lowmembp_jax": _ours,
     "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),
-    "compress, lowmembp_jax": Method(_ours.norm, _ours.activation, partial(_compress, policy=lm.everything_saveable)),
+    "compress, lowmembp_jax": Method(
+        _ours.norm, _ours.activation, partial(_compress, policy=lm.everything_saveable)
+    ),
     "lowmembp_jax, its remat policy": Method(
         _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
     ),

@@ -157,9 +157,7 @@ METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
     "compress": lm.compress_module,
     "compress, int8": partial(lm.compress_module, dtype=jnp.int8),
     "compress of full remat": partial(lm.compress_module, policy=_POLICIES.nothing_saveable),
-    "compress, everything_saveable": partial(
-        lm.compress_module, policy=lm.everything_saveable
-    ),
+    "compress, everything_saveable": partial(lm.compress_module, policy=lm.everything_saveable),
 }
 #: Those whose gradient is not exact.
 ROUNDED = [method for method in METHODS if method.startswith("compress")]

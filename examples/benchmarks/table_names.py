@@ -10,7 +10,10 @@ BLOCK_METHODS = {
     "compress": ("**`lm.compress`**", "norm, GELU"),
     "compress, attention in bfloat16": ("`lm.compress`, attention in bfloat16", "norm, GELU"),
     "lowmembp_jax": ("**the operators**", "**nothing**"),
-    "compress, lowmembp_jax": ("the operators, in `lm.compress(policy=lm.everything_saveable)`", "nothing"),
+    "compress, lowmembp_jax": (
+        "the operators, in `lm.compress(policy=lm.everything_saveable)`",
+        "nothing",
+    ),
     "lowmembp_jax, its remat policy": (
         "the operators with `lm.checkpoint_policy()`",
         "products, attention, GELU",

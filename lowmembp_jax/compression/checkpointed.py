@@ -29,9 +29,7 @@ class Options(NamedTuple):
     prevent_cse: bool
 
 
-def check_options(
-    name: str, dtype: StorageDtype, policy: Any, prevent_cse: bool = True
-) -> Options:
+def check_options(name: str, dtype: StorageDtype, policy: Any, prevent_cse: bool = True) -> Options:
     """The options of the function `name`; raises what `compress` raises for them."""
     for key, given in dtype.items() if isinstance(dtype, Mapping) else [(None, dtype)]:
         if not isinstance(key, str | None):
@@ -47,7 +45,7 @@ def check_options(
         raise TypeError(f"{name}: policy: expected a callable, got {policy!r}")
     if not isinstance(prevent_cse, bool):
         raise TypeError(f"{name}: prevent_cse: expected True or False, got {prevent_cse!r}")
-    dtypes = dict(dtype) if isinstance(dtype, Mapping) else {None: dtype}
+    dtypes: dict[Any, Any] = dict(dtype) if isinstance(dtype, Mapping) else {None: dtype}
     return Options(dtypes, policy, prevent_cse)
 
 
@@ -104,8 +102,8 @@ def compress(
 
     Warns:
       UserWarning: every argument holds parameters, so that there is nothing to store; an argument
-        that is not in `params_argnums` is a tree of several arrays, which may be parameters; `dtype`
-        names an array that is not stored.
+        that is not in `params_argnums` is a tree of several arrays, which may be parameters;
+        `dtype` names an array that is not stored.
 
     Raises:
       ValueError: `dtype` is not a storage format; `policy` is None, or offloads, which is seen when
@@ -195,9 +193,7 @@ def positions(function: str, name: str, argnums: int | Iterable[int]) -> tuple[i
         ) from None
 
 
-def in_range(
-    function: str, name: str, positions: Sequence[int], args: Sequence[Any]
-) -> set[int]:
+def in_range(function: str, name: str, positions: Sequence[int], args: Sequence[Any]) -> set[int]:
     """The positions among `args`, from 0 on.
 
     Raises:
@@ -206,8 +202,8 @@ def in_range(
     for one in positions:
         if not -len(args) <= one < len(args):
             raise ValueError(
-                f"{function}: {name}: expected positions of the {len(args)} positional arguments of "
-                f"the call, got {one}"
+                f"{function}: {name}: expected positions of the {len(args)} positional arguments "
+                f"of the call, got {one}"
             )
     return {one % len(args) for one in positions}
 
@@ -242,7 +238,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 class _Static:
-    """What is not traced of a call. It is hashed by value where possible, as in `jax.checkpoint`."""
+    """What is not traced of a call, hashed by value where possible, as in `jax.checkpoint`."""
 
     def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
         self.tree, self.places, self.values = tree, tuple(places), tuple(values)
@@ -309,7 +305,6 @@ def stored(
 
     run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     traced = jax.make_jaxpr(jax.jit(run, static_argnums=0), static_argnums=0, return_shape=True)
-    calls: dict[Any, tuple[core.Jaxpr, Callable[..., Any]]] = {}
 
     def call(args, kwargs, params, static):
         args = tuple(_Constant(arg) if i in static else arg for i, arg in enumerate(args))
@@ -345,7 +340,10 @@ def stored(
 
 
 def _run(
-    closed: core.ClosedJaxpr, args: Sequence[Any], is_param: Sequence[bool], bind: Callable[..., Any]
+    closed: core.ClosedJaxpr,
+    args: Sequence[Any],
+    is_param: Sequence[bool],
+    bind: Callable[..., Any],
 ) -> list[Any]:
     """The results of a traced call of a jitted function."""
     outer = closed.jaxpr

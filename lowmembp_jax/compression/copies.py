@@ -68,7 +68,7 @@ def _spread(jaxpr: core.Jaxpr, linear: list[bool]) -> set[int]:
 
 
 def _read_expensively(jaxpr: core.Jaxpr, spread: set[int]) -> set[Any]:
-    """The stored arrays from which these equations' operands are computed by expensive functions."""
+    """The stored arrays that these equations read through expensive functions."""
     stored: dict[Any, frozenset[Any]] = {}
     expensive, found = set[Any](), set[Any]()
     for number, eqn in enumerate(jaxpr.eqns):

@@ -126,9 +126,10 @@ def without_calls_of(jaxpr: core.Jaxpr, is_small: Callable[[core.JaxprEqn], bool
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        inner = bodies(eqn) if eqn.primitive.name == "jit" else []
-        body = inner and without_calls_of(inner[0], is_small)
-        if not body or body.constvars or not all(map(is_small, body.eqns)):
+        body = None
+        if eqn.primitive.name == "jit":
+            body = without_calls_of(bodies(eqn)[0], is_small)
+        if body is None or body.constvars or not all(map(is_small, body.eqns)):
             new.append(eqn.replace(invars=operands))
             continue
         env = dict(zip(body.invars, operands, strict=True))

@@ -4,6 +4,7 @@ As `jax.checkpoint`'s, it is batched before it is differentiated, and each time 
 differentiated it sees by which of its inputs.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ from jax.extend import core
 from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
+from lowmembp_jax.compression.facts import Fact
 from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
 from lowmembp_jax.compression.marks import Marker
-from lowmembp_jax.compression.rules import Fact
 from lowmembp_jax.compression.store import only_stored
 from lowmembp_jax.jax_internals import batched_jaxpr, has_effects, is_reference
 
@@ -75,7 +76,7 @@ def _batch(axis_data, args, dims, *, jaxpr, how):
     closed, is_batched = batched_jaxpr(jaxpr, axis_data, dims)
     own = how.of((*[True] * len(closed.consts), *how.is_param))
     results = compress_p.bind(*closed.consts, *args, jaxpr=without_consts(closed.jaxpr), how=own)
-    return results, [0 if one else batching.not_mapped for one in is_batched]
+    return results, [0 if one else None for one in is_batched]
 
 
 batching.fancy_primitive_batchers[compress_p] = _batch
@@ -86,10 +87,10 @@ def _without_unused(used_outputs, *others):
     if not any(used_outputs) and not has_effects(eqn):
         return [False] * len(eqn.invars), None
     part, used = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
-    is_param = tuple(one for one, is_used in zip(eqn.params["how"].is_param, used) if is_used)
+    is_param = tuple(itertools.compress(eqn.params["how"].is_param, used))
     new = eqn.replace(
-        invars=[atom for atom, is_used in zip(eqn.invars, used) if is_used],
-        outvars=[var for var, is_used in zip(eqn.outvars, used_outputs) if is_used],
+        invars=[*itertools.compress(eqn.invars, used)],
+        outvars=[*itertools.compress(eqn.outvars, used_outputs)],
         params={"jaxpr": part, "how": eqn.params["how"].of(is_param)},
         effects=part.effects,
     )
@@ -107,7 +108,8 @@ def _partial_eval(trace, *tracers, jaxpr, how):
             unknown.update(eqn.outvars)
     is_known = [isinstance(a, core.Literal) or a not in unknown for a in jaxpr.outvars]
     part, used = partial_eval.dce_jaxpr(jaxpr, is_known)
-    known = iter(eval_jaxpr(part, (), *(t.pval.get_known() for t, u in zip(tracers, used) if u)))
+    known_inputs = (t.pval.get_known() for t in itertools.compress(tracers, used))
+    known = iter(eval_jaxpr(part, (), *known_inputs))
     rest = trace.default_process_primitive(compress_p, tracers, {"jaxpr": jaxpr, "how": how})
     return [next(known) if one else result for one, result in zip(is_known, rest, strict=True)]
 
@@ -127,7 +129,10 @@ def _jvp(primals, tangents, *, jaxpr, how):
     count = len(jaxpr.outvars)
     results = how.checkpoint([*consts, *leaves], body, only_stored)
     y, dy = results[:count], iter(results[count:])
-    return y, [next(dy) if real else ad.Zero(jax.typeof(a).to_tangent_aval()) for real, a in zip(is_real, y)]
+    return y, [
+        next(dy) if real else ad.Zero(jax.typeof(a).to_tangent_aval())
+        for real, a in zip(is_real, y, strict=True)
+    ]
 
 
 ad.primitive_jvps[compress_p] = _jvp

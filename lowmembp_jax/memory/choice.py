@@ -13,6 +13,7 @@ _NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
 _PATCH = f"with lm.patch():{_NEAR}\n    loss, grads = jax.value_and_grad(loss_fn)(params)"
 _DOTS = "jax.checkpoint_policies.dots_saveable"
 _OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
+_EVERYTHING = "lm.everything_saveable"
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"
 
 #: The lines of code that switch each method on, for a Flax model of layers `Block`.
@@ -26,7 +27,7 @@ HOW: dict[str, str] = {
     "compress+remat": f"Block = lm.compress_module(Block, policy={_NOTHING}){_NEAR}",
     "lowmembp": _PATCH,
     "lowmembp+remat": f"Block = nn.remat(Block, policy=lm.checkpoint_policy())\n{_PATCH}",
-    "lowmembp+compress": f"Block = lm.compress_module(Block, policy=lm.everything_saveable)\n{_PATCH}",
+    "lowmembp+compress": f"Block = lm.compress_module(Block, policy={_EVERYTHING})\n{_PATCH}",
     "offload": f"Block = nn.remat(Block, policy={_OFFLOAD})",
 }
 

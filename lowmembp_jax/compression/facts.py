@@ -1,0 +1,259 @@
+"""What is known of each variable of a differentiated function, from its inputs downwards."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from lowmembp_jax.compression import jaxprs, rules
+from lowmembp_jax.jax_internals import operation
+
+#: Whether a policy saves the results of an equation.
+Saves = Callable[[core.JaxprEqn], bool]
+
+
+class Fact(NamedTuple):
+    """What is known of a variable of the differentiated function.
+
+    Attributes:
+      activation: depends on an argument that is no parameter.
+      varied: depends on what is differentiated.
+      linear: depends on a tangent: the backward computes it, and the forward does not.
+      random: depends on random numbers.
+      bounds: the interval that its elements are in.
+      source: the variable that has the same elements, perhaps in another shape.
+      above: variables that no element of which is larger than this one's.
+      shifted: is x - max(x), or the like: exp of it is a softmax.
+      reduced: is made of reductions, such as the statistics of a norm, and of parameters alone.
+      term: is made without work of results that the policy saves.
+      at_hand: is made, elementwise, of an array of its size that the policy saves.
+    """
+
+    activation: bool = False
+    varied: bool = False
+    linear: bool = False
+    random: bool = False
+    bounds: rules.Interval = rules.ANYWHERE
+    source: Any = None
+    above: frozenset[Any] = frozenset()
+    shifted: bool = False
+    reduced: bool = False
+    term: bool = False
+    at_hand: bool = False
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it may be made of rounded numbers in the backward."""
+        return self.activation and self.varied and not self.linear
+
+
+class Facts(NamedTuple):
+    """The facts of a jaxpr's variables.
+
+    Attributes:
+      of: by variable.
+      inside: those of the bodies of its equations, by number.
+      named: variables that the policy saves under a name that they get later.
+    """
+
+    of: dict[Any, Fact]
+    inside: dict[int, list["Facts"]]
+    named: set[Any]
+
+    def read(self, eqn: core.JaxprEqn) -> list[Fact]:
+        return [fact_of(self.of, atom) for atom in eqn.invars]
+
+
+def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
+    if isinstance(atom, core.Literal):
+        return Fact(bounds=_literal_bounds(atom))
+    return of.get(atom, Fact())
+
+
+def of_any(read: Sequence[Fact]) -> Fact:
+    """What is so of a value that is computed from others."""
+    return Fact(
+        activation=any(fact.activation for fact in read),
+        varied=any(fact.varied for fact in read),
+        linear=any(fact.linear for fact in read),
+        random=any(fact.random for fact in read),
+    )
+
+
+def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], saves: Saves) -> Facts:
+    """The facts of all variables, from those of the jaxpr's inputs."""
+    of: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+    found, infinite = Facts(of, {}, set()), set[Any]()
+    for number, eqn in enumerate(jaxpr.eqns):
+        read = found.read(eqn)
+        bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
+        if bodies:
+            results = _inside(found, number, eqn, bodies, saves)
+        elif operation(eqn) == "eq" and any(fact.bounds[0] == math.inf for fact in read):
+            infinite.add(eqn.outvars[0])
+            results = [of_any(read)]
+        elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
+            results = [read[1]]  # as of what is not infinite
+        else:
+            results = _of_results(eqn, read, saves)
+        if operation(eqn) == "name" and saves(eqn) and read[0].source is not None:
+            found.named.add(read[0].source)
+        sources = {fact.source for fact in read} - {None}
+        for var, fact in zip(eqn.outvars, results, strict=True):
+            of[var] = fact if fact.source in sources else fact._replace(source=var)
+    return found
+
+
+def _inside(found: Facts, number: int, eqn, bodies, saves: Saves) -> list[Fact]:
+    read = [fact_of(found.of, atom) for atom in jaxprs.operands(eqn)]
+    is_slice = [
+        getattr(a.aval, "shape", None) != getattr(v.aval, "shape", None)
+        for a, v in zip(jaxprs.operands(eqn), bodies[0].invars, strict=True)
+    ]
+    back = jaxprs.carried(eqn, bodies[0])
+    given = [
+        of_any([fact]) if is_part or out is not None else fact
+        for fact, is_part, out in zip(read, is_slice, back, strict=True)
+    ]
+    while True:
+        inside = [find_facts(body, given, saves) for body in bodies]
+        every = [
+            [fact_of(facts.of, body.outvars[i]) for facts, body in zip(inside, bodies, strict=True)]
+            for i in range(len(eqn.outvars))
+        ]
+        results = [facts[0] if len(facts) == 1 else of_any(facts) for facts in every]
+        after = [
+            fact if out is None else of_any([fact, results[out]])
+            for fact, out in zip(given, back, strict=True)
+        ]
+        if after == given:
+            break
+        given = after
+    found.inside[number] = inside
+    if eqn.primitive.name == "cond":  # which branch ran is a fact of the results
+        index = of_any([fact_of(found.of, eqn.invars[0])])
+        results = [of_any([fact, index]) for fact in results]
+    if eqn.primitive.name in ("scan", "shard_map"):
+        results = [of_any([fact])._replace(bounds=fact.bounds) for fact in results]
+    return results
+
+
+def _of_results(eqn: Any, read: list[Fact], saves: Saves) -> list[Fact]:
+    name, either = operation(eqn), of_any(read)
+    if name in rules.RANDOM:
+        either = either._replace(random=True)
+    if either.linear:
+        return [either] * len(eqn.outvars)
+    if name == "optimization_barrier":
+        return [fact._replace(source=None, above=frozenset(), shifted=False) for fact in read]
+    first = read[0] if read else Fact()
+    passes = name in rules.PASSED
+    is_saved = saves(eqn) and (not passes or name == "name")
+    own = either._replace(bounds=_bounds(eqn, [fact.bounds for fact in read]))
+    if passes and name not in ("neg", "rev", "transpose") and not _narrows(eqn):
+        own = own._replace(source=first.source, above=first.above, shifted=first.shifted)
+    if name in ("reduce_max", "logaddexp"):
+        own = own._replace(above=frozenset(fact.source for fact in read if fact.source))
+    if name in ("max", "pmax"):
+        own = own._replace(above=frozenset[Any]().union(*(fact.above for fact in read)))
+    if name == "sub" and first.source is not None and first.source in read[1].above:
+        own = own._replace(bounds=(-math.inf, 0), shifted=eqn.invars[0].aval.shape != ())
+    ours = [fact for fact in read if fact.activation]
+    scales = len(ours) == 1 and (name == "mul" or (name == "div" and first.activation))
+    is_made = passes or scales or name in ("add", "sub")
+    out = eqn.outvars[0] if eqn.outvars else None
+    near = any(
+        fact.at_hand and _size(atom) == _size(out)
+        for fact, atom in zip(read, eqn.invars, strict=True)
+    )
+    own = own._replace(
+        reduced=name in rules.REDUCTIONS
+        or (bool(ours) and all(fact.reduced for fact in read if fact.lossy)),
+        term=is_saved or (is_made and bool(ours) and all(fact.term for fact in ours)),
+        at_hand=is_saved or near,
+    )
+    others = either._replace(term=is_saved, at_hand=is_saved)
+    return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
+
+
+def _narrows(eqn: Any) -> bool:
+    """Whether an equation is a cast to a smaller dtype."""
+    if operation(eqn) != "convert_element_type":
+        return False
+    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
+
+
+def _size(atom: Any) -> Any:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _corners(
+    f: Callable[[float, float], float], a: rules.Interval, b: rules.Interval
+) -> rules.Interval:
+    values = [f(x, y) for x in a for y in b]
+    if any(map(math.isnan, values)):  # inf - inf, 0 * inf
+        return rules.ANYWHERE
+    return min(values), max(values)
+
+
+def _even(a: rules.Interval) -> rules.Interval:
+    most = max(map(abs, a))
+    return (0 if a[0] <= 0 <= a[1] else min(map(abs, a))), most
+
+
+_UNARY: dict[str, Callable[[rules.Interval], rules.Interval]] = {
+    "abs": _even,
+    "cos": lambda a: (-1, 1),
+    "erf": lambda a: (-1, 1),
+    "erfc": lambda a: (0, 2),
+    "exp": lambda a: (_exp(a[0]), _exp(a[1])),
+    "exp_neg_sq": lambda a: (0, 1),
+    "logistic": lambda a: (0, 1),
+    "neg": lambda a: (-a[1], -a[0]),
+    "sin": lambda a: (-1, 1),
+    "square": lambda a: (_even(a)[0] ** 2, _even(a)[1] ** 2),
+    "tanh": lambda a: (-1, 1),
+}
+_SAME = (rules.PASSED - {"neg"}) | {"reduce_max", "reduce_min", "pmax", "pmin", "slice", "gather"}
+
+
+def _bounds(eqn: core.JaxprEqn, given: list[rules.Interval]) -> rules.Interval:
+    """The interval of the first result's elements, from the intervals of the operands."""
+    name = operation(eqn)
+    if name in _UNARY:
+        return _UNARY[name](given[0])
+    if name in _SAME:
+        return given[0]
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        return _UNARY["square"](given[0])
+    if name == "mul" and eqn.invars[0] is eqn.invars[1]:
+        return _UNARY["square"](given[0])
+    if name in ("add", "add_any"):
+        return _corners(lambda x, y: x + y, *given)
+    if name == "sub":
+        return _corners(lambda x, y: x - y, *given)
+    if name == "mul":
+        return _corners(lambda x, y: x * y, *given)
+    if name == "max":
+        return max(given[0][0], given[1][0]), max(given[0][1], given[1][1])
+    if name == "min":
+        return min(given[0][0], given[1][0]), min(given[0][1], given[1][1])
+    if name == "logaddexp":
+        return max(given[0][0], given[1][0]), math.inf
+    if name == "select_n":
+        return min(low for low, _ in given[1:]), max(high for _, high in given[1:])
+    return rules.ANYWHERE
+
+
+def _literal_bounds(atom: Any) -> rules.Interval:
+    """The interval of a number in the program."""
+    if np.ndim(atom.val) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        return rules.ANYWHERE
+    return float(atom.val), float(atom.val)
