@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
 
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.jax_internals import operation
+from lowmembp_jax.policies import everything_saveable
 
-#: Whether a policy saves the results of an equation.
-Saves = Callable[[core.JaxprEqn], bool]
+Policy = Callable[..., Any]
 
 
 class Fact(NamedTuple):
@@ -56,11 +58,13 @@ class Facts(NamedTuple):
     Attributes:
       of: by variable.
       inside: those of the bodies of its equations, by number.
+      saved: numbers of the equations whose results the policy saves.
       named: variables that the policy saves under a name that they get later.
     """
 
     of: dict[Any, Fact]
     inside: dict[int, list["Facts"]]
+    saved: set[int]
     named: set[Any]
 
     def read(self, eqn: core.JaxprEqn) -> list[Fact]:
@@ -83,43 +87,50 @@ def of_any(read: Sequence[Fact]) -> Fact:
     )
 
 
-def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], saves: Saves) -> Facts:
+def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Facts:
     """The facts of all variables, from those of the jaxpr's inputs."""
     of: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
-    found, infinite = Facts(of, {}, set()), set[Any]()
+    found, infinite = Facts(of, {}, set(), set()), set[Any]()
     for number, eqn in enumerate(jaxpr.eqns):
         read = found.read(eqn)
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
-            results = _inside(found, number, eqn, bodies, saves)
+            results = _inside(found, number, eqn, bodies, policy)
         elif operation(eqn) == "eq" and any(fact.bounds[0] == math.inf for fact in read):
             infinite.add(eqn.outvars[0])
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
             results = [read[1]]  # as of what is not infinite
         else:
-            results = _of_results(eqn, read, saves)
-        if operation(eqn) == "name" and saves(eqn) and read[0].source is not None:
-            found.named.add(read[0].source)
+            is_saved = _saves(policy, eqn)
+            results = _of_results(eqn, read, is_saved)
+            if is_saved and operation(eqn) == "name":
+                found.named.add(read[0].source)
+            elif is_saved and operation(eqn) not in rules.PASSED:
+                found.saved.add(number)
         sources = {fact.source for fact in read} - {None}
         for var, fact in zip(eqn.outvars, results, strict=True):
             of[var] = fact if fact.source in sources else fact._replace(source=var)
     return found
 
 
-def _inside(found: Facts, number: int, eqn, bodies, saves: Saves) -> list[Fact]:
+def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact]:
     read = [fact_of(found.of, atom) for atom in jaxprs.operands(eqn)]
     is_slice = [
         getattr(a.aval, "shape", None) != getattr(v.aval, "shape", None)
         for a, v in zip(jaxprs.operands(eqn), bodies[0].invars, strict=True)
     ]
     back = jaxprs.carried(eqn, bodies[0])
+    if policy is everything_saveable and eqn.primitive.name in ("checkpoint", "remat2"):
+        policy = (
+            eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
+        )  # what JAX saves without `compress`
     given = [
         of_any([fact]) if is_part or out is not None else fact
         for fact, is_part, out in zip(read, is_slice, back, strict=True)
     ]
     while True:
-        inside = [find_facts(body, given, saves) for body in bodies]
+        inside = [find_facts(body, given, policy) for body in bodies]
         every = [
             [fact_of(facts.of, body.outvars[i]) for facts, body in zip(inside, bodies, strict=True)]
             for i in range(len(eqn.outvars))
@@ -141,7 +152,7 @@ def _inside(found: Facts, number: int, eqn, bodies, saves: Saves) -> list[Fact]:
     return results
 
 
-def _of_results(eqn: Any, read: list[Fact], saves: Saves) -> list[Fact]:
+def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     name, either = operation(eqn), of_any(read)
     if name in rules.RANDOM:
         either = either._replace(random=True)
@@ -151,7 +162,7 @@ def _of_results(eqn: Any, read: list[Fact], saves: Saves) -> list[Fact]:
         return [fact._replace(source=None, above=frozenset(), shifted=False) for fact in read]
     first = read[0] if read else Fact()
     passes = name in rules.PASSED
-    is_saved = saves(eqn) and (not passes or name == "name")
+    is_saved = is_saved and (not passes or name == "name")
     own = either._replace(bounds=_bounds(eqn, [fact.bounds for fact in read]))
     if passes and name not in ("neg", "rev", "transpose") and not _narrows(eqn):
         own = own._replace(source=first.source, above=first.above, shifted=first.shifted)
@@ -177,6 +188,16 @@ def _of_results(eqn: Any, read: list[Fact], saves: Saves) -> list[Fact]:
     )
     others = either._replace(term=is_saved, at_hand=is_saved)
     return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
+
+
+def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
+    answer = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
+    if isinstance(answer, Offloadable):
+        raise ValueError(
+            f"compress: policy: expected a policy that saves or recomputes, got one that "
+            f"offloads a result of {eqn.primitive} to {answer.dst!r}; use jax.checkpoint for it"
+        )
+    return answer not in (False, Recompute)
 
 
 def _narrows(eqn: Any) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
 
 from lowmembp_jax.compression import jaxprs, rules
@@ -80,7 +79,7 @@ class Marker:
           wanted: which of its outputs are tangents.
         """
         jaxpr = jaxprs.without_calls_of(jaxpr, rules.is_elementwise)
-        facts = find_facts(jaxpr, given, self.saves)
+        facts = find_facts(jaxpr, given, self.policy)
         decisions = _Decisions(self, jaxpr, facts)
         inputs = decisions.make([Need(ROUNDED if one else NOT) for one in wanted])
         for var, need in zip(jaxpr.invars, inputs, strict=True):
@@ -96,16 +95,6 @@ class Marker:
                 stacklevel=2,
             )
         return with_copies(rewritten(jaxpr, decisions.plan), [fact.linear for fact in given])
-
-    def saves(self, eqn: core.JaxprEqn) -> bool:
-        """Whether the policy saves the equation's results."""
-        answer = self.policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
-        if isinstance(answer, Offloadable):
-            raise ValueError(
-                f"{self.owner}: policy: expected a policy that saves or recomputes, got one that "
-                f"offloads a result of {eqn.primitive} to {answer.dst!r}; use jax.checkpoint for it"
-            )
-        return answer not in (False, Recompute)
 
     def exact(self, var: Any) -> Format:
         """As it is; a boolean takes 2 bits."""
@@ -165,7 +154,7 @@ class _Decisions:
                         atom, ROUNDED if fact.linear else WHOLE if is_statistic else levels[i]
                     )
             else:
-                self.of_forward(eqn, read, results)
+                self.of_forward(number, eqn, read, results)
         return list(map(self.needed, self.jaxpr.invars))
 
     def needed(self, var: Any) -> Need:
@@ -229,7 +218,7 @@ class _Decisions:
             levels = [EXACT] * count
         else:
             given = [of_any([fact]) for fact in read[:count]] + [Fact(linear=True)] * len(real)
-            facts = find_facts(jaxpr, given, self.marker.saves)
+            facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))
             levels = [need.level for need in needs[:count]]
@@ -237,14 +226,14 @@ class _Decisions:
         for atom, level in zip(eqn.invars, levels, strict=True):
             self.need(atom, level)
 
-    def of_forward(self, eqn: core.JaxprEqn, read: list[Fact], results: list[Need]) -> None:
+    def of_forward(self, number: int, eqn: core.JaxprEqn, read: list[Fact], results: list[Need]):
         """Stores what is to be stored of the results, or needs the operands to run again."""
         rest = [NOT] * len(results)
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Computed again from rounded numbers a choice could come out differently.
                 level = EXACT if _is_discrete(var) else need.level
-                format = self.stored(eqn, read, var, Need(level, need.name))
+                format = self.stored(number, eqn, read, var, Need(level, need.name))
                 if format is None or not self.may_store:
                     rest[i] = level
                 else:
@@ -259,7 +248,7 @@ class _Decisions:
             for atom, level in zip(eqn.invars, self.as_read(eqn, read), strict=True):
                 self.need(atom, EXACT if max(rest) == EXACT else level)
 
-    def stored(self, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need) -> Format | None:
+    def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
         """How a result is stored, None where it is computed again."""
         name, fact = operation(eqn), self.facts.of[var]
         if _is_discrete(var):
@@ -270,9 +259,13 @@ class _Decisions:
             )
             is_named = name == "name" and (fact.lossy or fact.random)  # a code of several choices
             return self.marker.exact(var) if chooses or is_named else None
-        is_saved = name not in rules.PASSED and self.marker.saves(eqn)
         is_softmax = name == "exp" and read[0].shifted and read[0].at_hand
-        if is_saved or is_softmax or var in self.facts.named or self.replaces_two(eqn, read):
+        if (
+            number in self.facts.saved
+            or is_softmax
+            or var in self.facts.named
+            or self.replaces_two(eqn, read)
+        ):
             return self.marker.format(var, fact, need)
         if need.level == EXACT and fact.lossy and name in rules.REDUCTIONS:
             return self.marker.exact(var)
