@@ -85,6 +85,7 @@ FUNCTIONS |= {
     "cancel_cos": lambda h: (1 - jnp.cos(2 * h)) / h**2,
     "cancel_exp": lambda h: jnp.expm1(h) / h,
     "log_in_custom_jvp": lambda h: _log(jnp.abs(h) + 1e-3),
+    "maximum_of_another_row": lambda h: jnp.exp(3 * h[:WIDTH] - 3 * h[:WIDTH].max(1)[None]),
     "large_logits": lambda h: jax.nn.softmax(10 * h),
     "softmax_by_hand": lambda h: (
         jnp.exp(h - h.max(1, keepdims=True))

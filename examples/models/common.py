@@ -47,10 +47,10 @@ _METHODS: dict[Method, _How] = {
     "full-remat": _How("flax", "remat", _NOTHING),
     "compress": _How("flax", "compress", lm.products_saveable),
     "compress+remat": _How("flax", "compress", _NOTHING),
-    "mesa": _How("checkpointed", "compress", None, jnp.int8),
+    "mesa": _How("checkpointed", "compress", lm.everything_saveable, jnp.int8),
     "lowmembp": _How("lowmembp"),
     "lowmembp+remat": _How("lowmembp", "remat", lm.checkpoint_policy()),
-    "lowmembp+compress": _How("lowmembp", "compress"),
+    "lowmembp+compress": _How("lowmembp", "compress", lm.everything_saveable),
     "offload": _How(
         "flax",
         "remat",

@@ -17,6 +17,11 @@ from lowmembp_jax.policies import everything_saveable
 Policy = Callable[..., Any]
 
 
+#: A variable, and for each axis of an array made of it which axis of the variable this is, or None
+#: for an axis over which it is broadcast.
+Place = tuple[Any, tuple[int | None, ...]]
+
+
 class Fact(NamedTuple):
     """What is known of a variable of the differentiated function.
 
@@ -26,8 +31,8 @@ class Fact(NamedTuple):
       linear: depends on a tangent: the backward computes it, and the forward does not.
       random: depends on random numbers.
       bounds: the interval that its elements are in.
-      source: the variable that has the same elements, perhaps in another shape.
-      above: variables that no element of which is larger than this one's.
+      source: the variable with the same elements, perhaps in another shape, as a `Place`.
+      above: places whose elements are not larger than those that are here.
       shifted: is x - max(x), or the like: exp of it is a softmax.
       reduced: is made of reductions, such as the statistics of a norm, and of parameters alone.
       term: is made without work of results that the policy saves.
@@ -39,8 +44,8 @@ class Fact(NamedTuple):
     linear: bool = False
     random: bool = False
     bounds: rules.Interval = rules.ANYWHERE
-    source: Any = None
-    above: frozenset[Any] = frozenset()
+    source: Place | None = None
+    above: frozenset[Place] = frozenset()
     shifted: bool = False
     reduced: bool = False
     term: bool = False
@@ -89,7 +94,10 @@ def of_any(read: Sequence[Fact]) -> Fact:
 
 def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Facts:
     """The facts of all variables, from those of the jaxpr's inputs."""
-    of: dict[Any, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+    of: dict[Any, Fact] = {
+        var: fact if fact.source else fact._replace(source=_place(var))
+        for var, fact in zip(jaxpr.invars, given, strict=True)
+    }
     found, infinite = Facts(of, {}, set(), set()), set[Any]()
     for number, eqn in enumerate(jaxpr.eqns):
         read = found.read(eqn)
@@ -105,12 +113,14 @@ def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Fact
             is_saved = _saves(policy, eqn)
             results = _of_results(eqn, read, is_saved)
             if is_saved and operation(eqn) == "name":
-                found.named.add(read[0].source)
+                if read[0].source:
+                    found.named.add(read[0].source[0])
             elif is_saved and operation(eqn) not in rules.PASSED:
                 found.saved.add(number)
-        sources = {fact.source for fact in read} - {None}
+        sources = {fact.source[0] for fact in read if fact.source}
         for var, fact in zip(eqn.outvars, results, strict=True):
-            of[var] = fact if fact.source in sources else fact._replace(source=var)
+            is_known = fact.source and fact.source[0] in sources
+            of[var] = fact if is_known else fact._replace(source=_place(var))
     return found
 
 
@@ -122,9 +132,8 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact
     ]
     back = jaxprs.carried(eqn, bodies[0])
     if policy is everything_saveable and eqn.primitive.name in ("checkpoint", "remat2"):
-        policy = (
-            eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
-        )  # what JAX saves without `compress`
+        # What JAX saves without `compress`.
+        policy = eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
     given = [
         of_any([fact]) if is_part or out is not None else fact
         for fact, is_part, out in zip(read, is_slice, back, strict=True)
@@ -164,13 +173,20 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     passes = name in rules.PASSED
     is_saved = is_saved and (not passes or name == "name")
     own = either._replace(bounds=_bounds(eqn, [fact.bounds for fact in read]))
-    if passes and name not in ("neg", "rev", "transpose") and not _narrows(eqn):
-        own = own._replace(source=first.source, above=first.above, shifted=first.shifted)
-    if name in ("reduce_max", "logaddexp"):
-        own = own._replace(above=frozenset(fact.source for fact in read if fact.source))
-    if name in ("max", "pmax"):
-        own = own._replace(above=frozenset[Any]().union(*(fact.above for fact in read)))
-    if name == "sub" and first.source is not None and first.source in read[1].above:
+    places = frozenset(fact.source for fact in read if fact.source)
+    if passes and not _narrows(eqn):
+        source = next((_moved(eqn, place) for place in places), None)
+        above = frozenset(filter(None, (_moved(eqn, place) for place in first.above)))
+        own = own._replace(source=source, above=above, shifted=first.shifted)
+    elif name == "reduce_max":
+        kept = [i for i in range(eqn.invars[0].aval.ndim) if i not in eqn.params["axes"]]
+        own = own._replace(above=frozenset((v, tuple(d[i] for i in kept)) for v, d in places))
+    elif name == "logaddexp":
+        ndim = eqn.outvars[0].aval.ndim
+        own = own._replace(above=frozenset(place for place in places if len(place[1]) == ndim))
+    elif name in ("max", "pmax"):
+        own = own._replace(above=frozenset[Place]().union(*(fact.above for fact in read)))
+    elif name == "sub" and first.source and any(_is_over(a, first.source) for a in read[1].above):
         own = own._replace(bounds=(-math.inf, 0), shifted=eqn.invars[0].aval.shape != ())
     ours = [fact for fact in read if fact.activation]
     scales = len(ours) == 1 and (name == "mul" or (name == "div" and first.activation))
@@ -188,6 +204,36 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     )
     others = either._replace(term=is_saved, at_hand=is_saved)
     return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
+
+
+def _place(var: Any) -> Place:
+    return var, tuple(range(len(getattr(var.aval, "shape", ()))))
+
+
+def _moved(eqn: Any, place: Place) -> Place | None:
+    """Where the elements are after an equation that passes them on; None if it is not known."""
+    name, (var, axes), [x], [y] = operation(eqn), place, eqn.invars[:1], eqn.outvars
+    if name == "transpose":
+        return var, tuple(axes[i] for i in eqn.params["permutation"])
+    if name == "broadcast_in_dim":
+        found: list[int | None] = [None] * y.aval.ndim
+        for i, to in enumerate(eqn.params["broadcast_dimensions"]):
+            found[to] = axes[i] if x.aval.shape[i] == y.aval.shape[to] else None
+        return var, tuple(found)
+    if x.aval.shape == y.aval.shape:
+        return None if name in ("neg", "rev") else place
+    long = [axis for axis, size in zip(axes, x.aval.shape, strict=True) if size != 1]
+    if [size for size in x.aval.shape if size != 1] != [n for n in y.aval.shape if n != 1]:
+        return None
+    rest = iter(long)
+    return var, tuple(None if size == 1 else next(rest) for size in y.aval.shape)
+
+
+def _is_over(place: Place, other: Place) -> bool:
+    """Whether a maximum at `place` is one of elements that those at `other` are among."""
+    if place[0] is not other[0] or len(place[1]) != len(other[1]):
+        return False
+    return all(a in (None, b) for a, b in zip(place[1], other[1], strict=True))
 
 
 def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:

@@ -99,7 +99,7 @@ class Marker:
     def exact(self, var: Any) -> Format:
         """As it is; a boolean takes 2 bits."""
         is_bool = var.aval.dtype == bool and var.aval.shape
-        return Format(jnp.dtype(jnp.uint2) if is_bool else None, 1, self.owner)
+        return Format(jnp.dtype(jnp.uint2) if is_bool else None, False, self.owner)
 
     def format(self, var: Any, fact: Fact, need: Need) -> Format:
         """How an array is stored that the backward needs."""
@@ -109,10 +109,8 @@ class Marker:
         if not fact.lossy or not _is_inexact(var) or (need.level > ROUNDED and not is_named):
             return self.exact(var)
         dtype = storage_dtype(var.aval, self.dtypes.get(need.name if is_named else None))
-        # What is at most 1, such as a softmax, would leave the upper half of a float's range empty.
-        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        is_small = fact.bounds[0] >= -1 and fact.bounds[1] <= 1
-        return Format(dtype, 256 if is_float and is_small else 1, self.owner)
+        is_unit = fact.bounds[0] >= 0 and fact.bounds[1] <= 1
+        return Format(dtype, is_unit and dtype is not None, self.owner)
 
 
 class _Decisions:

@@ -23,12 +23,13 @@ class Format(NamedTuple):
 
     Attributes:
       dtype: of the stored array; None stores the array itself.
-      scale: a power of two that the array is multiplied by before it is stored.
+      unit: whether its elements are known to be from 0 to 1, as those of a softmax. In float8 they
+        are stored 256 times as large, and in integers as their square roots.
       owner: names the function in the error for a second derivative.
     """
 
     dtype: jnp.dtype | None
-    scale: float
+    unit: bool
     owner: str
 
     @property
@@ -39,14 +40,21 @@ class Format(NamedTuple):
     def encode(self, x: jax.Array) -> list[jax.Array]:
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return [lax.real(x), lax.imag(x)]  # JAX cannot save complex residuals
-        scaled = x if self.scale == 1 else x * self.scale
-        return jax.tree.leaves(encode(scaled, self.dtype, self.owner))
+        if self.unit:
+            x = x * 256 if self._is_float else jnp.sqrt(x)
+        return jax.tree.leaves(encode(x, self.dtype, self.owner))
 
     def decode(self, dtype: Any, *stored: jax.Array) -> jax.Array:
         if jnp.issubdtype(dtype, jnp.complexfloating):
             return lax.complex(*stored)
         x = decode(stored[0] if len(stored) == 1 else stored, self.dtype, dtype)
-        return x if self.scale == 1 else x / self.scale
+        if self.unit:
+            x = x / 256 if self._is_float else jnp.square(x)
+        return x
+
+    @property
+    def _is_float(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
 
 
 #: `times`: how many results there are, all of them x, each read from memory by itself.
