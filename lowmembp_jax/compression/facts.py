@@ -34,7 +34,7 @@ class Fact(NamedTuple):
       source: the variable with the same elements, perhaps in another shape, as a `Place`.
       above: places whose elements are not larger than those that are here.
       shifted: is x - max(x), or the like: exp of it is a softmax.
-      reduced: is made of reductions, such as the statistics of a norm, and of parameters alone.
+      reduced: is made, elementwise, of reductions, such as the statistics of a norm.
       term: is made without work of results that the policy saves.
       at_hand: is made, elementwise, of an array of its size that the policy saves.
     """
@@ -192,13 +192,17 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     scales = len(ours) == 1 and (name == "mul" or (name == "div" and first.activation))
     is_made = passes or scales or name in ("add", "sub")
     out = eqn.outvars[0] if eqn.outvars else None
-    near = any(
+    near = all(fact.at_hand or fact.reduced for fact in read if fact.lossy) and any(
         fact.at_hand and _size(atom) == _size(out)
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
     own = own._replace(
         reduced=name in rules.REDUCTIONS
-        or (bool(ours) and all(fact.reduced for fact in read if fact.lossy)),
+        or (
+            rules.is_elementwise(eqn)
+            and bool(ours)
+            and all(fact.reduced for fact in read if fact.lossy)
+        ),
         term=is_saved or (is_made and bool(ours) and all(fact.term for fact in ours)),
         at_hand=is_saved or near,
     )

@@ -106,7 +106,8 @@ class Marker:
         is_named = need.name is not None and need.name in self.dtypes
         if need.name is not None:
             self.seen.add(need.name)
-        if not fact.lossy or not _is_inexact(var) or (need.level > ROUNDED and not is_named):
+        is_statistic = need.level > ROUNDED or fact.reduced
+        if not fact.lossy or not _is_inexact(var) or (is_statistic and not is_named):
             return self.exact(var)
         dtype = storage_dtype(var.aval, self.dtypes.get(need.name if is_named else None))
         is_unit = fact.bounds[0] >= 0 and fact.bounds[1] <= 1
@@ -231,6 +232,8 @@ class _Decisions:
             if need.level:
                 # Computed again from rounded numbers a choice could come out differently.
                 level = EXACT if _is_discrete(var) else need.level
+                if operation(eqn) in rules.REDUCTIONS and not read[0].at_hand:
+                    level = min(level, ROUNDED)  # of what is computed again, it goes with that
                 format = self.stored(number, eqn, read, var, Need(level, need.name))
                 if format is None or not self.may_store:
                     rest[i] = level

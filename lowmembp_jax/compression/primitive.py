@@ -155,7 +155,7 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
     rounds = any(dtype is not None for dtype in how.marker.dtypes.values())
     given = [Fact()] * len(closed.consts)
     given += [
-        Fact(activation=rounds and not is_one, varied=i in varied)
+        Fact(activation=rounds and not is_one, varied=i in varied, at_hand=True)
         for i, is_one in enumerate(how.is_param)
     ]
     given += [Fact(linear=True)] * len(tangents)
