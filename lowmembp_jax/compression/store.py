@@ -54,7 +54,7 @@ class Format(NamedTuple):
 
     @property
     def _is_float(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating)
+        return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
 
 
 #: `times`: how many results there are, all of them x, each read from memory by itself.
