@@ -336,6 +336,34 @@ def test_no_array_is_stored_exactly_and_rounded():
     assert found == [("float32", (32, 16)), (F8.name, (32, 16)), ("uint2", (32, 16))]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: jax.nn.relu(h.reshape(16, 2, 16).mean(1)),
+        lambda h: jnp.log(jnp.abs(h.reshape(16, 2, 16).sum(1)) + 1e-3),
+        lambda h: jax.nn.softmax(10 * h),
+        lambda h: jnp.exp(-(h - h.max(1, keepdims=True))),
+        lambda h: jnp.where(h == jnp.inf, h, jnp.sin(h)),
+    ],
+)
+def test_what_is_computed_again_from_rounded_inputs_is_right(function):
+    """A choice or a steep function behind a reduction, and the sum of a softmax."""
+
+    def block(p, x):
+        return function((x @ p) @ Q) @ P
+
+    def gradient(f):
+        return jax.grad(lambda p, x: jnp.sum(f(p, x) ** 2), argnums=(0, 1))(P, X)
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert error(gradient(lm.compress(block, policy=NOTHING)), gradient(block)) < 0.1
+
+
+def test_static_values_that_are_equal_and_not_the_same():
+    run = lm.compress(lambda p, x, flag: x @ p * (2 if flag is True else 3), static_argnums=2)
+    np.testing.assert_allclose(run(P, X, True) / 2, run(P, X, 1) / 3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd])
 def test_a_second_derivative_names_the_function(outer):
     def directional(p):

@@ -242,6 +242,8 @@ class _Static:
 
     def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
         self.tree, self.places, self.values = tree, tuple(places), tuple(values)
+        values = [v.value if isinstance(v, _Constant) else v for v in values]
+        # 1, 1.0 and True are equal, and not the same.
         self.key = tree, self.places, tuple((type(v), _hashable(v)) for v in values)
 
     def __hash__(self):
@@ -259,7 +261,6 @@ class _Constant:
 
 
 def _hashable(value: Any) -> Any:
-    value = value.value if isinstance(value, _Constant) else value
     try:
         hash(value)
     except TypeError:

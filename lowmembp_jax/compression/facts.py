@@ -33,7 +33,9 @@ class Fact(NamedTuple):
       bounds: the interval that its elements are in.
       source: the variable with the same elements, perhaps in another shape, as a `Place`.
       above: places whose elements are not larger than those that are here.
-      shifted: is x - max(x), or the like: exp of it is a softmax.
+      shifted: the axes of a maximum, if this is x - max(x), or exp of it.
+      normalizer: is the sum of such an exp over these axes, computed again from rounded numbers: it
+        is at least 1, and its error is in proportion.
       reduced: is made, elementwise, of reductions, such as the statistics of a norm.
       term: is made without work of results that the policy saves.
       at_hand: is made, elementwise, of an array of its size that the policy saves.
@@ -46,10 +48,15 @@ class Fact(NamedTuple):
     bounds: rules.Interval = rules.ANYWHERE
     source: Place | None = None
     above: frozenset[Place] = frozenset()
-    shifted: bool = False
+    shifted: frozenset[int] = frozenset()
+    normalizer: bool = False
     reduced: bool = False
     term: bool = False
     at_hand: bool = False
+
+    def flags(self) -> dict[str, bool]:
+        """What it depends on."""
+        return {name: getattr(self, name) for name in ("activation", "varied", "linear", "random")}
 
     @property
     def lossy(self) -> bool:
@@ -108,7 +115,8 @@ def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Fact
             infinite.add(eqn.outvars[0])
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
-            results = [read[1]]  # as of what is not infinite
+            # The numbers are those of what is not infinite.
+            results = [read[1]._replace(**of_any(read).flags())]
         else:
             is_saved = _saves(policy, eqn)
             results = _of_results(eqn, read, is_saved)
@@ -168,7 +176,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     if either.linear:
         return [either] * len(eqn.outvars)
     if name == "optimization_barrier":
-        return [fact._replace(source=None, above=frozenset(), shifted=False) for fact in read]
+        return [fact._replace(source=None, above=frozenset(), shifted=frozenset()) for fact in read]
     first = read[0] if read else Fact()
     passes = name in rules.PASSED
     is_saved = is_saved and (not passes or name == "name")
@@ -177,7 +185,9 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     if passes and not _narrows(eqn):
         source = next((_moved(eqn, place) for place in places), None)
         above = frozenset(filter(None, (_moved(eqn, place) for place in first.above)))
-        own = own._replace(source=source, above=above, shifted=first.shifted)
+        own = own._replace(source=source, above=above)
+        if source is not None and eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape:
+            own = own._replace(shifted=first.shifted if name != "transpose" else frozenset())
     elif name == "reduce_max":
         kept = [i for i in range(eqn.invars[0].aval.ndim) if i not in eqn.params["axes"]]
         own = own._replace(above=frozenset((v, tuple(d[i] for i in kept)) for v, d in places))
@@ -186,8 +196,15 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         own = own._replace(above=frozenset(place for place in places if len(place[1]) == ndim))
     elif name in ("max", "pmax"):
         own = own._replace(above=frozenset[Place]().union(*(fact.above for fact in read)))
-    elif name == "sub" and first.source and any(_is_over(a, first.source) for a in read[1].above):
-        own = own._replace(bounds=(-math.inf, 0), shifted=eqn.invars[0].aval.shape != ())
+    elif name == "sub" and first.source:
+        over = _over(read[1].above, first.source)
+        if over:
+            own = own._replace(bounds=(-math.inf, 0), shifted=over[0])
+    elif name == "exp":
+        own = own._replace(shifted=first.shifted)
+    is_sum = name == "reduce_sum" and bool(first.shifted) and first.bounds == (0, 1)
+    over_axes = {i for i in first.shifted if is_sum and eqn.invars[0].aval.shape[i] != 1}
+    is_normalizer = is_sum and over_axes <= {*eqn.params["axes"]} and not first.at_hand
     ours = [fact for fact in read if fact.activation]
     scales = len(ours) == 1 and (name == "mul" or (name == "div" and first.activation))
     is_made = passes or scales or name in ("add", "sub")
@@ -197,7 +214,8 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
     own = own._replace(
-        reduced=name in rules.REDUCTIONS
+        normalizer=is_normalizer or (passes and first.normalizer),
+        reduced=(name in rules.REDUCTIONS and not is_normalizer)
         or (
             rules.is_elementwise(eqn)
             and bool(ours)
@@ -233,11 +251,14 @@ def _moved(eqn: Any, place: Place) -> Place | None:
     return var, tuple(None if size == 1 else next(rest) for size in y.aval.shape)
 
 
-def _is_over(place: Place, other: Place) -> bool:
-    """Whether a maximum at `place` is one of elements that those at `other` are among."""
-    if place[0] is not other[0] or len(place[1]) != len(other[1]):
-        return False
-    return all(a in (None, b) for a, b in zip(place[1], other[1], strict=True))
+def _over(maxima: frozenset[Place], other: Place) -> list[frozenset[int]]:
+    """The axes of the maxima of elements that those at `other` are among."""
+    found = []
+    for var, axes in maxima:
+        is_same = var is other[0] and len(axes) == len(other[1])
+        if is_same and all(a in (None, b) for a, b in zip(axes, other[1], strict=True)):
+            found.append(frozenset(i for i, axis in enumerate(axes) if axis is None))
+    return found
 
 
 def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
@@ -292,7 +313,7 @@ _UNARY: dict[str, Callable[[rules.Interval], rules.Interval]] = {
     "square": lambda a: (_even(a)[0] ** 2, _even(a)[1] ** 2),
     "tanh": lambda a: (-1, 1),
 }
-_SAME = (rules.PASSED - {"neg"}) | {"reduce_max", "reduce_min", "pmax", "pmin", "slice", "gather"}
+_SAME = (rules.PASSED - {"neg"}) | {"reduce_max", "reduce_min", "pmax", "pmin", "slice"}
 
 
 def _bounds(eqn: core.JaxprEqn, given: list[rules.Interval]) -> rules.Interval:

@@ -167,6 +167,8 @@ class _Decisions:
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
         may = rules.may_round(eqn, [fact.bounds for fact in read])
+        # The sum of a softmax that is computed again must be that of the same numbers.
+        may = [one or fact.normalizer for one, fact in zip(may, read, strict=True)]
         return [ROUNDED if one else EXACT for one in may]
 
     def of_bodies(self, number: int, eqn: core.JaxprEqn, wanted: list[Need]) -> None:
@@ -232,8 +234,6 @@ class _Decisions:
             if need.level:
                 # Computed again from rounded numbers a choice could come out differently.
                 level = EXACT if _is_discrete(var) else need.level
-                if operation(eqn) in rules.REDUCTIONS and not read[0].at_hand:
-                    level = min(level, ROUNDED)  # of what is computed again, it goes with that
                 format = self.stored(number, eqn, read, var, Need(level, need.name))
                 if format is None or not self.may_store:
                     rest[i] = level
@@ -260,7 +260,7 @@ class _Decisions:
             )
             is_named = name == "name" and (fact.lossy or fact.random)  # a code of several choices
             return self.marker.exact(var) if chooses or is_named else None
-        is_softmax = name == "exp" and read[0].shifted and read[0].at_hand
+        is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
         if (
             number in self.facts.saved
             or is_softmax

@@ -30,12 +30,14 @@ class How:
       is_param: which of its inputs are parameters.
       prevent_cse: as of `jax.checkpoint`.
       marked: the derivatives, by jaxpr, differentiated inputs and types.
+      others: the same for jaxprs with other inputs, by which of these are parameters.
     """
 
     marker: Marker
     is_param: tuple[bool, ...]
     prevent_cse: bool
     marked: dict[Any, Any] = field(default_factory=dict)
+    others: dict[tuple[bool, ...], "How"] = field(default_factory=dict)
 
     def bind(self, args, jaxpr):
         """The results of the jaxpr."""
@@ -45,9 +47,11 @@ class How:
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
     def of(self, is_param):
-        """The same for another jaxpr."""
-        others = self.marked.setdefault("others", {})
-        return others.setdefault(is_param, How(self.marker, is_param, self.prevent_cse))
+        """The same for a jaxpr with other inputs."""
+        is_param = tuple(is_param)
+        if is_param not in self.others:
+            self.others[is_param] = How(self.marker, is_param, self.prevent_cse)
+        return self.others[is_param]
 
     def checkpoint(self, args, jaxpr, policy):
         # Not `jax.checkpoint`, which under `jax_remat3` asks another table of rules.
@@ -87,11 +91,11 @@ def _without_unused(used_outputs, *others):
     if not any(used_outputs) and not has_effects(eqn):
         return [False] * len(eqn.invars), None
     part, used = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
-    is_param = tuple(itertools.compress(eqn.params["how"].is_param, used))
+    how = eqn.params["how"]
     new = eqn.replace(
         invars=[*itertools.compress(eqn.invars, used)],
         outvars=[*itertools.compress(eqn.outvars, used_outputs)],
-        params={"jaxpr": part, "how": eqn.params["how"].of(is_param)},
+        params={"jaxpr": part, "how": how.of(itertools.compress(how.is_param, used))},
         effects=part.effects,
     )
     return used, new
@@ -108,8 +112,12 @@ def _partial_eval(trace, *tracers, jaxpr, how):
             unknown.update(eqn.outvars)
     is_known = [isinstance(a, core.Literal) or a not in unknown for a in jaxpr.outvars]
     part, used = partial_eval.dce_jaxpr(jaxpr, is_known)
-    known_inputs = (t.pval.get_known() for t in itertools.compress(tracers, used))
-    known = iter(eval_jaxpr(part, (), *known_inputs))
+    inputs = [t.pval.get_known() for t in itertools.compress(tracers, used)]
+    own = how.of(itertools.compress(how.is_param, used))
+    found = compress_p.bind(*inputs, jaxpr=part, how=own)
+    if all(is_known):
+        return found
+    known = iter(found)
     rest = trace.default_process_primitive(compress_p, tracers, {"jaxpr": jaxpr, "how": how})
     return [next(known) if one else result for one, result in zip(is_known, rest, strict=True)]
 
