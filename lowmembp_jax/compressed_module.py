@@ -65,6 +65,8 @@ def compress_module(
             prevent_cse=prevent_cse, methods=methods,
         )  # fmt: skip
     options = check_options("compress_module", dtype, policy, prevent_cse)
+    if not callable(target):
+        raise TypeError(f"compress_module: target: expected a class of modules, got {target!r}")
     numbers = positions("compress_module", "static_argnums", static_argnums)
     if 0 in numbers:
         raise ValueError(

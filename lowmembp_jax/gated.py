@@ -89,7 +89,7 @@ _jitted = jax.jit(_gated, static_argnums=0, inline=True)
 
 def _apply(name: str, function: str, gate: Any, up: Any, dtype, implementation) -> Array:
     implementation = choose_implementation(implementation)
-    check_storage(dtype, "dtype")
+    check_storage(dtype, f"{name}: dtype")
     gate, up = real_array(gate, "gate"), real_array(up, "up")
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {gate.shape} and {up.shape}")

@@ -209,7 +209,7 @@ def test_calls_of_one_kind_are_traced_once():
 
 
 def test_a_callable_pytree_holds_parameters():
-    """Such as a module of Equinox."""
+    """A module of Equinox is one."""
 
     @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["power"])
     @dataclass

@@ -18,9 +18,13 @@ def _linear():
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
-        (lambda: lm.compress(block, dtype=jnp.float16), ValueError, "dtype=.*float16.*int8"),
-        (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype='nonsense'"),
-        (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]"),
+        (
+            lambda: lm.compress(block, dtype=jnp.float16),
+            ValueError,
+            "dtype: expected .*int8.*, got .*float16",
+        ),
+        (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype: .*got 'nonsense'"),
+        (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]: expected"),
         (lambda: lm.compress(block, policy=3), TypeError, "policy: expected a callable, got 3"),
         (lambda: lm.compress(block, policy=None), ValueError, "policy: .*lm.everything_saveable"),
         (lambda: lm.compress(block, prevent_cse=1), TypeError, "prevent_cse: .*got 1"),
@@ -38,6 +42,7 @@ def _linear():
         (lambda: lm.compress(_linear()), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
         (lambda: lm.compress(3), TypeError, "fun: expected a function, got 3"),
         (lambda: lm.compress_module(nn.Dense, static_argnums=0), ValueError, "from 1 on, .*got 0"),
+        (lambda: lm.compress_module(3), TypeError, "target: expected a class of modules, got 3"),
         (lambda: lm.compress_module(nn.Dense, policy=None), ValueError, "compress_module: policy"),
         (
             lambda: lm.compress_module(nn.Dense, static_argnums="x"),

@@ -268,7 +268,12 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
             ValueError,
             r"gate and up must have the same shape, got \(2, 3\) and \(3,\)",
         ),
-        ((jnp.ones(2),) * 2, {"dtype": jnp.int16}, ValueError, "dtype=.*int16.*float8_e4m3fn"),
+        (
+            (jnp.ones(2),) * 2,
+            {"dtype": jnp.int16},
+            ValueError,
+            "dtype: expected .*float8_e4m3fn.*int16",
+        ),
         ((jnp.ones(2),) * 2, {"implementation": "cuda"}, ValueError, "implementation='cuda'"),
     ],
 )

@@ -209,7 +209,7 @@ def in_range(function: str, name: str, positions: Sequence[int], args: Sequence[
 
 
 def _warn(name, args, kwargs, is_param, is_static) -> bool:
-    """Warns, as the caller's caller, of arguments that are probably not what they count as."""
+    """Warns about arguments that probably count as the wrong kind; returns whether it did."""
     traced = {i: arg for i, arg in enumerate(args) if i not in is_static} | kwargs
     arrays = {
         i: [leaf for leaf in jax.tree.leaves(arg) if _is_inexact(leaf)] for i, arg in traced.items()
@@ -291,8 +291,8 @@ def stored(
       holds_params: whether a node in the tree of arguments holds parameters, wherever it is.
 
     Returns:
-      `call(args, kwargs, params, static)`: `params` are the positions in `args` of the arguments
-      that hold parameters, `static` those of the arguments that are not traced.
+      `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
+      parameters. `static` holds the positions of arguments that are not traced.
     """
 
     def run(static, *arrays):

@@ -69,7 +69,7 @@ class Facts(NamedTuple):
 
     Attributes:
       of: by variable.
-      inside: those of the bodies of its equations, by number.
+      inside: the facts of the bodies of its equations, by number.
       saved: numbers of the equations whose results the policy saves.
       named: variables that the policy saves under a name that they get later.
     """
@@ -90,7 +90,7 @@ def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
 
 
 def of_any(read: Sequence[Fact]) -> Fact:
-    """What is so of a value that is computed from others."""
+    """The fact of a value that is computed from values with these facts."""
     return Fact(
         activation=any(fact.activation for fact in read),
         varied=any(fact.varied for fact in read),
@@ -100,7 +100,7 @@ def of_any(read: Sequence[Fact]) -> Fact:
 
 
 def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Facts:
-    """The facts of all variables, from those of the jaxpr's inputs."""
+    """Finds the facts of all variables from the facts of the jaxpr's inputs."""
     of: dict[Any, Fact] = {
         var: fact if fact.source else fact._replace(source=_place(var))
         for var, fact in zip(jaxpr.invars, given, strict=True)

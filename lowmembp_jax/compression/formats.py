@@ -126,7 +126,7 @@ def check_storage(dtype: Any, name: str) -> None:
         known = False
     if not known:
         accepted = ", ".join(str(dtype) for dtype in STORAGES)
-        raise ValueError(f"{name}={dtype!r} is not accepted: choose None or one of {accepted}")
+        raise ValueError(f"{name}: expected None or one of {accepted}, got {dtype!r}")
 
 
 def storage_dtype(array: Any, dtype: Any) -> jnp.dtype | None:

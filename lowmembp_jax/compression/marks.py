@@ -85,7 +85,7 @@ class Marker:
         for var, need in zip(jaxpr.invars, inputs, strict=True):
             if need.level and facts.of[var].lossy:
                 format = self.format(var, facts.of[var], need)
-                if format.dtype is not None:  # as it is it is here anyway
+                if format.dtype is not None:  # an argument is in memory anyway
                     decisions.plan.stores[var] = format
         if unseen := self.dtypes.keys() - self.seen - {None} - _NAMED_EXACT.keys():
             warnings.warn(
@@ -215,7 +215,7 @@ class _Decisions:
         avals = [atom.aval for atom in eqn.invars[:count]], [cotangents[i] for i in real]
         try:
             jaxpr = jax.make_jaxpr(backward)(*avals).jaxpr
-        except Exception:  # the user's code, which may run in its own place alone
+        except Exception:  # the user's code may need the context in which it runs later
             levels = [EXACT] * count
         else:
             given = [of_any([fact]) for fact in read[:count]] + [Fact(linear=True)] * len(real)
@@ -253,7 +253,8 @@ class _Decisions:
         """How a result is stored, None where it is computed again."""
         name, fact = operation(eqn), self.facts.of[var]
         if _is_discrete(var):
-            # What is computed of reductions is the same again, for they are stored exactly.
+            # Reductions are stored exactly, so a choice that depends on them alone comes out the
+            # same when it is recomputed.
             chooses = any(
                 ((fact.lossy and not fact.reduced) or fact.random) and _is_inexact(atom)
                 for fact, atom in zip(read, eqn.invars, strict=True)
@@ -273,7 +274,7 @@ class _Decisions:
         return None
 
     def replaces_two(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
-        """Whether a sum takes the place of two saved arrays, one of which nothing else reads."""
+        """Whether to store a sum in place of two saved arrays: nothing else reads one of them."""
         pairs = zip(eqn.invars, read, strict=True)
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
         if operation(eqn) not in ("add", "sub") or len(ours) != 2:

@@ -1,7 +1,7 @@
 """The primitive `compress`: a jaxpr that is marked where it is differentiated.
 
-As `jax.checkpoint`'s, it is batched before it is differentiated, and each time that it is
-differentiated it sees by which of its inputs.
+Like the primitive of `jax.checkpoint`, it is batched before it is differentiated. Each time that it
+is differentiated, it knows which of its inputs vary.
 """
 
 import itertools
@@ -105,7 +105,7 @@ partial_eval.dce_rules[compress_p] = _without_unused
 
 
 def _partial_eval(trace, *tracers, jaxpr, how):
-    """Results that depend on known inputs alone are known, as those of `jax.checkpoint`."""
+    """Computes the results that depend only on known inputs, as `jax.checkpoint` does."""
     unknown = {v for v, t in zip(jaxpr.invars, tracers, strict=True) if not t.is_known()}
     for eqn in jaxpr.eqns:
         if not unknown.isdisjoint(variables(eqn)):
@@ -131,7 +131,7 @@ def _jvp(primals, tangents, *, jaxpr, how):
     leaves = jax.tree.leaves(given)
     key = id(jaxpr), varied, tuple(map(jax.typeof, leaves))
     if key not in how.marked:
-        # With the jaxpr, so that its id is that of no other one.
+        # The entry keeps the jaxpr alive, so that no other jaxpr can get its id.
         how.marked[key] = jaxpr, _differentiated(*given, varied, jaxpr, how)
     body, consts, is_real = how.marked[key][1]
     count = len(jaxpr.outvars)

@@ -2,8 +2,8 @@
 
 An equation may read a rounded operand where the error stays in proportion: products, what is
 linear, and elementwise functions whose slope is at most about 1 in every range. Steep functions
-may, where the operand is known to lie in an interval on which they are not steep. An equation of
-any other primitive reads exact numbers, those of primitives that nobody listed here among them.
+may if the operand is known to lie in an interval on which they are not steep. Every other equation
+reads exact numbers, so a primitive that nobody listed here is safe.
 """
 
 import math

@@ -23,8 +23,8 @@ class Format(NamedTuple):
 
     Attributes:
       dtype: of the stored array; None stores the array itself.
-      unit: whether its elements are known to be from 0 to 1, as those of a softmax. In float8 they
-        are stored 256 times as large, and in integers as their square roots.
+      unit: whether all elements are known to lie between 0 and 1, as in a softmax. float8 stores
+        256 times each element, and the integer formats store its square root.
       owner: names the function in the error for a second derivative.
     """
 
