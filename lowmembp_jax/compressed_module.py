@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax.core import lift
 from flax.linen import transforms
 
-from lowmembp_jax.compression import StorageDtype, check_options, positions, stored
+from lowmembp_jax.compression import StorageFormat, check_options, positions, stored
 from lowmembp_jax.policies import products_saveable
 
 
@@ -29,7 +28,7 @@ def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], n
 def compress_module(
     target: Any = None,
     *,
-    dtype: StorageDtype = jnp.float8_e4m3fn,
+    dtype: StorageFormat = "float8",
     policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,

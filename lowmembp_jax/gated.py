@@ -27,7 +27,7 @@ from lowmembp_jax.arrays import (
     real_array,
     undifferentiated,
 )
-from lowmembp_jax.compression.formats import check_storage, decode, encode, storage_dtype
+from lowmembp_jax.compression.formats import Format, format_name
 from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.implementations import choose_implementation
 
@@ -40,7 +40,7 @@ class _Unit:
     name: str
     function: str
     implementation: str
-    dtype: Any
+    format: str | None
 
     def activate(self, gate: Array) -> tuple[Array, Array]:
         """The activation of a gate in float32 or float64, and its derivative."""
@@ -66,15 +66,16 @@ _gated = jax.custom_vjp(_product, nondiff_argnums=(0,))
 
 
 def _forward(unit: _Unit, gate: Array, up: Array):
-    narrow = storage_dtype(gate, unit.dtype)
-    return _product(unit, gate, up), [encode(x, narrow, unit.name) for x in (gate, up)]
+    format = Format.of(gate, unit.format, unit.name)
+    return _product(unit, gate, up), [format.encode(x) for x in (gate, up)]
 
 
 def _backward(unit: _Unit, stored, g: Array):
-    if narrow := storage_dtype(g, unit.dtype):
+    format = Format.of(g, unit.format, unit.name)
+    if not format.is_exact:
         # Or XLA would widen the arrays in the forward, and keep them wide.
         stored, g = lax.optimization_barrier((stored, g))
-    gate, up = (decode(x, narrow, g.dtype) for x in stored)
+    gate, up = (format.decode(x, g.dtype) for x in stored)
     if unit.implementation != "xla":
         return unit.kernel(kernel_calls.gated_backward)(gate, up, g)
     wide = compute_dtype(g.dtype)
@@ -89,12 +90,12 @@ _jitted = jax.jit(_gated, static_argnums=0, inline=True)
 
 def _apply(name: str, function: str, gate: Any, up: Any, dtype, implementation) -> Array:
     implementation = choose_implementation(implementation)
-    check_storage(dtype, f"{name}: dtype")
+    format = format_name(dtype, f"{name}: dtype")
     gate, up = real_array(gate, "gate"), real_array(up, "up")
     if gate.shape != up.shape:
         raise ValueError(f"gate and up must have the same shape, got {gate.shape} and {up.shape}")
     gate, up = (x.astype(jnp.result_type(gate, up)) for x in (gate, up))
-    unit = _Unit(name, function, implementation, None if is_exact() else dtype)
+    unit = _Unit(name, function, implementation, None if is_exact() else format)
     return call_custom_vjp(name, partial(_jitted, unit), *alike(gate, up))
 
 
@@ -102,7 +103,7 @@ def swiglu(
     gate: Float[Array, "*shape"],
     up: Float[Array, "*shape"],
     *,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*shape"]:
     """`silu(gate) * up` that keeps gate and up for its backward, and nothing else.
@@ -116,10 +117,10 @@ def swiglu(
     Args:
       gate: `[*shape]`, any floating dtype; integers are promoted as in `jax.nn`.
       up: `[*shape]`; the two are promoted to one dtype as by `gate * up`.
-      dtype: None keeps the very arrays, with no copy. One of those that `lm.compress` stores in,
-        such as `jnp.float8_e4m3fn`, keeps both in it and rounds the gradient: for a frozen Dense
-        behind it. (A `jax.checkpoint` around it would keep gate and up as they are; `lm.compress`
-        stores those of whole blocks.)
+      dtype: None saves the arrays themselves, with no copy. A format of `lm.compress`, such as
+        "float8", stores both in it and rounds the gradient. Use it for a frozen Dense behind it. A
+        `jax.checkpoint` around it would save gate and up as they are; `lm.compress` stores those of
+        whole blocks.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
@@ -129,7 +130,7 @@ def swiglu(
 
     Raises:
       TypeError: gate or up is complex; a kernel is asked for and they are float64.
-      ValueError: gate and up differ in their shapes; no such dtype or implementation.
+      ValueError: gate and up differ in their shapes; no such format or implementation.
       RuntimeError: the implementation cannot run here, and why.
       NotImplementedError: a second derivative was asked for with a `dtype`.
     """
@@ -141,7 +142,7 @@ def geglu(
     up: Float[Array, "*shape"],
     approximate: bool = True,
     *,
-    dtype: jax.typing.DTypeLike | None = None,
+    dtype: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*shape"]:
     """`gelu(gate) * up` that keeps gate and up for its backward, and nothing else.

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import extract
 from jaxtyping import Array, Bool, Float
@@ -12,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from lowmembp_jax import compression
 from lowmembp_jax.activations import regelu2, resilu2
 from lowmembp_jax.arrays import real_array
-from lowmembp_jax.compression import StorageDtype
+from lowmembp_jax.compression import StorageFormat
 from lowmembp_jax.flax_norms import check_norm, normalize_as
 from lowmembp_jax.implementations import check_implementation
 from lowmembp_jax.policies import products_saveable
@@ -105,7 +104,7 @@ def apply_norm(fields: Any, holder: Any, x: Array, mask: Array | None, center: b
 def compress(
     function: Any = None,
     *,
-    dtype: StorageDtype = jnp.float8_e4m3fn,
+    dtype: StorageFormat = "float8",
     policy: Callable[..., Any] = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lowmembp_jax.compression.formats import check_storage
+from lowmembp_jax.compression.formats import format_name
 from lowmembp_jax.normalization import RESIDUALS, Residual
 
 ACTIVATIONS, NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
@@ -23,7 +23,7 @@ class Settings:
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     compress: tuple[str, ...] = ()
-    compress_dtype: jnp.dtype | None = None
+    compress_dtype: str | None = None
 
     def compresses(self, place: str) -> bool:
         return _matches(self.compress, place)
@@ -62,7 +62,7 @@ def check_settings(
     patterns = _paths("compress", compress)
     within = None if include is None else _paths("include", include)
     without = _paths("exclude", exclude)
-    check_storage(compress_dtype, "patch: compress_dtype")
+    stored = format_name(compress_dtype, "patch: compress_dtype")
     ops = _chosen("activations", activations, ACTIVATIONS, not patterns)
     ops |= _chosen("norms", norms, NORMS, not patterns)
     if not ops and not patterns:
@@ -82,7 +82,6 @@ def check_settings(
             f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
             f"such as jnp.bfloat16"
         )
-    stored = None if compress_dtype is None else jnp.dtype(compress_dtype)
     return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from lowmembp_jax.normalization import Residual
 from lowmembp_jax.patch_context import patched
@@ -25,7 +24,7 @@ def patch(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     compress: str | Sequence[str] = (),
-    compress_dtype: jax.typing.DTypeLike = jnp.float8_e4m3fn,
+    compress_dtype: jax.typing.DTypeLike = "float8",
 ) -> contextlib._GeneratorContextManager[PatchReport] | Any:
     """Runs this library's operators in Flax code that is traced inside, without editing it.
 

@@ -131,9 +131,9 @@ def test_a_mapping_chooses_by_name():
     def stored(dtype):
         return [row for row in kept(partial(loss, lm.compress(block, dtype=dtype)), p, x)]
 
-    assert ("int8", (32, 256)) in stored({"hidden": jnp.int8})
-    assert (F8.name, (32, 64)) not in stored({"hidden": jnp.int8})
-    both = stored({"hidden": None, None: jnp.float8_e4m3fn})
+    assert ("int8", (32, 256)) in stored({"hidden": "int8"})
+    assert (F8.name, (32, 64)) not in stored({"hidden": "int8"})
+    both = stored({"hidden": None, None: "float8"})
     assert (F8.name, (32, 64)) in both and (F8.name, (32, 256)) not in both
 
 
@@ -147,7 +147,7 @@ def test_closed_over_arrays_are_parameters():
     assert error(got, gradients(lm.compress(block), p, x)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_transformations(dtype):
     p, x = params(), normal(3, 32, 64)
     run = lm.compress(block, dtype=dtype)
@@ -177,7 +177,7 @@ def test_vmap_over_examples_and_scan_over_time_show_few_elements():
     for function, result in ((examples, 32 * 64), (steps, 64)):
         elements = Counter()
         for row in lm.memory.residuals(partial(loss, function), p, x).rows:
-            if row.kind == "kept":
+            if row.kind == "kept" and not is_scale(row):
                 elements[row.dtype] += row.times * math.prod(row.shape)
         assert elements == {F8.name: 32 * (64 + 256), "float32": result}
 
@@ -226,7 +226,7 @@ def test_second_order_raises_but_not_beside_it():
     assert np.isfinite(by_scale(2.0))
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_a_frozen_scale_near_zero_makes_no_error_of_8_bits_large(dtype):
     """The backward divides the norm's output by it. MiniLM's last norm has one."""
     x, weight = normal(8, 16, 64), normal(64, 32, key=1).at[5].multiply(100)

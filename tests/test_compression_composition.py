@@ -139,7 +139,7 @@ def test_floats_and_other_values_among_the_arguments():
     assert lm.compress(scaled)(P, X, 2.0, jnp.bfloat16, 2, True, np).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "int4", None])
+@pytest.mark.parametrize("dtype", ["float8", "int8", "int4", None])
 def test_complex_products(dtype):
     def function(p, x):
         h = lax.complex(x @ p, x) @ lax.complex(p, p)
@@ -154,7 +154,8 @@ def test_export_with_a_symbolic_batch():
     [batch] = jax.export.symbolic_shape("batch")
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 16), (batch, 16))]
     exported = jax.export.export(jax.jit(gradient))(*shapes)
-    np.testing.assert_allclose(exported.call(P, X), gradient(P, X), rtol=1e-5, atol=1e-5)
+    exact = jax.grad(lambda p, x: jnp.sum(layer(p, x) ** 2))(P, X)
+    assert 0 < error(exported.call(P, X), exact) < 0.05  # tiles depend on known dimensions
 
 
 def test_a_recurrent_cell_whose_parameters_are_broadcast():

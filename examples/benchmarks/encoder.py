@@ -66,7 +66,7 @@ _compress_but_attention = partial(
     policy=lm.checkpoint_policy(
         lm.products_saveable, jax.checkpoint_policies.save_only_these_names("attention")
     ),
-    dtype={"attention": None, None: jnp.float8_e4m3fn},
+    dtype={"attention": None, None: "float8"},
 )
 _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.gelu)
 
@@ -78,7 +78,7 @@ METHODS: dict[str, Method] = {
     "full remat": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.nothing_saveable)),
     "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
     "compress": Method(_flax_norm, nn.gelu, _compress),
-    "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype=jnp.int8)),
+    "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype="int8")),
     "compress, its input alone": Method(
         _flax_norm,
         nn.gelu,
@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
     "Mesa: all that is kept, int8": Method(
         jax.checkpoint(_flax_norm),
         jax.checkpoint(nn.gelu),
-        partial(_compress, policy=lm.everything_saveable, dtype=jnp.int8),
+        partial(_compress, policy=lm.everything_saveable, dtype="int8"),
     ),
     "lowmembp_jax": _ours,
     "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),

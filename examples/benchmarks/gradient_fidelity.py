@@ -35,11 +35,13 @@ import lowmembp_jax as lm
 METHODS: dict[str, Compute] = {
     "plain Flax in bfloat16": Compute(dtype=jnp.bfloat16),
     "compress": Compute("compress"),
-    "compress, float8_e5m2": Compute("compress", compress_dtype=jnp.float8_e5m2),
-    "compress, int8": Compute("compress", compress_dtype=jnp.int8),
-    "compress, int4": Compute("compress", compress_dtype=jnp.int4),
+    "compress, unscaled float8_e4m3fn": Compute(
+        "compress", compress_dtype="unscaled_float8_e4m3fn"
+    ),
+    "compress, int8": Compute("compress", compress_dtype="int8"),
+    "compress, int4": Compute("compress", compress_dtype="int4"),
     "compress, inputs of layers alone": Compute("compress+remat"),
-    "compress, inputs alone, int8": Compute("compress+remat", compress_dtype=jnp.int8),
+    "compress, inputs alone, int8": Compute("compress+remat", compress_dtype="int8"),
     "Mesa: all that is kept, int8": Compute("mesa"),
     "operators, 2 bits as published": Compute("lowmembp", bits=None),
     "operators, 2 bits": Compute("lowmembp"),

@@ -155,7 +155,7 @@ METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
     "products policy": partial(nn.remat, policy=lm.products_saveable),
     "full remat": nn.remat,
     "compress": lm.compress_module,
-    "compress, int8": partial(lm.compress_module, dtype=jnp.int8),
+    "compress, int8": partial(lm.compress_module, dtype="int8"),
     "compress of full remat": partial(lm.compress_module, policy=_POLICIES.nothing_saveable),
     "compress, everything_saveable": partial(lm.compress_module, policy=lm.everything_saveable),
 }

@@ -73,7 +73,7 @@ MODELS = {
 METHODS: dict[str, dict[str, Any]] = {
     "operators": {"norm_dtype": jnp.bfloat16},
     "compress": {},
-    "compress, int8": {"compress_dtype": jnp.int8},
+    "compress, int8": {"compress_dtype": "int8"},
 }
 TRAINED = ("full", "LoRA")
 _LORA = r".*/(query|value|q_proj|v_proj|q_lin|v_lin|q|v|c_attn)"

@@ -91,7 +91,7 @@ class Compute:
     param_dtype: Any = jnp.float32
     attention: Attention = "xla"
     merged: bool = False
-    compress_dtype: Any = jnp.float8_e4m3fn
+    compress_dtype: Any = "float8"
     bits: int | None = 2
 
     @property

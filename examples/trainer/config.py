@@ -58,9 +58,8 @@ class Config:
     method: Method = "lowmembp"
     """How memory is saved: by this library's ops, by storing what each layer keeps in 8 bits, or by
     jax.checkpoint in one of its ways."""
-    compress_dtype: Literal["float8_e4m3fn", "float8_e5m2", "int8", "int4"] = "float8_e4m3fn"
-    """What the compress methods store in. float8_e4m3fn clips at 448: take float8_e5m2 for a model
-    with larger activations."""
+    compress_dtype: Literal["float8", "int8", "int4"] = "float8"
+    """What the compress methods store in."""
     bits: Literal[2, 4] = 2
     """That the lowmembp methods' activations keep an element."""
     merge: bool | None = None

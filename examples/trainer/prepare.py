@@ -91,8 +91,9 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
     param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)
-    stored = jnp.dtype(config.compress_dtype)
-    compute = Compute(config.method, dtype, param_dtype, attention, merged, stored, config.bits)
+    compute = Compute(
+        config.method, dtype, param_dtype, attention, merged, config.compress_dtype, config.bits
+    )
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))
     params = initial_params(source, sizes, inputs, init_key)

@@ -1,6 +1,6 @@
 """`lm.compress`: residuals of any function in 8 bits."""
 
-from lowmembp_jax.compression.checkpointed import StorageDtype as StorageDtype
+from lowmembp_jax.compression.checkpointed import StorageFormat as StorageFormat
 from lowmembp_jax.compression.checkpointed import check_options as check_options
 from lowmembp_jax.compression.checkpointed import compress as compress
 from lowmembp_jax.compression.checkpointed import in_range as in_range

@@ -11,30 +11,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from lowmembp_jax.compression.formats import check_storage
+from lowmembp_jax.compression.formats import format_names
 from lowmembp_jax.compression.jaxprs import without_consts
 from lowmembp_jax.compression.marks import Marker
 from lowmembp_jax.compression.primitive import How
 from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.policies import products_saveable
 
-StorageDtype = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
+StorageFormat = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
 
 
 class Options(NamedTuple):
     """What `compress` is asked for, checked."""
 
-    dtypes: Mapping[str | None, Any]  # by `checkpoint_name`; None is the key for all others
+    formats: Mapping[str | None, str | None]  # see `format_names`
     policy: Callable[..., Any]
     prevent_cse: bool
 
 
-def check_options(name: str, dtype: StorageDtype, policy: Any, prevent_cse: bool = True) -> Options:
+def check_options(
+    name: str, dtype: StorageFormat, policy: Any, prevent_cse: bool = True
+) -> Options:
     """The options of the function `name`; raises what `compress` raises for them."""
-    for key, given in dtype.items() if isinstance(dtype, Mapping) else [(None, dtype)]:
-        if not isinstance(key, str | None):
-            raise TypeError(f"{name}: dtype: expected names or None as keys, got {key!r}")
-        check_storage(given, f"{name}: dtype" if key is None else f"{name}: dtype[{key!r}]")
+    formats = format_names(dtype, f"{name}: dtype")
     if policy is None:
         raise ValueError(
             f"{name}: policy: expected a policy, got None; lm.everything_saveable is what None "
@@ -45,14 +44,13 @@ def check_options(name: str, dtype: StorageDtype, policy: Any, prevent_cse: bool
         raise TypeError(f"{name}: policy: expected a callable, got {policy!r}")
     if not isinstance(prevent_cse, bool):
         raise TypeError(f"{name}: prevent_cse: expected True or False, got {prevent_cse!r}")
-    dtypes: dict[Any, Any] = dict(dtype) if isinstance(dtype, Mapping) else {None: dtype}
-    return Options(dtypes, policy, prevent_cse)
+    return Options(formats, policy, prevent_cse)
 
 
 def compress(
     fun: Callable[..., Any] | None = None,
     *,
-    dtype: StorageDtype = jnp.float8_e4m3fn,
+    dtype: StorageFormat = "float8",
     policy: Callable[..., Any] = products_saveable,
     params_argnums: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
@@ -332,8 +330,8 @@ def stored(
     hows: dict[Any, How] = {}
 
     def bind(jaxpr, values, is_param):
-        dtypes = {} if is_exact() else options.dtypes
-        marker = Marker(options.policy, dtypes, owner)
+        formats = {} if is_exact() else options.formats
+        marker = Marker(options.policy, formats, owner)
         how = hows.setdefault((is_param, is_exact()), How(marker, is_param, options.prevent_cse))
         return how.bind(values, jaxpr)
 

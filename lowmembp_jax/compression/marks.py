@@ -8,6 +8,8 @@ equation may not read a rounded number (rules.py), the need for exactness is fol
 array that is stored. Then the jaxpr is rewritten.
 """
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +23,8 @@ from jax.extend import core
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression.copies import with_copies
 from lowmembp_jax.compression.facts import Fact, Facts, find_facts, of_any
-from lowmembp_jax.compression.formats import storage_dtype
-from lowmembp_jax.compression.store import Format, store_p
+from lowmembp_jax.compression.formats import Format, Rows
+from lowmembp_jax.compression.store import store_p
 from lowmembp_jax.jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
@@ -34,10 +36,21 @@ _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
 
 
 class Need(NamedTuple):
-    """How a variable is needed, and the `checkpoint_name` that it has further on."""
+    """How a variable is needed.
+
+    Attributes:
+      level: NOT, ROUNDED, WHOLE or EXACT.
+      name: the `checkpoint_name` that it has further on.
+      rows: over which a statistic of it that the backward needs is taken.
+    """
 
     level: int = NOT
     name: str | None = None
+    rows: Rows | None = None
+
+    def join(self, other: "Need") -> "Need":
+        """What is needed by several readers, of which `other` is the later one."""
+        return Need(max(self.level, other.level), self.name or other.name, self.rows or other.rows)
 
 
 @dataclass
@@ -57,18 +70,19 @@ class Marker:
 
     Attributes:
       policy: of `jax.checkpoint`: which results are saved.
-      dtypes: what they are stored in, by `checkpoint_name`; None is the key for all others.
+      formats: names of what they are stored in, by `checkpoint_name`; None is the key for all
+        others.
       owner: names the function in errors.
       seen: names of what is stored.
     """
 
     policy: Callable[..., Any]
-    dtypes: Mapping[str | None, Any]
+    formats: Mapping[str | None, str | None]
     owner: str
     seen: set[str] = field(default_factory=set)
 
     def __post_init__(self):
-        self.dtypes = _NAMED_EXACT | dict(self.dtypes)
+        self.formats = _NAMED_EXACT | dict(self.formats)
 
     def mark(self, jaxpr: core.Jaxpr, given: Sequence[Fact], wanted: Sequence[bool]) -> core.Jaxpr:
         """The jaxpr with `store` behind what its backward reads from memory.
@@ -85,9 +99,9 @@ class Marker:
         for var, need in zip(jaxpr.invars, inputs, strict=True):
             if need.level and facts.of[var].lossy:
                 format = self.format(var, facts.of[var], need)
-                if format.dtype is not None:  # an argument is in memory anyway
+                if format.storage is not None:  # an argument is in memory anyway
                     decisions.plan.stores[var] = format
-        if unseen := self.dtypes.keys() - self.seen - {None} - _NAMED_EXACT.keys():
+        if unseen := self.formats.keys() - self.seen - {None} - _NAMED_EXACT.keys():
             warnings.warn(
                 f"{self.owner}: dtype: nothing is saved under the name "
                 f"{', '.join(sorted(map(repr, unseen)))}; let the policy save it, and give the "
@@ -96,22 +110,17 @@ class Marker:
             )
         return with_copies(rewritten(jaxpr, decisions.plan), [fact.linear for fact in given])
 
-    def exact(self, var: Any) -> Format:
-        """As it is; a boolean takes 2 bits."""
-        is_bool = var.aval.dtype == bool and var.aval.shape
-        return Format(jnp.dtype(jnp.uint2) if is_bool else None, False, self.owner)
-
     def format(self, var: Any, fact: Fact, need: Need) -> Format:
         """How an array is stored that the backward needs."""
-        is_named = need.name is not None and need.name in self.dtypes
+        is_named = need.name is not None and need.name in self.formats
         if need.name is not None:
             self.seen.add(need.name)
         is_statistic = need.level > ROUNDED or fact.reduced
-        if not fact.lossy or not _is_inexact(var) or (is_statistic and not is_named):
-            return self.exact(var)
-        dtype = storage_dtype(var.aval, self.dtypes.get(need.name if is_named else None))
+        storage = self.formats.get(need.name if is_named else None)
+        if not fact.lossy or (is_statistic and not is_named):
+            storage = None
         is_unit = fact.bounds[0] >= 0 and fact.bounds[1] <= 1
-        return Format(dtype, is_unit and dtype is not None, self.owner)
+        return Format.of(var.aval, storage, self.owner, need.rows, is_unit)
 
 
 class _Decisions:
@@ -123,7 +132,7 @@ class _Decisions:
 
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):
         self.marker, self.jaxpr, self.facts, self.may_store = marker, jaxpr, facts, may_store
-        self.plan, self.levels, self.names = Plan(), dict[Any, int](), dict[Any, str]()
+        self.plan, self.needs = Plan(), dict[Any, Need]()
         self.readers = dict[Any, int]()
         for eqn in jaxpr.eqns:
             for var in set(jaxprs.variables(eqn)):
@@ -132,38 +141,35 @@ class _Decisions:
     def make(self, wanted: Sequence[Need]) -> list[Need]:
         """Decides, from how the outputs are needed; returns how the inputs are."""
         for atom, need in zip(self.jaxpr.outvars, wanted, strict=True):
-            self.need(atom, *need)
+            self.need(atom, need)
         for number, eqn in reversed([*enumerate(self.jaxpr.eqns)]):
             results = list(map(self.needed, eqn.outvars))
             read, has_effect = self.facts.read(eqn), has_effects(eqn)
-            if not has_effect and not any(need.level for need in results):
+            if not has_effect and not any(need.level or need.rows for need in results):
                 continue
             if number in self.facts.inside:
                 self.of_bodies(number, eqn, results)
             elif has_effect:
                 for atom in eqn.invars:
-                    self.need(atom, EXACT)
+                    self.need(atom, Need(EXACT))
             elif operation(eqn) == "custom_lin":
                 self.of_custom_backward(eqn, read)
             elif any(fact.linear for fact in read):
                 levels = self.as_read(eqn, read)
                 for i, (atom, fact) in enumerate(zip(eqn.invars, read, strict=True)):
-                    is_statistic = rules.is_statistic(eqn, i)
-                    self.need(
-                        atom, ROUNDED if fact.linear else WHOLE if is_statistic else levels[i]
-                    )
+                    level = WHOLE if rules.is_statistic(eqn, i) else levels[i]
+                    self.need(atom, Need(ROUNDED if fact.linear else level))
             else:
                 self.of_forward(number, eqn, read, results)
         return list(map(self.needed, self.jaxpr.invars))
 
     def needed(self, var: Any) -> Need:
-        return Need(self.levels.get(var, NOT), self.names.get(var))
+        return self.needs.get(var, Need())
 
-    def need(self, atom: Any, level: int, name: str | None = None) -> None:
+    def need(self, atom: Any, need: Need) -> None:
         if isinstance(atom, core.Var):
-            self.levels[atom] = max(self.levels.get(atom, NOT), level)
-            if name is not None:
-                self.names.setdefault(atom, name)
+            # Equations are seen from the last on: this reader comes before the others.
+            self.needs[atom] = need.join(self.needed(atom))
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
         may = rules.may_round(eqn, [fact.bounds for fact in read])
@@ -181,25 +187,19 @@ class _Decisions:
                 for body, facts in zip(bodies, inside, strict=True)
             ]
             each = zip(*(decisions.make(wanted) for decisions in decided), strict=True)
-            inputs = [
-                Need(
-                    max(need.level for need in needs),
-                    next(filter(None, (n.name for n in needs)), None),
-                )
-                for needs in each
-            ]
+            inputs = [functools.reduce(Need.join, needs) for needs in each]
             after = list(wanted)
             for need, out in zip(inputs, back, strict=True):
                 if out is not None:
-                    after[out] = Need(max(need.level, after[out].level), after[out].name)
+                    after[out] = need.join(after[out])
             if after == wanted:
                 break
             wanted = after
         self.plan.inside[number] = [decisions.plan for decisions in decided]
-        for atom, need in zip(jaxprs.operands(eqn), inputs, strict=True):
-            self.need(atom, *need)
+        for atom, var, need in zip(jaxprs.operands(eqn), bodies[0].invars, inputs, strict=True):
+            self.need(atom, need._replace(rows=_outside(need.rows, atom, var)))
         if eqn.primitive.name == "cond":
-            self.need(eqn.invars[0], EXACT)
+            self.need(eqn.invars[0], Need(EXACT))
 
     def of_custom_backward(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> None:
         """The backward of a custom VJP is traced, and needs its residuals as its equations do."""
@@ -216,42 +216,47 @@ class _Decisions:
         try:
             jaxpr = jax.make_jaxpr(backward)(*avals).jaxpr
         except Exception:  # the user's code may need the context in which it runs later
-            levels = [EXACT] * count
+            needs = [Need(EXACT)] * count
         else:
             given = [of_any([fact]) for fact in read[:count]] + [Fact(linear=True)] * len(real)
             facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
-            needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))
-            levels = [need.level for need in needs[:count]]
-        levels += [ROUNDED] * (len(eqn.invars) - count)  # the tangents
-        for atom, level in zip(eqn.invars, levels, strict=True):
-            self.need(atom, level)
+            needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
+        needs += [Need(ROUNDED)] * (len(eqn.invars) - count)  # the tangents
+        for atom, need in zip(eqn.invars, needs, strict=True):
+            self.need(atom, need._replace(name=None))
 
     def of_forward(self, number: int, eqn: core.JaxprEqn, read: list[Fact], results: list[Need]):
         """Stores what is to be stored of the results, or needs the operands to run again."""
-        rest = [NOT] * len(results)
+        rest = [Need(NOT, need.name, need.rows) for need in results]
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Computed again from rounded numbers a choice could come out differently.
-                level = EXACT if _is_discrete(var) else need.level
-                format = self.stored(number, eqn, read, var, Need(level, need.name))
+                need = need._replace(level=EXACT if _is_discrete(var) else need.level)
+                format = self.stored(number, eqn, read, var, need)
                 if format is None or not self.may_store:
-                    rest[i] = level
+                    rest[i] = need
                 else:
                     self.plan.stores[var] = format
-        if not any(rest):
-            return
+        most = max(need.level for need in rest)
         if operation(eqn) in rules.PASSED or operation(eqn) == "optimization_barrier":
             # Each result is the operand in its place.
-            for atom, need, level in zip(eqn.invars, results, rest, strict=False):
-                self.need(atom, level, checkpoint_name_of(eqn) or need.name)
-        else:
-            for atom, level in zip(eqn.invars, self.as_read(eqn, read), strict=True):
-                self.need(atom, EXACT if max(rest) == EXACT else level)
+            for atom, need in zip(eqn.invars, rest, strict=False):
+                rows = _before(need.rows, eqn, atom)
+                name = checkpoint_name_of(eqn) or need.name
+                self.need(atom, Need(need.level, name if need.level else None, rows))
+            return
+        levels = self.as_read(eqn, read) if most else [NOT] * len(read)
+        for atom, level in zip(eqn.invars, levels, strict=True):
+            rows = _before(rest[0].rows, eqn, atom)
+            if operation(eqn) in rules.REDUCTIONS and results[0].level:
+                rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
+            self.need(atom, Need(EXACT if most == EXACT else level, None, rows))
 
     def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
         """How a result is stored, None where it is computed again."""
         name, fact = operation(eqn), self.facts.of[var]
+        exact = Format.of(var.aval, None, self.marker.owner)
         if _is_discrete(var):
             # Reductions are stored exactly, so a choice that depends on them alone comes out the
             # same when it is recomputed.
@@ -260,26 +265,53 @@ class _Decisions:
                 for fact, atom in zip(read, eqn.invars, strict=True)
             )
             is_named = name == "name" and (fact.lossy or fact.random)  # a code of several choices
-            return self.marker.exact(var) if chooses or is_named else None
+            return exact if chooses or is_named else None
         is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
         if (
             number in self.facts.saved
             or is_softmax
             or var in self.facts.named
-            or self.replaces_two(eqn, read)
+            or self.replaces_terms(eqn, read, need)
         ):
             return self.marker.format(var, fact, need)
         if need.level == EXACT and fact.lossy and name in rules.REDUCTIONS:
-            return self.marker.exact(var)
+            return exact
         return None
 
-    def replaces_two(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
-        """Whether to store a sum in place of two saved arrays: nothing else reads one of them."""
+    def replaces_terms(self, eqn: core.JaxprEqn, read: list[Fact], need: Need) -> bool:
+        """Whether to store a sum in place of a saved array that nothing else reads.
+
+        The other term is saved too, or a norm reads the sum, which is then stored by its rows.
+        """
         pairs = zip(eqn.invars, read, strict=True)
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
         if operation(eqn) not in ("add", "sub") or len(ours) != 2:
             return False
-        return all(fact.term for _, fact in ours) and any(self.readers[a] == 1 for a, _ in ours)
+        is_one = all(fact.term for _, fact in ours) or need.rows is not None
+        return is_one and any(fact.term and self.readers[atom] == 1 for atom, fact in ours)
+
+
+def _before(rows: Rows | None, eqn: core.JaxprEqn, atom: Any) -> Rows | None:
+    """The rows of an operand, from those of the result of an elementwise equation."""
+    if rows is None or not rules.is_elementwise(eqn) or isinstance(atom, core.Literal):
+        return None
+    if atom.aval.size != math.prod(rows.shape):
+        return None
+    if operation(eqn) == "transpose":
+        if rows.shape != eqn.outvars[0].aval.shape:
+            return None
+        return Rows(atom.aval.shape, tuple(eqn.params["permutation"][i] for i in rows.axes))
+    return rows
+
+
+def _outside(rows: Rows | None, atom: Any, var: Any) -> Rows | None:
+    """The rows of what a body reads as `var`, which may be a part of it."""
+    shape, part = atom.aval.shape, var.aval.shape
+    if rows is None or shape == part:
+        return rows
+    if rows.shape == part and shape[1:] == part:  # a step of a scan
+        return Rows(shape, tuple(axis + 1 for axis in rows.axes))
+    return None
 
 
 def _is_inexact(atom: Any) -> bool:

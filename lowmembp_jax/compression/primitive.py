@@ -160,7 +160,7 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
 
     closed, (y, dy) = jax.make_jaxpr(pushed, return_shape=True)(primals, tangents)
     body, is_real = without_consts(closed.jaxpr), [d is not None for d in dy]
-    rounds = any(dtype is not None for dtype in how.marker.dtypes.values())
+    rounds = any(name is not None for name in how.marker.formats.values())
     given = [Fact()] * len(closed.consts)
     given += [
         Fact(activation=rounds and not is_one, varied=i in varied, at_hand=True)

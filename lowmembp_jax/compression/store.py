@@ -5,7 +5,7 @@ and `decode` in the backward. Nothing else in the library knows how residuals ar
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +15,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
-from lowmembp_jax.compression.formats import NO_SECOND_DERIVATIVE, decode, encode
-
-
-class Format(NamedTuple):
-    """How an array is stored.
-
-    Attributes:
-      dtype: of the stored array; None stores the array itself.
-      unit: whether all elements are known to lie between 0 and 1, as in a softmax. float8 stores
-        256 times each element, and the integer formats store its square root.
-      owner: names the function in the error for a second derivative.
-    """
-
-    dtype: jnp.dtype | None
-    unit: bool
-    owner: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether `decode(encode(x))` is x: of booleans in 2 bits and of what stays as it is."""
-        return self.dtype is None or self.dtype == jnp.uint2
-
-    def encode(self, x: jax.Array) -> list[jax.Array]:
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return [lax.real(x), lax.imag(x)]  # JAX cannot save complex residuals
-        if self.unit:
-            x = x * 256 if self._is_float else jnp.sqrt(x)
-        return jax.tree.leaves(encode(x, self.dtype, self.owner))
-
-    def decode(self, dtype: Any, *stored: jax.Array) -> jax.Array:
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            return lax.complex(*stored)
-        x = decode(stored[0] if len(stored) == 1 else stored, self.dtype, dtype)
-        if self.unit:
-            x = x / 256 if self._is_float else jnp.square(x)
-        return x
-
-    @property
-    def _is_float(self) -> bool:
-        return self.dtype is not None and jnp.issubdtype(self.dtype, jnp.floating)
-
+from lowmembp_jax.compression.formats import NO_SECOND_DERIVATIVE, Format
 
 #: `times`: how many results there are, all of them x, each read from memory by itself.
 store_p = core.Primitive("store")
@@ -95,7 +55,7 @@ def _encoding(format: Format, times: int, aval: Any, mesh: Any) -> core.JaxprEqn
 def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], mesh: Any):
     def decode(*stored):
         again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
-        return [format.decode(dtype, *each) for each in again]
+        return [format.decode(each, dtype) for each in again]
 
     return jax.make_jaxpr(jax.jit(decode))(*avals).jaxpr.eqns[0]
 
@@ -109,7 +69,7 @@ def _split(saveable, unknown, instantiated, eqn):
     if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # of another checkpoint
         is_new = isinstance(x, core.Var) and not instantiated[0]
         return eqn, eqn, [False] * times, [True] * times, [x] * is_new
-    if format.dtype is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+    if format.storage is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()
     known = _encoding(format, times, aval, mesh)
