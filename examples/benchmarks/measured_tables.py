@@ -178,6 +178,14 @@ def third_party(methods: dict[str, str]) -> Rows:
     return rows
 
 
+def storage_formats() -> Rows:
+    """Errors of gradients by input and format."""
+    found = read("storage_formats")["rows"]
+    formats = next(iter(found.values()))
+    rows = [["gradient's relative error", *formats]]
+    return rows + [[name, *(f"{e:.3f}" for e in errors.values())] for name, errors in found.items()]
+
+
 def other_models() -> Rows:
     """MiB at the peak, estimated milliseconds and, where it is not exact, a gradient's error."""
     rows = [["six blocks", *OTHER_MODELS.values()]]
@@ -230,6 +238,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),
     "other_models": other_models,
+    "storage_formats": storage_formats,
     "finetune": partial(finetune, "finetune"),
     "nnx_finetune": partial(finetune, "nnx_finetune"),
     **compare_tables.TABLES,

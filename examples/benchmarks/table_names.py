@@ -22,17 +22,17 @@ BLOCK_METHODS = {
 #: Methods of `gradient_fidelity.jsonl`.
 FIDELITY_METHODS = {
     "plain Flax in bfloat16": "plain Flax in bfloat16",
-    "compress": "`lm.compress`, float8_e4m3fn",
-    "compress, float8_e5m2": "`lm.compress`, float8_e5m2",
+    "compress": "`lm.compress`",
+    "compress, unscaled float8_e4m3fn": "`lm.compress`, unscaled float8_e4m3fn",
     "compress, int8": "`lm.compress`, int8",
     "compress, int4": "`lm.compress`, int4",
-    "compress, inputs of layers alone": "inputs of layers alone, float8_e4m3fn",
+    "compress, inputs of layers alone": "inputs of layers alone",
     "compress, inputs alone, int8": "inputs of layers alone, int8",
     "Mesa: all that is kept, int8": "Mesa: all that the operators keep, int8",
     "operators, 2 bits as published": "`lm.regelu2`, `lm.resilu2`: 2 bits, published tables",
     "operators, 2 bits": "`lm.gelu`, `lm.silu`, 2 bits",
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
-    "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`, float8_e4m3fn",
+    "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`",
 }
 #: Of `other_models.json`.
 OTHER_MODELS = {

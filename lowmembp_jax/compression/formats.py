@@ -121,7 +121,9 @@ class _Tiles(NamedTuple):
         wide = _tile(shape[-1], 16, 32)
         if len(shape) == 1:
             return cls(None, 1, wide)
-        axis = max(range(len(shape) - 1), key=lambda i: _tile(shape[i], 1, 64))
+        axis = max(
+            range(len(shape) - 1), key=lambda i: shape[i] if isinstance(shape[i], int) else 0
+        )
         return cls(axis, _tile(shape[axis], 1, 64), wide)
 
     def split(self, shape: tuple[Any, ...], high: Any, wide: Any) -> tuple[Any, ...]:
