@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import NOTHING, block, each_dtype, error, kept, loss, normal, params
+from compression_models import NOTHING, block, each_dtype, kept, loss, normal, params
 from jax import lax
 from lowmembp_examples.benchmarks import storage_formats
 
@@ -101,8 +101,8 @@ def test_integers_are_rounded_to_the_nearest_and_in_4_bits_so_on_average():
     np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(x), want, rtol=1e-6)
     square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int4, policy=NOTHING), 0)
     x = jax.random.uniform(jax.random.key(0), (64, 256)).at[:, ::32].set(0).at[:, 1::32].set(1)
-    error = jax.grad(lambda x: square(x).sum())(x) - x
-    assert abs(float(error.mean())) < 1e-3 and float(jnp.abs(error).max()) < 0.07
+    difference = jax.grad(lambda x: square(x).sum())(x) - x
+    assert abs(float(difference.mean())) < 1e-3 and float(jnp.abs(difference).max()) < 0.07
 
 
 def test_scales_of_int4_are_of_32_numbers_or_of_the_next_divisor():
@@ -157,6 +157,3 @@ def test_the_loss_curve_is_that_of_exact_gradients_with_a_channel_of(channel):
     assert plain[-20:].mean() < plain[0] / 2
     ours = losses_with_an_outlier("float8", channel)
     assert float(ours[-20:].mean()) == pytest.approx(float(plain[-20:].mean()), rel=0.01)
-    if channel == 5e3:  # clipped at 448, so that a norm computed again is too large by 11 times
-        clipped = losses_with_an_outlier("unscaled_float8_e4m3fn", channel)
-        assert clipped[-20:].mean() > 1.1 * plain[-20:].mean()

@@ -69,25 +69,27 @@ def _unscaled(dtype: Any) -> Storage:
 
 
 def _encode_rows(x: Array, rows: Rows) -> tuple[Array, Array, Array]:
-    """Each row without its mean, scaled so that not even a row of one outlier is clipped."""
+    """Each row, without a mean far from 0, scaled so that not even a lone outlier is clipped."""
     y = _reshaped(x, rows.shape).astype(compute_dtype(x.dtype))
     # In the form in which norms compute them, so that XLA computes both once.
     mean = jnp.mean(y, rows.axes, keepdims=True)
-    variance = jnp.mean(jnp.square(y), rows.axes, keepdims=True) - jnp.square(mean)
+    square = jnp.mean(jnp.square(y), rows.axes, keepdims=True)
     # Where the two nearly cancel, the deviation is taken to be what rounding can tell.
-    deviation = jnp.sqrt(jnp.maximum(variance, jnp.square(mean) * 2.0**-20))
-    # No element is further than sqrt(length) deviations from the mean.
-    scale = _MOST / (math.sqrt(rows.length) * deviation)
-    is_known = jnp.isfinite(deviation) & (deviation > 0)
-    scale = jnp.where(is_known, scale, 1)
-    mean = jnp.where(is_known, mean, 0)
-    z = _to_float8((y - mean) * scale)
-    return _reshaped(z, x.shape, like=x), mean, scale
+    variance = jnp.maximum(square - jnp.square(mean), jnp.square(mean) * 2.0**-20)
+    # A mean within one deviation can be the work of a few outliers, far from all the others.
+    center = jnp.where(jnp.square(mean) > variance, mean, 0)
+    spread = jnp.sqrt(jnp.where(center == 0, square, variance))
+    is_known = jnp.isfinite(spread) & (spread > 0)
+    # No element is further than sqrt(length) times the spread from the center.
+    scale = jnp.where(is_known, _MOST / (math.sqrt(rows.length) * spread), 1)
+    center = jnp.where(is_known, center, 0)
+    z = _to_float8((y - center) * scale)
+    return _reshaped(z, x.shape, like=x), center, scale
 
 
 def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
-    z, mean, scale = stored
-    y = _reshaped(z, rows.shape).astype(mean.dtype) / scale + mean
+    z, center, scale = stored
+    y = _reshaped(z, rows.shape).astype(center.dtype) / scale + center
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
