@@ -117,3 +117,41 @@ def test_inside_exact_nothing_approximates(problem):
         of_ours(lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x, x) < 1e-6
     )
     assert of_ours(lm.compress(jnp.tanh, params_argnums=()), jnp.tanh, x) < 1e-6
+
+
+def normed(p, x):
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+    return jnp.tanh(x @ p)
+
+
+def test_it_reports_what_each_stored_array_lost():
+    x = jax.random.normal(jax.random.key(0), (64, 32)).at[0, 0].set(jnp.inf)
+    x, p = x.at[1].mul(1000).at[0].set(1000), jnp.eye(32)
+
+    def report(dtype):
+        run = lm.compress(lambda p, x: jnp.tanh(x @ p), dtype=dtype)
+        found = lm.gradient_fidelity(lambda p: jnp.sum(run(p, x)), p)
+        [(name, stored)] = [item for item in found.stored.items() if "test_fidelity.py" in item[0]]
+        assert name.startswith("f32[64,32]") and f"{name} " in str(found)
+        return stored
+
+    unscaled = report("unscaled_float8_e4m3fn")
+    beyond = np.mean(np.abs(x) > 448)
+    assert unscaled.largest == pytest.approx(np.abs(x).max()) and unscaled.elements == x.size
+    assert 0.8 * beyond < unscaled.clipped <= beyond and unscaled.flushed < 0.001
+    assert report("int8").clipped == 0
+
+
+def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
+    p, x = jnp.stack([jnp.eye(8)] * 3), jax.random.normal(jax.random.key(0), (16, 8))
+
+    def loss(dtype):
+        run = lm.compress(normed, dtype=dtype)
+        return lambda p: jnp.sum(jax.lax.scan(lambda x, p: (run(p, x), None), x, p)[0])
+
+    assert lm.gradient_fidelity(loss(None), p).stored == {}
+    stored = lm.gradient_fidelity(loss("float8"), p).stored
+    assert {one.elements for one in stored.values()} == {3 * x.size}
+    # The next measurement has its own numbers.
+    again = lm.gradient_fidelity(loss("float8"), p).stored
+    assert again == stored
