@@ -1,5 +1,6 @@
 """How near an approximate gradient is to the exact one."""
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from lowmembp_jax.compression.observing import Stored, observed
+from lowmembp_jax.compression.observing import Place, Stored, observed
 from lowmembp_jax.exactness import exact
+from lowmembp_jax.memory.source_files import is_framework
 from lowmembp_jax.patching import patch
 
 _GOOD = "(plain bfloat16: 0.01 to 0.03; a few percent train as well as the exact gradient)"
@@ -114,7 +116,17 @@ def gradient_fidelity(
         got = jax.block_until_ready(gradient(params, args))
     if report is not None and not report.swapped:
         raise ValueError(f"gradient_fidelity: {report}")
-    return replace(gradient_distance(got, want, depth), stored=dict(stored))
+    named: dict[str, Stored] = {}
+    for place, one in stored.items():
+        named.setdefault(_name(place), Stored()).add(one)
+    return replace(gradient_distance(got, want, depth), stored=named)
+
+
+def _name(place: Place) -> str:
+    """An array's type, and the line of the user's code that computes it."""
+    kind, lines = place
+    own = next(((file, line) for file, line in lines if not is_framework(file)), None)
+    return kind if own is None else f"{kind} {os.path.basename(own[0])}:{own[1]}"
 
 
 def _flat(x) -> np.ndarray:

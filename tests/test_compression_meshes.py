@@ -1,5 +1,6 @@
 """lm.compress over a mesh: no collective more than `jax.checkpoint`."""
 
+import math
 import re
 from collections import Counter
 
@@ -186,3 +187,48 @@ def test_replicated_arguments_inside_shard_map(policy, inside):
     counts = [collectives(run.lower(p, positions, x).compile()) for run in (ours, theirs)]
     assert counts[0] == counts[1] and counts[0]
     assert error(ours(p, positions, x), theirs(p, positions, x)) < 0.05
+
+
+def exchanged(compiled):
+    """How often each collective runs, and the elements of all their results."""
+    found = re.findall(rf"= (\S+|\([^)]*\)) ({COLLECTIVES})\(", compiled.as_text())
+    shapes = re.findall(r"\[([\d,]+)\]", " ".join(shape for shape, _ in found))
+    elements = sum(math.prod(map(int, shape.split(","))) for shape in shapes)
+    return Counter(name for _, name in found), elements
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "batch"])
+@pytest.mark.parametrize("spec", [P("x"), P("x", None, "y"), P(None, "x", "y"), P(None, "y")])
+@pytest.mark.parametrize("width", [200, 312])
+def test_rows_and_tiles_add_no_collective(norm, spec, width):
+    """A norm over an axis that may be sharded, FSDP and tensor parallelism, odd widths."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    axes = (0, 1) if norm == "batch" else -1
+
+    def block(p, x):
+        mean = 0 if norm == "rms" else jnp.mean(x, axes, keepdims=True)
+        variance = jnp.mean(jnp.square(x), axes, keepdims=True) - jnp.square(mean)
+        y = (x - mean) * lax.rsqrt(variance + 1e-6)
+        y = lax.with_sharding_constraint(y, P("x"))
+        return x + jax.nn.gelu(y @ p["up"]) @ p["down"]
+
+    with jax.set_mesh(mesh):
+        shard = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))  # noqa: E731
+        p = {
+            "up": shard(normal(width, 4 * width) / 16, P("x", "y")),
+            "down": shard(normal(4 * width, width) / 32, P("y", "x")),
+        }
+        x = shard(3 + normal(8, 24, width), spec)
+
+        def compiled(run):
+            step = jax.grad(lambda p, x: jnp.sum(jnp.square(run(p, run(p, x)))), argnums=(0, 1))
+            return jax.jit(step).lower(p, x).compile()
+
+        ours = compiled(lm.compress(block))
+        plain = compiled(jax.checkpoint(block, policy=lm.products_saveable))
+        (counts, sent), (plain_counts, plain_sent) = map(exchanged, (ours, plain))
+        # Of a norm over a sharded axis two numbers a row are summed over the devices too.
+        over_shards = norm == "batch" or "y" in spec[2:]
+        assert counts - plain_counts <= Counter({"all-reduce": over_shards})
+        assert sent <= (1.02 if over_shards else 1) * plain_sent
+        assert error(ours(p, x), plain(p, x)) < 0.05

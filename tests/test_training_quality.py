@@ -100,7 +100,7 @@ def test_differences_are_paired_by_seed(tmp_path, monkeypatch):
     assert head == ["dev loss", "ViT, CIFAR-10 (3 seeds)"]
     assert plain == ["plain Flax", "0.300"]
     # The standard error of .01, .02, .03 is .01 / sqrt(3).
-    assert compress == ["`lm.compress`, float8_e4m3fn", "0.320 (+0.020 ± 0.006)"]
+    assert compress == ["`lm.compress`", "0.320 (+0.020 ± 0.006)"]
     assert quality_report.metric("accuracy", ".1%")[2][1] == "68.0% (-2.0 ± 0.6)"
     assert quality_report.cosine()[1][1] == "0.9000, 0.8000"
     quality_report.draw(tmp_path / "losses.svg")

@@ -79,13 +79,17 @@ def compress(
     Args:
       fun: any function that JAX can differentiate, or a callable pytree such as an Equinox module,
         whose arrays are parameters. Without it, `compress` is a decorator with arguments.
-      dtype: how residuals are stored. `float8_e4m3fn` clips values to +-448 and flushes values
-        under 0.001 to zero, in the residual only. `float8_e5m2` has the range of float16 and two
-        mantissa bits. `int8` has a scale for each row of the last axis. `int4` has a scale and a
-        least value for each group of 32 or more, and rounds at random. None stores residuals as
-        they are. A mapping from `checkpoint_name` to one of these stores array by array, with None
-        as the key for all other arrays; an array that it does not name is stored as it is. A dtype
-        that is given by name holds also where the rules above would store the array unrounded.
+      dtype: the format in which residuals are stored. "float8", the default, is right at any scale
+        and offset: an array that the function normalizes is stored by the rows of the norm, every
+        other array has a scale for each tile of up to 64 by 32. The scale comes from a sample, so
+        an element that is more than 28 times the largest sampled one is clipped. "int8" has a scale
+        for each row of the last axis. "int4" has a scale and a least value for each group of 32 or
+        more, and rounds at random. "unscaled_float8_e4m3fn" clips at +-448 and flushes values under
+        0.001 to zero; "unscaled_float8_e5m2" has the range of float16 and two mantissa bits. None
+        stores residuals as they are. A mapping from `checkpoint_name` to one of these stores array
+        by array, with None as the key for all other arrays; an array that it does not name is
+        stored as it is. A format that is given by name holds also where the rules above would store
+        the array unrounded. The dtypes of these formats are accepted, too.
       policy: which results are saved, as in `jax.checkpoint`. `lm.everything_saveable` saves what
         JAX saves by itself; `jax.checkpoint_policies.nothing_saveable` saves the arguments alone.
       params_argnums: positions of the arguments that hold parameters, counted as in
@@ -102,9 +106,10 @@ def compress(
       UserWarning: every argument holds parameters, so that there is nothing to store; an argument
         that is not in `params_argnums` is a tree of several arrays, which may be parameters;
         `dtype` names an array that is not stored.
+      DeprecationWarning: `dtype` is a dtype of float8, which meant a format without a scale.
 
     Raises:
-      ValueError: `dtype` is not a storage format; `policy` is None, or offloads, which is seen when
+      ValueError: `dtype` is not a format; `policy` is None, or offloads, which is seen when
         `fun` is differentiated; a position is out of range, or both static and a parameter.
       TypeError: `fun` or `policy` is not callable; `fun` is a class or a Flax module.
       NotImplementedError: a second derivative was asked for.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, UInt32
 
@@ -146,7 +147,7 @@ class _Tiles(NamedTuple):
     def cut(self, x: Array) -> Array:
         spec = _explicit_spec(x)
         if spec is not None:
-            spec = PartitionSpec(*self.split(spec, lambda s: (s, None), lambda s: (s, None)))
+            spec = PartitionSpec(*self.split(tuple(spec), lambda s: (s, None), lambda s: (s, None)))
         return jnp.reshape(x, self.shape(x.shape), out_sharding=spec)
 
 
@@ -183,7 +184,7 @@ def _decode_tiled(stored: tuple[Array, ...], dtype: Any) -> Array:
 
 def _explicit_spec(x: Any) -> PartitionSpec | None:
     """The spec of an array, or of its type, that is sharded over a mesh of explicit axes."""
-    spec = (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding.spec
+    spec = (x if isinstance(x, ShapedArray) else jax.typeof(x)).sharding.spec
     return spec if any(axis is not None for axis in spec) else None
 
 
@@ -389,8 +390,8 @@ class Format(NamedTuple):
             return (x,)
         if self.unit:
             x = x * 256 if self._is_float else jnp.sqrt(x)
-        message = f"{self.owner} {NO_SECOND_DERIVATIVE}"
-        return undifferentiated(lambda x: _STORAGES[self.storage].encode(x, self.rows), message)(x)
+        storage, message = _STORAGES[self.storage], f"{self.owner} {NO_SECOND_DERIVATIVE}"
+        return undifferentiated(lambda x: storage.encode(x, self.rows), message)(x)
 
     def decode(self, stored: tuple[Array, ...], dtype: Any) -> Array:
         """The array again, in its own dtype."""

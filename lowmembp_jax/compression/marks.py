@@ -226,7 +226,7 @@ class _Decisions:
         for atom, need in zip(eqn.invars, needs, strict=True):
             self.need(atom, need._replace(name=None))
 
-    def of_forward(self, number: int, eqn: core.JaxprEqn, read: list[Fact], results: list[Need]):
+    def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
         """Stores what is to be stored of the results, or needs the operands to run again."""
         rest = [Need(NOT, need.name, need.rows) for need in results]
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
@@ -291,7 +291,7 @@ class _Decisions:
         return is_one and any(fact.term and self.readers[atom] == 1 for atom, fact in ours)
 
 
-def _before(rows: Rows | None, eqn: core.JaxprEqn, atom: Any) -> Rows | None:
+def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
     """The rows of an operand, from those of the result of an elementwise equation."""
     if rows is None or not rules.is_elementwise(eqn) or isinstance(atom, core.Literal):
         return None

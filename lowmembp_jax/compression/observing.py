@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax.memory.source_files import is_framework
-
 # Part of the key of JAX's caches. Each context has a number of its own, so that nothing that was
 # traced in one reports to another.
 _context = jax.make_user_context(0)
 _numbers = itertools.count(1)
-_observed: dict[int, dict[str, "Stored"]] = {}
+_observed: dict[int, dict["Place", "Stored"]] = {}
+#: The type of an array, and the file and line of each call that led to it, innermost first.
+Place = tuple[str, tuple[tuple[str, int], ...]]
 
 
 @dataclass
@@ -35,18 +34,19 @@ class Stored:
     flushed: float = 0.0
     elements: int = 0
 
-    def add(self, largest: float, clipped: int, flushed: int, elements: int) -> None:
-        self.largest = max(self.largest, largest)
-        every = max(self.elements + elements, 1)
-        self.clipped = (self.clipped * self.elements + clipped) / every
-        self.flushed = (self.flushed * self.elements + flushed) / every
-        self.elements += elements
+    def add(self, other: "Stored") -> None:
+        every = max(self.elements + other.elements, 1)
+        for share in ("clipped", "flushed"):
+            count = sum(getattr(one, share) * one.elements for one in (self, other))
+            setattr(self, share, count / every)
+        self.largest = max(self.largest, other.largest)
+        self.elements += other.elements
 
 
 @contextlib.contextmanager
-def observed() -> Iterator[dict[str, Stored]]:
-    """Yields what is stored by code that is traced and has run inside, by array."""
-    number, arrays = next(_numbers), dict[str, Stored]()
+def observed() -> Iterator[dict[Place, Stored]]:
+    """Yields what is stored by code that is traced and has run inside, by place."""
+    number, arrays = next(_numbers), dict[Place, Stored]()
     _observed[number] = arrays
     try:
         with _context(number):
@@ -61,7 +61,7 @@ def observer() -> int:
     return int(_context.value)
 
 
-def observe(number: int, label: str, x: jax.Array, stored: jax.Array, again: jax.Array) -> None:
+def observe(number: int, at: Place, x: jax.Array, stored: jax.Array, again: jax.Array) -> None:
     """Reports an array, the array that is stored for it, and what that is read back as."""
     size, read = jnp.abs(x), jnp.abs(again)
     is_finite = jnp.isfinite(size)
@@ -70,22 +70,21 @@ def observe(number: int, label: str, x: jax.Array, stored: jax.Array, again: jax
         most = float(jnp.finfo(stored.dtype).max)
         is_clipped &= jnp.abs(stored.astype(jnp.float32)).reshape(x.shape) == most
     else:
-        is_clipped = jnp.zeros(())
+        is_clipped = jnp.zeros(1)
     largest = jnp.max(jnp.where(is_finite, size, 0), initial=0)
-    flushed = jnp.sum((read == 0) & (size > 0))
+    flushed = (read == 0) & (size > 0)
 
     def add(largest, clipped, flushed):
         if number in _observed:
-            one = _observed[number].setdefault(label, Stored())
-            one.add(float(largest), int(clipped), int(flushed), x.size)
+            one = Stored(float(largest), float(clipped), float(flushed), x.size)
+            _observed[number].setdefault(at, Stored()).add(one)
 
-    jax.debug.callback(add, largest, jnp.sum(is_clipped), flushed)
+    jax.debug.callback(add, largest, jnp.mean(is_clipped), jnp.mean(flushed))
 
 
-def label(eqn: Any) -> str:
-    """Names a stored array by its type and the line of the user's code that computes it."""
-    aval, traceback = eqn.invars[0].aval, eqn.source_info.traceback
+def place(eqn: Any) -> Place:
+    """Where the operand of an equation comes from."""
+    traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()
-    own = next((frame for frame in frames if not is_framework(frame.file_name)), None)
-    where = f" {os.path.basename(own.file_name)}:{own.line_num}" if own else ""
-    return f"{aval.str_short(short_dtypes=True)}{where}"
+    lines = tuple((frame.file_name, frame.line_num) for frame in frames)
+    return eqn.invars[0].aval.str_short(short_dtypes=True), lines

@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
 from lowmembp_jax.compression.formats import NO_SECOND_DERIVATIVE, Format
-from lowmembp_jax.compression.observing import label, observe, observer
+from lowmembp_jax.compression.observing import Place, observe, observer, place
 
 #: `times`: how many results there are, all of them x, each read from memory by itself.
 store_p = core.Primitive("store")
@@ -47,14 +47,14 @@ def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _encoding(
-    format: Format, times: int, aval: Any, mesh: Any, number: int, label: str
+    format: Format, times: int, aval: Any, mesh: Any, number: int, at: Place | None
 ) -> core.JaxprEqn:
     """One equation, a call, that gives x, as often as asked for, and what is stored of it."""
 
     def encode(x):
         stored = format.encode(x)
-        if number and not format.is_exact:
-            observe(number, label, x, stored[0], format.decode(stored, x.dtype))
+        if at and not format.is_exact:
+            observe(number, at, x, stored[0], format.decode(stored, x.dtype))
         return [*[x] * times, *stored]
 
     return jax.make_jaxpr(jax.jit(encode))(aval).jaxpr.eqns[0]
@@ -82,7 +82,7 @@ def _split(saveable, unknown, instantiated, eqn):
         return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()
     number = observer()
-    known = _encoding(format, times, aval, mesh, number, label(eqn) if number else "")
+    known = _encoding(format, times, aval, mesh, number, place(eqn) if number else None)
     stored = [core.Var(var.aval) for var in known.outvars[times:]]
     staged = _decoding(format, times, aval.dtype, tuple(var.aval for var in stored), mesh)
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
