@@ -61,6 +61,8 @@ class How:
 
 compress_p = core.Primitive("compress")
 compress_p.multiple_results = True
+# JAX 0.12 would ask for a rule where an equation inside has one. It is lowered when that runs.
+setattr(compress_p, "is_high", lambda *_, **__: False)  # noqa: B010
 
 
 @compress_p.def_impl
