@@ -139,10 +139,10 @@ def _kept(apply: Callable[..., Any], params, x) -> int:
 def check_compress() -> str:
     params, x = _block()
     y, exact = _run(_Block().apply, params, x)
-    for dtype, most in ((jnp.float8_e4m3fn, 0.06), (jnp.int8, 0.03)):
+    for dtype, most in (("float8", 0.06), ("int8", 0.03)):
         y_ours, grads = _run(lm.compress(_Block().apply, dtype=dtype), params, x)
-        _near(f"{jnp.dtype(dtype)}: values", y_ours, y, 1e-6)
-        _near(f"{jnp.dtype(dtype)}: gradients", grads, exact, most)
+        _near(f"{dtype}: values", y_ours, y, 1e-6)
+        _near(f"{dtype}: gradients", grads, exact, most)
     before, after = (_kept(f, params, x) for f in (_Block().apply, lm.compress(_Block().apply)))
     if not after < before / 4:
         raise AssertionError(f"a block keeps {after} bytes, and {before} without lm.compress")

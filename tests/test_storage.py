@@ -12,7 +12,7 @@ from lowmembp_examples.benchmarks import storage_formats
 
 import lowmembp_jax as lm
 
-#: Tails of which a sample says too little.
+#: The sampled rows of a tile say too little about its other rows.
 TOO_HEAVY = {"no norm, Cauchy"}
 
 
@@ -65,13 +65,21 @@ def test_a_tile_of_which_only_zeros_are_sampled_is_stored_without_a_scale():
     np.testing.assert_allclose(dx(x), 2 * x, rtol=2.0**-4)
 
 
+def test_an_element_56_times_the_largest_sampled_one_is_clipped():
+    x = jnp.ones((1024, 32)).at[1, 1].set(50.0).at[1, 2].set(100.0)  # not a sampled row
+    square = lm.compress(lambda _, x: jnp.square(x) / 2, policy=NOTHING)
+    dx = jax.grad(lambda x: square(0.0, x).sum())(x)
+    np.testing.assert_allclose(dx, jnp.minimum(x, 56.0), rtol=2.0**-4)
+
+
 def test_float8_by_its_old_name_is_unscaled_and_deprecated():
     def small(dtype):
         run = lm.compress(block, dtype=dtype)
         return jax.grad(lambda p: loss(run, p, 1e-3 * normal(32, 64)))(params())
 
-    with pytest.warns(DeprecationWarning, match="'unscaled_float8_e4m3fn'"):
+    with pytest.warns(DeprecationWarning, match="'unscaled_float8_e4m3fn'") as warned:
         old = small(jnp.float8_e4m3fn)
+    assert [one.filename for one in warned] == [__file__]
     jax.tree.map(np.testing.assert_array_equal, old, small("unscaled_float8_e4m3fn"))
     jax.tree.map(np.testing.assert_array_equal, small(jnp.int8), small("int8"))
 

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from lowmembp_jax.compression.marks import Marker
 from lowmembp_jax.compression.primitive import How
 from lowmembp_jax.exactness import is_exact
 from lowmembp_jax.policies import products_saveable
+from lowmembp_jax.warned import warn
 
 StorageFormat = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
 
@@ -82,7 +82,7 @@ def compress(
       dtype: the format in which residuals are stored. "float8", the default, is right at any scale
         and offset: an array that the function normalizes is stored by the rows of the norm, every
         other array has a scale for each tile of up to 64 by 32. The scale comes from a sample, so
-        an element that is more than 28 times the largest sampled one is clipped. "int8" has a scale
+        an element that is more than 56 times the largest sampled one is clipped. "int8" has a scale
         for each row of the last axis. "int4" has a scale and a least value for each group of 32 or
         more, and rounds at random. "unscaled_float8_e4m3fn" clips at +-448 and flushes values under
         0.001 to zero; "unscaled_float8_e5m2" has the range of float16 and two mantissa bits. None
@@ -219,19 +219,17 @@ def _warn(name, args, kwargs, is_param, is_static) -> bool:
     }
     others = [i for i in arrays if i not in is_param and arrays[i]]
     if is_param and not others and any(arrays.values()):
-        warnings.warn(
+        warn(
             f"compress: every array that {name} gets is a parameter, so that nothing is stored in "
-            f"fewer bits; params_argnums=() makes the first argument an activation",
-            stacklevel=3,
+            f"fewer bits; params_argnums=() makes the first argument an activation"
         )
         return True
     trees = [i for i in others if len(arrays[i]) > 1]
     if trees:
         at = ", ".join(f"{i!r}" for i in trees)
-        warnings.warn(
+        warn(
             f"compress: argument {at} of {name} is a tree of several arrays, which are stored as "
-            f"activations; if they are parameters, name the position in params_argnums",
-            stacklevel=3,
+            f"activations; if they are parameters, name the position in params_argnums"
         )
     return bool(trees)
 

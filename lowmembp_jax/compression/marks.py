@@ -10,7 +10,6 @@ array that is stored. Then the jaxpr is rewritten.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,10 +22,12 @@ from jax.extend import core
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression.copies import with_copies
 from lowmembp_jax.compression.facts import Fact, Facts, find_facts, of_any
-from lowmembp_jax.compression.formats import Format, Rows
+from lowmembp_jax.compression.formats import Format
+from lowmembp_jax.compression.scaled_float8 import Rows
 from lowmembp_jax.compression.store import store_p
 from lowmembp_jax.jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
+from lowmembp_jax.warned import warn
 
 #: How the backward needs an array; a higher need includes the lower ones. WHOLE: not in fewer bits
 #: where it is stored, but it may be computed again from rounded numbers.
@@ -49,7 +50,7 @@ class Need(NamedTuple):
     rows: Rows | None = None
 
     def join(self, other: "Need") -> "Need":
-        """What is needed by several readers, of which `other` is the later one."""
+        """Combines the needs of two readers; `other` stands later in the function."""
         return Need(max(self.level, other.level), self.name or other.name, self.rows or other.rows)
 
 
@@ -102,11 +103,10 @@ class Marker:
                 if format.storage is not None:  # an argument is in memory anyway
                     decisions.plan.stores[var] = format
         if unseen := self.formats.keys() - self.seen - {None} - _NAMED_EXACT.keys():
-            warnings.warn(
+            warn(
                 f"{self.owner}: dtype: nothing is saved under the name "
                 f"{', '.join(sorted(map(repr, unseen)))}; let the policy save it, and give the "
-                f"name to the array that the backward reads",
-                stacklevel=2,
+                f"name to the array that the backward reads"
             )
         return with_copies(rewritten(jaxpr, decisions.plan), [fact.linear for fact in given])
 
@@ -292,7 +292,7 @@ class _Decisions:
 
 
 def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
-    """The rows of an operand, from those of the result of an elementwise equation."""
+    """Translates rows of an elementwise equation's result to rows of its operand."""
     if rows is None or not rules.is_elementwise(eqn) or isinstance(atom, core.Literal):
         return None
     if atom.aval.size != math.prod(rows.shape):
@@ -305,7 +305,7 @@ def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
 
 
 def _outside(rows: Rows | None, atom: Any, var: Any) -> Rows | None:
-    """The rows of what a body reads as `var`, which may be a part of it."""
+    """Translates rows of a body's input to rows of the operand, of which it may be a part."""
     shape, part = atom.aval.shape, var.aval.shape
     if rows is None or shape == part:
         return rows
