@@ -48,6 +48,21 @@ def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
     np.testing.assert_allclose(dx, x / 10.0**exponent, rtol=2.0**-4)
 
 
+@pytest.mark.parametrize("offset", [0, 50])
+@pytest.mark.parametrize("size", [1e30, 1e20, 1e-20, 1e-25, 1e-36])
+def test_rows_whose_squares_leave_the_range_of_their_dtype(size, offset):
+    x = size * (offset + normal(16, 64))
+
+    def centered(p, x):
+        return (x - jnp.mean(x, -1, keepdims=True)) @ p
+
+    # Differentiated by a factor of x too, or x would not be rounded.
+    ours = jax.grad(lambda both: jnp.sum(lm.compress(centered)(both[0], both[1] * x)) / size)
+    exact = jax.grad(lambda both: jnp.sum(centered(both[0], both[1] * x)) / size)
+    both = jnp.eye(64), 1.0
+    assert lm.gradient_distance(ours(both)[0], exact(both)[0]).error < 0.05
+
+
 def test_a_constant_row_is_its_mean():
     x = jnp.tile(jnp.array([[0.0], [3.0], [-65536.0], [2.0**-20]]), (1, 64))
     norm = storage_formats.normed(storage_formats.layer_norm)

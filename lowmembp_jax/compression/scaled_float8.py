@@ -57,6 +57,11 @@ def _encode_rows(x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     # A mean within one deviation can be the work of a few outliers, far from all the others.
     center = jnp.where(jnp.square(mean) > variance, mean, 0)
     spread = jnp.sqrt(jnp.where(center == 0, square, variance))
+    # Squares leave the range of the dtype before the numbers do: then the spread is a bound of it.
+    is_lost = ~jnp.isfinite(square) | (square < jnp.finfo(y.dtype).tiny * 2.0**24)
+    size = jnp.mean(jnp.abs(y), rows.axes, keepdims=True)
+    center = jnp.where(is_lost, jnp.where(2 * jnp.abs(mean) > size, mean, 0), center)
+    spread = jnp.where(is_lost, 2 * math.sqrt(rows.length) * size, spread)
     is_known = jnp.isfinite(spread) & (spread > 0)
     # No element is further than sqrt(length) times the spread from the center.
     scale = jnp.where(is_known, _MOST / (math.sqrt(rows.length) * spread), 1)
