@@ -8,6 +8,7 @@ Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,19 @@ class Partitioned:
       outputs: the same of each result. An axis of the arguments that does not occur in a result
         was summed over by `local`, and is summed over the devices where it is split.
       whole: names of axes that must not be split.
+      reduced: the name of an axis over whose parts `local` itself reduces, or "". `local` then
+        takes `over`, the axes of the mesh that split it.
+      done: how many results, the first ones, `local` has reduced over the parts of `reduced`.
+      over: `over` inside `shard_map`, where only the caller knows it.
     """
 
     local: Callable[..., Sequence[Array]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     whole: str = ""
+    reduced: str = ""
+    done: int = 0
+    over: tuple[str, ...] = ()
 
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -75,19 +83,26 @@ class Partitioned:
                 jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if b else a
                 for a, b in zip(args, batched, strict=True)
             )
-            one = jax.eval_shape(self.local, *elements)
+            one = jax.eval_shape(self._local(()), *elements)
             return tuple(jnp.zeros((0, *a.shape), a.dtype) for a in one), every
         new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
         mapped = replace(
             self,
-            local=jax.vmap(self.local, in_axes=[0 if b else None for b in batched]),
+            local=self._mapped(batched),
             inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
             outputs=tuple(new + axes for axes in self.outputs),
         )
         return mapped(*args), every
 
-    def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, tuple[tuple[str, ...], ...]]:
-        """Specs of arguments and results, and mesh axes to sum each result over."""
+    def _mapped(self, batched: Sequence[bool]) -> Callable[..., Sequence[Array]]:
+        def local(*args, **over):
+            in_axes = [0 if b else None for b in batched]
+            return jax.vmap(partial(self.local, **over), in_axes=in_axes)(*args)
+
+        return local
+
+    def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, Callable[..., Sequence[Array]]]:
+        """Specs of arguments and results, and the function of one device, which sums them."""
         split: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for axes, spec in zip(self.inputs, given, strict=True):
@@ -100,38 +115,45 @@ class Partitioned:
         def spec_of(axes: str) -> P:
             return P(*(split.get(name) or None for name in axes))
 
-        def summed(axes: str) -> tuple[str, ...]:
+        def summed(place: int, axes: str) -> tuple[str, ...]:
+            axes += self.reduced if place < self.done else ""
             return tuple(a for name in split if name not in axes for a in split[name])
 
-        inputs = tuple(map(spec_of, self.inputs))
-        return inputs, tuple(map(spec_of, self.outputs)), tuple(map(summed, self.outputs))
+        over = split.get(self.reduced, ())
+        names = list(map(summed, range(len(self.outputs)), self.outputs))
 
-    def _summing(self, names: tuple[tuple[str, ...], ...]) -> Callable:
         def local(*args):
-            results = self.local(*args)
+            results = self._local(over)(*args)
             return tuple(lax.psum(r, n) if n else r for r, n in zip(results, names, strict=True))
 
-        return local
+        return tuple(map(spec_of, self.inputs)), tuple(map(spec_of, self.outputs)), local
+
+    def _local(self, over: tuple[str, ...]) -> Callable[..., Sequence[Array]]:
+        return partial(self.local, over=over) if self.reduced else self.local
 
     def _manual(self, *args: Array) -> tuple[Array, ...]:
+        local = self._local(self.over)
         if not (axes := varying(*args)):
-            return tuple(self.local(*args))
+            return tuple(local(*args))
         # Kernels know nothing of the axes along which their arrays differ, and would be refused
         # under check_vma=True: their results differ along those of all arguments.
         with check_vma(False):
-            results = self.local(*args)
-        return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
+            results = local(*args)
+        done, rest = results[: self.done], results[self.done :]
+        along = [axes - set(self.over)] * len(done) + [axes] * len(rest)
+        return tuple(
+            lax.pcast(r, tuple(a), to="varying") if a else r
+            for r, a in zip(results, along, strict=True)
+        )
 
     def _explicit(self, *args: Array) -> tuple[Array, ...]:
         given = [jax.typeof(a).sharding.spec for a in args]
-        inputs, outputs, names = self._specs(given)
+        inputs, outputs, local = self._specs(given)
         args = tuple(
             a if tuple(spec) == tuple(own) else jax.sharding.reshard(a, spec)
             for a, spec, own in zip(args, inputs, given, strict=True)
         )
-        run = jax.shard_map(
-            self._summing(names), in_specs=inputs, out_specs=outputs, check_vma=False
-        )
+        run = jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
         return run(*args)
 
     def _rule(self) -> str:
@@ -141,16 +163,16 @@ class Partitioned:
     def _auto(self) -> Callable:
         def partition(mesh, arg_shapes, result_shapes):
             del result_shapes
-            inputs, outputs, names = self._specs([a.sharding.spec for a in arg_shapes])
+            inputs, outputs, local = self._specs([a.sharding.spec for a in arg_shapes])
             sharding = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)  # noqa: E731
-            return mesh, self._summing(names), sharding(outputs), sharding(inputs)
+            return mesh, local, sharding(outputs), sharding(inputs)
 
         def infer(mesh, arg_shapes, result_shapes):
             del result_shapes
             outputs = self._specs([a.sharding.spec for a in arg_shapes])[1]
             return tuple(NamedSharding(mesh, spec) for spec in outputs)
 
-        run = custom_partitioning(lambda *args: tuple(self.local(*args)))
+        run = custom_partitioning(lambda *args: tuple(self._local(())(*args)))
         run.def_partition(
             partition,
             infer_sharding_from_operands=infer,

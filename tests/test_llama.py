@@ -5,12 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.models import language_head, llama
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import Llama, LlamaConfig
 from model_tests import Case, ModelTests, assert_close
+from tiny_models import TINY
 
 import lowmembp_jax as lm
 
@@ -113,3 +115,42 @@ def test_methods_compiled():
         peaks = {method: peak(method) for method in methods}
     assert peaks["full-remat"] < peaks["lowmembp+remat"] < peaks["lowmembp"]
     assert peaks["lowmembp"] < peaks["norm+activation"]
+
+
+@pytest.mark.parametrize("channel", [5e3, 1e5])
+@jax.numpy_dtype_promotion("standard")  # of optax
+def test_a_channel_far_beyond_the_others_does_not_change_the_loss_curve(channel):
+    """In the residual stream, as large models have them; the norms make up for it."""
+    config, width = TINY["llama"], TINY["llama"].hidden_size
+
+    def outlier(path, p):
+        if "word_embeddings" in jax.tree_util.keystr(path):
+            return p.at[:, 0].set(channel)
+        is_norm = "norm" in jax.tree_util.keystr(path)
+        return jnp.full_like(p, channel / width**0.5).at[0].set(0.01) if is_norm else p
+
+    starts = jax.random.randint(jax.random.key(1), (60, 16, 2), 0, config.vocab_size)
+    texts = (starts[..., :1] + (1 + starts[..., 1:] % 3) * jnp.arange(33)[None, None]) % config.vocab_size
+    optimizer = optax.adam(3e-3)
+
+    def curve(method):
+        model = Llama(config, Compute(method))
+        first = jax.tree_util.tree_map_with_path(
+            outlier, model.init(jax.random.key(0), texts[0, :, 1:])["params"]
+        )
+
+        def step(state, ids):
+            def mean(params):
+                return model.apply({"params": params}, ids[:, :-1], ids[:, 1:]).mean()
+
+            value, gradients = jax.value_and_grad(mean)(state[0])
+            updates, after = optimizer.update(gradients, state[1])
+            return (optax.apply_updates(state[0], updates), after), value
+
+        return np.asarray(
+            jax.jit(lambda s: jax.lax.scan(step, s, texts)[1])((first, optimizer.init(first)))
+        )
+
+    exact, ours = curve("default"), curve("compress")
+    assert exact[-10:].mean() < exact[0] / 3
+    np.testing.assert_allclose(ours, exact, rtol=0.03)

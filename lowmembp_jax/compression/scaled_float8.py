@@ -5,6 +5,7 @@ array has a scale for each tile, taken from a sample of the tile.
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from lowmembp_jax.arrays import compute_dtype
@@ -76,17 +77,35 @@ def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
-def _tile(size: int, least: int, most: int) -> int:
-    """The largest divisor up to `most` of an axis, or of its half, quarter, ... up to its 16th.
+def _parts(array: Any) -> set[int]:
+    """Into how many equal parts an axis may be sharded, as far as the type of an array tells."""
+    mesh = _type(array).sharding.mesh
+    sizes = [
+        size
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    ]
+    groups = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
+    return {math.prod(group) for group in itertools.chain(*groups)}
 
-    An axis sharded in up to 16 parts, none of them smaller than `least`, has whole tiles in each.
+
+def _tile(size: int, least: int, most: int, parts: set[int]) -> int:
+    """The largest divisor up to `most` of an axis, and of each of its parts.
+
+    Types do not show shardings that only `jax.jit` is told: for them also of a half, a quarter, ...
+    up to a 16th, none of them smaller than `least`.
     """
     if not isinstance(size, int):  # a symbolic dimension of `jax.export`
         return 1
-    for _ in range(4):
-        if size % 2 == 0 and size // 2 >= least:
-            size //= 2
+    halvings = {count for count in (2, 4, 8, 16) if size // count >= least}
+    size = math.gcd(size, *(size // count for count in parts | halvings if size % count == 0))
     return next(tile for tile in range(min(size, most), 0, -1) if size % tile == 0)
+
+
+def _longest(shape: tuple[Any, ...]) -> int | None:
+    """The longest axis but the last, or None if there is no other."""
+    sizes = [size if isinstance(size, int) else 0 for size in shape[:-1]]
+    return sizes.index(max(sizes)) if sizes else None
 
 
 class _Tiles(NamedTuple):
@@ -103,16 +122,18 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> "_Tiles":
-        shape = array.shape
+        shape, parts, axis = array.shape, _parts(array), _longest(array.shape)
         if explicit_spec(array):  # the parts are known, and none may hold half a tile
             shape = _type(array).sharding.shard_shape(shape)
-        wide = _tile(shape[-1], 16, 32)
-        if len(shape) == 1:
-            return cls(None, 1, wide)
-        axis = max(
-            range(len(shape) - 1), key=lambda i: shape[i] if isinstance(shape[i], int) else 0
-        )
-        return cls(axis, _tile(shape[axis], 1, 64), wide)
+        high = 1 if axis is None else _tile(shape[axis], 1, 64, parts)
+        return cls(axis, high, _tile(shape[-1], 16, 32, parts))
+
+    @classmethod
+    def stored(cls, z: Array, scale: Array) -> "_Tiles":
+        """The tiles in which `z` was encoded, whatever mesh its type names by now."""
+        axis = _longest(z.shape)
+        high = 1 if axis is None else z.shape[axis] // scale.shape[axis]
+        return cls(axis, high, z.shape[-1] // scale.shape[-2])
 
     def split(self, shape: tuple[Any, ...], high: Any, wide: Any) -> tuple[Any, ...]:
         """A shape, or a spec, with two entries in place of each tiled axis."""
@@ -160,7 +181,7 @@ def _encode_tiled(x: Array) -> tuple[Array, Array]:
 def _decode_tiled(stored: tuple[Array, ...], dtype: Any) -> Array:
     z, scale = stored
     wide = compute_dtype(dtype)
-    y = _Tiles.of(z).cut(z).astype(wide) * scale
+    y = _Tiles.stored(z, scale).cut(z).astype(wide) * scale
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
