@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
@@ -22,29 +21,30 @@ def test_passes_in_a_process_of_its_own():
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines[:-1]] == list(selftest.CHECKS)
-    assert lines[-1].startswith(f"all {len(selftest.CHECKS)} passed, in ")
-
-
-def _no_slope(x, approximate=True, bits=2):
-    return jax.lax.stop_gradient(jax.nn.gelu(x))
+    *lines, last = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [*selftest.checks(), "planner"]
+    assert last.startswith("all passed, in ")
 
 
 @pytest.mark.parametrize(
-    ("check", "name", "broken"),
+    ("name", "operator", "broken"),
     [
-        ("activations", "gelu", _no_slope),
-        ("activations", "gelu", jax.nn.gelu),  # right, and keeps too much
-        ("codes", "pack_2bit", lambda codes: codes.astype(jnp.uint8)),
-        ("gated units", "swiglu", lambda gate, up: gate * up),
+        ("gelu, 2 bits", "gelu", lambda x: jax.lax.stop_gradient(jax.nn.gelu(x))),
+        ("gelu, 2 bits", "gelu", jax.nn.gelu),  # right, and keeps too much
+        ("swiglu", "swiglu", lambda gate, up: gate * up),
         ("compress", "compress", lambda fun, **_: fun),
-        ("norms", "ms_layer_norm", lambda x, *affine: x * math.nan),
+        ("layer_norm", "ms_layer_norm", lambda x, *affine: x * math.nan),
     ],
 )
-def test_what_is_broken_fails(check, name, broken, monkeypatch, capsys):
-    monkeypatch.setattr(lm, name, broken)
-    monkeypatch.setattr(selftest, "CHECKS", {check: selftest.CHECKS[check]})
+def test_what_is_broken_fails(name, operator, broken, monkeypatch):
+    monkeypatch.setattr(lm, operator, broken)
+    with pytest.raises(AssertionError, match=r"values|gradients|keeps"):
+        selftest.check(*selftest.checks()[name])
+
+
+def test_a_failure_is_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "checks", lambda: {"one": (None, None, (), 0.1, None)})
+    monkeypatch.setattr(selftest, "check_planner", lambda: "not checked")
     assert selftest.main() == 1
-    first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{check}: FAILED, ") and last.startswith(f"failed: {check}, in ")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("one: FAILED, ") and last.startswith("failed: one, in ")
