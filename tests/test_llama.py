@@ -153,4 +153,4 @@ def test_a_channel_far_beyond_the_others_does_not_change_the_loss_curve(channel)
 
     exact, ours = curve("default"), curve("compress")
     assert exact[-10:].mean() < exact[0] / 3
-    np.testing.assert_allclose(ours, exact, rtol=0.03)
+    np.testing.assert_allclose(ours, exact, rtol=0.03, atol=0.03)

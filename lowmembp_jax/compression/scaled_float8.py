@@ -22,6 +22,9 @@ from lowmembp_jax.arrays import compute_dtype
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
 #: Where a tile's largest sampled magnitude comes to lie: others may be 448 / 8 = 56 times larger.
 _SAMPLED = 8.0
+#: Magnitudes of a row below this are stored as square roots: with half the bits of precision, down
+#: to 1 / 2^25 of the largest one, so that a channel far beyond the others does not make these 0.
+_SMALL = 0.25
 
 
 class Rows(NamedTuple):
@@ -67,13 +70,16 @@ def _encode_rows(x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     # No element is further than sqrt(length) times the spread from the center.
     scale = jnp.where(is_known, _MOST / (math.sqrt(rows.length) * spread), 1)
     center = jnp.where(is_known, center, 0)
-    z = to_float8((y - center) * scale)
+    z = (y - center) * scale
+    root = jnp.copysign(jnp.sqrt(_SMALL * jnp.abs(z)), z)
+    z = to_float8(jnp.where(jnp.abs(z) < _SMALL, root, z))
     return _reshaped(z, x.shape, like=x), center, scale
 
 
 def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
     z, center, scale = stored
-    y = _reshaped(z, rows.shape).astype(center.dtype) / scale + center
+    y = _reshaped(z, rows.shape).astype(center.dtype)
+    y = jnp.where(jnp.abs(y) < _SMALL, y * jnp.abs(y) / _SMALL, y) / scale + center
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
