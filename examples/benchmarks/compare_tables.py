@@ -42,6 +42,24 @@ def plan_of_vit() -> list[list[str]]:
     return rows
 
 
+def first_step() -> list[list[str]]:
+    """The README's: a step of a ViT-B, with the methods that a user chooses from."""
+    rows = [["method", "peak memory", "step (estimate)"]]
+    found = compared("rtx4090")["vit-b16", "full"]
+    for method, name in {
+        "default": "Flax",
+        "dots": "`jax.checkpoint`, `dots_saveable`",
+        "full-remat": "`jax.checkpoint`",
+        "compress": "**`lm.compress`**",
+        "lowmembp": "**the operators**",
+    }.items():
+        row = found[method]
+        rows.append(
+            [name, f"{row['peak'] / GIB:.1f} GiB", f"{1e3 * row['estimated_seconds']:.0f} ms"]
+        )
+    return rows
+
+
 def lines(done: Rows, text: Callable[[dict[str, Any]], str], more: str = "") -> list[list[str]]:
     """One for a model and what is trained: a cell a method, as `text` writes it; empty ones are
     left out. A line is called by model, batch, what is trained and `more`, of a row."""
@@ -95,6 +113,7 @@ def other_gpus() -> list[list[str]]:
 
 
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
+    "first_step": first_step,
     "plan_of_vit": plan_of_vit,
     "compare_peaks": lambda: _headed(lines(compared(), _peak)),
     "compare_times": lambda: _headed(lines(compared(), _time)),

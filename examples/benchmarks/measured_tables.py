@@ -76,19 +76,6 @@ def _estimate(row: dict[str, Any], default: dict[str, Any]) -> str:
     return f"{milliseconds:.2f} ms ({milliseconds / default['estimated_ms_4_blocks']:.2f})"
 
 
-def block_summary() -> Rows:
-    """The README's: memory, and time as estimated, of the methods that a user chooses from."""
-    done = block_rows()
-    rows = [["method", "full tuning", "time (estimate)", "LoRA on q, v", "time (estimate)"]]
-    for method in ("default", "dots policy", "full remat", "compress", "lowmembp_jax"):
-        cells = []
-        for train in ("full", "lora-qv"):
-            row = done[method, train]
-            cells += [f"{row['block_units']:.2f}", _estimate(row, done["default", train])]
-        rows.append([BLOCK_METHODS[method][0], *cells])
-    return rows
-
-
 def block_cost() -> Rows:
     done = block_rows()
     head = ["method", "kept, units a block", "peak of 12 blocks", "moved, units a block"]
@@ -227,7 +214,6 @@ _ALL = tuple(FIDELITY_METHODS)
 _STEPS = ("operators, 2 bits as published", "operators, 2 bits", "operators, 4 bits")
 _COMPRESS = {"compress": "`lm.patch(compress=...)`", "compress, int8": "the same, int8"}
 TABLES: dict[str, Callable[[], Rows]] = {
-    "block_summary": block_summary,
     "block_memory": block_memory,
     "block_cost": block_cost,
     "gradient_summary": gradient_summary,
