@@ -31,6 +31,7 @@ __all__ = [
     "gelu",
     "gradient_distance",
     "gradient_fidelity",
+    "linear_cross_entropy",
     "memory",
     "merge_norm_affine",
     "ms_layer_norm",

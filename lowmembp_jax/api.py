@@ -12,6 +12,7 @@ from lowmembp_jax.codes import pack_2bit as pack_2bit
 from lowmembp_jax.codes import unpack_2bit as unpack_2bit
 from lowmembp_jax.compressed_module import compress_module as compress_module
 from lowmembp_jax.compression import compress as compress
+from lowmembp_jax.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmembp_jax.exactness import exact as exact
 from lowmembp_jax.fidelity import Fidelity as Fidelity
 from lowmembp_jax.fidelity import gradient_distance as gradient_distance

@@ -15,6 +15,9 @@ from jax._src.callback import io_callback_p, pure_callback_p
 from jax._src.config import _check_vma as check_vma  # noqa: F401
 from jax._src.core import NamedAxisEffect
 from jax._src.debugging import debug_callback_p, debug_print_p
+
+# JAX looks only into jaxprs for primitives that must know their devices when they are lowered.
+from jax._src.dispatch import prim_requires_devices_during_lowering  # noqa: F401
 from jax._src.interpreters import batching
 from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit

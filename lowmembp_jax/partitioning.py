@@ -70,7 +70,8 @@ class Partitioned:
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         mesh = jax.sharding.get_abstract_mesh()
         kinds = set(mesh.axis_types) if mesh.axis_names else set()
-        if kinds == {AxisType.Manual}:
+        # Where only some axes are manual XLA splits what `local` computes, unless it is a kernel.
+        if kinds == {AxisType.Manual} or (self.reduced and AxisType.Manual in kinds):
             return self._manual(*args)
         run = custom_vmap(self._explicit if AxisType.Explicit in kinds else self._auto())
         run.def_vmap(self._batched)
@@ -132,19 +133,14 @@ class Partitioned:
         return partial(self.local, over=over) if self.reduced else self.local
 
     def _manual(self, *args: Array) -> tuple[Array, ...]:
-        local = self._local(self.over)
-        if not (axes := varying(*args)):
-            return tuple(local(*args))
+        axes = varying(*args)
+        if self.reduced or not axes:  # `local` says itself along which axes its results differ
+            return tuple(self._local(self.over)(*args))
         # Kernels know nothing of the axes along which their arrays differ, and would be refused
         # under check_vma=True: their results differ along those of all arguments.
         with check_vma(False):
-            results = local(*args)
-        done, rest = results[: self.done], results[self.done :]
-        along = [axes - set(self.over)] * len(done) + [axes] * len(rest)
-        return tuple(
-            lax.pcast(r, tuple(a), to="varying") if a else r
-            for r, a in zip(results, along, strict=True)
-        )
+            results = self.local(*args)
+        return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
 
     def _explicit(self, *args: Array) -> tuple[Array, ...]:
         given = [jax.typeof(a).sharding.spec for a in args]
@@ -154,7 +150,7 @@ class Partitioned:
             for a, spec, own in zip(args, inputs, given, strict=True)
         )
         run = jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return run(*args)
+        return tuple(run(*args))
 
     def _rule(self) -> str:
         """The axes as a Shardy rule: `abm, ab -> m` is `a b m, a b -> m`."""
