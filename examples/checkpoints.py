@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lowmembp_examples.data.files import DataError, read_json
+from lowmembp_examples.data.files import DataError, opened, read_json
 from safetensors.numpy import load_file, save_file
 
 NameOf = Callable[[tuple[str, ...]], str]
@@ -65,7 +65,7 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
-        return load_file(path)
+        return load_file(opened(path))
     except Exception as error:  # the library has an error of its own, and others for its dtypes
         raise DataError(f"{path}: not a readable safetensors file: {error}") from error
 
@@ -73,15 +73,14 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 def write_tensors(
     directory: str | os.PathLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Writes config.json and model.safetensors, each whole or not at all; the directory is made."""
+    """Makes the directory and writes config.json and, whole or not at all, model.safetensors."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     # transformers refuses a file that does not say whose layout it has.
     save_file(arrays, directory / f"{_FILE}.part", metadata={"format": "pt"})
-    (directory / "config.json.part").write_text(json.dumps(dict(config), indent=2) + "\n")
-    for name in (_FILE, "config.json"):
-        os.replace(directory / f"{name}.part", directory / name)
+    os.replace(directory / f"{_FILE}.part", directory / _FILE)
 
 
 def to_params(
@@ -140,7 +139,7 @@ def to_params(
             elif not jnp.issubdtype(tensors[name].dtype, jnp.floating):
                 problems.append(f"{name} has dtype {tensors[name].dtype}, expected a floating one")
             else:
-                tensor = _from_layout(layout, keys, tensors[name], shape)
+                tensor = _from_layout(layout, keys, np.asarray(tensors[name]), shape)
                 layers.append(tensor if dtype is None else tensor.astype(dtype))
         if len(layers) == len(names):
             return np.stack(layers) if stacked else layers[0]

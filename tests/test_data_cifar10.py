@@ -122,7 +122,7 @@ def test_a_pickle_runs_no_code(tmp_path):
         ({"data": PLANES.astype(np.int32), "labels": [1]}, "data must be uint8"),
         ({"data": PLANES[:, :-1], "labels": LABELS.tolist()}, r"expected data .*\[7, 3071\]"),
         ({"data": PLANES, "labels": [1, 2]}, r"as many labels, found \[7, 3072\] and \[2\]"),
-        ({"data": PLANES, "labels": [0.5] * 7}, "labels must be integers, found float64"),
+        ({"data": PLANES, "labels": [0.5] * 7}, "labels must be integers"),
         ({"data": PLANES, "labels": [1, 2, -3, 4, 5, 6, 7]}, "record 2: .* found -3"),
         ({"data": [1, 2], "labels": [1, 2]}, "not a pickled batch"),
     ],

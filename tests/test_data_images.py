@@ -120,12 +120,12 @@ IMAGES, LABELS = random_images(4, 8, 8, 3), np.array([0, 1, 2, 1])
         ({"images": IMAGES, "labels": LABELS / 2}, r"labels must be integers .* float64 \[4\]"),
         ({"images": IMAGES, "labels": LABELS[:3]}, "images has 4 images, labels 3 labels"),
         ({"images": IMAGES, "labels": LABELS - 1}, r"labels\[0\] must be 0 to .* found -1"),
-        ({"images": IMAGES, "labels": LABELS * 10**9}, r"labels\[1\] must be 0 to 99999, found"),
+        ({"images": IMAGES, "labels": LABELS * 10**9}, r"labels\[1\] must be 0 to 2, .* found"),
         (
             {"images": IMAGES, "labels": LABELS, "classes": np.array(["a", "b"])},
-            r"labels\[2\] must be 0 to 1, found 2",
+            r"labels\[2\] must be 0 to 1, .* found 2",
         ),
-        ({"images": np.array([None]), "labels": LABELS}, "not a .npz of plain arrays: .* OBJECT"),
+        ({"images": np.array([None]), "labels": LABELS}, "not a .npz of plain arrays: .* object"),
     ],
 )
 def test_errors_of_an_npz_name_the_array(tmp_path, arrays, message):
@@ -158,7 +158,7 @@ def test_a_header_that_claims_petabytes(tmp_path):
     np.lib.format.write_array_header_1_0(file, header)
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("images.npy", file.getvalue() + bytes(100))
-    with pytest.raises(DataError, match=r"a\.npz: not a .* buffer is smaller than requested"):
+    with pytest.raises(DataError, match=r"a\.npz: not a .* uint8 .* in 228 bytes"):
         load(train=tmp_path / "a.npz")
 
 

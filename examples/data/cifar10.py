@@ -9,6 +9,7 @@ b"labels": list}.
 import io
 import math
 import pickle
+import pickletools
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +75,18 @@ def _read_binary(path: Path) -> _Examples:
 
 def _read_pickle(path: Path) -> _Examples:
     try:
-        batch = _Unpickler(io.BytesIO(read_bytes(path)), encoding="bytes").load()
+        content = read_bytes(path)
+        for opcode, argument, _ in pickletools.genops(content):  # raises where lengths are wrong
+            # The unpickler allocates a table up to this number.
+            if opcode.name.endswith("PUT") and not 0 <= argument <= len(content):
+                raise ValueError(f"{opcode.name} {argument}")
+        batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         # Python 2's strings are bytes here; a file written again by Python 3 has strings.
         batch = {key.decode() if isinstance(key, bytes) else key: batch[key] for key in batch}
-        planes, labels = batch["data"].to_numpy(), np.array(batch["labels"])
-    except DataError:
-        raise
+        # Lists in lists could be small here, and large as an array.
+        if not {*map(type, batch["labels"])} <= {int}:
+            raise ValueError("labels must be integers")
+        planes, labels = batch["data"].to_numpy(), np.array(batch["labels"], np.int64)
     except Exception as error:  # a broken pickle can raise anything
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: not a pickled batch of CIFAR-10: {reason}") from error
@@ -88,8 +95,6 @@ def _read_pickle(path: Path) -> _Examples:
             f"{path}: expected data [examples, {_PIXELS}] and as many labels, found "
             f"{list(planes.shape)} and {list(labels.shape)}"
         )
-    if labels.dtype.kind != "i":
-        raise DataError(f"{path}: labels must be integers, found {labels.dtype}")
     return planes, labels
 
 

@@ -1,10 +1,12 @@
-"""Reading a user's files: what goes wrong is said with the name of the file and the line."""
+"""Reads a user's files. Errors name the file and the line; `record_files` lists what is read."""
 
 import codecs
 import io
 import json
 import math
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,32 @@ class DataError(ValueError):
     """The data given cannot be used; the message says which file and line."""
 
 
+_records: list[list[Path]] = []
+
+
+@contextmanager
+def record_files() -> Iterator[list[Path]]:
+    """Gives a list of the files that are opened inside, to compare their contents later."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def opened(path: Path) -> Path:
+    """Adds a file that is about to be read to what `record_files` lists, and returns the path.
+
+    Raises:
+      DataError: the path is a device or a socket. Pipes can be read, once.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir() or path.is_fifo()):
+        raise DataError(f"{path}: expected a file, found a device or a socket")
+    for record in _records:
+        record.append(path)
+    return path
+
+
 def read_bytes(path: Path) -> bytes:
     """The content of a file.
 
@@ -23,7 +51,7 @@ def read_bytes(path: Path) -> bytes:
       DataError: the file is not there, is a directory or may not be read.
     """
     try:
-        return path.read_bytes()
+        return opened(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 
@@ -74,28 +102,46 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: {error}") from error
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a NumPy archive, read-only.
+class StoredArray:
+    """An array of a NumPy archive: its shape and dtype, and its content where NumPy asks for it."""
 
-    Takes no more memory than the archive holds, whatever shapes its headers claim.
+    def __init__(self, path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo):
+        self._path, self._info = path, info
+        with archive.open(info) as file:
+            head = io.BytesIO(file.read(1 << 14))  # NumPy accepts headers up to 10,000 bytes
+        one = npy.read_magic(head) == (1, 0)
+        read_header = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
+        self.shape, fortran_order, self.dtype = read_header(head)
+        self._order, self._start = "F" if fortran_order else "C", head.tell()
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        size = self._start + self.size * self.dtype.itemsize
+        if self.dtype.hasobject or size != info.file_size:
+            raise ValueError(f"{self.dtype} {self.shape} in {info.file_size} bytes")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        with _archive(self._path) as archive:
+            content = archive.read(self._info)
+            array = np.frombuffer(content, self.dtype, self.size, self._start)
+            return array.reshape(self.shape, order=self._order).astype(dtype or self.dtype)
+
+
+def read_arrays(path: Path) -> dict[str, StoredArray]:
+    """The arrays of a NumPy archive. Only headers are read before an array is used.
 
     Raises:
-      DataError: no such file, not an archive, a broken one, or arrays of Python objects.
+      DataError: no such file, not an archive, a broken one, or arrays of Python objects. Using an
+        array raises it too.
     """
+    with _archive(path) as archive:
+        members = archive.infolist()
+        return {m.filename.removesuffix(".npy"): StoredArray(path, archive, m) for m in members}
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {name.removesuffix(".npy"): archive.read(name) for name in archive.namelist()}
-        return {name: _array(member) for name, member in members.items()}
+        with zipfile.ZipFile(opened(path)) as archive:
+            yield archive
     except Exception as error:  # a broken archive can raise anything
         reason = f"{type(error).__name__}: {error}"[:200]  # some quote what they have read
         raise DataError(f"{path}: not a .npz of plain arrays: {reason}") from error
-
-
-def _array(content: bytes) -> np.ndarray:
-    """A .npy file. NumPy's own reader allocates what the header claims before it reads."""
-    file = io.BytesIO(content)
-    one = npy.read_magic(file) == (1, 0)
-    read_header = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read_header(file)
-    array = np.frombuffer(content, dtype, math.prod(shape), file.tell())
-    return array.reshape(shape, order="F" if fortran_order else "C")

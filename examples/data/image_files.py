@@ -1,13 +1,12 @@
 """Labelled images from files: `.npz`, a folder of classes, or CIFAR-10 as it is distributed."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int, UInt8
 from lowmembp_examples.data.cifar10 import is_cifar10, read_cifar10
-from lowmembp_examples.data.files import DataError, read_arrays
-from lowmembp_examples.data.images import LabelledImages
-from PIL import Image
+from lowmembp_examples.data.files import DataError, StoredArray, read_arrays
+from lowmembp_examples.data.images import LabelledImages, open_image
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _DEV_NAMES = ("val", "valid", "validation", "dev", "test")
@@ -16,9 +15,6 @@ _DEV_KEYS = (
     *((f"{name}_images", f"{name}_labels") for name in _DEV_NAMES),
     *((f"x_{name}", f"y_{name}") for name in _DEV_NAMES),
 )
-
-# Where no names say how many: a label far above is no label.
-_MAX_CLASSES = 100_000
 
 
 def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
@@ -50,9 +46,9 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
 
     Keys: `train_images`, `train_labels` (or `x_train`, `y_train`, or `images`, `labels`) and, for
     evaluation, `NAME_images`, `NAME_labels` (or `x_NAME`, `y_NAME`), NAME the first there is of
-    val, valid, validation, dev, test; optionally `classes`, names. Images are uint8, [examples,
-    height, width, 3], or in gray [examples, height, width] or with a last axis of 1. Labels are
-    integers from 0, [examples] or [examples, 1].
+    val, valid, validation, dev, test; optionally `classes`, names, needed if a class has no image.
+    Images are uint8, [examples, height, width, 3], or in gray [examples, height, width] or with a
+    last axis of 1. Labels are integers from 0, [examples] or [examples, 1].
 
     Raises:
       DataError: naming the file and the array: not an archive, keys missing, shapes or dtypes
@@ -68,49 +64,50 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
             f"{path}: expected the keys train_images and train_labels (or x_train and y_train, or "
             f"images and labels), found {', '.join(arrays) or 'none'}"
         )
-    if "classes" in arrays:
-        classes = tuple(map(str, arrays["classes"].ravel()))
-    else:
-        labels = [_labels(path, keys[1], arrays[keys[1]], _MAX_CLASSES) for keys in splits if keys]
-        classes = tuple(map(str, range(1 + max(array.max() for array in labels))))
+    for keys in filter(None, splits):
+        _check_shapes(path, *keys, arrays)
+    labels = [np.ravel(arrays[keys[1]]) if keys else np.zeros(0, np.int64) for keys in splits]
+    distinct = np.unique(np.concatenate(labels)).size
+    classes = tuple(map(str, np.ravel(arrays.get("classes", np.arange(distinct)))))
 
-    def read(keys: tuple[str, str] | None) -> LabelledImages | None:
+    def read(keys: tuple[str, str] | None, labels: np.ndarray) -> LabelledImages | None:
+        for index in np.flatnonzero((labels < 0) | (labels >= len(classes)))[:1]:
+            raise DataError(
+                f"{path}: {keys[1]}[{index}] must be 0 to {len(classes) - 1}, one for each of the "
+                f"{len(classes)} classes, found {labels[index]}"
+            )
         if keys is None:
             return None
-        images = _rgb(path, keys[0], arrays[keys[0]])
-        labels = _labels(path, keys[1], arrays[keys[1]], len(classes))
-        if len(images) != len(labels):
-            raise DataError(
-                f"{path}: {keys[0]} has {len(images)} images, {keys[1]} {len(labels)} labels"
-            )
-        return LabelledImages(images, labels, classes, path)
+        images = np.asarray(arrays[keys[0]])
+        images = images[..., None] if images.ndim == 3 else images
+        rgb = np.broadcast_to(images, (*images.shape[:3], 3))
+        return LabelledImages(rgb, labels.astype(np.int32), classes, path)
 
-    return read(splits[0]), read(splits[1])
+    train, dev = map(read, splits, labels)
+    return train, dev
 
 
-def _rgb(path: Path, key: str, images: np.ndarray) -> UInt8[np.ndarray, "examples height width 3"]:
-    gray = images.ndim == 3
-    if images.dtype != np.uint8 or not (gray or (images.ndim == 4 and images.shape[-1] in (1, 3))):
+def _check_shapes(
+    path: Path, image_key: str, label_key: str, arrays: Mapping[str, StoredArray]
+) -> None:
+    """Raises DataError for arrays that are not images and their labels, before they are read."""
+    images, labels = arrays[image_key], arrays[label_key]
+    if images.dtype != np.uint8 or not (images.ndim == 3 or images.shape[3:] in ((1,), (3,))):
         raise DataError(
-            f"{path}: {key} must be uint8 [examples, height, width, 3] (or gray, 1 in place of 3 "
-            f"or nothing), found {images.dtype} {list(images.shape)}"
+            f"{path}: {image_key} must be uint8 [examples, height, width, 3] (or gray, 1 in place "
+            f"of 3 or nothing), found {images.dtype} {list(images.shape)}"
         )
     if not images.size:
-        raise DataError(f"{path}: {key} holds no pixel: {list(images.shape)}")
-    images = images[..., None] if gray else images
-    return np.broadcast_to(images, (*images.shape[:3], 3))
-
-
-def _labels(path: Path, key: str, labels: np.ndarray, count: int) -> Int[np.ndarray, " examples"]:
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size:
+        raise DataError(f"{path}: {image_key} holds no pixel: {list(images.shape)}")
+    if labels.dtype.kind not in "iu" or not labels.ndim or labels.shape[1:] not in ((), (1,)):
         raise DataError(
-            f"{path}: {key} must be integers [examples], found {labels.dtype} {list(labels.shape)}"
+            f"{path}: {label_key} must be integers [examples], found {labels.dtype} "
+            f"{list(labels.shape)}"
         )
-    for index in np.flatnonzero((labels < 0) | (labels >= count))[:1]:
-        raise DataError(f"{path}: {key}[{index}] must be 0 to {count - 1}, found {labels[index]}")
-    return labels.astype(np.int32)
+    if labels.shape[0] != images.shape[0]:
+        raise DataError(
+            f"{path}: {image_key} has {images.shape[0]} images, {label_key} {labels.size} labels"
+        )
 
 
 def read_folder(path: Path) -> tuple[LabelledImages, LabelledImages | None]:
@@ -145,7 +142,7 @@ def _read_classes(path: Path) -> LabelledImages:
             raise DataError(f"{directory}: expected images of this class, {', '.join(_SUFFIXES)}")
         for file in files:
             try:
-                Image.open(file).close()
+                open_image(file).close()
             except Exception as error:  # Pillow can raise anything for a broken file
                 raise DataError(f"{file}: not a readable image: {error}") from error
         images += files

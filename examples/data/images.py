@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8, UInt32
-from lowmembp_examples.data.files import DataError
+from lowmembp_examples.data.files import DataError, opened
 from PIL import Image, ImageOps
 
 
@@ -111,9 +111,16 @@ def _resized(
     return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR))
 
 
+def open_image(path: Path) -> Image.Image:
+    """Opens a PNG or a JPEG; Pillow's other decoders, some of which run programs, are not asked."""
+    if not opened(path).is_file():
+        raise ValueError("expected a regular file")
+    return Image.open(path, formats=("PNG", "JPEG"))
+
+
 def _read(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} 3"]:
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I"):  # 16 bits, of which Pillow would cut what is above 255
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))

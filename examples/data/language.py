@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
-from lowmembp_examples.data.files import DataError, read_text
+from lowmembp_examples.data.files import DataError, opened, read_text
 from tokenizers import Tokenizer
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -78,7 +78,7 @@ class Bytes:
     def __init__(self, paths: Sequence[Path]):
         self._paths = paths
         try:
-            sizes = [path.stat().st_size for path in paths]
+            sizes = [opened(path).stat().st_size for path in paths]
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}") from error
         self._edges = list(accumulate(sizes, initial=0))  # file i is [edges[i], edges[i + 1])
@@ -109,12 +109,10 @@ def text_files(path: Path) -> list[Path]:
     """`path`, or the text files in that directory and below, by name.
 
     Raises:
-      DataError: no such file, or none in the directory.
+      DataError: there is none in the directory.
     """
-    if path.is_file():
-        return [path]
     if not path.is_dir():
-        raise DataError(f"{path}: No such file or directory")
+        return [path]
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
     if not files:
         raise DataError(f"{path}: expected text files, {', '.join(_SUFFIXES)}, found none")

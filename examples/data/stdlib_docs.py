@@ -11,6 +11,7 @@ import sysconfig
 from collections import defaultdict
 from pathlib import Path
 
+from lowmembp_examples.data.files import read_bytes
 from lowmembp_examples.data.labelled_text import LabelledText
 
 # Not part of the library: tests, third-party packages, and programs that are written in it.
@@ -33,8 +34,8 @@ def _package(path: Path) -> str:
 
 def _docstrings(path: Path) -> list[str]:
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(read_bytes(path))
+    except (SyntaxError, ValueError):
         return []  # a file of another Python, or one that the distribution left out
     documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(tree) if isinstance(node, documented))

@@ -250,7 +250,9 @@ def initial_params(
         if positions is not None and positions.shape == (
             *(1, 1 + (sizes.image_size // sizes.patch_size) ** 2, sizes.hidden_size),
         ):
-            resized = resize_positions(positions, config.image_size // config.patch_size)
+            resized = resize_positions(
+                np.asarray(positions), config.image_size // config.patch_size
+            )
             tensors = {**tensors, name: resized}
     try:
         params = to_params(
