@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,9 +32,10 @@ from lowmembp_examples.finetune_setup import Config, prepare
 from lowmembp_examples.models.bert import Bert
 from lowmembp_examples.models.common import Compute, Method
 from lowmembp_examples.planning import workload
-from lowmembp_examples.trainer.errors import DivergedError, UsageError
+from lowmembp_examples.trainer.errors import DivergedError, exit_status
 from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.run import write_json
+from lowmembp_examples.trainer.signals import handle
 from lowmembp_examples.trainer.source import Source
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 from tqdm import tqdm
@@ -161,26 +163,17 @@ def run(config: Config) -> dict[str, Any]:
 
 def main(config_type: type[Config] = Config, run: Callable[[Any], dict[str, Any]] = run) -> int:
     """Runs the command line; returns the exit status."""
-    # A shell starts background jobs with Ctrl-C ignored; this one can always be stopped.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle(signal.default_int_handler)
     config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
-    try:
-        results = run(config)
-        plot(results, config.output / "results.png")
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was known is in {config.output}", file=sys.stderr)
-        return 130
-    except (UsageError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except DivergedError as error:
-        print(f"error: {error}; a smaller --learning-rate?", file=sys.stderr)
-        return 1
+    return exit_status(lambda: _report(run(config), config.output), config.output)
+
+
+def _report(results: dict[str, Any], output: Path) -> None:
+    plot(results, output / "results.png")
     print_table(results)
     if results["missing_packages"]:
         print('GPU columns are empty: pip install ".[planner]" (Linux) fills them.')
-    print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
-    return 0
+    print(f"written: {output / 'results.json'}, {output / 'results.png'}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from lowmembp_examples.data.batches import TrainingBatches
+from lowmembp_examples.data.files import record_files
 from lowmembp_examples.data.minilm import minilm_directory
 from lowmembp_examples.data.tasks import DataConfig, Task, load_task
 from lowmembp_examples.models.attention import attention_platform
 from lowmembp_examples.models.bert import BertClassifier
 from lowmembp_examples.models.common import Attention
 from lowmembp_examples.trainer.config import all_fields
-from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_examples.trainer.errors import UsageError, check_ranges
 from lowmembp_examples.trainer.models import FAMILIES, choose_attention
+from lowmembp_examples.trainer.run import MARK, contents, is_own
 from lowmembp_examples.trainer.source import Source, find_source, fit, initial_params, model_inputs
 
 import lowmembp_jax as lm
@@ -80,26 +82,19 @@ class Config:
 
 
 def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
-    """Raises UsageError for the first argument that does not work; makes --output."""
+    """Raises UsageError for the first argument that does not work."""
     ranges = {
         **dict.fromkeys(("batch_size", "epochs", "steps", "gpu_batch_size"), (1, math.inf)),
         "seeds": (1, 1000),
         **dict.fromkeys(("max_tokens", "gpu_max_tokens"), (3, most_tokens)),  # [CLS] word [SEP]
         **{"classes": (2, math.inf), "seed": (0, 2**32 - 1)},
-        **{"learning_rate": (1e-30, math.inf), "weight_decay": (0, math.inf)},
+        **{"learning_rate": (1e-38, 1e38), "weight_decay": (0, 1e38)},
     }
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        if value is not None and not (low <= value <= high and value < math.inf):
-            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
+    check_ranges(vars(config), ranges)
     if config.device not in lm.memory.DEVICES:
         known = ", ".join(lm.memory.DEVICES)
         raise UsageError(f"--device must be one of {known}, got {config.device!r}")
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {config.output}: {error.strerror}") from error
+    is_own("--output", config.output, "**/*.json", MARK)
 
 
 class Prepared(NamedTuple):
@@ -119,6 +114,11 @@ def prepare(config: Config) -> Prepared:
       UsageError: an argument, the checkpoint or the data do not work.
     """
     check_arguments(config)
+    with record_files() as files:
+        return _prepare(config, files)
+
+
+def _prepare(config: Config, files: list[Path]) -> Prepared:
     directory = config.checkpoint or minilm_directory()
     source = find_source(None, directory, "text-classification", new_head=True)
     if source.family.name == "bert":
@@ -148,15 +148,19 @@ def prepare(config: Config) -> Prepared:
     missing = lm.memory.missing_wheels()
     if not missing and importlib.util.find_spec("nvidia.cudnn") is None:
         missing.append("nvidia-cudnn-cu12")
+    arguments = {"train": config.train, "dev": config.dev, "checkpoint": config.checkpoint}
     results = {
+        "program": "lowmembp_jax",
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in _PACKAGES},
         "config": all_fields(config),
         "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
+        "contents": contents(arguments, files),
         "classes": task.classes,
         "missing_packages": missing,
         "runs": {},
         "memory": [],
     }
+    config.output.mkdir(parents=True, exist_ok=True)
     return Prepared(source, task, params, attention, results)

@@ -100,7 +100,8 @@ def train(
     batches = TrainingBatches(task.train, config.batch_size, seed)
     fields = {name: all_fields(config)[name] for name in _FIELDS}
     directory = config.output / f"{METHODS[name]}-{seed}"
-    with open_run(directory, {**fields, "steps": steps, "seed": seed}, config.resume):
+    fields |= {**prepared.results["contents"], "steps": steps, "seed": seed}
+    with open_run(directory, fields, config.resume):
         checkpoints = Checkpoints(directory / "checkpoints", keep=2)
         try:
             saved = {"state": nnx.state((model, optimizer)), "losses": np.zeros(steps, np.float32)}

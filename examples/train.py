@@ -17,68 +17,70 @@ More:
 Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
 """
 
-import os
-import signal
-import sys
-
 if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    from lowmembp_examples.trainer.signals import end_in_one_line
 
-    def interrupted(*_: object) -> None:
-        os.write(2, b"\ninterrupted\n")
-        os._exit(130)
+    end_in_one_line()
 
-    # Before the imports below, which take seconds. A shell starts background jobs with Ctrl-C
-    # ignored; this one can always be stopped.
-    signal.signal(signal.SIGINT, interrupted)
-
+import hashlib
 import importlib.metadata
-import logging
+import json
 import platform
 import shlex
-import tempfile
+import sys
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tyro
-from lowmembp_examples.data.files import DataError
+from jax.sharding import Mesh
+from lowmembp_examples.data.files import record_files
 from lowmembp_examples.lora import combine
 from lowmembp_examples.trainer.config import Config, all_fields, check, identity, with_learning_rate
-from lowmembp_examples.trainer.errors import DivergedError, UsageError
+from lowmembp_examples.trainer.errors import UsageError, exit_status
 from lowmembp_examples.trainer.export import export
 from lowmembp_examples.trainer.loop import first_state, train_steps
-from lowmembp_examples.trainer.prepare import prepare
-from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
+from lowmembp_examples.trainer.prepare import Prepared, prepare
+from lowmembp_examples.trainer.run import Checkpoints, check_output, is_own, open_run, write_json
 from lowmembp_examples.trainer.sharding import make_mesh, to_host
-from lowmembp_examples.trainer.signals import Stopped
 from lowmembp_examples.trainer.step import make_optimizer
 
 _PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Trains, evaluates, and returns what goes into results.json."""
+    """Trains, evaluates, and returns what goes into results.json.
+
+    Nothing is written before all arguments are checked.
+    """
     config = with_learning_rate(config)
     check(config)
-    if config.coordinator == "auto":
-        jax.distributed.initialize()
-    elif config.coordinator is not None:
-        jax.distributed.initialize(config.coordinator, config.process_count, config.process_index)
-    with open_run(config.output, identity(config), config.resume):
-        if config.export is not None and jax.process_index() == 0:
-            try:
-                config.export.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=config.export).close()
-            except OSError as error:
-                raise UsageError(f"--export {config.export}: {error.strerror}") from error
-        return _train(config)
-
-
-def _train(config: Config) -> dict[str, Any]:
+    if config.coordinator is not None:
+        given = (config.coordinator, config.process_count, config.process_index)
+        try:
+            jax.distributed.initialize(*(() if config.coordinator == "auto" else given))
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"--coordinator {config.coordinator}: {reason}") from error
+    check_output(config.output, config.resume)
     say = print if jax.process_index() == 0 else lambda *_: None
     mesh = make_mesh(config.mesh, jax.devices())
-    prepared, trained = prepare(config, mesh, say)
+    with record_files() as files:
+        prepared, trained = prepare(config, mesh, say)
+    fields = identity(config, files)
+    run = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+    if config.export is not None:
+        is_own("--export", config.export, "config.json", f'"run": "{run}"')
+    with open_run(config.output, fields, config.resume):
+        return _train(config, prepared, trained, mesh, run)
+
+
+def _train(
+    config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: str
+) -> dict[str, Any]:
     count = sum(x.size for x in jax.tree.leaves(trained))
     optimizer = make_optimizer(config.optimizer, prepared.steps)
     dtype = jnp.dtype(config.dtype)
@@ -101,8 +103,9 @@ def _train(config: Config) -> dict[str, Any]:
                 dtype=prepared.param_dtype,
                 inputs=prepared.inputs,
                 tokenizer=task.tokenizer,
+                run=run,
             )
-    return {
+    results = {
         "command": shlex.join(["python", *sys.argv]),
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in _PACKAGES},
@@ -115,38 +118,20 @@ def _train(config: Config) -> dict[str, Any]:
         "last_train_record": outcome.record,
         "dev": outcome.dev,
     }
+    path = config.output / "results.json"
+    if jax.process_index() == 0:
+        if not path.exists():  # a run that was done before has all its results
+            write_json(path, results)
+        dev = {name: value for name, value in outcome.dev.items() if value is not None}
+        values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
+        print(f"dev: {values}; written: {path}")
+    return results
 
 
 def main() -> int:
     """Runs the command line; returns the exit status."""
     config = tyro.cli(Config, description=__doc__)
-    # What libraries log of an error, with its traceback, is said below in a line.
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        results = train(config)
-        if jax.process_index() == 0:
-            write_json(config.output / "results.json", results)
-            dev = {name: value for name, value in results["dev"].items() if value is not None}
-            values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
-            print(f"dev: {values}; written: {config.output / 'results.json'}")
-    except Stopped as error:
-        print(f"{error}: checkpoint written, --resume goes on", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (UsageError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        where, reason = error.filename or config.output, error.strerror or error
-        print(f"error: {where}: {reason}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(partial(train, config), config.output)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def test_a_run_that_diverges_says_so(small, command):
         (("--batch-size", 0), "--batch-size must be at least 1, got 0"),
         (("--batch-size", 9), "batch_size must be at most 8, the number of training examples"),
         (("--max-tokens", 513), "--max-tokens must be 3 to 512, got 513"),
-        (("--learning-rate", "inf"), "--learning-rate must be at least 1e-30, got inf"),
+        (("--learning-rate", "inf"), "--learning-rate must be 1e-38 to 1e+38, got inf"),
         (("--seed", 10**24), "--seed must be 0 to 4294967295, got 1"),
         (("--dtype", "float8"), "float8"),
         (("--device", "h300"), "--device must be one of t4, l4, "),

@@ -229,11 +229,11 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--checkpoint-every", 1], "--checkpoint-every must be at least 2, got 1"),
         (["--seed", 10**25], "--seed must be 0 to 4294967295, got 10000000000000000000000000"),
         (["--rank", 10**25], "--rank must be 1 to 65536, got 10000000000000000000000000"),
-        (["--data.sequence-length", 10**25], "sequence_length must be 3 to 1048576, got 1000000"),
-        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31 batches"),
-        (["--export", Path(__file__)], "--export .*test_train.py: File exists"),
-        (["--learning-rate", -1], "--learning-rate must be above 0, got -1.0"),
-        (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
+        (["--data.sequence-length", 10**25], "--data.sequence-length must be 1 to 1048576"),
+        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31"),
+        (["--export", Path(__file__)], "--export .*test_train.py: Not a directory"),
+        (["--learning-rate", -1], "--learning-rate must be 1e-38 to .*, got -1.0"),
+        (["--learning-rate", "nan"], "--learning-rate must be 1e-38 to .*, got nan"),
         (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
         (["--coordinator", "here:1"], "here:1 needs --process-count and --process-index"),
         (["--model", "bert-huge"], "--model must be one of vit-toy, .*got 'bert-huge'"),
@@ -254,13 +254,6 @@ def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
     assert "error: --model must be one of" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_write_ends_with_one_line(texts, tmp_path, monkeypatch, capsys):
-    (tmp_path / "checkpoints").touch()
-    assert run_main(monkeypatch, arguments(texts, tmp_path)) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: {tmp_path / 'checkpoints'}: ")
-
-
 def test_ctrl_c_before_the_first_step_ends_with_one_line(texts, tmp_path):
     process = start(arguments(texts, tmp_path), "-X", "importtime")
     while " jax" not in process.stdout.readline():
@@ -268,7 +261,7 @@ def test_ctrl_c_before_the_first_step_ends_with_one_line(texts, tmp_path):
     process.send_signal(signal.SIGINT)
     text = process.communicate()[0]
     assert process.returncode == 130 and "Traceback" not in text
-    assert text.splitlines()[-1] == "interrupted"
+    assert text.splitlines()[-1] == "interrupted by SIGINT"
 
 
 def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch, capsys):
@@ -276,7 +269,7 @@ def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch,
     assert run_main(monkeypatch, [*given, "--steps", 1]) == 1
     assert "error: step 1: the loss of the evaluation is not a number" in capsys.readouterr().err
     assert len(losses(tmp_path)) == 1 and not (tmp_path / "results.json").exists()
-    assert not [*(tmp_path / "exported").iterdir(), *(tmp_path / "checkpoints").iterdir()]
+    assert not (tmp_path / "exported").exists() and not [*(tmp_path / "checkpoints").iterdir()]
 
 
 def test_a_perplexity_may_be_too_large_for_a_number():

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
+from lowmembp_examples.data.files import record_files
+from lowmembp_examples.data.language import Bytes, text_files
 from lowmembp_examples.trainer.config import Config, identity
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import Logs
@@ -131,7 +133,7 @@ def test_a_run_has_its_directory_for_itself(tmp_path):
         open_run(tmp_path, {}, True),
     ):
         pass
-    with open_run(tmp_path, {}, False):
+    with open_run(tmp_path, {}, True):
         pass
 
 
@@ -150,7 +152,10 @@ def test_other_data_are_refused(tmp_path):
 
     def run(resume):
         given = ["--data.train", str(train), "--data.dev", str(dev)]
-        return open_run(tmp_path / "run", identity(tyro.cli(Config, args=given)), resume)
+        with record_files() as files:
+            for path in (train, dev):
+                Bytes(text_files(path))
+        return open_run(tmp_path / "run", identity(tyro.cli(Config, args=given), files), resume)
 
     with run(False):
         (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
@@ -170,14 +175,13 @@ def test_fingerprints_are_of_names_and_of_all_contents(tmp_path):
     found = set()
     for content in (b"", b"a" * 3_000_000, b"a" * 2_999_999 + b"b", b"b" + b"a" * 2_999_999):
         path.write_bytes(content)
-        found |= {fingerprint(path), fingerprint(path.parent)}
-    path.rename(path.with_name("other"))
-    found.add(fingerprint(path.parent))
-    assert len(found) == 9
+        found.add(fingerprint({"file": path}))
+    found.add(fingerprint({"other": path}))
+    assert len(found) == 5
     # Of what is larger than a GiB, not all is read.
     with path.with_name("large").open("wb") as file:
         file.truncate(2**30 + 1)
-    assert fingerprint(path.with_name("large")) not in found
+    assert fingerprint({"file": path.with_name("large")}) not in found
 
 
 def test_damaged_lines_of_a_log_are_dropped(tmp_path, capsys):

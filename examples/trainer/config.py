@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-import platform
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,8 +11,8 @@ import tyro
 from lowmembp_examples.data.tasks import DataConfig, TaskName
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Method, NormResidual
-from lowmembp_examples.trainer.errors import UsageError
-from lowmembp_examples.trainer.run import fingerprint
+from lowmembp_examples.trainer.errors import UsageError, check_ranges
+from lowmembp_examples.trainer.run import contents
 from lowmembp_examples.trainer.source import Source
 from lowmembp_examples.trainer.step import OptimizerConfig
 
@@ -111,16 +112,21 @@ _MAY_CHANGE = {
 }
 
 
-def identity(config: Config) -> dict[str, Any]:
+def identity(config: Config, files: Sequence[Path]) -> dict[str, Any]:
     """What the numbers of a run depend on, for JSON: fields, nested ones as "data.task", and
-    hashes of what is in the files."""
+    hashes of the files that it has opened.
+
+    Raises:
+      UsageError: a run is resumed with a pipe, whose content cannot be compared.
+    """
     fields = {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
-    for name in ("data.train", "data.dev", "data.tokenizer", "checkpoint"):
-        if fields[name] is not None:
-            fields[f"content of {name}"] = fingerprint(Path(fields[name]))
-    if config.data.train is None:
-        fields["content of data.train"] = f"Python {platform.python_version()}"
-    return fields
+    if config.resume:
+        for file in files:
+            if not file.is_file():
+                raise UsageError(f"--resume: {file} is not a regular file; write it to one")
+    data = config.data
+    arguments = {"data.train": data.train, "data.dev": data.dev, "data.tokenizer": data.tokenizer}
+    return fields | contents(arguments | {"checkpoint": config.checkpoint}, files)
 
 
 def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -146,22 +152,20 @@ def with_learning_rate(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raises UsageError for the first argument that does not work."""
-    values = vars(config) | vars(config.optimizer)
-    positive = ("batch_size", "log_every", "evaluate_every", "keep", "steps")
+    positive = (1e-38, 1e38)  # float32
+    names = ("batch_size", "log_every", "evaluate_every", "keep", "steps", "process_count")
     ranges = {
-        **dict.fromkeys(positive, (1, math.inf)),
-        **{"seed": (0, 2**32 - 1), "weight_decay": (0, math.inf)},
-        **{"warmup": (0, 1), "beta2": (0, 1), "rank": (1, 2**16)},
+        **dict.fromkeys(names, (1, math.inf)),
+        **dict.fromkeys(("alpha", "learning_rate", "clip_norm"), positive),
+        **{"epochs": (1e-38, 2**31), "seed": (0, 2**32 - 1), "weight_decay": (0, 1e38)},
+        **{"warmup": (0, 1), "beta2": (0, 0.9999999), "rank": (1, 2**16)},
         **{"accumulate": (1, config.batch_size), "checkpoint_every": (2, math.inf)},
+        **{"data.dev_fraction": (1e-9, 0.999999), "data.classes": (2, math.inf)},
+        **{"data.sequence_length": (1, 2**20), "data.image_size": (1, 4096)},
+        "process_index": (0, (config.process_count or 1) - 1),
     }
-    for name, (low, high) in ranges.items():
-        value = values[name]
-        if value is not None and not (low <= value <= high and value < math.inf):
-            bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
-    for name in ("epochs", "alpha", "learning_rate", "clip_norm"):
-        if not 0 < values[name] < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} must be above 0, got {values[name]}")
+    fields = all_fields(config)
+    check_ranges({name.removeprefix("optimizer."): fields[name] for name in fields}, ranges)
     if config.batch_size % config.optimizer.accumulate:
         raise UsageError(
             f"--batch-size must be a multiple of --accumulate {config.optimizer.accumulate}, "
@@ -171,9 +175,20 @@ def check(config: Config) -> None:
     if config.coordinator in (None, "auto"):
         if processes != (None, None):
             raise UsageError("--process-count and --process-index go with --coordinator HOST:PORT")
+    elif not re.fullmatch(r"\S+:\d{1,5}", config.coordinator):
+        raise UsageError(f"--coordinator must be HOST:PORT or auto, got {config.coordinator!r}")
     elif None in processes:
         raise UsageError(
             f"--coordinator {config.coordinator} needs --process-count and --process-index"
+        )
+    if config.export is None:
+        return
+    output, export = config.output.resolve(), config.export.resolve()
+    own = [output / name for name in ("checkpoints", "tensorboard", "log.jsonl", "results.json")]
+    if output.is_relative_to(export) or {export, *export.parents} & {*own}:
+        raise UsageError(
+            f"--export {config.export} must not be --output {config.output}, around it, or one of "
+            f"its own files"
         )
 
 

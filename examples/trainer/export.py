@@ -31,6 +31,7 @@ def export(
     dtype: Any,
     inputs: tuple[Any, ...],
     tokenizer: str | None = None,
+    run: str = "",
 ) -> None:
     """Writes config.json, model.safetensors and, of a model of text, tokenizer.json.
 
@@ -44,6 +45,7 @@ def export(
       dtype: of the tensors.
       inputs: of the model, `jax.ShapeDtypeStruct`s.
       tokenizer: the content of tokenizer.json; None where there is none.
+      run: a hash of what the model depends on: another run does not write over it.
 
     Raises:
       UsageError: a norm that is merged and kept, as in BERT, has a scale of 0.
@@ -59,7 +61,7 @@ def export(
     if classes:
         numbers = {name: number for number, name in enumerate(classes)}
         labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
-    write_tensors(directory, tensors, config.to_json() | labels)
+    write_tensors(directory, tensors, config.to_json() | labels | {"run": run})
     if tokenizer is not None:
         (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
 

@@ -23,16 +23,21 @@ class Logs:
 
     Attributes:
       bar: the progress bar, in steps.
+      last: the values of the last record of training, up to step `first`.
     """
 
     def __init__(self, directory: Path, first: int, steps: int):
         """Removes what a killed run logged after step `first`, where this one goes on."""
-        self._writes = jax.process_index() == 0
+        self._writes, self.last = jax.process_index() == 0, {}
         if self._writes:
             path = directory / "log.jsonl"
             part = path.with_name("log.jsonl.part")
-            part.write_text("".join(f"{line}\n" for line in _lines(path, first)))
+            lines = [*_lines(path, first)]
+            part.write_text("".join(f"{line}\n" for line in lines))
             os.replace(part, path)
+            records = [json.loads(line) for line in lines]
+            for record in [r for r in records if r.get("kind") == "train"][-1:]:
+                self.last = {key: record[key] for key in record if key not in ("step", "kind")}
             self._file = path.open("a", buffering=1)
             (directory / "tensorboard").mkdir(exist_ok=True)
             # Not `SummaryWriter`, whose thread hangs when a disk is full.

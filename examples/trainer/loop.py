@@ -12,14 +12,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowmembp_examples.trainer.config import Config
-from lowmembp_examples.trainer.errors import DivergedError
+from lowmembp_examples.trainer.errors import DivergedError, Stopped
 from lowmembp_examples.trainer.logs import Logs, Meter, peak_memory, postfix, summary
 from lowmembp_examples.trainer.losses import Totals, make_loss, scores
 from lowmembp_examples.trainer.prepare import Prepared
 from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.sharding import put_batch, shardings
-from lowmembp_examples.trainer.signals import Stopped, StopSignals
-from lowmembp_examples.trainer.step import TrainState, init_state, learning_rate, make_step
+from lowmembp_examples.trainer.signals import StopSignals
+from lowmembp_examples.trainer.step import Metrics, TrainState, init_state, learning_rate, make_step
 
 
 class Outcome(NamedTuple):
@@ -92,9 +92,15 @@ def train_steps(
             raise DivergedError(f"step {step}: the loss of the evaluation is not a number")
         return values
 
+    def is_good(state: TrainState, metrics: Metrics, batch: Any) -> bool:
+        """Whether the state may replace an older checkpoint: a loss and gradients are finite."""
+        loss = totals(state.params, frozen, put_batch(batch, mesh)).loss
+        return not metrics.skipped and math.isfinite(loss)
+
     meter = Meter(config.batch_size, prepared.tokens)
-    start, pending, values = time.perf_counter(), [], {}
+    start, pending, due = time.perf_counter(), [], False
     with closing(Logs(config.output, first, steps)) as logs, StopSignals() as signals:
+        values = logs.last
         for done in range(first + 1, steps + 1):
             rows = prepared.batches.at(done - 1)
             for index in range(accumulate):
@@ -124,14 +130,17 @@ def train_steps(
             if done % config.evaluate_every == 0 and not (is_last or stop):
                 logs.write("dev", done, evaluate(state, done))
                 meter.restart()
-            if (is_saved and not is_last) or stop:
+            due |= is_saved or bool(stop)
+            if due and (stop or not is_last) and is_good(state, metrics, batch):
                 checkpoints.save(state, int(state.step))
-            if stop:
+                due = False
+            if stop and not due:
                 raise Stopped(stop)
         dev = evaluate(state, steps)
+        if first < steps:  # else the log has it
+            logs.write("dev", steps, dev)
         checkpoints.save(state, int(state.step))
         seconds = time.perf_counter() - start
-        logs.write("dev", steps, dev)
     return Outcome(state, values, dev, seconds)
 
 
@@ -140,4 +149,4 @@ def check_loss(values: dict[str, Any], step: int) -> None:
     if values.get("loss_scale", 1.0) < 1e-4:
         raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
     if values["loss"] is None and not values["skipped"]:
-        raise DivergedError(f"step {step}: the loss is not a number; a smaller --learning-rate?")
+        raise DivergedError(f"step {step}: the loss is not a number")

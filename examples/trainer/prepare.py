@@ -78,7 +78,7 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
     except (DataError, UsageError):
         raise
     except ValueError as error:
-        raise UsageError(f"--data, --batch-size: {error}") from error
+        raise UsageError(f"--data or --batch-size: {error}") from error
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
     if steps * accumulate >= 2**31:  # counted in int32

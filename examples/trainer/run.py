@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from lowmembp_examples.data.files import parse_json, read_json
 from lowmembp_examples.data.language import Bytes
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 _CHECKSUMS = "sha256.json"
 _PIECE = 1 << 20  # bytes of data that are hashed at once
+#: What tells the JSON of a run from a user's.
+MARK = '"program": "lowmembp_jax"'
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -30,26 +34,93 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(part, path)
 
 
-def fingerprint(path: Path) -> str:
-    """A hash of a file, or of the names and contents of all that is in a directory and below.
+def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dict[str, str | None]:
+    """Hashes of all files that a run has opened, by the argument whose path leads to them.
 
-    Of more than a GiB, pieces of a MiB at equal distances are read. Hidden files do not count.
+    Files that no argument leads to, such as the standard library's, have a hash of their own. A
+    pipe has none, because its content cannot be read again.
+    """
+    hashes, rest = {}, list(files)
+    for name, root in arguments.items():
+        if root is not None:
+            own = [file for file in files if file.is_relative_to(root)]
+            rest = [file for file in rest if not file.is_relative_to(root)]
+            names = [str(file.relative_to(root)) for file in own]
+            hashes[f"content of {name}"] = fingerprint(dict(zip(names, own, strict=True)))
+    return hashes | {
+        "content of other files": fingerprint(
+            {f"{number} {file.name}": file for number, file in enumerate(dict.fromkeys(rest))}
+        )
+    }
+
+
+def fingerprint(files: Mapping[str, Path]) -> str | None:
+    """A hash of the names and contents of files; None if one is not a regular file.
+
+    Of more than a GiB, pieces of a MiB at equal distances are read.
 
     Raises:
       DataError: a file that cannot be read.
     """
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("[!.]*") if p.is_file())
-    content = Bytes(files)
-    names = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
-    digest = hashlib.sha256(json.dumps(names).encode())
+    if not all(file.is_file() for file in files.values()):
+        return None
+    content = Bytes([*files.values()])
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    digest = hashlib.sha256(json.dumps(sizes).encode())
     for start in range(0, len(content), _PIECE * (1 + len(content) // 2**30)):
         digest.update(content[start : start + _PIECE])
     return digest.hexdigest()[:16]
 
 
+def is_own(option: str, directory: Path, pattern: str, mark: str) -> bool:
+    """Whether a run has written to the directory: the mark is in a file of it. Writes nothing.
+
+    Raises:
+      UsageError: nothing can be written there, or it holds anything else.
+    """
+    try:
+        parents = (directory, *directory.absolute().parents)
+        tempfile.TemporaryFile(dir=next(path for path in parents if path.exists())).close()
+        found = sorted(directory.iterdir()) if directory.exists() else []
+        if any(mark in path.read_text(errors="replace") for path in directory.glob(pattern)):
+            return True
+        # A run that is killed while it starts leaves an empty file.
+        found = [path for path in found if path.name != "config.json" or path.stat().st_size]
+    except OSError as error:
+        raise UsageError(f"{option} {directory}: {error.strerror}") from error
+    if found:
+        raise UsageError(
+            f"{option} {directory}: expected a new or an empty directory, because files in it "
+            f"could be lost, found {found[0].name}; choose another one"
+        )
+    return False
+
+
+def check_output(directory: Path, resume: bool) -> None:
+    """Checks that a run can write to the directory. Writes nothing.
+
+    Raises:
+      UsageError: there is a run and `resume` is False; there is anything else.
+    """
+    if not is_own("--output", directory, "config.json", MARK):
+        return
+    if not resume:
+        raise UsageError(
+            f"--output {directory} has a run already: --resume goes on with it, another directory "
+            f"begins a new one"
+        )
+    is_file = {"log.jsonl": True, "results.json": True, "checkpoints": False, "tensorboard": False}
+    for path in (directory / name for name in is_file):
+        if path.exists() and path.is_file() != is_file[path.name]:
+            kind = "file" if is_file[path.name] else "directory"
+            raise UsageError(f"--output {directory}: {path.name} must be a {kind}; remove it")
+    if (directory / "results.json").exists() and not [*(directory / "checkpoints").glob("*")]:
+        raise UsageError(f"--resume: the run in {directory} is done, and its checkpoints are gone")
+
+
 @contextmanager
-def open_run(directory: Path, config: dict[str, Any], resume: bool) -> Iterator[None]:
-    """Makes the directory and writes config.json; where there are checkpoints, compares it.
+def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterator[None]:
+    """Makes the directory and writes config.json; where there is a run, compares it.
 
     No other run gets into the directory until this one leaves it or its process ends.
 
@@ -59,47 +130,36 @@ def open_run(directory: Path, config: dict[str, Any], resume: bool) -> Iterator[
       resume: whether a run there is gone on with; there need be none yet.
 
     Raises:
-      UsageError: the directory cannot be written, or another run is in it; there is a run and
-        `resume` is False, or it has another config; names the fields.
+      UsageError: as `check_output`; another run is in the directory, or it has another config:
+        names the fields.
     """
+    check_output(directory, resume)
+    path, config = directory / "config.json", {"program": "lowmembp_jax", **config}
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / "lock").open("w")
-    except OSError as error:
-        raise UsageError(f"--output {directory}: {error.strerror}") from error
-    with lock:
-        try:
-            if jax.process_index() == 0:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_config(directory, config, resume)
-        except BlockingIOError as error:
-            raise UsageError(f"--output {directory}: another run is writing there") from error
-        except OSError as error:
-            raise UsageError(f"--output {directory}: {error}") from error
-        yield
-
-
-def _write_config(directory: Path, config: dict[str, Any], resume: bool) -> None:
-    path = directory / "config.json"
-    # Orbax calls a complete checkpoint by its step.
-    has_run = any(entry.name.isdecimal() for entry in (directory / "checkpoints").glob("*"))
-    try:
-        found = dict(json.loads(path.read_text())) if has_run else {}
-    except (ValueError, TypeError) as error:
+        text = path.read_text() if path.exists() else ""
+        found = parse_json(text) if text else config
+    except ValueError as error:
         raise UsageError(f"--output {directory}: config.json is damaged: {error}") from error
-    if has_run and not resume:
-        raise UsageError(
-            f"--output {directory} has a run already: --resume goes on with it, another directory "
-            f"begins a new one"
-        )
-    if has_run and found != config:
-        fields = sorted(name for name in found | config if found.get(name) != config.get(name))
+    fields = sorted(name for name in found | config if found.get(name) != config.get(name))
+    if fields:
         changes = (f"{name}: {found.get(name)!r}, now {config.get(name)!r}" for name in fields)
         raise UsageError(f"--resume: the run in {directory} has another {'; '.join(changes)}")
     if jax.process_count() > 1:  # all have looked before one writes
         multihost_utils.sync_global_devices("open_run")
-    if not has_run and jax.process_index() == 0:
-        write_json(path, config)
+    with ExitStack() as stack:
+        try:
+            if jax.process_index() == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a+"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.stat().st_size:
+                    file.write(json.dumps(config, indent=2) + "\n")
+                    file.flush()
+        except BlockingIOError as error:
+            raise UsageError(f"--output {directory}: another run is writing there") from error
+        except OSError as error:
+            raise UsageError(f"--output {directory}: {error.strerror}") from error
+        yield
 
 
 class Checkpoints:
@@ -166,7 +226,7 @@ class Checkpoints:
     def _is_whole(self, step: int) -> bool:
         directory = self._directory / str(step)
         try:
-            for name, digest in json.loads((directory / _CHECKSUMS).read_text()).items():
+            for name, digest in read_json(directory / _CHECKSUMS).items():
                 if _sha256(directory / name) != digest:
                     raise ValueError(f"{name} has changed")
         except (OSError, ValueError) as error:
@@ -188,7 +248,8 @@ class Checkpoints:
             raise
         except Exception as error:  # TensorStore's are of several types
             reason = str(error).splitlines()[0].rsplit(": ", 1)[-1]
-            raise OSError(f"no checkpoint can be written: {reason}") from error
+            place = self._directory
+            raise OSError(None, f"no checkpoint can be written: {reason}", str(place)) from error
 
 
 @jax.jit

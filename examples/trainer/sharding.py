@@ -8,6 +8,7 @@ the collectives.
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
     sizes = {}
     for axis in axes:
         name, _, size = axis.partition("=")
-        if name not in AXES or not size.isdecimal() or int(size) < 1 or name in sizes:
+        if name not in AXES or not re.fullmatch("[1-9][0-9]{0,8}", size) or name in sizes:
             raise UsageError(
                 f"--mesh must be AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
                 f"instance data=2 fsdp=4, got {' '.join(axes)!r}"

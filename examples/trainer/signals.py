@@ -1,24 +1,39 @@
-"""Ctrl-C and SIGTERM, between two steps."""
+"""The signals that end a run: before its first step, between two steps, and after the last.
 
+JAX is imported late: `train.py` handles signals before its imports, which take seconds.
+"""
+
+import os
 import signal
 import sys
-from typing import Self
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from collections.abc import Callable
+from typing import Any, Self
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has written a checkpoint.
+def handle(handler: Callable[[int, Any], Any]) -> dict[int, Any]:
+    """Handles Ctrl-C, SIGTERM and SIGHUP; returns the handlers from before.
 
-    Attributes:
-      status: exit status, 130 for Ctrl-C and 143 for SIGTERM.
+    A shell starts background jobs with Ctrl-C ignored, but a run can always be stopped. Under
+    `nohup`, SIGHUP stays ignored.
+    """
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def end_in_one_line() -> None:
+    """Makes signals end the process with one line, and hides errors that nothing can catch.
+
+    TensorStore's threads print such errors after a checkpoint could not be written.
     """
 
-    def __init__(self, signum: int):
-        super().__init__(signal.Signals(signum).name)
-        self.status = 128 + signum
+    def end(number: int, _: object) -> None:
+        os.write(2, f"\ninterrupted by {signal.Signals(number).name}\n".encode())
+        os._exit(128 + number)
+
+    handle(end)
+    sys.unraisablehook = lambda _: None
 
 
 class StopSignals:
@@ -26,10 +41,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._received = 0
-        self._before = {
-            number: signal.signal(number, self._receive)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._before = handle(self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,6 +56,10 @@ class StopSignals:
 
     def received(self) -> int:
         """The signal, 0 if none, that any process has got; all processes must ask together."""
+        import jax
+        import numpy as np
+        from jax.experimental import multihost_utils
+
         if jax.process_count() == 1:
             return self._received
         return int(multihost_utils.process_allgather(np.int32(self._received)).max())
