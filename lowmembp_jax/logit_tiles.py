@@ -129,8 +129,12 @@ def run_tiles(spec: Spec, given: tuple[bool, ...], *arrays: Array, over: tuple[s
     # and written half as often.
     tiles = max(1, wide.itemsize // h.dtype.itemsize) if spec.wanted[1] else 1
     most = max(1, spec.tile_bytes // (wide.itemsize * max(1, words.count)))
+    if most >= 128:  # what the products of GPUs are cut into
+        most -= most % 128
     steps = max(1, -(-size // (most * tiles)))
     rows = -(-size // (steps * tiles))
+    if most >= 128 and steps > 1:
+        rows += -rows % 16
     stride = rows * tiles
 
     def flat(x: Any, fill: int = 0) -> Any:

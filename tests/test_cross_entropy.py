@@ -1,0 +1,492 @@
+"""lm.linear_cross_entropy against the loss of whole logits in float64."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import quick_jit
+from jax import lax
+
+import lowmembp_jax as lm
+
+FEATURES, VOCAB = 24, 53
+#: Some tiles, the last of which is not full.
+TILE = 4 * VOCAB * 7
+
+
+def normal(*shape, key=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(key), shape).astype(dtype)
+
+
+def example(*tokens, dtype=jnp.float32, vocab=VOCAB):
+    """Hidden, kernel, labels and bias; a third of the labels are ignored."""
+    labels = jax.random.randint(jax.random.key(3), tokens, -vocab // 2, vocab)
+    hidden, kernel = normal(*tokens, FEATURES, dtype=dtype), normal(FEATURES, vocab, key=1) / 3
+    return hidden, kernel.astype(dtype), labels, normal(vocab, key=2)
+
+
+def reference(
+    hidden,
+    kernel,
+    labels,
+    *,
+    bias=None,
+    reduction="mean",
+    logit_soft_cap=None,
+    z_loss=0.0,
+    label_smoothing=0.0,
+    weights=None,
+):
+    """Of whole logits, in the dtype of the arguments."""
+    z = hidden @ kernel
+    z = z if bias is None else z + jnp.expand_dims(bias, range(z.ndim - 1))
+    z = z if logit_soft_cap is None else logit_soft_cap * jnp.tanh(z / logit_soft_cap)
+    targets = jax.nn.one_hot(labels, z.shape[-1], dtype=z.dtype)
+    targets = optax.smooth_labels(targets, label_smoothing)
+    loss = optax.softmax_cross_entropy(z, targets)
+    loss += z_loss * jnp.square(jax.nn.logsumexp(z, axis=-1))
+    valid = jnp.asarray(labels) >= 0
+    w = valid.astype(z.dtype) if weights is None else jnp.where(valid, weights, 0)
+    loss = jnp.where(valid, loss, 0) * w
+    if reduction == "none":
+        return loss
+    return loss.sum() / w.sum() if reduction == "mean" else loss.sum()
+
+
+def in_float64(function, *args, **kwargs):
+    """NumPy arrays of what `function` returns for the arguments in float64."""
+    with jax.enable_x64(True):
+        wide = lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+        args, kwargs = jax.tree.map(lambda x: wide(jnp.asarray(x)), (args, kwargs))
+        return jax.tree.map(np.asarray, jax.jit(function)(*args, **kwargs))
+
+
+def assert_close(got, want, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        assert np.abs(a - b).max(initial=0) <= tolerance * np.abs(b).max(initial=1e-30)
+
+
+OPTIONS = {
+    "plain": {},
+    "soft cap": {"logit_soft_cap": 2.0},
+    "z loss": {"z_loss": 0.1},
+    "smoothing": {"label_smoothing": 0.2},
+    "all": {"logit_soft_cap": 2.0, "z_loss": 0.1, "label_smoothing": 0.2},
+}
+
+
+def pair(options, reduction, labels):
+    """Ours and the reference, as functions of hidden, kernel, bias and weights to one number."""
+
+    def of(loss, **more):
+        def run(hidden, kernel, bias, weights):
+            found = loss(
+                hidden, kernel, labels, bias=bias, weights=weights, reduction=reduction,
+                **options, **more,
+            )  # fmt: skip
+            # Each token with a cotangent of its own.
+            return jnp.sum(found * jnp.cos(jnp.arange(found.size, dtype=found.dtype)).reshape(found.shape))  # noqa: E501  # fmt: skip
+
+        return run
+
+    return of(lm.linear_cross_entropy, tile_bytes=TILE), of(reference)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradients(name, reduction):
+    hidden, kernel, labels, bias = example(5, 9)
+    ours, want = pair(OPTIONS[name], reduction, labels)
+    args = hidden, kernel, bias, jnp.abs(normal(5, 9, key=4))
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2, 3))
+    found = quick_jit(gradient(ours))(*args)
+    assert_close(found, in_float64(gradient(want), *args))
+    assert_close(quick_jit(ours)(*args), found[0])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float16", 2e-3)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_16_bits(dtype, tolerance, reduction):
+    hidden, kernel, labels, _ = example(5, 40, dtype=dtype)
+
+    def of(loss, **more):
+        return lambda h, k: loss(h, k, labels, reduction=reduction, **more).mean()
+
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1))
+    loss, (dh, dk) = quick_jit(gradient(of(lm.linear_cross_entropy, tile_bytes=TILE)))(
+        hidden, kernel
+    )
+    want = in_float64(gradient(of(reference)), hidden, kernel)
+    assert (loss.dtype, dh.dtype, dk.dtype) == (jnp.float32, hidden.dtype, hidden.dtype)
+    assert_close(loss, want[0])  # the logits are float32
+    assert_close((dh, dk), want[1], tolerance)
+
+
+def test_float16_keeps_probabilities_below_its_range():
+    """A uniform softmax over many words: 1e-5 each, with a small cotangent or a loss scale."""
+    vocab = 99_991
+    hidden, kernel = normal(4, 2, dtype=jnp.float16) / 9, normal(2, vocab, key=1) / 9
+    kernel, labels = kernel.astype(jnp.float16), jnp.zeros(4, jnp.int32)
+    for factor in (0.02, 2.0**15):
+
+        def of(loss, factor=factor, **more):
+            return lambda h, k: factor * loss(h, k, labels, reduction="none", **more).sum()
+
+        found = quick_jit(jax.grad(of(lm.linear_cross_entropy)))(hidden, kernel)
+        assert_close(found, in_float64(jax.grad(of(reference)), hidden, kernel), 4e-3)
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (13,), (2, 3, 5), (0,), (3, 0)])
+@pytest.mark.parametrize("tile_bytes", [1, TILE, 2**29])
+def test_shapes_of_tokens(tokens, tile_bytes):
+    hidden, kernel, labels, _ = example(*tokens)
+    labels = jnp.abs(labels)
+
+    def of(loss, **more):
+        return lambda h, k: loss(h, k, labels, reduction="sum", **more)
+
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1))
+    found = quick_jit(gradient(of(lm.linear_cross_entropy, tile_bytes=tile_bytes)))(hidden, kernel)
+    assert_close(found, in_float64(gradient(of(reference)), hidden, kernel))
+
+
+@pytest.mark.parametrize("how", ["embedding", "shape", "square"])
+def test_an_embedding_is_not_transposed(how):
+    vocab = FEATURES if how == "square" else VOCAB
+    hidden, kernel, labels, _ = example(17, vocab=vocab)
+
+    def ours(hidden, table):
+        if how == "shape":
+            return lm.linear_cross_entropy(hidden, table, labels)
+        return lm.linear_cross_entropy(hidden, None, labels, embedding=table)
+
+    gradient = jax.jit(jax.grad(ours, argnums=(0, 1)))
+    dh, dk = gradient(hidden, kernel.T)
+    want = in_float64(
+        jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1)), hidden, kernel
+    )
+    assert_close((dh, dk.T), want)
+    text = str(jax.make_jaxpr(gradient)(hidden, kernel.T))
+    assert not re.search(rf"\[{FEATURES},{vocab}\] = transpose", text)
+
+
+def test_a_square_kernel_has_its_features_first():
+    hidden, kernel, labels, _ = example(17, vocab=FEATURES)
+    assert_close(
+        lm.linear_cross_entropy(hidden, kernel, labels),
+        in_float64(reference, hidden, kernel, labels),
+    )
+
+
+def test_results_beside_the_loss():
+    hidden, kernel, labels, _ = example(3, 11)
+    # Two words are the likeliest: the first one counts.
+    kernel = kernel.at[:, 9].set(kernel[:, 4])
+    labels = labels.at[0, :3].set(jnp.argmax(hidden @ kernel, axis=-1)[0, :3])
+
+    def run(reduction):
+        return quick_jit(
+            lambda h, k: lm.linear_cross_entropy(
+                h, k, labels, reduction=reduction, return_logsumexp=True, return_correct=True,
+                tile_bytes=TILE,
+            )
+        )(hidden, kernel)  # fmt: skip
+
+    logits = hidden @ kernel
+    loss, lse, correct = run("mean")
+    want = jnp.where(labels < 0, 0, jax.nn.logsumexp(logits, axis=-1))
+    right = (jnp.argmax(logits, axis=-1) == labels) & (labels >= 0)
+    assert_close((loss, lse), (reference(hidden, kernel, labels), want))
+    assert correct == right.sum() and correct.dtype == jnp.int32 and correct >= 3
+    np.testing.assert_array_equal(run("none")[2], right)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logsumexp_is_differentiable(reduction):
+    hidden, kernel, labels, _ = example(19)
+    valid = (labels >= 0).astype(jnp.float32)
+
+    def ours(h, k):
+        loss, lse = lm.linear_cross_entropy(
+            h, k, labels, reduction=reduction, return_logsumexp=True, tile_bytes=TILE
+        )
+        return jnp.sum(loss) + jnp.sum(jnp.sin(lse))
+
+    def want(h, k):
+        lse = jax.nn.logsumexp(h @ k, axis=-1)
+        return jnp.sum(reference(h, k, labels, reduction=reduction)) + jnp.sum(
+            jnp.sin(lse * valid.astype(lse.dtype))
+        )
+
+    found = quick_jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
+    assert_close(found, in_float64(jax.grad(want, argnums=(0, 1)), hidden, kernel))
+
+
+def test_ignored_tokens_reach_nothing():
+    hidden, kernel, labels, _ = example(15)
+    hidden = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
+    gradient = quick_jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=(0, 1)))
+    loss, (dh, dk) = gradient(hidden, kernel, labels)
+    valid = labels >= 0
+    want = gradient(hidden[valid], kernel, labels[valid])
+    assert_close((loss, dh[valid], dk), (want[0], *want[1]))
+    assert not dh[~valid].any()
+
+
+def test_ignore_index():
+    hidden, kernel, labels, _ = example(15)
+    labels = jnp.abs(labels) % VOCAB
+    labels = labels.at[:4].set(7)
+    found = lm.linear_cross_entropy(hidden, kernel, labels, ignore_index=7)
+    assert_close(found, reference(hidden, kernel, jnp.where(labels == 7, -1, labels)))
+
+
+def test_the_mean_of_no_tokens_is_nan():
+    hidden, kernel, labels, _ = example(3)
+    assert jnp.isnan(lm.linear_cross_entropy(hidden, kernel, -jnp.abs(labels) - 1))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("where", ["hidden", "kernel", "bias"])
+def test_nan_and_infinity_are_those_of_optax(where, value):
+    hidden, kernel, labels, bias = example(6)
+    labels = jnp.abs(labels) % VOCAB
+    args = {"hidden": hidden, "kernel": kernel, "bias": bias}
+    args[where] = args[where].reshape(-1).at[5].set(value).reshape(args[where].shape)
+
+    def want(hidden, kernel, bias):
+        z = hidden @ kernel + bias[None]
+        return optax.softmax_cross_entropy_with_integer_labels(z, labels).sum()
+
+    def ours(hidden, kernel, bias):
+        return lm.linear_cross_entropy(
+            hidden, kernel, labels, bias=bias, reduction="sum", tile_bytes=TILE
+        )
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*args.values()) for f in (ours, want)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_label_beyond_the_vocabulary():
+    hidden, kernel, labels, _ = example(6)
+    labels = labels.at[2].set(VOCAB)
+    with pytest.raises(ValueError, match=f"labels: expected numbers below .* {VOCAB}, got {VOCAB}"):
+        lm.linear_cross_entropy(hidden, kernel, labels)
+    gradient = jax.jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=1))
+    loss, dk = gradient(hidden, kernel, labels)
+    assert jnp.isnan(loss) and jnp.isnan(dk).all()
+    each = jax.jit(functools.partial(lm.linear_cross_entropy, reduction="none"))
+    assert jnp.isnan(each(hidden, kernel, labels)).sum() == 1
+
+
+BAD = [
+    ({"reduction": "max"}, ValueError, "reduction: expected one of 'mean', 'sum', 'none', got"),
+    ({"kernel": jnp.zeros((5, 7))}, ValueError, r"kernel: expected \[features, vocab\] or"),
+    ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError, "kernel: expected at least one word"),
+    ({"kernel": None}, ValueError, "kernel: expected either kernel or embedding"),
+    (
+        {"embedding": jnp.zeros((9, FEATURES))},
+        ValueError,
+        "kernel: expected either kernel or embedding",
+    ),
+    ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError, "hidden: expected floats"),
+    ({"labels": jnp.zeros(4)}, TypeError, "labels: expected integers, got float32"),
+    ({"labels": jnp.zeros(3, jnp.int32)}, ValueError, r"labels: expected the shape.*\(4,\), got"),
+    ({"bias": jnp.zeros(3)}, ValueError, r"bias: expected shape \[vocab\], \(53,\), got \(3,\)"),
+    ({"weights": jnp.zeros(3)}, ValueError, r"weights: expected the shape of labels, \(4,\), got"),
+    ({"tile_bytes": 0}, ValueError, "tile_bytes: expected an integer from 1 on, got 0"),
+    ({"logit_soft_cap": 0}, ValueError, "logit_soft_cap: expected a finite number above 0, got 0"),
+    ({"z_loss": -1}, ValueError, "z_loss: expected a number in"),
+    ({"label_smoothing": 1}, ValueError, r"label_smoothing: expected a number in \[0, 1\), got 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "message"), BAD)
+def test_bad_arguments(given, kind, message):
+    hidden, kernel, labels, _ = example(4)
+    with pytest.raises(kind, match=f"linear_cross_entropy: {message}"):
+        lm.linear_cross_entropy(**{"hidden": hidden, "kernel": kernel, "labels": labels} | given)
+
+
+def test_derivatives_that_there_are_not():
+    hidden, kernel, labels, _ = example(4)
+    loss = functools.partial(lm.linear_cross_entropy, kernel=kernel, labels=labels)
+    with pytest.raises(NotImplementedError, match="has no second derivative"):
+        jax.hessian(loss)(hidden)
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(loss, (hidden,), (hidden,))
+    assert "lm.linear_cross_entropy" in error.value.__notes__[0]
+
+
+def products(function, *args):
+    """The matrix products of a jaxpr, by the shape of the result."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return sorted(re.findall(r"f32(\[[\d,]+\]) = dot_general", text))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("argnums", "shapes"),
+    [((0, 1), "hk"), (0, "h"), (1, "k"), (2, "")],
+    ids=["both", "frozen kernel", "frozen hidden", "bias alone"],
+)
+def test_what_is_frozen_gets_no_product(argnums, shapes, reduction):
+    hidden, kernel, labels, bias = example(14)
+
+    def loss(hidden, kernel, bias):
+        found = lm.linear_cross_entropy(
+            hidden, kernel, labels, bias=bias, reduction=reduction, tile_bytes=TILE
+        )
+        return jnp.sum(found)
+
+    sizes = {"h": f"[7,{FEATURES}]", "k": f"[{FEATURES},{VOCAB}]"}
+    logits = 2 if reduction == "none" else 1
+    found = products(jax.grad(loss, argnums=argnums), hidden, kernel, bias)
+    assert found == sorted([f"[7,{VOCAB}]"] * logits + [sizes[name] for name in shapes])
+
+
+def test_jit_with_different_arguments_differentiated():
+    hidden, kernel, labels, _ = example(14)
+    loss = jax.jit(functools.partial(lm.linear_cross_entropy, labels=labels, tile_bytes=TILE))
+    both = jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    for place in (0, 1):
+        assert_close(jax.grad(loss, argnums=place)(hidden, kernel), both[place])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_vmap(reduction, weighted):
+    hidden, kernel, labels, bias = example(3, 8)
+    weights = jnp.abs(normal(3, 8, key=5)) if weighted else None
+
+    def of(loss, **more):
+        def run(hidden, kernel, bias):
+            def each(h, y, w):
+                return loss(h, kernel, y, bias=bias, weights=w, reduction=reduction, **more)
+
+            found = jax.vmap(each, in_axes=(0, 0, None if w is None else 0))(hidden, labels, w)
+            return jnp.sum(found * jnp.arange(1, found.size + 1, dtype=found.dtype).reshape(found.shape))  # noqa: E501  # fmt: skip
+
+        w = weights
+        return run
+
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+    found = quick_jit(gradient(of(lm.linear_cross_entropy, tile_bytes=TILE)))(hidden, kernel, bias)
+    assert_close(found, gradient(of(reference))(hidden, kernel, bias), 4e-6)
+
+
+def test_losses_that_share_a_kernel_have_one_gradient_of_it():
+    hidden, kernel, labels, _ = example(6, 8)
+    each = functools.partial(lm.linear_cross_entropy, tile_bytes=TILE)
+    loss = lambda k: jax.vmap(each, in_axes=(0, None, 0))(hidden, k, labels).mean()  # noqa: E731
+    assert f"[6,{FEATURES},{VOCAB}]" not in str(jax.make_jaxpr(jax.grad(loss))(kernel))
+
+
+def test_vmap_over_kernels_and_gradients_per_example():
+    hidden, kernel, labels, _ = example(2, 8)
+    kernels = jnp.stack([kernel, 2 * kernel])
+    ours = functools.partial(lm.linear_cross_entropy, tile_bytes=TILE)
+    for axes in ((None, 0, None), (0, None, 0), (0, 0, 0)):
+        args = [
+            a if one == 0 else a[0] for a, one in zip((hidden, kernels, labels), axes, strict=True)
+        ]
+        found, want = (
+            quick_jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=axes))(*args)
+            for f in (ours, reference)
+        )
+        assert_close(found, want, 4e-6)
+
+
+def test_scan_checkpoint_and_accumulation():
+    hidden, kernel, labels, _ = example(4, 6)
+    ours = jax.checkpoint(functools.partial(lm.linear_cross_entropy, reduction="sum"))
+
+    def total(hidden, kernel):
+        def step(carry, batch):
+            return carry + ours(batch[0], kernel, batch[1]), None
+
+        return lax.scan(step, 0.0, (hidden, labels))[0]
+
+    found = quick_jit(jax.grad(total, argnums=(0, 1)))(hidden, kernel)
+    want = jax.grad(lambda h, k: reference(h, k, labels, reduction="sum"), argnums=(0, 1))
+    assert_close(found, want(hidden, kernel), 4e-6)
+
+
+@pytest.mark.parametrize("around", ["the block", "the loss too"])
+def test_compress(around):
+    hidden, kernel, labels, _ = example(4, 64)
+    params = {"block": normal(FEATURES, FEATURES, key=6) / 5, "head": kernel}
+
+    def block(params, x):
+        return x + jnp.tanh(x @ params["block"])
+
+    def ours(block, params, x):
+        return lm.linear_cross_entropy(block(params, x), params["head"], labels, tile_bytes=TILE)
+
+    if around == "the block":
+        loss = functools.partial(ours, lm.compress(block))
+    else:
+        loss = lm.compress(functools.partial(ours, block))
+    found = quick_jit(jax.grad(loss))(params, hidden)
+    want = jax.grad(lambda p: reference(block(p, hidden), p["head"], labels))(params)
+    assert lm.gradient_distance(found, want).error < 0.05
+
+
+def test_flax_modules():
+    """The gradient of a linen module's kernel and of an NNX embedding."""
+    hidden, kernel, labels, _ = example(12)
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x, labels):
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (FEATURES, VOCAB))
+            return lm.linear_cross_entropy(x, kernel, labels)
+
+    found = jax.grad(lambda p: Head().apply({"params": p}, hidden, labels))({"kernel": kernel})
+    want = jax.grad(lambda k: reference(hidden, k, labels))(kernel)
+    assert_close(found["kernel"], want)
+    embed = nnx.Embed(VOCAB, FEATURES, rngs=nnx.Rngs(0))
+    embed.embedding[...] = kernel.T
+    found = nnx.grad(
+        lambda m: lm.linear_cross_entropy(hidden, None, labels, embedding=m.embedding[...])
+    )(embed)
+    assert_close(found["embedding"][...], want.T)
+
+
+def test_a_training_curve_is_that_of_whole_logits():
+    """Adam on a small language model: 60 losses to rounding of float32."""
+    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, VOCAB)
+
+    def curve(loss):
+        def of(params):
+            x = jnp.tanh(params["embed"][tokens[:, :-1]] @ params["mix"])
+            return loss(x, params["embed"].T, tokens[:, 1:])
+
+        optimizer = optax.adam(3e-3)
+
+        def step(carry, _):
+            params, state = carry
+            value, grads = jax.value_and_grad(of)(params)
+            updates, state = optimizer.update(grads, state)
+            return (optax.apply_updates(params, updates), state), value
+
+        shapes = {"embed": (VOCAB, FEATURES), "mix": (FEATURES, FEATURES)}
+        params = {name: normal(*shape, key=7) for name, shape in shapes.items()}
+        with jax.numpy_dtype_promotion("standard"):  # of optax
+            return quick_jit(lambda p: lax.scan(step, (p, optimizer.init(p)), length=60)[1])(params)
+
+    ours = curve(functools.partial(lm.linear_cross_entropy, tile_bytes=TILE))
+    want = curve(reference)
+    assert want[-1] < 0.7 * want[0]
+    np.testing.assert_allclose(ours, want, rtol=2e-5)

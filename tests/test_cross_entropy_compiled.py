@@ -1,0 +1,202 @@
+"""lm.linear_cross_entropy over meshes, and compiled for an H200 with no GPU."""
+
+import functools
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+
+BATCH, TOKENS, FEATURES, VOCAB = 8, 24, 32, 96
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+OURS = functools.partial(lm.linear_cross_entropy, tile_bytes=4 * VOCAB * 7)
+
+
+def plain(hidden, kernel, labels):
+    loss = optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, jnp.maximum(labels, 0))
+    valid = (labels >= 0).astype(loss.dtype)
+    return jnp.sum(loss * valid) / jnp.sum(valid)
+
+
+def gradient(loss):
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def example():
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (BATCH, TOKENS, FEATURES))
+    kernel = jax.random.normal(keys[1], (FEATURES, VOCAB))
+    return hidden, kernel, jax.random.randint(keys[2], (BATCH, TOKENS), -9, VOCAB)
+
+
+def assert_close(found, want):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+
+
+def exchanged(compiled):
+    """How many of each collective there are, and the elements of all results of each."""
+    count, size = Counter(), Counter()
+    pattern = rf"= (\S+|\([^)]*\)) ({COLLECTIVES})(?:-start)?\("
+    for shapes, name in re.findall(pattern, compiled.as_text()):
+        count[name] += 1
+        for dims in re.findall(r"\[([\d,]*)\]", shapes):
+            size[name] += math.prod(int(one) for one in dims.split(",") if one)
+    return count, size
+
+
+#: Specs of hidden and kernel, by what they are called.
+SPECS = {
+    "data": (P("data"), P()),
+    "data over both axes": (P(("data", "model")), P()),
+    "tensor": (P(), P(None, "model")),
+    "data, tensor": (P("data"), P(None, "model")),
+    "FSDP over the features": (P("data"), P("data", None)),
+    "FSDP over the vocabulary": (P("data"), P(None, "data")),
+    "FSDP, tensor": (P("data"), P("data", "model")),
+    "sequence": (P("data", "model"), P()),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", SPECS)
+def test_no_collective_that_plain_jax_does_not_have(name, kind):
+    spec, kernel_spec = SPECS[name]
+    hidden, kernel, labels = example()
+    want = gradient(plain)(hidden, kernel, labels)
+
+    def compiled(loss, kind):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh):
+            args = [
+                jax.device_put(x, NamedSharding(mesh, s))
+                for x, s in ((hidden, spec), (kernel, kernel_spec), (labels, P(*spec[:2])))
+            ]
+            run = jax.jit(gradient(loss)).lower(*args).compile()
+            return run, run(*args)
+
+    ours, found = compiled(OURS, kind)
+    assert_close(found, want)
+    # JAX refuses whole logits on explicit meshes where the vocabulary is sharded.
+    theirs, _ = compiled(plain, AxisType.Auto)
+    (count, size), (other, plain_size) = exchanged(ours), exchanged(theirs)
+    assert count <= other
+    assert sum(size.values()) <= sum(plain_size.values()) + 2
+    # The kernel is gathered by FSDP alone, hidden and logits never.
+    assert size["all-gather"] <= plain_size["all-gather"]
+    if name == "tensor":  # numbers per token, and the gradient of hidden
+        assert sum(size.values()) <= hidden.size + 3 * labels.size
+
+
+def test_the_loss_in_shard_map_over_data_and_vocabulary():
+    hidden, kernel, labels = example()
+    want = gradient(plain)(hidden, kernel, labels)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(axis_name, hidden, kernel, labels):
+        total = OURS(hidden, kernel, labels, reduction="sum", axis_name=axis_name)
+        count = jnp.sum((labels >= 0).astype(jnp.float32))
+        return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+    for axis_name, spec in ((None, P()), ("model", P(None, "model"))):
+        loss = functools.partial(local, axis_name)
+        specs = (P("data"), spec, P("data"))
+        outside = gradient(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P()))
+        inside = jax.shard_map(
+            gradient(loss), mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2])
+        )
+        for step in (outside, inside):
+            compiled = jax.jit(step).lower(hidden, kernel, labels).compile()
+            assert_close(compiled(hidden, kernel, labels), want)
+            count, size = exchanged(compiled)
+            assert set(count) == {"all-reduce"}
+            assert sum(size.values()) <= kernel.size + hidden.size + 3 * labels.size + 2
+        assert_close(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())(
+            hidden, kernel, labels
+        ), want[0])  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"check_vma": False}, {"axis_names": {"data"}}])
+def test_shard_map_unchecked_or_with_automatic_axes(options):
+    hidden, kernel, labels = example()
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(hidden, kernel, labels):
+        total = OURS(hidden, kernel, labels, reduction="sum")
+        count = jnp.sum((labels >= 0).astype(jnp.float32))
+        return jax.lax.psum(total, "data") / jax.lax.psum(count, "data")
+
+    loss = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P(), **options
+    )
+    assert_close(
+        jax.jit(gradient(loss))(hidden, kernel, labels), gradient(plain)(hidden, kernel, labels)
+    )
+
+
+def test_axis_name_needs_a_kernel_that_varies():
+    hidden, kernel, labels = example()
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    loss = jax.shard_map(
+        functools.partial(OURS, axis_name="model"), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="axis_name: expected axes that the kernel varies along"):
+        loss(hidden, kernel, labels)
+
+
+def shapes(tokens, features, vocab, dtype=jnp.bfloat16):
+    arrays = (((tokens, features), dtype), ((features, vocab), dtype), ((tokens,), jnp.int32))
+    return [jax.ShapeDtypeStruct(*one) for one in arrays]
+
+
+def whole(hidden, kernel, labels):
+    logits = (hidden @ kernel).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def planned(loss, args, argnums=(0, 1)):
+    """FLOPs, estimated seconds and bytes of temporaries on an H200."""
+    step = jax.value_and_grad(loss, argnums=argnums)
+    compiled = lm.memory.compile_for(step, *args, device="h200")
+    cost = lm.memory.cost(compiled, lm.memory.get_device("h200"))
+    return cost.flops, cost.estimated_seconds, compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.gpu_compiler
+def test_a_large_vocabulary_compiled(jax_defaults):
+    """16,384 tokens, 2,048 features, 248,320 words: the logits alone would take 15.2 GiB."""
+    args = shapes(16384, 2048, 248320)
+    flops, seconds, temporaries = planned(lm.linear_cross_entropy, args)
+    plain_flops, plain_seconds, plain_temporaries = planned(whole, args)
+    assert temporaries <= 2.5 * 2**30 and plain_temporaries > 22 * 2**30
+    assert flops == plain_flops
+    assert seconds <= 1.05 * plain_seconds
+
+
+@pytest.mark.gpu_compiler
+def test_a_frozen_kernel_compiled(jax_defaults):
+    """No sum of the kernel's gradient, and one product less: as little work as plain JAX has."""
+    args = shapes(16384, 2048, 248320)
+    flops, _, temporaries = planned(lm.linear_cross_entropy, args, 0)
+    assert temporaries <= 2**30
+    assert flops == planned(whole, args, 0)[0]
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("sizes", [(16384, 512, 32000), (65536, 512, 32000), (16384, 512, 128256)])
+def test_logits_in_memory_do_not_grow(jax_defaults, sizes):
+    """Beside the gradients of hidden and kernel: logits, and their gradient."""
+    tokens, features, vocab = sizes
+    tile_bytes = 2**27
+    loss = functools.partial(lm.linear_cross_entropy, tile_bytes=tile_bytes)
+    _, _, temporaries = planned(loss, shapes(*sizes))
+    kept = 4 * features * vocab + 2 * tokens * features
+    assert temporaries <= kept + 2.1 * tile_bytes
