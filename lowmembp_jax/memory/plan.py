@@ -29,6 +29,7 @@ from lowmembp_jax.memory.planning.padded_products import padded_products
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.planning.replication import batch_shardings, replicated
 from lowmembp_jax.memory.planning.result import PARTS, Plan
+from lowmembp_jax.memory.planning.vocabulary import vocabularies, whole_logits
 from lowmembp_jax.memory.sizes import as_bytes
 
 
@@ -43,6 +44,7 @@ class LoweredStep(NamedTuple):
     link_bandwidth: float | None
     compiler_options: dict[str, Any]
     notes: tuple[str, ...] = ()
+    vocabularies: frozenset[int] = frozenset()
 
 
 def plan(
@@ -162,6 +164,7 @@ def lower_step(
         bandwidth,
         {**own_options, **(compiler_options or {})},
         notes + replicated(made.args, named),
+        vocabularies(made.jaxpr, named),
     )
 
 
@@ -192,16 +195,22 @@ def plan_lowered(step: LoweredStep) -> Plan:
     notes += doubts(assignment, program, compiled.memory_analysis())
     peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
     shardings = jax.tree.leaves(compiled.input_shardings)
+    device_count = len(shardings[0].device_set) if shardings else 1
+    total = sum(peak.parts.values())
+    notes += (
+        *padded_products(program, total),
+        *whole_logits(peak.live, step.vocabularies, device_count, total),
+    )
     return Plan(
         device=step.device,
-        device_count=len(shardings[0].device_set) if shardings else 1,
+        device_count=device_count,
         memory_fraction=step.memory_fraction,
         **{part: peak.parts[part] for part in PARTS},
         fragmentation=peak.fragmentation,
         most_intermediates=peak.most_intermediates,
         live=peak.live,
         cost=cost(program, step.device, link_bandwidth=step.link_bandwidth),
-        notes=(*step.notes, *notes, *padded_products(program, sum(peak.parts.values()))),
+        notes=(*step.notes, *notes),
         timeline=peak.timeline,
         host=assignment.total("host"),
     )
