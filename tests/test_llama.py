@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import quick_jit
-from lowmembp_examples.models import language_head, llama
+from lowmembp_examples.models import llama
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import Llama, LlamaConfig
 from model_tests import Case, ModelTests, assert_close
@@ -43,18 +43,18 @@ def test_either_of_the_two(case, merged):
     assert_close(gradients, case.run(Compute(merged=merged)))
 
 
-def test_chunked_loss(monkeypatch):
-    monkeypatch.setattr(language_head, "LOSS_CHUNK", 8)
-    (ids,) = GROUPED.inputs
+@pytest.mark.parametrize("case", [GROUPED, LLAMA], ids=["tied head", "head of its own"])
+def test_loss_without_logits(case):
+    (ids,) = case.inputs
     targets = jnp.pad(jnp.asarray(ids[:, 1:]), ((0, 0), (0, 1)), constant_values=-100)
-    model = Llama(GROUPED.config)
+    model = Llama(case.config)
 
     def mean(params):
-        return model.apply({"params": params}, ids, targets).sum() / ids[:, 1:].size
+        return model.apply({"params": params}, ids, targets) / ids[:, 1:].size
 
-    loss, gradients = quick_jit(jax.value_and_grad(mean))(GROUPED.params)
-    np.testing.assert_allclose(loss, GROUPED.io["loss"], rtol=1e-6)
-    assert_close(gradients, GROUPED.run(Compute()))
+    loss, gradients = quick_jit(jax.value_and_grad(mean))(case.params)
+    np.testing.assert_allclose(loss, case.io["loss"], rtol=1e-6)
+    assert_close(gradients, case.run(Compute()))
 
 
 def test_tied_head_is_refused_by_the_rules_of_others():
@@ -130,7 +130,9 @@ def test_a_channel_far_beyond_the_others_does_not_change_the_loss_curve(channel)
         return jnp.full_like(p, channel / width**0.5).at[0].set(0.01) if is_norm else p
 
     starts = jax.random.randint(jax.random.key(1), (60, 16, 2), 0, config.vocab_size)
-    texts = (starts[..., :1] + (1 + starts[..., 1:] % 3) * jnp.arange(33)[None, None]) % config.vocab_size
+    texts = (
+        starts[..., :1] + (1 + starts[..., 1:] % 3) * jnp.arange(33)[None, None]
+    ) % config.vocab_size
     optimizer = optax.adam(3e-3)
 
     def curve(method):
@@ -141,7 +143,7 @@ def test_a_channel_far_beyond_the_others_does_not_change_the_loss_curve(channel)
 
         def step(state, ids):
             def mean(params):
-                return model.apply({"params": params}, ids[:, :-1], ids[:, 1:]).mean()
+                return model.apply({"params": params}, ids[:, :-1], ids[:, 1:]) / ids[:, 1:].size
 
             value, gradients = jax.value_and_grad(mean)(state[0])
             updates, after = optimizer.update(gradients, state[1])

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import (
@@ -22,7 +23,6 @@ from lowmembp_examples.models.common import (
     swiglu,
 )
 from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
-from lowmembp_examples.models.language_head import cross_entropy, logits
 from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
 
 import lowmembp_jax as lm
@@ -180,14 +180,13 @@ class Llama(nn.Module):
         self,
         input_ids: Int[Array, "batch tokens"],
         targets: Int[Array, "batch tokens"] | None = None,
-    ) -> Float[Array, "batch tokens ..."]:
+    ) -> Float[Array, "..."]:
         """Logits of the token after each, `[batch, tokens, vocab_size]` float32.
 
         Args:
           input_ids: `[batch, tokens]` int32.
-          targets: `[batch, tokens]` int32. If given, the result is the cross-entropy of each,
-            `[batch, tokens]` float32, 0 where the target is negative: without the logits, which
-            are computed a few tokens at a time, and once more in the backward.
+          targets: `[batch, tokens]` int32. If given, the result is the sum of their cross-entropy,
+            float32, without the logits in memory. Negative targets are left out.
         """
         config, compute = self.config, self.compute
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
@@ -201,8 +200,13 @@ class Llama(nn.Module):
         tied = config.tie_word_embeddings
         x = _norm(self, name="norm", affine=tied or not compute.merged)(x)
         head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")
-        head = embed if tied else head
-        return logits(head, x) if targets is None else cross_entropy(head, x, targets)
+        if targets is None or self.is_initializing():
+            return (embed.attend(x) if tied else head(x)).astype(jnp.float32)
+        # In the dtype of x, as the modules compute it.
+        loss = partial(lm.linear_cross_entropy, x, labels=targets, reduction="sum")
+        if tied:
+            return loss(None, embedding=embed.embedding.astype(x.dtype))
+        return loss(head.variables["params"]["kernel"].astype(x.dtype))
 
 
 #: Put before the names of a checkpoint without a head; what checkpoints have beyond `Llama`: a

@@ -30,8 +30,8 @@ def make_loss(task: str, model: nn.Module) -> LossFn:
 
     Args:
       task: a `data.tasks.TaskName`.
-      model: a classifier, or for language modelling one that gives each token's cross-entropy
-        where it is given targets (`models.llama.Llama`); `lora.apply_lora`'s too.
+      model: a classifier, or for language modelling one that sums the cross-entropy of the targets
+        that it is given (`models.llama.Llama`); `lora.apply_lora`'s too.
 
     The parameters, `trained` and `frozen`, are as `lora.partition` makes them, `{}` where nothing
     is frozen.
@@ -41,14 +41,12 @@ def make_loss(task: str, model: nn.Module) -> LossFn:
     def loss(trained, frozen, batch: Any):
         variables = {"params": combine(trained, frozen, dtype)}
         if task == "language-modelling":
-            losses = model.apply(variables, batch.tokens[:, :-1], targets=batch.tokens[:, 1:])
-            weights = jnp.broadcast_to(batch.mask[:, None], losses.shape).astype(jnp.float32)
-            correct = jnp.zeros_like(losses)
-        else:
-            logits = model.apply(variables, *_INPUTS[task](batch))
-            return mean_and_totals(logits, batch)
-        totals = _sums(losses, weights, correct)
-        return totals.loss / totals.count, totals
+            targets = jnp.where(batch.mask[:, None], batch.tokens[:, 1:], -1)
+            loss = model.apply(variables, batch.tokens[:, :-1], targets=targets)
+            count = jnp.sum(targets >= 0).astype(jnp.float32)
+            return loss / count, Totals(loss, count, jnp.zeros_like(loss))
+        logits = model.apply(variables, *_INPUTS[task](batch))
+        return mean_and_totals(logits, batch)
 
     return loss
 
