@@ -18,6 +18,7 @@ from lowmembp_examples.benchmarks.table_names import (
     BLOCK_METHODS,
     FIDELITY_METHODS,
     FINETUNED,
+    LOSSES,
     OTHER_MODELS,
 )
 
@@ -210,6 +211,41 @@ def finetune(file: str) -> Rows:
     return rows
 
 
+def loss_alone() -> Rows:
+    """Temporaries, FLOPs and estimated time of one loss."""
+    rows = [["loss", "gradients of", "temporaries", "TFLOP", "time (estimate)"]]
+    for row in read("loss_memory")["alone"]:
+        of = "hidden and kernel" if row["kernel_is_trained"] else "hidden, the kernel is frozen"
+        size = f"{row['temporary_bytes'] / GIB:.2f} GiB"
+        flops, time = f"{row['flops'] / 1e12:.2f}", f"{row['estimated_ms']:.1f} ms"
+        rows.append([LOSSES[row["loss"]], of, size, flops, time])
+    return rows
+
+
+def loss_models() -> Rows:
+    """The peak of a training step and its estimated time, by model."""
+    done = read("loss_memory")["models"]
+    methods = list(dict.fromkeys(row["method"] for row in done))
+    rows = [["peak (time)", *(LOSSES[method] for method in methods)]]
+    for model in dict.fromkeys(row["model"] for row in done):
+        found = {row["method"]: row for row in done if row["model"] == model}
+        cells = (
+            f"{found[m]['peak_bytes'] / GIB:.2f} GiB ({found[m]['estimated_ms']:.0f} ms)"
+            for m in methods
+        )
+        rows.append([model, *cells])
+    return rows
+
+
+def loss_curve() -> Rows:
+    """How far the losses of a training are from those of whole logits."""
+    curve = read("loss_memory")["curve"]
+    heads = ["small LLaMA, float32", "first loss", "last loss", "largest relative difference"]
+    numbers = (f"{curve['first']:.3f}", f"{curve['last']:.3f}")
+    difference = f"{curve['largest_relative_difference']:.1e}".replace("e-0", "e-")
+    return [heads, [f"{curve['steps']} steps", *numbers, difference]]
+
+
 _ALL = tuple(FIDELITY_METHODS)
 _STEPS = ("operators, 2 bits as published", "operators, 2 bits", "operators, 4 bits")
 _COMPRESS = {"compress": "`lm.patch(compress=...)`", "compress, int8": "the same, int8"}
@@ -225,6 +261,9 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "third_party_compress": partial(third_party, _COMPRESS),
     "other_models": other_models,
     "storage_formats": storage_formats,
+    "loss_alone": loss_alone,
+    "loss_models": loss_models,
+    "loss_curve": loss_curve,
     "finetune": partial(finetune, "finetune"),
     "nnx_finetune": partial(finetune, "nnx_finetune"),
     **compare_tables.TABLES,

@@ -52,6 +52,13 @@ FINETUNED = {
     "lm.nnx.compress": "`lm.nnx.compress`",
     "lm.nnx operators": "`lm.nnx.MSLayerNorm`, `lm.gelu`",
 }
+#: Of `loss_memory.json`.
+LOSSES = {
+    "whole logits": "plain",
+    "linear_cross_entropy": "`lm.linear_cross_entropy`",
+    "whole logits, compress": "plain, `lm.compress`",
+    "linear_cross_entropy, compress": "**`lm.linear_cross_entropy`, `lm.compress`**",
+}
 ACTIVATIONS = {
     "gelu_erf": "GELU",
     "silu": "SiLU",
