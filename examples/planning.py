@@ -68,8 +68,17 @@ def workload(
       layers: see `Family.build`.
 
     Raises:
-      ValueError: tokens for a model of images, or as `Family.build`.
+      ValueError: a size that is not a positive integer, another dtype, tokens for a model of
+        images, or as `Family.build`.
     """
+    sizes = {"batch": batch, "tokens": tokens, "rank": rank, "accumulate": accumulate}
+    for name, value in sizes.items():
+        if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
+            raise ValueError(f"{name} must be an integer from 1 to {2**31 - 1}, got {value!r:.40}")
+    choices = {"dtype": ("float32", "bfloat16", "float16"), "bits": (2, 4), "merged": (None, 0, 1)}
+    for name, value in (("dtype", dtype), ("bits", bits), ("merged", merged)):
+        if value not in choices[name]:
+            raise ValueError(f"{name} must be one of {choices[name]}, got {value!r}")
     if tokens is not None and family.task not in _TOKENS:
         raise ValueError(f"tokens={tokens}: {family.name} takes images, whose tokens are fixed")
     tokens = tokens or _TOKENS.get(family.task, 0)

@@ -255,7 +255,8 @@ def test_fit(run, tmp_path):
         (["--function", "jax.numpy.concatenate"], "no differentiable function of one number"),
         (["--function", "jax.nn.mish", "--weight", "wide"], "could not convert string"),
         (["--function", "jax.nn.mish", "--weight", "x.npy"], "No such file"),
-        (["--function", "jax.nn.mish", "--weight", "-1"], "weight must be above 0"),
+        (["--function", "jax.nn.mish", "--weight", "1e300"], "weight must be 1e-06 to"),
+        (["--function", "jax.nn.mish", "--weight", "-1"], "weight must be 1e-06 to"),
         (["--function", "jax.numpy.square", "--keep-limits"], "must have limits at -inf"),
         (["--function", "jax.nn.mish", "--plot", "fit.doc"], "--plot must end in"),
     ],
@@ -264,6 +265,43 @@ def test_usage_errors_of_fit(run, arguments, message):
     status, out, err = run("fit", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("lowmembp: error: ") and message in err
+
+
+@pytest.mark.parametrize("content", [b"PK\3\4", b"", b"\x93NUMPY\1\0", b"text"])
+def test_a_weight_that_is_no_array(run, tmp_path, content):
+    (tmp_path / "w.npy").write_bytes(content)
+    status, out, err = run("fit", "--function", "jax.nn.mish", "--weight", tmp_path / "w.npy")
+    assert (status, out) == (2, "") and err.startswith("lowmembp: error: --weight ")
+
+
+PLANS = (
+    "[" * 10**5,
+    "[1]",
+    "3",
+    "{}",
+    '{"methods": 3}',
+    '{"methods": [{"method": [], "plan": 1}]}',
+)
+
+
+@pytest.mark.parametrize("content", PLANS)
+def test_a_file_that_is_no_plan(run, tmp_path, content):
+    (tmp_path / "plan.json").write_text(content)
+    status, out, err = run("diff", tmp_path / "plan.json", tmp_path / "plan.json")
+    assert (status, out) == (2, "") and "plan.json holds no plan" in err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("rank=0", "rank=x", "accumulate=0", "tokens=-1", "tokens=1.5", "tokens=" + "9" * 5000),
+        *("bits=3", "merged=x", "dtype=foo", "batch=3", "method=x", "layers=foo"),
+    ],
+)
+def test_options_of_the_examples_are_checked(run, option):
+    plan = ("plan", "--no-compile", "--model", "bert-base", "--options", option)
+    status, out, err = run(*plan)
+    assert (status, out) == (2, "") and option.partition("=")[0] in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -288,6 +326,7 @@ def test_usage_errors_of_fit(run, arguments, message):
             "--devices must be 1 to 8, or whole hosts of 8 up to 512, got 9",
         ),
         (["--model", f"{FILE}:mlp", "--budget", "24 apples"], "'24 apples' is not a size"),
+        (["--model", f"{FILE}:mlp", "--budget", "9" * 400 + "GB"], "--budget: "),
         (["--model", f"{FILE}:mlp", "--budget", "24"], "with one of B, KB, KiB, MB, MiB, GB, GiB"),
         (["--model", f"{FILE}:fixed", "--largest-batch"], "--batch is needed"),
         (["--model", f"{FILE}:mlp", "--devices", "3"], "multiple of --devices 3, which share it"),

@@ -39,11 +39,16 @@ class FitCommand:
 
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
+        weight = self.weight
+        try:
+            if weight is not None:
+                # Unlike `np.load`, this reads no archive and no pickle.
+                is_file = weight.endswith(".npy")
+                weight = np.lib.format.open_memmap(weight, "r") if is_file else float(weight)
+        except (ValueError, OSError) as error:
+            raise GivenError(f"--weight {self.weight}: {error}") from error
         try:
             function = load_activation(self.function)
-            weight = self.weight
-            if weight is not None:
-                weight = np.load(weight) if weight.endswith(".npy") else float(weight)
             table = fit_step_table(
                 function,
                 self.bits,

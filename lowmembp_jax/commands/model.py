@@ -1,6 +1,7 @@
 """What `--model` and its companions name."""
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Any
 
 from lowmembp_jax.errors import GivenError
@@ -35,5 +36,7 @@ class ModelOptions:
             key, equals, value = option.partition("=")
             if not equals or not key.isidentifier():
                 raise GivenError(f"--options takes name=value, got {option!r}")
-            given[key] = int(value) if value.lstrip("-").isdecimal() else value
+            if key in {*given, "batch", "method"}:
+                raise GivenError(f"--options: {key} is given twice or has an option --{key}")
+            given[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
         return given

@@ -109,8 +109,8 @@ def derivative_error(
 def _weighted(weight: Float[np.ndarray, "*n"]):
     """Points on which the derivative is fitted, ascending, and their weights."""
     if weight.ndim == 0:
-        if not 0 < weight < np.inf:
-            raise ValueError(f"weight must be above 0, got {weight}")
+        if not 1e-6 <= weight <= 1e6:  # float32
+            raise ValueError(f"weight must be 1e-06 to 1e+06, got {weight}")
         x = np.linspace(-8 * weight, 8 * weight, _FINE)
         return x, np.exp(-0.5 * np.square(x / weight))
     x = np.sort(weight.ravel())

@@ -75,9 +75,11 @@ def read_plan(path: Path, method: str | None = None) -> Plan:
         plans = {one["method"]: one["plan"] for one in data["methods"]}
         if method is None and len(plans) == 1:
             method = next(iter(plans))
-        if method not in plans:
-            given = "none" if method is None else repr(method)
-            raise GivenError(f"{path}: --method is {given}: accepted are {', '.join(plans)}")
-        return Plan.from_dict(plans[method])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        if method in plans:
+            return Plan.from_dict(plans[method])
+        given = "none" if method is None else repr(method)
+        reason = f"{path}: --method is {given}: accepted are {', '.join(plans)}"
+    # What is not a plan can fail in any of these ways.
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise GivenError(f"{path} holds no plan of `lowmembp plan --json`: {error}") from error
+    raise GivenError(reason)

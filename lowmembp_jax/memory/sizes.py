@@ -42,7 +42,7 @@ def as_bytes(name: str, size: int | str | None) -> int | None:
         return None
     try:
         count = parse_bytes(size) if isinstance(size, str) else int(size)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {error}") from error
     if count < 1:
         raise ValueError(f"{name}={size!r}: accepted are sizes above 0, such as '24GB'")
