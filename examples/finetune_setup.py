@@ -84,17 +84,18 @@ class Config:
 def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
     """Raises UsageError for the first argument that does not work."""
     ranges = {
-        **dict.fromkeys(("batch_size", "epochs", "steps", "gpu_batch_size"), (1, math.inf)),
+        **dict.fromkeys(("batch_size", "epochs", "steps"), (1, math.inf)),
+        "gpu_batch_size": (1, 2**20),
         "seeds": (1, 1000),
         **dict.fromkeys(("max_tokens", "gpu_max_tokens"), (3, most_tokens)),  # [CLS] word [SEP]
-        **{"classes": (2, math.inf), "seed": (0, 2**32 - 1)},
+        **{"classes": (2, math.inf), "seed": (0, 2**32 - config.seeds)},
         **{"learning_rate": (1e-38, 1e38), "weight_decay": (0, 1e38)},
     }
     check_ranges(vars(config), ranges)
     if config.device not in lm.memory.DEVICES:
         known = ", ".join(lm.memory.DEVICES)
         raise UsageError(f"--device must be one of {known}, got {config.device!r}")
-    is_own("--output", config.output, "**/*.json", MARK)
+    is_own("--output", config.output, "results.json", MARK)
 
 
 class Prepared(NamedTuple):

@@ -163,6 +163,9 @@ def run(config: Config) -> dict[str, Any]:
     sizes, results = prepared.source.config, prepared.results
     if not isinstance(sizes, BertConfig) or sizes.model_type != "bert":
         raise UsageError(f"--checkpoint {config.checkpoint}: expected a BERT")
+    path = config.output / "results.json"
+    if not path.exists():  # it tells that the directory is a run's
+        write_json(path, results)
     for name, method in METHODS.items():
         compute = Compute(method, jnp.dtype(config.dtype), attention=prepared.attention)
         if config.checkpoint is None and GOLDEN.exists():
@@ -174,7 +177,7 @@ def run(config: Config) -> dict[str, Any]:
         for seed, params in prepared.params.items():
             model = load(sizes, compute, params)
             results["runs"][name].append(train(name, model, prepared, config, seed))
-            write_json(config.output / "results.json", results)
+            write_json(path, results)
     make = partial(work_of, sizes, config)
     finetune.write_memory(results, make, tuple(METHODS), config)
     return results

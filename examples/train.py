@@ -52,10 +52,7 @@ _PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix",
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Trains, evaluates, and returns what goes into results.json.
-
-    Nothing is written before all arguments are checked.
-    """
+    """Checks every argument before it writes, trains, evaluates, and returns the results."""
     config = with_learning_rate(config)
     check(config)
     if config.coordinator is not None:
@@ -78,9 +75,7 @@ def train(config: Config) -> dict[str, Any]:
         return _train(config, prepared, trained, mesh, run)
 
 
-def _train(
-    config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: str
-) -> dict[str, Any]:
+def _train(config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: str) -> dict:
     count = sum(x.size for x in jax.tree.leaves(trained))
     optimizer = make_optimizer(config.optimizer, prepared.steps)
     dtype = jnp.dtype(config.dtype)
@@ -105,10 +100,10 @@ def _train(
                 tokenizer=task.tokenizer,
                 run=run,
             )
+    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     results = {
         "command": shlex.join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version()}
-        | {package: importlib.metadata.version(package) for package in _PACKAGES},
+        "versions": {"python": platform.python_version(), **versions},
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "config": all_fields(config),
         "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},

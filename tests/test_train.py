@@ -203,7 +203,10 @@ def test_resume_names_what_differs(whole_run, texts):
         train(parse(*other))
     # What changes no result may differ; all steps are done.
     again = arguments(texts, output, "--resume", "--log-every", 7, "--mesh", "fsdp=8")
+    written = {name: (output / name).read_text() for name in ("results.json", "log.jsonl")}
     results = train(parse(*again))
+    assert written == {name: (output / name).read_text() for name in written}
+    assert results["last_train_record"]["loss"] == losses(output)[-1][1]
     np.testing.assert_allclose(results["dev"]["loss"], whole_run[1]["dev"]["loss"], rtol=1e-4)
 
 
@@ -232,6 +235,19 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--data.sequence-length", 10**25], "--data.sequence-length must be 1 to 1048576"),
         (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31"),
         (["--export", Path(__file__)], "--export .*test_train.py: Not a directory"),
+        (["--data.dev-fraction", "nan"], "--data.dev-fraction must be 1e-09 to 0.9.*, got nan"),
+        (["--data.classes", -1], "--data.classes must be at least 2, got -1"),
+        (["--data.image-size", 10**6], "--data.image-size must be 1 to 4096, got 1000000"),
+        (["--data.train", "/dev/zero"], "--data.train: /dev/zero: expected a file, found a device"),
+        (["--epochs", 1e308], r"--epochs must be 1e-38 to .*, got 1e\+308"),
+        (["--beta2", 1], "--beta2 must be 0 to 0.9999999, got 1.0"),
+        (["--weight-decay", 1e300], r"--weight-decay must be 0 to .*, got 1e\+300"),
+        (["--mesh", "data=" + "1" * 5000], "--mesh must be AXIS=SIZE"),
+        (["--coordinator", "nonsense"], "--coordinator must be HOST:PORT or auto, got 'nonsense'"),
+        (
+            ["--coordinator", "here:1", "--process-count", 1, "--process-index", 1],
+            "--process-index must be 0 to 0, got 1",
+        ),
         (["--learning-rate", -1], "--learning-rate must be 1e-38 to .*, got -1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be 1e-38 to .*, got nan"),
         (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
@@ -247,6 +263,7 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
 def test_bad_arguments(texts, tmp_path, given, message):
     with pytest.raises(UsageError, match=message):
         train(parse(*arguments(texts, tmp_path / "run", *given)))
+    assert not [*tmp_path.iterdir()]  # nothing is written before all is checked
 
 
 def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
@@ -254,14 +271,16 @@ def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
     assert "error: --model must be one of" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_the_first_step_ends_with_one_line(texts, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_before_the_first_step_ends_with_one_line(texts, tmp_path, name):
+    number = signal.Signals[name]
     process = start(arguments(texts, tmp_path), "-X", "importtime")
     while " jax" not in process.stdout.readline():
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     text = process.communicate()[0]
-    assert process.returncode == 130 and "Traceback" not in text
-    assert text.splitlines()[-1] == "interrupted by SIGINT"
+    assert process.returncode == 128 + number and "Traceback" not in text
+    assert text.splitlines()[-1] == f"interrupted by {name}"
 
 
 def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch, capsys):

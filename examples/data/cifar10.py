@@ -36,9 +36,7 @@ def is_cifar10(path: Path) -> bool:
 def read_cifar10(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
     """Training and test images of a directory, or of one file; either may be missing, then None.
 
-    Raises:
-      DataError: naming the file and the record: bytes that are no whole record, a label above 9,
-        a pickle of anything else.
+    DataError names the file, and the record where it is known.
     """
     files = sorted(path.glob("*_batch*")) if path.is_dir() else [path]
     # Of a directory with both versions, the binary one.
@@ -78,7 +76,7 @@ def _read_pickle(path: Path) -> _Examples:
         content = read_bytes(path)
         for opcode, argument, _ in pickletools.genops(content):  # raises where lengths are wrong
             # The unpickler allocates a table up to this number.
-            if opcode.name.endswith("PUT") and not 0 <= argument <= len(content):
+            if opcode.name.endswith("PUT") and not 0 <= (argument or 0) <= len(content):
                 raise ValueError(f"{opcode.name} {argument}")
         batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         # Python 2's strings are bytes here; a file written again by Python 3 has strings.

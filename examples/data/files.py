@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -32,11 +32,7 @@ def record_files() -> Iterator[list[Path]]:
 
 
 def opened(path: Path) -> Path:
-    """Adds a file that is about to be read to what `record_files` lists, and returns the path.
-
-    Raises:
-      DataError: the path is a device or a socket. Pipes can be read, once.
-    """
+    """The path, added to what `record_files` lists; DataError for a device or a socket."""
     if path.exists() and not (path.is_file() or path.is_dir() or path.is_fifo()):
         raise DataError(f"{path}: expected a file, found a device or a socket")
     for record in _records:
@@ -45,11 +41,7 @@ def opened(path: Path) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-      DataError: the file is not there, is a directory or may not be read.
-    """
+    """The content of a file; DataError where it is not there, or may not be read."""
     try:
         return opened(path).read_bytes()
     except OSError as error:
@@ -72,11 +64,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object that the text is.
-
-    Raises:
-      ValueError: it is not JSON, is nested too deep for Python's parser, or is no object.
-    """
+    """The object that the text is; ValueError if it is no JSON object or is nested too deep."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -90,11 +78,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds.
-
-    Raises:
-      DataError: as for `read_text` and `parse_json`.
-    """
+    """The object that a JSON file holds; DataError as for `read_text` and `parse_json`."""
     text = read_text(path)
     try:
         return parse_json(text)
@@ -112,7 +96,8 @@ class StoredArray:
         one = npy.read_magic(head) == (1, 0)
         read_header = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
         self.shape, fortran_order, self.dtype = read_header(head)
-        self._order, self._start = "F" if fortran_order else "C", head.tell()
+        self._order: Literal["C", "F"] = "F" if fortran_order else "C"
+        self._start = head.tell()
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         size = self._start + self.size * self.dtype.itemsize
         if self.dtype.hasobject or size != info.file_size:

@@ -21,11 +21,8 @@ def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | Non
     """The training images of `path` and, if it has them too, the ones to evaluate on.
 
     Formats: a `.npz` file (`read_npz`), CIFAR-10's files or the directory of them
-    (`data.cifar10`), a directory of images (`read_folder`). One of the two is None where the path
-    has only the other.
-
-    Raises:
-      DataError: naming the file: it is in no such format.
+    (`data.cifar10`), a directory of images (`read_folder`). DataError names what is in no such
+    format.
     """
     if not path.exists():
         raise DataError(f"{path}: No such file or directory")
@@ -71,13 +68,13 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
     classes = tuple(map(str, np.ravel(arrays.get("classes", np.arange(distinct)))))
 
     def read(keys: tuple[str, str] | None, labels: np.ndarray) -> LabelledImages | None:
+        if keys is None:
+            return None
         for index in np.flatnonzero((labels < 0) | (labels >= len(classes)))[:1]:
             raise DataError(
                 f"{path}: {keys[1]}[{index}] must be 0 to {len(classes) - 1}, one for each of the "
                 f"{len(classes)} classes, found {labels[index]}"
             )
-        if keys is None:
-            return None
         images = np.asarray(arrays[keys[0]])
         images = images[..., None] if images.ndim == 3 else images
         rgb = np.broadcast_to(images, (*images.shape[:3], 3))
@@ -114,11 +111,8 @@ def read_folder(path: Path) -> tuple[LabelledImages, LabelledImages | None]:
     """Images in one directory a class, .png or .jpg; other files are not looked at.
 
     The classes are directories of `path`, or of `path/train` and one of `path/val`, `valid`,
-    `validation`, `dev`, `test`. Only headers are read here.
-
-    Raises:
-      DataError: naming the directory or the file: fewer than two classes, a class without an
-        image, a file that is no image, a class for evaluation that training has not.
+    `validation`, `dev`, `test`. Only headers are read here. DataError names a class without an
+    image, or a file that is none.
     """
     if not (path / "train").is_dir():
         return _read_classes(path), None

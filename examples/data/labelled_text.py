@@ -54,11 +54,7 @@ class TextDataset:
 
 
 def read_labelled_text(path: Path) -> LabelledText:
-    """Reads JSONL where the file is called .jsonl or .ndjson, TSV otherwise.
-
-    Raises:
-      DataError: as for `read_jsonl` and `read_tsv`.
-    """
+    """Reads JSONL where the file is called .jsonl or .ndjson, TSV otherwise."""
     return (read_jsonl if path.suffix in (".jsonl", ".ndjson") else read_tsv)(path)
 
 

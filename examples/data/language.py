@@ -66,13 +66,10 @@ class WindowDataset:
 
 
 class Bytes:
-    """The bytes of files, one file after the other, sliced like an array of uint8.
+    """The bytes of files, one after the other, sliced like an array of uint8.
 
-    They stay on disk: a slice is read when it is asked for, and no file is kept open, since there
-    may be more of them than a process may open.
-
-    Raises:
-      DataError: a file is not there, or has become shorter since.
+    A slice is read when it is asked for, and no file is kept open, since there may be more of them
+    than a process may open. DataError where a file is not there, or has become shorter since.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -106,11 +103,7 @@ class Bytes:
 
 
 def text_files(path: Path) -> list[Path]:
-    """`path`, or the text files in that directory and below, by name.
-
-    Raises:
-      DataError: there is none in the directory.
-    """
+    """`path`, or the text files in that directory and below, by name; DataError if it has none."""
     if not path.is_dir():
         return [path]
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
@@ -120,11 +113,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer) -> Int[np.ndarray, " tokens"]:
-    """The token ids of UTF-8 files, one file after the other, int32, without special tokens.
-
-    Raises:
-      DataError: no such file, bytes that are not UTF-8.
-    """
+    """The token ids of UTF-8 files, one after the other, int32, without special tokens."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     ids = [np.zeros(0, np.int32)]

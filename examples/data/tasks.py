@@ -71,22 +71,14 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Data to train and to evaluate on.
-
-    Attributes:
-      train, dev: their batches are `TextBatch`, `ImageBatch` or `LanguageBatch`.
-      classes: names of the labels; none for language modelling.
-      vocab_size: token ids are below it; 0 for images.
-      source: where the data are from, to print.
-      tokenizer: the content of a tokenizer.json; None for bytes and images.
-    """
+    """Data to train and to evaluate on: batches are `TextBatch`, `ImageBatch`, `LanguageBatch`."""
 
     train: Dataset
     dev: Dataset
-    classes: tuple[str, ...]
-    vocab_size: int
-    source: str
-    tokenizer: str | None = None
+    classes: tuple[str, ...]  # names of the labels; none for language modelling
+    vocab_size: int  # token ids are below it; 0 for images
+    source: str  # where the data are from, to print
+    tokenizer: str | None = None  # the content of a tokenizer.json; None for bytes and images
 
 
 Order = Callable[[Sequence[str]], Sequence[str]]
@@ -95,10 +87,8 @@ Order = Callable[[Sequence[str]], Sequence[str]]
 def load_task(config: DataConfig, order: Order = tuple) -> Task:
     """Reads the data.
 
-    Args:
-      config: which.
-      order: gives the classes of the task, in the order of a classifier's outputs, for the names of
-        the labels: all of these and maybe more.
+    `order` gives the classes of the task, in the order of a classifier's outputs, for the names of
+    the labels: all of these and maybe more.
 
     Raises:
       DataError: a file that cannot be used, named with the line or the record.

@@ -13,9 +13,7 @@ _PADDING = ("[PAD]", "<pad>", "<|padding|>")
 def load_tokenizer(path: Path) -> Tokenizer:
     """Reads a `tokenizer.json` of Hugging Face's tokenizers library, or of the directory `path`.
 
-    Raises:
-      DataError: no such file, the library does not understand it, or it cannot encode any text;
-        with the library's reason.
+    DataError, with the library's reason, if it cannot be read or cannot encode any text.
     """
     if path.is_dir():
         path = path / "tokenizer.json"

@@ -114,16 +114,8 @@ _MAY_CHANGE = {
 
 def identity(config: Config, files: Sequence[Path]) -> dict[str, Any]:
     """What the numbers of a run depend on, for JSON: fields, nested ones as "data.task", and
-    hashes of the files that it has opened.
-
-    Raises:
-      UsageError: a run is resumed with a pipe, whose content cannot be compared.
-    """
+    hashes of the files that it has opened."""
     fields = {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
-    if config.resume:
-        for file in files:
-            if not file.is_file():
-                raise UsageError(f"--resume: {file} is not a regular file; write it to one")
     data = config.data
     arguments = {"data.train": data.train, "data.dev": data.dev, "data.tokenizer": data.tokenizer}
     return fields | contents(arguments | {"checkpoint": config.checkpoint}, files)
@@ -193,11 +185,7 @@ def check(config: Config) -> None:
 
 
 def data_config(data: Data, source: Source) -> DataConfig:
-    """The data, with what follows from the model where nothing is given.
-
-    Raises:
-      UsageError: a checkpoint for text has no tokenizer, and none is given.
-    """
+    """The data, with what follows from the model where nothing is given."""
     given = {name: value for name, value in vars(data).items() if value is not None}
     family, sizes, checkpoint = source
     defaults: dict[str, Any] = {"task": family.task}

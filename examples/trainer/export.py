@@ -33,22 +33,11 @@ def export(
     tokenizer: str | None = None,
     run: str = "",
 ) -> None:
-    """Writes config.json, model.safetensors and, of a model of text, tokenizer.json.
+    """Writes a Hugging Face directory, with tokenizer.json where `tokenizer` has its content.
 
-    Args:
-      directory: is made.
-      family, config: of the model.
-      params: all of them, of the host, with LoRA and in NF4 as `lora.add_lora` makes them.
-      merged: whether norms are merged into Denses.
-      lora_scale: what the product of A and B counts.
-      classes: names of the labels.
-      dtype: of the tensors.
-      inputs: of the model, `jax.ShapeDtypeStruct`s.
-      tokenizer: the content of tokenizer.json; None where there is none.
-      run: a hash of what the model depends on: another run does not write over it.
-
-    Raises:
-      UsageError: a norm that is merged and kept, as in BERT, has a scale of 0.
+    `params` are all of the model's, on the host, with LoRA and NF4 as `lora.add_lora` makes them,
+    `merged` whether norms are merged into Denses. Only a run of the same hash `run` writes again.
+    UsageError where a norm that is merged and kept, as in BERT, has a scale of 0.
     """
     params = _fold_lora(params, lora_scale)
     if merged:
@@ -89,11 +78,10 @@ def _fold_lora(params: Params, scale: float) -> Params:
 def unmerge(
     family: Family, config: Any, params: Params, inputs: tuple[Any, ...]
 ) -> tuple[Any, Params]:
-    """Config and parameters of the model whose norms are not merged: the same function.
+    """Config and parameters of the same function, in a model whose norms are not merged.
 
-    Norms get a scale of 1 and a bias of 0. Those that are kept beside the Denses (`keep` of the
-    rules) are taken out of the Denses again. A bias that a Dense has by merging, and must not have
-    in the format, goes back into the norm: b = (b W^+) W.
+    Norms get a scale of 1 and a bias of 0. Those that the rules keep beside the Denses are taken
+    out of them again. A bias that a Dense has by merging alone goes back into the norm: (b W^+) W.
     """
     if not getattr(config, "qkv_bias", True):
         config = type(config)(**vars(config) | {"qkv_bias": True})

@@ -84,7 +84,7 @@ def _lines(path: Path, last: int) -> Iterator[str]:
 def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
     """One record of the batches since the last: mean loss, last gradient's norm, skipped batches.
 
-    Batches whose gradients overflowed count in `skipped` alone; all None but that if all did.
+    If the gradients of all batches overflowed, the loss and the norm are None.
     """
     used = [m for m in metrics if not m.skipped]
     loss = float(np.mean([m.loss for m in used], dtype=np.float64)) if used else math.nan
@@ -97,10 +97,12 @@ def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
 
 
 class Meter:
-    """Throughput, of the steps counted since it was last asked or restarted."""
+    """Throughput, of the steps counted since it was last asked or restarted.
+
+    `examples` a step, and `tokens` an example where they are counted.
+    """
 
     def __init__(self, examples: int, tokens: int | None):
-        """`examples` a step, and `tokens` an example where they are what is counted."""
         self._examples, self._tokens = examples, tokens
         self.restart()
 

@@ -23,19 +23,12 @@ from lowmembp_examples.trainer.step import Metrics, TrainState, init_state, lear
 
 
 class Outcome(NamedTuple):
-    """What a run ends with.
+    """What a run ends with."""
 
-    Attributes:
-      state: after the last step, on the mesh.
-      record: the last that was logged of the training.
-      dev: the last evaluation.
-      seconds: since the run started, or went on.
-    """
-
-    state: TrainState
-    record: dict[str, Any]
-    dev: dict[str, float | None]
-    seconds: float
+    state: TrainState  # after the last step, on the mesh
+    record: dict[str, Any]  # the last that was logged of the training
+    dev: dict[str, float | None]  # the last evaluation
+    seconds: float  # since the run started, or was resumed
 
 
 def first_state(
@@ -66,9 +59,7 @@ def train_steps(
 ) -> Outcome:
     """Trains from the state, which is donated, to the last step; then evaluates.
 
-    Raises:
-      Stopped: a signal came; a checkpoint has been written.
-      DivergedError: going on makes no sense.
+    Stopped: a signal came, and a checkpoint is written. DivergedError: going on makes no sense.
     """
     accumulate, steps, frozen = config.optimizer.accumulate, prepared.steps, prepared.frozen
     first = int(state.step) // accumulate

@@ -16,13 +16,16 @@ Layers = Literal["scan", "unrolled"]
 class Family(NamedTuple):
     """The models of one file."""
 
-    name: str
     module: ModuleType
     model: Callable[..., nn.Module]  # of sizes, `Compute` and `NormResidual`
     config: type
     task: TaskName
     head: tuple[str, ...]  # modules that are new where a checkpoint lacks them
     toy: Any  # sizes for a CPU
+
+    @property
+    def name(self) -> str:
+        return self.config.model_type
 
     @property
     def layers(self) -> tuple[Layers, ...]:
@@ -40,11 +43,7 @@ class Family(NamedTuple):
         norm_residual: NormResidual = "auto",
         layers: Layers | None = None,
     ) -> nn.Module:
-        """The model; `layers` is one of the family's, by default the first.
-
-        Raises:
-          ValueError: it is not.
-        """
+        """The model; `layers` is one of the family's (else a ValueError), by default the first."""
         layers = layers or self.layers[0]
         if layers not in self.layers:
             raise ValueError(
@@ -62,52 +61,26 @@ class Family(NamedTuple):
         return self.module.NORM_RULES
 
 
+_IMAGES, _TEXT, _CLASSIFIER = "image-classification", "text-classification", ("classifier",)
+_VIT = vit.ViTConfig(64, 4, 4, 256, image_size=32, patch_size=4)
+_SWIN = swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_size=2)
+_BERT = (8192, 128, 2, 4, 512)
+_ROBERTA = roberta.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
+_LLAMA = llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256)
+_HEADS = ("pooler", "classifier"), ("dense", "classifier")
 FAMILIES = {
-    "vit": Family(
-        "vit",
-        vit,
-        vit.ViT,
-        vit.ViTConfig,
-        "image-classification",
-        ("classifier",),
-        vit.ViTConfig(64, 4, 4, 256, image_size=32, patch_size=4),
-    ),
-    "swin": Family(
-        "swin",
-        swin,
-        swin.Swin,
-        swin.SwinConfig,
-        "image-classification",
-        ("classifier",),
-        swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_size=2),
-    ),
-    "bert": Family(
-        "bert",
-        bert,
-        bert.BertClassifier,
-        bert.BertConfig,
-        "text-classification",
-        ("pooler", "classifier"),
-        bert.BertConfig(8192, 128, 2, 4, 512),
-    ),
-    "roberta": Family(
-        "roberta",
-        roberta,
-        roberta.RobertaClassifier,
-        roberta.RobertaConfig,
-        "text-classification",
-        ("dense", "classifier"),
-        roberta.RobertaConfig(8192, 128, 2, 4, 512, 514, type_vocab_size=1, layer_norm_eps=1e-5),
-    ),
-    "llama": Family(
-        "llama",
-        llama,
-        llama.Llama,
-        llama.LlamaConfig,
-        "language-modelling",
-        (),
-        llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256),
-    ),
+    family.name: family
+    for family in (
+        Family(vit, vit.ViT, vit.ViTConfig, _IMAGES, _CLASSIFIER, _VIT),
+        Family(swin, swin.Swin, swin.SwinConfig, _IMAGES, _CLASSIFIER, _SWIN),
+        Family(
+            bert, bert.BertClassifier, bert.BertConfig, _TEXT, _HEADS[0], bert.BertConfig(*_BERT)
+        ),
+        Family(
+            roberta, roberta.RobertaClassifier, roberta.RobertaConfig, _TEXT, _HEADS[1], _ROBERTA
+        ),
+        Family(llama, llama.Llama, llama.LlamaConfig, "language-modelling", (), _LLAMA),
+    )
 }
 #: Family and sizes by name.
 MODELS = {
@@ -118,13 +91,7 @@ MODELS = {
 
 
 def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Attention:
-    """The leanest attention that runs there.
-
-    Args:
-      config: the model's sizes.
-      platform, dtype: see `best_attention`.
-      length: tokens of a text; images have those of the model.
-    """
+    """The leanest attention that runs there, for texts of `length` tokens or the model's images."""
     if isinstance(config, swin.SwinConfig):
         head_size = config.embed_dim // config.num_heads[0]
         length = config.window_size**2

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
-from lowmembp_examples.data.files import DataError
 from lowmembp_examples.data.tasks import Task, load_task
 from lowmembp_examples.lora import add_lora, apply_lora, partition
 from lowmembp_examples.models.attention import attention_platform
@@ -30,43 +29,24 @@ import lowmembp_jax as lm
 
 
 class Prepared(NamedTuple):
-    """What a run trains, and on what.
+    """What a run trains, and on what."""
 
-    Attributes:
-      task: the data, whole.
-      batches: this process's part of the batches to train on.
-      dev: this process's part of the batches to evaluate on.
-      steps: of the optimizer.
-      family: of the model.
-      sizes: its configuration.
-      inputs: shapes and dtypes of what it is called on.
-      model: with the method that saves memory, and LoRA.
-      merged: whether affine parameters of norms are merged into the next Dense.
-      frozen: the parameters that are not trained, on the mesh.
-      param_dtype: theirs.
-      tokens: in an example; None of images.
-    """
-
-    task: Task
-    batches: TrainingBatches
+    task: Task  # the data, whole
+    batches: TrainingBatches  # this process's part, as of `dev`
     dev: EvaluationBatches
-    steps: int
+    steps: int  # of the optimizer
     family: Family
-    sizes: Any
-    inputs: tuple[jax.ShapeDtypeStruct, ...]
-    model: nn.Module
-    merged: bool
-    frozen: Any
-    param_dtype: Any
-    tokens: int | None
+    sizes: Any  # the model's configuration
+    inputs: tuple[jax.ShapeDtypeStruct, ...]  # of the model
+    model: nn.Module  # with the method that saves memory, and LoRA
+    merged: bool  # whether affine parameters of norms are merged into the next Dense
+    frozen: Any  # the parameters that are not trained, on the mesh
+    param_dtype: Any  # theirs
+    tokens: int | None  # of an example; None for images
 
 
 def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prepared, Any]:
-    """What the run trains, and with what parameters it starts; those are put on the mesh.
-
-    Raises:
-      UsageError, DataError: the files and the options do not go together.
-    """
+    """What the run trains, and with what parameters it starts; those are put on the mesh."""
     accumulate = config.optimizer.accumulate
     part = own_part(mesh, config.batch_size // accumulate)
     source = find_source(config.model, config.checkpoint, config.data.task, config.new_head)
@@ -75,10 +55,12 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
         task = load_task(data, partial(match_classes, source, say))
         batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
         dev = EvaluationBatches(task.dev, config.batch_size // accumulate, *part)
-    except (DataError, UsageError):
+    except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(f"--data or --batch-size: {error}") from error
+        paths = {name: str(vars(data)[name]) for name in ("train", "dev", "tokenizer")}
+        named = [f"--data.{name}" for name in paths if str(error).startswith(paths[name])]
+        raise UsageError(f"{[*named, '--data or --batch-size'][0]}: {error}") from error
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
     if steps * accumulate >= 2**31:  # counted in int32

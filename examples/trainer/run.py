@@ -37,30 +37,23 @@ def write_json(path: Path, content: Any) -> None:
 def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dict[str, str | None]:
     """Hashes of all files that a run has opened, by the argument whose path leads to them.
 
-    Files that no argument leads to, such as the standard library's, have a hash of their own. A
-    pipe has none, because its content cannot be read again.
+    Files that no argument leads to, such as the standard library's, have one hash together.
     """
-    hashes, rest = {}, list(files)
-    for name, root in arguments.items():
+    hashes, rest = {}, [*dict.fromkeys(files)]
+    for argument, root in arguments.items():
         if root is not None:
-            own = [file for file in files if file.is_relative_to(root)]
-            rest = [file for file in rest if not file.is_relative_to(root)]
-            names = [str(file.relative_to(root)) for file in own]
-            hashes[f"content of {name}"] = fingerprint(dict(zip(names, own, strict=True)))
-    return hashes | {
-        "content of other files": fingerprint(
-            {f"{number} {file.name}": file for number, file in enumerate(dict.fromkeys(rest))}
-        )
-    }
+            own = {str(file.relative_to(root)): file for file in rest if file.is_relative_to(root)}
+            hashes[f"content of {argument}"] = fingerprint(own)
+    named = [root for root in arguments.values() if root is not None]
+    rest = [file for file in rest if not any(map(file.is_relative_to, named))]
+    others = {f"{number} {file.name}": file for number, file in enumerate(rest)}
+    return hashes | {"content of other files": fingerprint(others)}
 
 
 def fingerprint(files: Mapping[str, Path]) -> str | None:
-    """A hash of the names and contents of files; None if one is not a regular file.
+    """A hash of the names and contents of files; None with a pipe, which is read only once.
 
     Of more than a GiB, pieces of a MiB at equal distances are read.
-
-    Raises:
-      DataError: a file that cannot be read.
     """
     if not all(file.is_file() for file in files.values()):
         return None
@@ -72,36 +65,30 @@ def fingerprint(files: Mapping[str, Path]) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def is_own(option: str, directory: Path, pattern: str, mark: str) -> bool:
+def is_own(option: str, directory: Path, name: str, mark: str) -> bool:
     """Whether a run has written to the directory: the mark is in a file of it. Writes nothing.
 
-    Raises:
-      UsageError: nothing can be written there, or it holds anything else.
+    UsageError where nothing can be written, or where the directory holds anything else.
     """
+    path = directory / name
     try:
         parents = (directory, *directory.absolute().parents)
         tempfile.TemporaryFile(dir=next(path for path in parents if path.exists())).close()
-        found = sorted(directory.iterdir()) if directory.exists() else []
-        if any(mark in path.read_text(errors="replace") for path in directory.glob(pattern)):
-            return True
+        text = path.read_text(errors="replace") if path.is_file() else None
         # A run that is killed while it starts leaves an empty file.
-        found = [path for path in found if path.name != "config.json" or path.stat().st_size]
+        names = {p.name for p in directory.glob("*")} - ({name} if text == "" else set())
     except OSError as error:
         raise UsageError(f"{option} {directory}: {error.strerror}") from error
-    if found:
+    if names and mark not in (text or ""):
         raise UsageError(
             f"{option} {directory}: expected a new or an empty directory, because files in it "
-            f"could be lost, found {found[0].name}; choose another one"
+            f"could be lost, found {min(names)}; choose another one"
         )
-    return False
+    return bool(names)
 
 
 def check_output(directory: Path, resume: bool) -> None:
-    """Checks that a run can write to the directory. Writes nothing.
-
-    Raises:
-      UsageError: there is a run and `resume` is False; there is anything else.
-    """
+    """Raises UsageError unless the directory is new or has a run to resume. Writes nothing."""
     if not is_own("--output", directory, "config.json", MARK):
         return
     if not resume:
@@ -109,11 +96,9 @@ def check_output(directory: Path, resume: bool) -> None:
             f"--output {directory} has a run already: --resume goes on with it, another directory "
             f"begins a new one"
         )
-    is_file = {"log.jsonl": True, "results.json": True, "checkpoints": False, "tensorboard": False}
-    for path in (directory / name for name in is_file):
-        if path.exists() and path.is_file() != is_file[path.name]:
-            kind = "file" if is_file[path.name] else "directory"
-            raise UsageError(f"--output {directory}: {path.name} must be a {kind}; remove it")
+    for name in ("log.jsonl", "results.json"):
+        if (directory / name).is_dir():
+            raise UsageError(f"--output {directory}: {name} is a directory; remove it")
     if (directory / "results.json").exists() and not [*(directory / "checkpoints").glob("*")]:
         raise UsageError(f"--resume: the run in {directory} is done, and its checkpoints are gone")
 
@@ -124,14 +109,9 @@ def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterat
 
     No other run gets into the directory until this one leaves it or its process ends.
 
-    Args:
-      directory: of the run; processes of one run share it.
-      config: what the run depends on, JSON.
-      resume: whether a run there is gone on with; there need be none yet.
-
     Raises:
-      UsageError: as `check_output`; another run is in the directory, or it has another config:
-        names the fields.
+      UsageError: as `check_output`; another run is in the directory, or one with another config,
+        whose fields are named; the content of a pipe cannot be compared.
     """
     check_output(directory, resume)
     path, config = directory / "config.json", {"program": "lowmembp_jax", **config}
@@ -141,6 +121,8 @@ def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterat
     except ValueError as error:
         raise UsageError(f"--output {directory}: config.json is damaged: {error}") from error
     fields = sorted(name for name in found | config if found.get(name) != config.get(name))
+    if resume and (pipes := [n for n in config if n[:11] == "content of " and config[n] is None]):
+        raise UsageError(f"--resume: the {pipes[0]} is a pipe's; write it to a file")
     if fields:
         changes = (f"{name}: {found.get(name)!r}, now {config.get(name)!r}" for name in fields)
         raise UsageError(f"--resume: the run in {directory} has another {'; '.join(changes)}")
@@ -165,8 +147,7 @@ def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterat
 class Checkpoints:
     """Orbax checkpoints of a pytree, such as a `TrainState`, written while the training goes on.
 
-    A checkpoint is renamed when it is complete, with the checksums of its files in it: one that a
-    kill left unfinished is not seen, one that is damaged is not used.
+    A checkpoint is renamed when it is complete, with the checksums of its files in it.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -181,7 +162,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def _write_checksums(self) -> None:
-        """In process 0, before Orbax renames the directory and notes in it when that was."""
+        """In process 0, before Orbax renames the directory."""
         for directory in self._directory.glob("*.orbax-checkpoint-tmp*"):
             files = (path for path in directory.rglob("*") if path.is_file())
             names = {str(path.relative_to(directory)) for path in files} - {"_CHECKPOINT_METADATA"}
@@ -190,9 +171,8 @@ class Checkpoints:
     def save(self, state: Any, step: int) -> None:
         """Begins to write, and returns; waits first for the one before.
 
-        Raises:
-          DivergedError: a number of the state is not finite; nothing is written.
-          OSError: this one or the one before cannot be written.
+        DivergedError where a number of the state is not finite; OSError where this one or the one
+        before cannot be written.
         """
         if not _is_finite(state):
             raise DivergedError(f"checkpoint {step} is not written: parameters are not numbers")
@@ -203,11 +183,8 @@ class Checkpoints:
     def restore(self, abstract: Any) -> Any:
         """The newest that is not damaged, or None where there is none at all; says what is damaged.
 
-        Args:
-          abstract: `jax.ShapeDtypeStruct`s; the shardings say on which devices.
-
-        Raises:
-          UsageError: all are damaged.
+        The shardings of `abstract`'s `jax.ShapeDtypeStruct`s say on which devices. UsageError where
+        all are damaged.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
@@ -226,7 +203,10 @@ class Checkpoints:
     def _is_whole(self, step: int) -> bool:
         directory = self._directory / str(step)
         try:
-            for name, digest in read_json(directory / _CHECKSUMS).items():
+            digests = read_json(directory / _CHECKSUMS)
+            if not digests:
+                raise ValueError(f"{_CHECKSUMS} names no file")
+            for name, digest in digests.items():
                 if _sha256(directory / name) != digest:
                     raise ValueError(f"{name} has changed")
         except (OSError, ValueError) as error:

@@ -30,11 +30,9 @@ _SMALL = 2048
 
 
 def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh from what the command line says.
+    """A mesh of all devices, from "axis=size" of `AXES`.
 
-    Args:
-      axes: "axis=size", of `AXES`; those not named are 1, or "data" all devices if none is.
-      devices: all there are.
+    Axes that are not named are 1, or "data" all devices if none is.
 
     Raises:
       UsageError: no such axis, a size that is no number, or sizes that do not use every device.
@@ -58,12 +56,9 @@ def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
 
 
 def partition_spec(path: Any, leaf: Any, mesh: Mesh) -> PartitionSpec:
-    """How a parameter is divided, by its names and its shape; one of an optimizer's state too.
+    """How a parameter, or its part of an optimizer's state, is divided, by its names and shape.
 
-    Args:
-      path: of `jax.tree_util`, ending in the parameter's names.
-      leaf: an array or a `jax.ShapeDtypeStruct`.
-      mesh: an axis that its sizes do not divide is not used.
+    An axis of the mesh that the sizes do not divide is not used.
     """
     names = tuple(str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
     spec: list[str | None] = [None] * len(leaf.shape)
@@ -113,10 +108,8 @@ def put(tree: Any, mesh: Mesh) -> Any:
 def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:
     """Which of how many equal slices of a batch this process's devices take.
 
-    Processes that share one, as "tensor" may go across them, have the same.
-
-    Raises:
-      UsageError: the batch cannot be divided over the mesh.
+    Processes that share one, as "tensor" may go across them, have the same. UsageError where the
+    batch cannot be divided over the mesh.
     """
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % ways:

@@ -48,15 +48,10 @@ def find_source(
 ) -> Source:
     """The model of that name, or of the checkpoint; without either the task's smallest.
 
-    Args:
-      model: a name of `MODELS`.
-      path: a Hugging Face directory, or an `.npz` of Google's.
-      task: which it shall be for; None for any.
-      new_head: leave the checkpoint's classifier out.
+    `new_head` leaves the checkpoint's classifier out.
 
     Raises:
-      UsageError: no such model, one for another task, or a checkpoint that is not there, cannot be
-        read, or is of none of the families.
+      UsageError: no such model, one for another task, or a checkpoint that cannot be read.
     """
     if model is not None and path is not None:
         raise UsageError(f"--model {model} and --checkpoint {path}: expected only one of them")
@@ -126,12 +121,7 @@ def match_classes(
 
     The classes of a checkpoint's head are found by name. Where the checkpoint does not know the
     names (LABEL_0, ..., or Google's `.npz`), a head for as many classes as the data have is kept,
-    in the order of `names`; another is replaced by a new one.
-
-    Args:
-      source: from `find_source`.
-      say: is told whether the head is the checkpoint's or a new one.
-      names: of the labels in the data.
+    in the order of `names`; another is replaced by a new one. `say` is told which.
 
     Raises:
       UsageError: the head knows names, and not these.
@@ -163,10 +153,7 @@ def _listed(names: Sequence[str]) -> str:
 def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
     """The sizes of the model for a task: labels, token ids, image size.
 
-    Args:
-      source: from `find_source`. A checkpoint keeps its vocabulary.
-      length: tokens a text.
-      image_size: pixels of the images that the task's batches hold.
+    Texts have `length` tokens. A checkpoint keeps its vocabulary.
 
     Raises:
       UsageError: the checkpoint's vocabulary or positions do not reach.
@@ -217,11 +204,7 @@ def initial_params(
 ) -> dict[str, Any]:
     """Parameters on the host, in the dtypes they have, of a model that is not merged.
 
-    Args:
-      source: from `find_source`.
-      config: from `fit`.
-      inputs: from `model_inputs`.
-      key: draws all parameters, or where there is a checkpoint those of a new head.
+    `key` draws all parameters, or where there is a checkpoint those of a new head.
 
     Raises:
       UsageError: names every tensor of the checkpoint that does not fit.

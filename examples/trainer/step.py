@@ -28,35 +28,21 @@ LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]]
 
 
 class TrainState(struct.PyTreeNode):
-    """What a training step changes.
+    """What a training step changes."""
 
-    Attributes:
-      params: the trained parameters, float32: the master weights.
-      opt_state: of `make_optimizer`'s optimizer.
-      step: int32, how many batches it has seen, skipped ones included.
-      loss_scale: the loss is multiplied by its `scale`; None but for float16.
-    """
-
-    params: Any
-    opt_state: Any
-    step: Int[Array, ""]
-    loss_scale: DynamicScale | None
+    params: Any  # the trained parameters, float32: the master weights
+    opt_state: Any  # of `make_optimizer`'s optimizer
+    step: Int[Array, ""]  # int32, how many batches it has seen, skipped ones included
+    loss_scale: DynamicScale | None  # the loss is multiplied by its `scale`; for float16 only
 
 
 class Metrics(struct.PyTreeNode):
-    """What a training step reports.
+    """What a training step reports."""
 
-    Attributes:
-      loss: float32, the mean over the batch.
-      grad_norm: float32, the norm of all gradients together; inf or NaN where they overflow.
-      skipped: bool, whether they overflowed, so that they count as zeros.
-      aux: what the loss function has beside the loss.
-    """
-
-    loss: Float[Array, ""]
-    grad_norm: Float[Array, ""]
-    skipped: Array
-    aux: Any
+    loss: Float[Array, ""]  # float32, the mean over the batch
+    grad_norm: Float[Array, ""]  # float32, of all gradients; inf or NaN where they overflow
+    skipped: Array  # bool, whether they overflowed, so that they count as zeros
+    aux: Any  # what the loss function has beside the loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +81,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """AdamW with float32 state.
+    """AdamW with float32 state, for `steps` of it in all.
 
-    Args:
-      config: with `accumulate`, one step of AdamW follows so many calls (`optax.MultiSteps`).
-      steps: of AdamW, in all; for the learning rate.
+    With `config.accumulate`, one step of AdamW follows so many calls (`optax.MultiSteps`).
     """
 
     def matrices(params):
@@ -126,12 +110,9 @@ def _is_matrix(path: Any, _: Any) -> bool:
 def init_state(
     params: Any, optimizer: optax.GradientTransformation, dtype: jax.typing.DTypeLike
 ) -> TrainState:
-    """The state at step 0.
+    """The state at step 0, with float32 copies of the trained parameters.
 
-    Args:
-      params: the trained parameters, of any floating dtype; the state has copies in float32.
-      optimizer: from `make_optimizer`.
-      dtype: of the computation; float16 gets a loss scale.
+    `dtype` is of the computation; float16 gets a loss scale.
     """
     # A copy: steps take the memory of their state over.
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
@@ -146,10 +127,8 @@ def make_step(
 ) -> Callable[[TrainState, Any, Any], tuple[TrainState, Metrics]]:
     """`step(state, frozen, batch)` gives the next state and `Metrics`; not yet jitted.
 
-    Args:
-      loss_fn: see `LossFn`; differentiated in its first argument only, so that `frozen` gets no
-        gradient. `{}` where nothing is frozen.
-      optimizer: from `make_optimizer`.
+    `loss_fn` is differentiated in its first argument only: `frozen`, `{}` where nothing is frozen,
+    gets no gradient.
     """
 
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metrics]:
