@@ -57,8 +57,9 @@ def _run(spec: Spec, h, kernel, labels, c, d, bias) -> tuple[Any, ...]:
         over=spec.over,
     )
     message = f"lm.{_NAME} has no second derivative: differentiate the loss of whole logits"
-    *found, rest = *(results := undifferentiated(run, message)(*arrays))[:4], iter(results[4:])
-    return *found, [next(rest) if one else None for one in wanted]
+    results = undifferentiated(run, message)(*arrays)
+    gradients = iter(results[4:])
+    return *results[:4], [next(gradients) if one else None for one in wanted]
 
 
 def _plain(spec: Spec, h, kernel, labels, c, bias) -> tuple[Array, Array, Array]:
@@ -69,10 +70,10 @@ def _plain(spec: Spec, h, kernel, labels, c, bias) -> tuple[Array, Array, Array]
 
 
 def _gradients(spec: Spec, h, kernel, labels, c, d, bias):
-    """`_run` with gradients, and what to multiply these with."""
+    """`_run` with gradients, and the factor of these, which float16 needs."""
     if h.dtype != jnp.float16:
         return _run(spec, h, kernel, labels, c, d, bias), 1.0
-    # The slopes of any cotangent within the range of float16.
+    # Whatever the cotangents are, the slopes are within the range of float16.
     size = jnp.maximum(*(0.0 if x is None else jnp.max(jnp.abs(x), initial=0) for x in (c, d)))
     size = jnp.where(size > 0, size, 1)
     c, d = (None if x is None else x / size for x in (c, d))
