@@ -27,10 +27,13 @@ from lowmembp_jax.linen import MSLayerNorm as MSLayerNorm
 from lowmembp_jax.linen import MSRMSNorm as MSRMSNorm
 from lowmembp_jax.linen import ReGELU2 as ReGELU2
 from lowmembp_jax.linen import ReSiLU2 as ReSiLU2
+from lowmembp_jax.master import master_weights as master_weights
 from lowmembp_jax.merge_rules import MergeRule as MergeRule
 from lowmembp_jax.merging import merge_norm_affine as merge_norm_affine
 from lowmembp_jax.norms import ms_layer_norm as ms_layer_norm
 from lowmembp_jax.norms import ms_rms_norm as ms_rms_norm
+from lowmembp_jax.optimizer_state import compress_state as compress_state
+from lowmembp_jax.optimizer_state import decompress_state as decompress_state
 from lowmembp_jax.patch_report import PatchReport as PatchReport
 from lowmembp_jax.patching import patch as patch
 from lowmembp_jax.policies import RESIDUAL_NAMES as RESIDUAL_NAMES

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, UInt32
 
 from lowmembp_jax.jax_internals import varying
 
@@ -74,3 +75,19 @@ def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
         else lax.pcast(a, tuple(missing), to="varying")
         for a in arrays
     )
+
+
+def hashed_bits(x: Float[Array, "*rows n"], group: Float[Array, "..."]) -> UInt32[Array, "*rows n"]:
+    """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
+
+    Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
+    where layers are unrolled XLA makes one kernel of all that read them, at the end of the forward.
+    Places are a constant for that reason.
+    """
+    value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
+    place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
+    bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)
+    bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)

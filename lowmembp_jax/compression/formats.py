@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float
 
-from lowmembp_jax.arrays import undifferentiated
+from lowmembp_jax.arrays import hashed_bits, undifferentiated
 from lowmembp_jax.compression import scaled_float8
-from lowmembp_jax.compression.scaled_float8 import Rows, explicit_spec, to_float8
+from lowmembp_jax.compression.scaled_float8 import Rows, to_float8
+from lowmembp_jax.tiling import explicit_spec
 from lowmembp_jax.warned import warn
 
 #: What an error says of the gradient of a gradient, after the function's name.
@@ -71,7 +71,7 @@ def _encode_int4(x, rows):
     scale = _divisor((spread / 15).astype(jnp.bfloat16))
     steps = (x - least.astype(jnp.float32)) / scale.astype(jnp.float32)
     # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
-    steps = jnp.floor(steps + _hash(x, scale).astype(jnp.float32) * jnp.float32(2**-32))
+    steps = jnp.floor(steps + hashed_bits(x, scale).astype(jnp.float32) * jnp.float32(2**-32))
     return (jnp.clip(steps, 0, 15) - 8).astype(jnp.int4), scale, least
 
 
@@ -84,22 +84,6 @@ def _decode_int4(stored, dtype, rows):
 def _bits_of_int4(array, rows):
     width = array.shape[-1]
     return math.prod(array.shape[:-1]) * (4 * width + 32 * (width // _group(width)))
-
-
-def _hash(x: Float[Array, "*rows n"], scale: Float[Array, "*rows 1"]) -> UInt32[Array, "*rows n"]:
-    """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
-
-    Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
-    where layers are unrolled XLA makes one kernel of all that read them, at the end of the forward.
-    Places are a constant for that reason.
-    """
-    value, group = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, scale))
-    place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
-    bits = (value * jnp.uint32(0x85EBCA6B) ^ group) * jnp.uint32(0xC2B2AE35)
-    bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits ^ (bits >> 16)
 
 
 #: The formats by name.

@@ -5,19 +5,17 @@ array has a scale for each tile, taken from a sample of the tile.
 """
 
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lowmembp_jax.arrays import compute_dtype
+from lowmembp_jax.tiling import explicit_spec, mesh_parts, tile_size, type_of
 
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
 #: Where a tile's largest sampled magnitude comes to lie: others may be 448 / 8 = 56 times larger.
@@ -83,31 +81,6 @@ def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
-def _parts(array: Any) -> set[int]:
-    """Into how many equal parts an axis may be sharded, as far as the type of an array tells."""
-    mesh = _type(array).sharding.mesh
-    sizes = [
-        size
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    ]
-    groups = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
-    return {math.prod(group) for group in itertools.chain(*groups)}
-
-
-def _tile(size: int, least: int, most: int, parts: set[int]) -> int:
-    """The largest divisor up to `most` of an axis, and of each of its parts.
-
-    Types do not show shardings that only `jax.jit` is told: for them also of a half, a quarter, ...
-    up to a 16th, none of them smaller than `least`.
-    """
-    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
-        return 1
-    halvings = {count for count in (2, 4, 8, 16) if size // count >= least}
-    size = math.gcd(size, *(size // count for count in parts | halvings if size % count == 0))
-    return next(tile for tile in range(min(size, most), 0, -1) if size % tile == 0)
-
-
 def _longest(shape: tuple[Any, ...]) -> int | None:
     """The longest axis but the last, or None if there is no other."""
     sizes = [size if isinstance(size, int) else 0 for size in shape[:-1]]
@@ -128,11 +101,11 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> "_Tiles":
-        shape, parts, axis = array.shape, _parts(array), _longest(array.shape)
+        shape, parts, axis = array.shape, mesh_parts(array), _longest(array.shape)
         if explicit_spec(array):  # the parts are known, and none may hold half a tile
-            shape = _type(array).sharding.shard_shape(shape)
-        high = 1 if axis is None else _tile(shape[axis], 1, 64, parts)
-        return cls(axis, high, _tile(shape[-1], 16, 32, parts))
+            shape = type_of(array).sharding.shard_shape(shape)
+        high = 1 if axis is None else tile_size(shape[axis], 1, 64, parts)
+        return cls(axis, high, tile_size(shape[-1], 16, 32, parts))
 
     @classmethod
     def stored(cls, z: Array, scale: Array) -> "_Tiles":
@@ -189,16 +162,6 @@ def _decode_tiled(stored: tuple[Array, ...], dtype: Any) -> Array:
     wide = compute_dtype(dtype)
     y = _Tiles.stored(z, scale).cut(z).astype(wide) * scale
     return _reshaped(y.astype(dtype), z.shape, like=z)
-
-
-def _type(x: Any) -> ShapedArray:
-    return x if isinstance(x, ShapedArray) else jax.typeof(x)
-
-
-def explicit_spec(x: Any) -> PartitionSpec | None:
-    """The spec of an array, or of its type, that is sharded over a mesh of explicit axes."""
-    spec = _type(x).sharding.spec
-    return spec if any(axis is not None for axis in spec) else None
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Array:

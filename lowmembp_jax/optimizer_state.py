@@ -1,0 +1,273 @@
+"""Optimizer state that is stored in 8 bits between two steps.
+
+An array is cut into blocks along one axis. A block has a scale, its largest magnitude, and each
+element an integer of 8 bits that is proportional to the fourth root of its magnitude. 8-bit
+optimizers (Dettmers et al. 2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too:
+second moments in one block differ by orders of magnitude, and an update divides by them.
+
+- A number that is not 0 is never stored as 0.
+- Numbers are rounded up or down at random, so that the mean is right. A second moment changes by
+  less than the distance of two codes in a step: rounded to nearest it would never change.
+- An array that is never negative, such as a second moment, has no sign bit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from lowmembp_jax.arrays import compute_dtype, hashed_bits
+from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
+from lowmembp_jax.compression.jaxprs import variables
+from lowmembp_jax.compression.rules import ANYWHERE, Interval
+from lowmembp_jax.tiling import explicit_spec, mesh_parts, tile_size
+from lowmembp_jax.warned import warn
+
+_BLOCK = 256
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales"),
+    meta_fields=("dtype", "axis"),
+)
+@dataclasses.dataclass(frozen=True)
+class StoredState:
+    """An array of an optimizer's state in 8 bits.
+
+    Attributes:
+      codes: of the array's shape, int8, or uint8 if the array is never negative.
+      scales: float32, of the array's shape with blocks in place of elements along `axis`.
+      dtype: of the array.
+      axis: along which the blocks lie.
+    """
+
+    codes: Int[Array, "*shape"]
+    scales: Float[Array, "..."]
+    dtype: np.dtype
+    axis: int
+
+
+def _blocks(array: Any) -> tuple[int, int]:
+    """The axis along which an array has blocks, and how many elements they have."""
+    parts = mesh_parts(array)
+    shape = array.sharding.shard_shape(array.shape) if explicit_spec(array) else array.shape
+    sizes = [tile_size(size, size, _BLOCK, parts) for size in shape]
+    # XLA makes one kernel of an update and its codes only along the last axis.
+    axis = len(shape) - 1
+    return (axis, sizes[-1]) if sizes[-1] >= 32 else max(enumerate(sizes), key=lambda one: one[1])
+
+
+def _cut(x: Array, axis: int, count: int) -> Array:
+    """`x` with an axis of `count` blocks and one of their elements in place of `axis`."""
+    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    spec = explicit_spec(x)
+    if spec is not None:
+        spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+    return jnp.reshape(x, shape, out_sharding=spec)
+
+
+def _largest(x: Float[Array, "*shape"], axis: int, count: int) -> Float[Array, "..."]:
+    """The largest magnitude of each block; NaN if one of them is not finite."""
+    y = _cut(x, axis, count).astype(compute_dtype(x.dtype))
+    # XLA's maximum may leave NaNs out.
+    largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
+    largest = jnp.where(largest < jnp.finfo(y.dtype).tiny, 0, largest)
+    largest = jnp.where(jnp.isinf(largest), jnp.nan, largest).astype(jnp.float32)
+    # The largest magnitude that is read back, which may differ in its last bits, gives it again.
+    return lax.reduce_precision(largest, 8, 15)
+
+
+def _most(is_signed: bool) -> int:
+    """The largest code."""
+    return 127 if is_signed else 255
+
+
+# Everything but the scales is computed twice, in a kernel for the new scales and in one for the
+# codes. XLA does that, and keeps no float32 array in memory, only as long as this is cheap.
+def _decode(stored: StoredState) -> Float[Array, "*shape"]:
+    codes, axis = stored.codes, stored.axis
+    c = _cut(codes, axis, stored.scales.shape[axis]).astype(compute_dtype(stored.dtype))
+    unit = stored.scales.astype(c.dtype) / float(_most(codes.dtype == jnp.int8) ** 4)
+    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(unit, axis + 1)
+    return jnp.reshape(y.astype(stored.dtype), codes.shape, out_sharding=explicit_spec(codes))
+
+
+def _encode(
+    x: Float[Array, "*shape"], scales: Float[Array, "..."], axis: int, is_signed: bool
+) -> StoredState:
+    y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
+    scale, most = jnp.expand_dims(scales, axis + 1).astype(y.dtype), _most(is_signed)
+    # The two small numbers let a code stay that code, although roots are not exact.
+    power = jnp.abs(y) * jnp.where(scale == 0, 0, most**4 * (1 - 1e-6) / scale)
+    low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
+    below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
+    chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
+    codes = low + (power > below + chance * (above - below))
+    codes = jnp.clip(codes, (power > 0).astype(y.dtype), most)
+    codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
+    codes = jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
+    return StoredState(codes, scales, np.dtype(x.dtype), axis)
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, StoredState)
+
+
+def decompress_state(state: optax.OptState) -> optax.OptState:
+    """The state of the optimizer inside `compress_state`, each array in its own dtype.
+
+    Args:
+      state: the state of `compress_state(optimizer)`.
+    """
+    return jax.tree.map(lambda x: _decode(x) if _is_stored(x) else x, state, is_leaf=_is_stored)
+
+
+def compress_state(
+    optimizer: optax.GradientTransformation, *, min_size: int = 4096
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the state of an optimizer in 8 bits between steps.
+
+        optimizer = lm.compress_state(optax.adamw(1e-4))
+
+    The update itself is computed in the state's own dtypes. In a jitted step XLA decodes, updates
+    and encodes an array in place if the state is donated. AdamW then takes about 2 bytes per
+    parameter for its state, in place of 8.
+
+    An array is stored in 8 bits if it is floating, has at least `min_size` elements, and starts
+    without a value of the parameters. Copies of the parameters (exponential averages, Lookahead,
+    schedule-free optimizers), integers and small arrays stay as they are. If a block gets a NaN or
+    an infinity, all of its elements become NaN.
+
+    The structure of the state is that of `optimizer`, with a `StoredState` in place of an array.
+    Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`, and not
+    a transformation that updates in `lax.cond`: that has all arrays of the state in memory at once.
+
+    Call `init` in `jax.jit` for a large model, so that no array exists in float32.
+
+    Args:
+      optimizer: any transformation of optax.
+      min_size: arrays with fewer elements stay as they are.
+
+    Returns:
+      A transformation with the updates of `optimizer` to the rounding of the state.
+
+    Raises:
+      TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
+      ValueError: `min_size` is negative.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"compress_state: optimizer: expected an optax.GradientTransformation, got "
+            f"{optimizer!r}"
+        )
+    if isinstance(min_size, bool) or not isinstance(min_size, int):
+        raise TypeError(f"compress_state: min_size: expected an int, got {min_size!r}")
+    if min_size < 0:
+        raise ValueError(f"compress_state: min_size: expected 0 or more, got {min_size}")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params):
+        state = inner.init(params)
+        leaves, tree = jax.tree.flatten(state)
+        signed = _signs(inner, params)
+        new = []
+        for leaf, is_signed in zip(leaves, signed, strict=True):
+            if is_signed is not None and leaf.size >= max(min_size, 1):
+                axis, size = _blocks(jax.typeof(leaf))
+                if size * leaf.dtype.itemsize > size + 4:  # else its scales outweigh the savings
+                    scales = _largest(leaf, axis, leaf.shape[axis] // size)
+                    leaf = _encode(leaf, scales, axis, is_signed)
+            new.append(leaf)
+        return jax.tree.unflatten(tree, new)
+
+    def update(updates, state, params=None, **extra):
+        # The scales of the new state come from an update of their own, of which XLA computes
+        # nothing else: otherwise it would write the whole state to memory between the two.
+        again = decompress_state(jax.tree.map(_again, state, is_leaf=_is_stored))
+        again = inner.update(updates, again, params, **extra)[1]
+        scales = jax.tree.map(_new_scales, state, again, is_leaf=_is_stored)
+        updates, new = inner.update(updates, decompress_state(state), params, **extra)
+        return updates, jax.tree.map(_encode_like, state, new, scales, is_leaf=_is_stored)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _again(node: Any) -> Any:
+    """The same numbers, of which XLA does not know that they are: scales are never negative."""
+    return (
+        dataclasses.replace(node, scales=jnp.maximum(node.scales, 0)) if _is_stored(node) else node
+    )
+
+
+def _new_scales(old: Any, x: Any) -> Any:
+    return _largest(x, old.axis, old.scales.shape[old.axis]) if _is_stored(old) else x
+
+
+def _encode_like(old: Any, x: Any, scales: Any) -> Any:
+    if not _is_stored(old):
+        return x
+    return _encode(x, scales, old.axis, old.codes.dtype == jnp.int8)
+
+
+def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | None]:
+    """For each array of the state whether it can be negative; None if it is not to be rounded.
+
+    The program of `optimizer.init` tells which arrays depend on values of the parameters, and in
+    which interval the numbers of an array start. The program of `optimizer.update` tells whether
+    they stay there, and which arrays become copies of the parameters or of the gradients.
+    """
+    closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+    start = closed.jaxpr
+    copies = set[Any](start.invars + start.constvars)
+    for eqn in start.eqns:
+        if not copies.isdisjoint(variables(eqn)):
+            copies.update(eqn.outvars)
+    is_rounded = [
+        isinstance(atom, core.Literal)
+        or (atom not in copies and jnp.issubdtype(atom.aval.dtype, jnp.floating))
+        for atom in start.outvars
+    ]
+    bounds = [fact.bounds for fact in _results(start, [Fact()] * len(start.invars))]
+    try:
+        step = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params).jaxpr
+    except TypeError as error:
+        warn(
+            f"compress_state: the state of this optimizer stays as it is, because its update needs "
+            f"more than gradients, state and parameters: {error}"
+        )
+        return [None] * len(is_rounded)
+    others = [Fact()] * len(jax.tree.leaves(params))
+    while True:
+        results = _results(step, [*others, *(Fact(bounds=b) for b in bounds), *others])
+        after = [_widened(a, fact.bounds) for a, fact in zip(bounds, results, strict=True)]
+        if after == bounds:
+            break
+        bounds = after
+    arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
+    return [
+        bounds_[0] < 0 if one and not (fact.source and fact.source[0] in arguments) else None
+        for one, bounds_, fact in zip(is_rounded, bounds, results, strict=True)
+    ]
+
+
+def _widened(before: Interval, after: Interval) -> Interval:
+    """The interval before a step, widened to the positive numbers, or to all, if that is needed."""
+    if before[0] <= after[0] and after[1] <= before[1]:
+        return before
+    return (0.0, math.inf) if before[0] >= 0 and after[0] >= 0 else ANYWHERE
+
+
+def _results(jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
+    facts = find_facts(jaxpr, given, jax.checkpoint_policies.nothing_saveable)
+    return [fact_of(facts.of, atom) for atom in jaxpr.outvars]

@@ -1,0 +1,45 @@
+"""How arrays are cut into tiles that no device shares with another."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax.core import ShapedArray
+from jax.sharding import AxisType, PartitionSpec
+
+
+def type_of(x: Any) -> ShapedArray:
+    """The type of an array, or the type itself."""
+    return x if isinstance(x, ShapedArray) else jax.typeof(x)
+
+
+def explicit_spec(x: Any) -> PartitionSpec | None:
+    """The spec of an array, or of its type, that is sharded over a mesh of explicit axes."""
+    spec = type_of(x).sharding.spec
+    return spec if any(axis is not None for axis in spec) else None
+
+
+def mesh_parts(array: Any) -> set[int]:
+    """Into how many equal parts an axis may be sharded, as far as the type of an array tells."""
+    mesh = type_of(array).sharding.mesh
+    sizes = [
+        size
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    ]
+    groups = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
+    return {math.prod(group) for group in itertools.chain(*groups)}
+
+
+def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:
+    """The largest divisor up to `most` of an axis, and of each of its parts.
+
+    Types do not show shardings that only `jax.jit` is told: for them also of a half, a quarter, ...
+    up to a 16th, none of them smaller than `least`.
+    """
+    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
+        return 1
+    halvings = {count for count in (2, 4, 8, 16) if size // count >= least}
+    size = math.gcd(size, *(size // count for count in parts | halvings if size % count == 0))
+    return next(tile for tile in range(min(size, most), 0, -1) if size % tile == 0)

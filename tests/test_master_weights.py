@@ -1,0 +1,145 @@
+"""lm.master_weights: bfloat16 parameters whose master weights have 24 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowmembp_jax as lm
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # of optax
+        yield
+
+
+def master(p, state, name):
+    """By the definition: 8 more bits of the mantissa."""
+    bits = (np.asarray(p).view(np.uint16).astype(np.int64) << 8) + np.asarray(state.low[name])
+    return (bits << 8).astype(np.uint32).view(np.float32)
+
+
+def start(*shape):
+    return {"w": jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)}
+
+
+def train(optimizer, params, given, steps):
+    def step(carry, number):
+        params, state = carry
+        updates, state = optimizer.update(given(number), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), jnp.arange(steps))[0])
+    return run(params)
+
+
+def test_parameters_are_the_rounded_master_weights():
+    optimizer = lm.master_weights(optax.sgd(0.01))
+    noise = lambda n: {"w": jax.random.normal(jax.random.key(n), (64, 300), jnp.bfloat16)}  # noqa: E731
+    params, state = train(optimizer, start(64, 300), noise, 50)
+    weights = master(params["w"], state, "w")
+    assert params["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.int8
+    rounded = jnp.asarray(weights).astype(jnp.bfloat16)
+    # Halves are rounded up, and not to even.
+    is_half = (weights.view(np.uint32) & 0xFFFF) == 0x8000
+    np.testing.assert_array_equal(np.asarray(params["w"])[~is_half], np.asarray(rounded)[~is_half])
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7])
+def test_no_update_is_lost(size):
+    """Updates of 1 / 2^23 of a weight, which change neither bfloat16 nor 24 bits by themselves."""
+    first, steps = start(64, 256), 300
+    constant = lambda _: {"w": jnp.full((64, 256), size, jnp.bfloat16)}  # noqa: E731
+    params, state = train(lm.master_weights(optax.sgd(1.0)), first, constant, steps)
+    moved = np.asarray(first["w"], np.float64) - master(params["w"], state, "w")
+    want = steps * float(jnp.bfloat16(size))
+    assert moved.mean() == pytest.approx(want, rel=0.05)
+    if size == 1e-3:
+        np.testing.assert_allclose(moved, want, rtol=0.01)
+
+
+def test_the_optimizer_computes_in_float32():
+    """As with float32 parameters, to the rounding of 24 bits."""
+    first = start(32, 256)
+    noise = lambda n: {"w": jax.random.normal(jax.random.key(n), (32, 256), jnp.bfloat16)}  # noqa: E731
+    params, state = train(lm.master_weights(optax.adamw(1e-3)), first, noise, 30)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), first)
+    want, _ = train(
+        optax.adamw(1e-3),
+        wide,
+        lambda n: jax.tree.map(lambda g: g.astype(jnp.float32), noise(n)),
+        30,
+    )
+    np.testing.assert_allclose(master(params["w"], state, "w"), want["w"], rtol=5e-4, atol=1e-4)
+
+
+def test_other_dtypes_are_left_to_the_optimizer():
+    params = {"w": jnp.ones((4, 8)), "n": None}
+    optimizer = lm.master_weights(optax.adam(1e-3))
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    want, _ = optax.adam(1e-3).update(params, optax.adam(1e-3).init(params), params)
+    np.testing.assert_array_equal(updates["w"], want["w"])
+    assert not jax.tree.leaves(state.low)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_reach_the_parameter(value):
+    params = start(4, 8)
+    optimizer = lm.master_weights(optax.sgd(1.0))
+    given = {"w": jnp.zeros((4, 8), jnp.bfloat16).at[1, 2].set(value)}
+    updates, state = optimizer.update(given, optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    assert not jnp.isfinite(after["w"][1, 2]) and jnp.isfinite(after["w"]).sum() == 31
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, given), state, after)
+    assert not jnp.isfinite(optax.apply_updates(after, updates)["w"][1, 2])
+
+
+def test_a_weight_that_crosses_zero():
+    """The update cannot be exact where the new weight is 2^20 times smaller than the old."""
+    params = {"w": jnp.array([1.0, 1.0, -2.0], jnp.bfloat16)}
+    optimizer = lm.master_weights(optax.sgd(1.0))
+    given = {"w": jnp.array([1.0, 2.0, -2.0], jnp.bfloat16)}
+    updates, state = optimizer.update(given, optimizer.init(params), params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(master(params["w"], state, "w"), [0, -1, 0], atol=1e-7)
+    updates, state = optimizer.update({"w": jnp.full(3, 1e-6, jnp.bfloat16)}, state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(master(params["w"], state, "w"), [-1e-6, -1, -1e-6], rtol=1e-2)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="master_weights: optimizer"):
+        lm.master_weights(optax.adam)
+    optimizer = lm.master_weights(optax.sgd(1.0))
+    params = start(2, 2)
+    with pytest.raises(ValueError, match="params"):
+        optimizer.update(params, optimizer.init(params))
+
+
+@pytest.mark.skipif(bool(lm.memory.missing_wheels()), reason="needs the planner")
+@pytest.mark.parametrize("layers", [None, 8])
+def test_an_update_is_computed_in_place(layers):
+    """Compiled for a GPU: no float32 array of the size of a parameter, stacked layers or not."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        lm.master_weights(lm.compress_state(optax.adamw(1e-4))),
+    )
+    shape = (1024, 2816) if layers is None else (layers, 1024, 2816)
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    state = jax.eval_shape(optimizer.init, params)
+
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = lm.memory.compile_for(
+        jax.jit(step, donate_argnums=(0, 1)), params, state, params, device="h100"
+    )
+    sizes, elements = compiled.memory_analysis(), np.prod(shape)
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert nbytes <= 3.04 * elements
+    # The clipped gradients.
+    assert sizes.temp_size_in_bytes <= 2 * elements + 0.03 * nbytes
+    assert sizes.alias_size_in_bytes >= 5 * elements

@@ -1,0 +1,284 @@
+"""lm.compress_state: any optax optimizer, with its state in 8 bits between steps."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+import lowmembp_jax as lm
+
+pytestmark = pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of optax
+        yield
+
+
+def normal(*shape, key=0):
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+PARAMS = {"kernel": normal(64, 256), "bias": jnp.ones(256)}
+
+
+def gradients(step, params=PARAMS):
+    """Of sizes that differ by 100 between the columns."""
+    keys = jax.random.split(jax.random.key(step), len(params))
+    return {
+        name: jax.random.normal(key, p.shape, p.dtype)
+        * jnp.logspace(-3, -1, p.shape[-1]).astype(p.dtype)
+        for key, (name, p) in zip(keys, params.items(), strict=True)
+    }
+
+
+def kinds(optimizer, params=PARAMS):
+    """What the floating arrays of a state of at least 1,000 elements are stored as, by name."""
+    state = lm.compress_state(optimizer).init(params)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: hasattr(x, "codes") or isinstance(x, jax.Array)
+    )
+    return {
+        re.findall(r"\.(\w+)(?:\[|$)", jax.tree_util.keystr(path))[-1]: x.codes.dtype.name
+        if hasattr(x, "codes")
+        else x.dtype.name
+        for path, x in leaves
+        if hasattr(x, "codes") or x.size >= 1000
+    }
+
+
+#: The dtypes of their state: unsigned for what is never negative, float32 for copies of parameters.
+OPTIMIZERS = {
+    "adamw": (optax.adamw(1e-3), {"mu": "int8", "nu": "uint8"}),
+    "amsgrad": (optax.amsgrad(1e-3), {"mu": "int8", "nu": "uint8", "nu_max": "uint8"}),
+    "adamax": (optax.adamax(1e-3), {"mu": "int8", "nu": "uint8"}),
+    "adabelief": (optax.adabelief(1e-3), {"mu": "int8", "nu": "uint8"}),
+    "adagrad": (optax.adagrad(1e-3), {"sum_of_squares": "uint8"}),
+    "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=512), {"v": "int8"}),
+    "lion": (optax.lion(1e-3), {"mu": "int8"}),
+    "yogi": (optax.yogi(1e-3), {"mu": "int8", "nu": "int8"}),
+    "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), {"nu": "uint8", "trace": "int8"}),
+    "sgd": (
+        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(1e-1, momentum=0.9)),
+        {"trace": "int8"},
+    ),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+        {"mu": "int8", "nu": "uint8"},
+    ),
+    "masked": (
+        optax.masked(optax.adam(1e-3), {"kernel": True, "bias": False}),
+        {"mu": "int8", "nu": "uint8"},
+    ),
+    "clipped": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        {"mu": "int8", "nu": "uint8"},
+    ),
+    "MultiSteps": (
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        {"mu": "int8", "nu": "int8", "acc_grads": "int8"},
+    ),
+    "schedule-free": (contrib.schedule_free_adamw(1e-3), {"nu": "uint8", "z": "float32"}),
+    "prodigy": (
+        contrib.prodigy(),
+        {"exp_avg": "int8", "exp_avg_sq": "int8", "grad_sum": "int8", "params0": "float32"},
+    ),
+    "muon": (contrib.muon(1e-3), {"mu": "int8"}),
+    "L-BFGS": (
+        optax.scale_by_lbfgs(4),
+        {
+            "params": "float32", "updates": "float32",
+            "diff_params_memory": "int8", "diff_updates_memory": "int8",
+        },
+    ),
+    "optimistic": (
+        optax.optimistic_gradient_descent(1e-3), {"previous_gradient": "float32"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax(name):
+    optimizer, expected = OPTIMIZERS[name]
+    assert kinds(optimizer) == expected
+    ours = lm.compress_state(optimizer)
+    state = ours.init(PARAMS)
+    for step in range(3):
+        given, params = gradients(step), jax.tree.map(lambda p, step=step: p + 0.01 * step, PARAMS)
+        plain = lm.decompress_state(state)
+        want, after = jax.jit(optimizer.update)(given, plain, params)
+        got, state = jax.jit(ours.update)(given, state, params)
+        # What is rounded is the state, after the update.
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        rounded = lm.decompress_state(state)
+        assert jax.tree.structure(rounded) == jax.tree.structure(after)
+        for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(after), strict=True):
+            if jnp.issubdtype(b.dtype, jnp.floating) and b.size:
+                assert float(jnp.linalg.norm(a - b)) <= 0.04 * float(jnp.linalg.norm(b))
+
+
+def test_an_optimizer_that_needs_more_arguments_keeps_its_state_with_a_warning():
+    with pytest.warns(UserWarning, match="compress_state.*value_fn"):
+        state = lm.compress_state(optax.lbfgs()).init(PARAMS)
+    assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
+
+
+def relative_update_error(steps, dtype=jnp.float32):
+    params = {"kernel": jnp.zeros((32, 256), dtype)}
+    plain, ours = optax.adam(1e-3), lm.compress_state(optax.adam(1e-3))
+
+    def step(state, number):
+        # Sizes fall by 10 over the run: the second moment has to follow.
+        given = jax.tree.map(lambda g: g * 0.1 ** (number / steps), gradients(number, params))
+        updates, a = plain.update(given, state[0], params)
+        rounded, b = ours.update(given, state[1], params)
+        difference = jnp.linalg.norm((rounded["kernel"] - updates["kernel"]).astype(jnp.float32))
+        size = jnp.linalg.norm(updates["kernel"].astype(jnp.float32))
+        ratio = jnp.linalg.norm(rounded["kernel"].astype(jnp.float32)) / size
+        return (a, b), (difference / size, ratio)
+
+    start = plain.init(params), ours.init(params)
+    return jax.jit(lambda: jax.lax.scan(step, start, jnp.arange(steps)))()[1]
+
+
+def test_updates_stay_near_those_of_float32_state_over_1000_steps():
+    errors, ratios = relative_update_error(1000)
+    assert float(errors[-100:].mean()) < 0.15
+    assert float(ratios[-100:].mean()) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.lion(1e-3)])
+def test_rounding_again_changes_nothing(optimizer):
+    """Frozen parameters, and steps that are skipped, keep their state."""
+    ours = lm.compress_state(optimizer)
+    state = ours.init(PARAMS)
+    for step in range(3):
+        _, state = ours.update(gradients(step), state, PARAMS)
+    same = lm.compress_state(
+        optax.GradientTransformation(optimizer.init, lambda g, state, params=None: (g, state))
+    )
+    _, after = jax.jit(same.update)(gradients(9), state, PARAMS)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rows_without_gradient_do_not_drift():
+    """An embedding of which a batch reads some rows."""
+    params = {"embedding": normal(64, 256)}
+    ours = lm.compress_state(optax.adam(1e-2))
+
+    def step(state, number):
+        rows = (jnp.arange(64) % 2 == 0) | (number < 5)
+        updates, state = ours.update(
+            {"embedding": gradients(number, params)["embedding"] * rows[:, None]}, state, params
+        )
+        return state, jnp.abs(updates["embedding"][1::2]).max()
+
+    sizes = jax.jit(lambda: jax.lax.scan(step, ours.init(params), jnp.arange(400)))()[1]
+    assert float(sizes[2]) > 1e-3 and float(sizes[-1]) < 1e-12
+
+
+def test_no_number_becomes_zero_and_the_mean_is_right():
+    """Of a second moment that changes by less than a code in a step."""
+    params = {"w": jnp.zeros((64, 1024))}
+    ours = lm.compress_state(optax.rmsprop(1.0, decay=0.999, eps=0.0))
+    _, state = ours.update({"w": jnp.logspace(-4, 0, 1024) * jnp.ones((64, 1))}, ours.init(params))
+    assert float(lm.decompress_state(state)[0].nu["w"].min()) > 0
+
+    def step(state, _):
+        return ours.update({"w": 0.1 * jnp.ones((64, 1024))}, state)[1], None
+
+    state = jax.jit(lambda s: jax.lax.scan(step, s, length=3000)[0])(state)
+    moments = lm.decompress_state(state)[0].nu["w"]
+    assert float(moments.mean()) == pytest.approx(0.01 * (1 - 0.999**3000), rel=0.05)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_nan_and_infinity_are_not_lost(value):
+    ours = lm.compress_state(optax.adam(1e-3))
+    given = gradients(0)
+    given["kernel"] = given["kernel"].at[3, 5].set(value)
+    _, state = ours.update(given, ours.init(PARAMS), PARAMS)
+    updates, _ = ours.update(gradients(1), state, PARAMS)
+    is_nan = jnp.isnan(updates["kernel"])
+    assert is_nan[3, 5] and not is_nan[:3].any() and not is_nan[4:].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "shape", [(7, 1031), (4096,), (3, 5, 512), (50, 129), (0, 4096), (4099, 3)]
+)
+def test_shapes_and_dtypes(shape, dtype):
+    params = {"w": jnp.ones(shape, dtype)}
+    plain = optax.adam(1e-3, eps=1e-3)  # 1e-8 is 0 in float16
+    ours = lm.compress_state(plain)
+    state, whole = ours.init(params), plain.init(params)
+    given = {"w": normal(*shape).astype(dtype)}
+    for _ in range(2):
+        got, state = jax.jit(ours.update)(given, state, params)
+        want, whole = plain.update(given, whole, params)
+    assert got["w"].dtype == want["w"].dtype
+    a, b = (np.asarray(x["w"], np.float64) for x in (got, want))
+    assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
+    nbytes = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in (state, whole)]
+    assert nbytes[0] <= nbytes[1]
+
+
+def test_small_arrays_stay():
+    state = lm.compress_state(optax.adam(1e-3), min_size=64 * 256 + 1).init(PARAMS)
+    assert jax.tree.structure(state) == jax.tree.structure(optax.adam(1e-3).init(PARAMS))
+
+
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+@pytest.mark.parametrize("width", [1024, 1536, 344])
+def test_sharded_state_adds_no_collective(mode, spec, width):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, spec)
+        params = {"w": jax.device_put(normal(64, width), sharding)}
+        ours = lm.compress_state(optax.adamw(1e-3))
+        state = ours.init(params)
+        stored = state[0].mu["w"]
+        assert stored.codes.sharding.is_equivalent_to(sharding, 2)
+        update = jax.jit(ours.update).lower(params, state, params).compile()
+        collective = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+        assert not re.search(rf"({collective})(-start)?\(", update.as_text())
+        updates, state = update(params, state, params)
+        want, _ = optax.adamw(1e-3).update(params, optax.adamw(1e-3).init(params), params)
+        np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-3, atol=1e-6)
+
+
+def test_a_restored_state_is_equal_bit_by_bit(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    ours = lm.compress_state(optax.adamw(1e-3))
+    _, state = ours.update(gradients(0), ours.init(PARAMS), PARAMS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        again = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "name"),
+    [
+        ((optax.adam,), TypeError, "optimizer"),
+        ((optax.adam(1e-3), 1.5), TypeError, "min_size"),
+        ((optax.adam(1e-3), -1), ValueError, "min_size"),
+    ],
+)
+def test_errors(arguments, error, name):
+    with pytest.raises(error, match=f"compress_state: {name}"):
+        lm.compress_state(arguments[0], **dict(zip(["min_size"], arguments[1:], strict=False)))
