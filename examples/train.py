@@ -28,6 +28,7 @@ import importlib.metadata
 import json
 import platform
 import shlex
+import socket
 import sys
 from contextlib import closing
 from functools import partial
@@ -55,13 +56,14 @@ def train(config: Config) -> dict[str, Any]:
     """Checks every argument before it writes, trains, evaluates, and returns the results."""
     config = with_learning_rate(config)
     check(config)
-    if config.coordinator is not None:
-        given = (config.coordinator, config.process_count, config.process_index)
+    if (place := config.coordinator) is not None:
+        given = () if place == "auto" else (place, config.process_count, config.process_index)
         try:
-            jax.distributed.initialize(*(() if config.coordinator == "auto" else given))
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UsageError(f"--coordinator {config.coordinator}: {reason}") from error
+            if given:  # JAX ends the process where it finds no host
+                socket.getaddrinfo(place.rpartition(":")[0].strip("[]"), None)
+            jax.distributed.initialize(*given)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UsageError(f"--coordinator {place}: {str(error).splitlines()[0]}") from error
     check_output(config.output, config.resume)
     say = print if jax.process_index() == 0 else lambda *_: None
     mesh = make_mesh(config.mesh, jax.devices())

@@ -244,6 +244,11 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--weight-decay", 1e300], r"--weight-decay must be 0 to .*, got 1e\+300"),
         (["--mesh", "data=" + "1" * 5000], "--mesh must be AXIS=SIZE"),
         (["--coordinator", "nonsense"], "--coordinator must be HOST:PORT or auto, got 'nonsense'"),
+        (["--coordinator", "localhost:99999"], "--coordinator must be HOST:PORT or auto"),
+        (
+            ["--coordinator", "no.invalid:1", "--process-count", 1, "--process-index", 0],
+            "--coordinator no.invalid:1: ",
+        ),
         (
             ["--coordinator", "here:1", "--process-count", 1, "--process-index", 1],
             "--process-index must be 0 to 0, got 1",

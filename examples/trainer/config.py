@@ -163,16 +163,14 @@ def check(config: Config) -> None:
             f"--batch-size must be a multiple of --accumulate {config.optimizer.accumulate}, "
             f"got {config.batch_size}"
         )
-    processes = config.process_count, config.process_index
-    if config.coordinator in (None, "auto"):
+    given, processes = config.coordinator, (config.process_count, config.process_index)
+    if given in (None, "auto"):
         if processes != (None, None):
             raise UsageError("--process-count and --process-index go with --coordinator HOST:PORT")
-    elif not re.fullmatch(r"\S+:\d{1,5}", config.coordinator):
-        raise UsageError(f"--coordinator must be HOST:PORT or auto, got {config.coordinator!r}")
+    elif not ((port := re.fullmatch(r"\S+:(\d{1,5})", given)) and 0 < int(port[1]) < 2**16):
+        raise UsageError(f"--coordinator must be HOST:PORT or auto, got {given!r}")
     elif None in processes:
-        raise UsageError(
-            f"--coordinator {config.coordinator} needs --process-count and --process-index"
-        )
+        raise UsageError(f"--coordinator {given} needs --process-count and --process-index")
     if config.export is None:
         return
     output, export = config.output.resolve(), config.export.resolve()
