@@ -5,7 +5,7 @@ clipped by their norm, the state donated. Nothing here takes memory: parameters 
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ def workload(
     dtype: str = "bfloat16",
     rank: int = 8,
     accumulate: int = 1,
+    optimizer_state: Literal["float32", "8bit"] = "float32",
+    master_weights: Literal["float32", "24bit"] = "float32",
     device: str = "h200",
     attention: Attention | None = None,
     merged: bool | None = None,
@@ -60,6 +62,7 @@ def workload(
       dtype: of the computation.
       rank: of LoRA.
       accumulate: batches to one step of the optimizer.
+      optimizer_state, master_weights: see `trainer.step.OptimizerConfig`.
       device: which decides the attention, where it is not given.
       attention: see `models.attention`.
       merged: norms are merged into the Denses; by default with lowmembp_jax's methods, but in
@@ -75,10 +78,18 @@ def workload(
     for name, value in sizes.items():
         if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
             raise ValueError(f"{name} must be an integer from 1 to {2**31 - 1}, got {value!r:.40}")
-    choices = {"dtype": ("float32", "bfloat16", "float16"), "bits": (2, 4), "merged": (None, 0, 1)}
-    for name, value in (("dtype", dtype), ("bits", bits), ("merged", merged)):
-        if value not in choices[name]:
-            raise ValueError(f"{name} must be one of {choices[name]}, got {value!r}")
+    for name, value, choices in (
+        ("dtype", dtype, ("float32", "bfloat16", "float16")),
+        ("bits", bits, (2, 4)),
+        ("merged", merged, (None, 0, 1)),
+        ("optimizer_state", optimizer_state, ("float32", "8bit")),
+        ("master_weights", master_weights, ("float32", "24bit")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+    rates = OptimizerConfig(
+        accumulate=accumulate, optimizer_state=optimizer_state, master_weights=master_weights
+    )
     if tokens is not None and family.task not in _TOKENS:
         raise ValueError(f"tokens={tokens}: {family.name} takes images, whose tokens are fixed")
     tokens = tokens or _TOKENS.get(family.task, 0)
@@ -91,8 +102,8 @@ def workload(
     compute = Compute(
         method,
         jnp.dtype(dtype),
-        # Frozen weights are used as they are; the master weights of the trained are float32.
-        jnp.dtype("float32" if train == "full" else dtype),
+        # Frozen weights are used as they are.
+        rates.param_dtype if train == "full" else jnp.dtype(dtype),
         attention,
         merged,
         bits=bits,
@@ -101,8 +112,13 @@ def workload(
     arrays, inputs = _batch(family.task, batch, tokens, config)
     params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
     trained, frozen = partition(params, train)
-    optimizer = make_optimizer(OptimizerConfig(accumulate=accumulate), steps=1000)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer, dtype=dtype), trained)
+    make_state = partial(
+        init_state,
+        optimizer=(optimizer := make_optimizer(rates, steps=1000)),
+        dtype=dtype,
+        param_dtype=rates.param_dtype,
+    )
+    state = jax.eval_shape(make_state, trained)
     loss = make_loss(family.task, model)
     return lm.memory.Workload(
         make_step(loss, optimizer),

@@ -47,7 +47,7 @@ from lowmembp_examples.trainer.loop import first_state, train_steps
 from lowmembp_examples.trainer.prepare import Prepared, prepare
 from lowmembp_examples.trainer.run import Checkpoints, check_output, is_own, open_run, write_json
 from lowmembp_examples.trainer.sharding import make_mesh, to_host
-from lowmembp_examples.trainer.step import make_optimizer
+from lowmembp_examples.trainer.step import init_state, make_optimizer
 
 _PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
 
@@ -81,8 +81,11 @@ def _train(config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: st
     count = sum(x.size for x in jax.tree.leaves(trained))
     optimizer = make_optimizer(config.optimizer, prepared.steps)
     dtype = jnp.dtype(config.dtype)
+    make_state = partial(
+        init_state, optimizer=optimizer, dtype=dtype, param_dtype=config.optimizer.param_dtype
+    )
     with closing(Checkpoints(config.output / "checkpoints", config.keep)) as checkpoints:
-        state = first_state(trained, optimizer, dtype, mesh, checkpoints)
+        state = first_state(trained, make_state, mesh, checkpoints)
         del trained  # the state has its own
         outcome = train_steps(config, prepared, optimizer, state, mesh, checkpoints)
     task = prepared.task

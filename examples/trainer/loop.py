@@ -2,12 +2,11 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,7 +18,7 @@ from lowmembp_examples.trainer.prepare import Prepared
 from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.sharding import put_batch, shardings
 from lowmembp_examples.trainer.signals import StopSignals
-from lowmembp_examples.trainer.step import Metrics, TrainState, init_state, learning_rate, make_step
+from lowmembp_examples.trainer.step import Metrics, TrainState, learning_rate, make_step
 
 
 class Outcome(NamedTuple):
@@ -33,13 +32,11 @@ class Outcome(NamedTuple):
 
 def first_state(
     trained: Any,
-    optimizer: optax.GradientTransformation,
-    dtype: jnp.dtype,
+    make_state: Callable[[Any], TrainState],
     mesh: Mesh,
     checkpoints: Checkpoints,
 ) -> TrainState:
     """The state of the newest checkpoint, or else of these parameters; sharded from the start."""
-    make_state = partial(init_state, optimizer=optimizer, dtype=dtype)
     abstract = jax.eval_shape(make_state, trained)
     parts = shardings(abstract, mesh)
     abstract = jax.tree.map(

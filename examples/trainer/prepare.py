@@ -70,7 +70,7 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
 
     family, dtype = source.family, jnp.dtype(config.dtype)
     merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
-    param_dtype = jnp.dtype(jnp.float32) if config.train == "full" else dtype
+    param_dtype = config.optimizer.param_dtype if config.train == "full" else dtype
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)
     compute = Compute(

@@ -6,9 +6,9 @@
     state, metrics = step(state, frozen, batch)
 
 Mixed precision as in Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits;
-weights, their gradients, sums and norms are float32. float16 scales the loss. A batch whose
-gradients overflow halves the scale, and its gradients count as zeros in the mean over accumulated
-batches. Where no batch of a mean counts, parameters and AdamW's state stay as they are.
+weights, their gradients, sums and norms are float32 by default. float16 scales the loss. A batch
+whose gradients overflow halves the scale, and its gradients count as zeros in the mean over
+accumulated batches. Where no batch of a mean counts, parameters and AdamW's state stay as they are.
 """
 
 import dataclasses
@@ -23,6 +23,8 @@ from flax import struct
 from flax.training.dynamic_scale import DynamicScale
 from jaxtyping import Array, Float, Int
 
+import lowmembp_jax as lm
+
 #: `loss_fn(params, frozen, batch)`: the mean loss, float32, and a pytree of more to report.
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]]
 
@@ -30,7 +32,7 @@ LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]]
 class TrainState(struct.PyTreeNode):
     """What a training step changes."""
 
-    params: Any  # the trained parameters, float32: the master weights
+    params: Any  # the trained parameters: float32, or bfloat16 if master weights have 24 bits
     opt_state: Any  # of `make_optimizer`'s optimizer
     step: Int[Array, ""]  # int32, how many batches it has seen, skipped ones included
     loss_scale: DynamicScale | None  # the loss is multiplied by its `scale`; for float16 only
@@ -63,6 +65,15 @@ class OptimizerConfig:
     """Gradients are scaled down to this norm."""
     accumulate: int = 1
     """Batches whose gradients are averaged for one step of the optimizer."""
+    optimizer_state: Literal["float32", "8bit"] = "float32"
+    """How AdamW's state is stored between steps."""
+    master_weights: Literal["float32", "24bit"] = "float32"
+    """24bit: the trained parameters are bfloat16, and the optimizer's state has 8 more bits."""
+
+    @property
+    def param_dtype(self) -> jnp.dtype:
+        """Of the trained parameters."""
+        return jnp.dtype("bfloat16" if self.master_weights == "24bit" else "float32")
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -81,7 +92,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """AdamW with float32 state, for `steps` of it in all.
+    """AdamW for `steps` of it in all.
 
     With `config.accumulate`, one step of AdamW follows so many calls (`optax.MultiSteps`).
     """
@@ -95,6 +106,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         weight_decay=config.weight_decay,
         mask=matrices,
     )
+    if config.optimizer_state == "8bit":
+        adamw = lm.compress_state(adamw)
+    if config.master_weights == "24bit":
+        adamw = lm.master_weights(adamw)
+    # Outside: XLA then updates an array of 8-bit state in place.
     optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
     if config.accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, config.accumulate).gradient_transformation()
@@ -108,14 +124,18 @@ def _is_matrix(path: Any, _: Any) -> bool:
 
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, dtype: jax.typing.DTypeLike
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    dtype: jax.typing.DTypeLike,
+    param_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TrainState:
-    """The state at step 0, with float32 copies of the trained parameters.
+    """The state at step 0, with copies of the trained parameters.
 
-    `dtype` is of the computation; float16 gets a loss scale.
+    `dtype` is of the computation; float16 gets a loss scale. `param_dtype` is of the parameters,
+    see `OptimizerConfig`.
     """
     # A copy: steps take the memory of their state over.
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    params = jax.tree.map(lambda x: jnp.array(x, param_dtype), params)
     scale = None
     if jnp.dtype(dtype) == jnp.float16:
         scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2**16))
@@ -146,7 +166,7 @@ def make_step(
         # optax.MultiSteps multiplies numbers and booleans.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+            params = optax.apply_updates(state.params, updates)
         skipped = jnp.bool_(False)
         if scale is not None:
             old, counts, skipped = state.opt_state, finite, ~finite

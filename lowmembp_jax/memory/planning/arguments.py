@@ -79,8 +79,8 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
 
 
 def _is_optax(node: Any) -> bool:
-    """Whether it is a state of one of optax's transformations."""
-    return type(node).__module__.split(".")[0] == "optax"
+    """Whether it is a state of one of optax's transformations, or of this library's."""
+    return type(node).__module__.split(".")[0] in ("optax", "lowmembp_jax")
 
 
 def is_variable(node: Any) -> bool:
