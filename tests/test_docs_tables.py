@@ -35,8 +35,11 @@ def test_a_number_that_differs_is_mended():
     ("page", "error"),
     [
         ("<!-- table: nothing -->\n<!-- end of table -->\n", "no table 'nothing'; there are"),
-        ("<!-- table: drift -->\n| a |\n", "needs a line <!-- end of table -->"),
-        ("<!-- table: drift -->\n\n<!-- table: drift -->\n<!-- end of table -->", "needs a line"),
+        ("<!-- table: t -->\n| a |\n", "needs a line <!-- end of table -->"),
+        (
+            "<!-- table: step_tables -->\n\n<!-- table: step_tables -->\n<!-- end of table -->",
+            "needs a line",
+        ),
     ],
 )
 def test_markers_that_do_not_work(page, error):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from lowmembp_examples import finetune
-from lowmembp_examples.benchmarks import drift, gradient_fidelity, json_lines
+from lowmembp_examples.benchmarks import gradient_fidelity, json_lines
 from lowmembp_examples.data.labelled_text import LabelledText, tokenize
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
@@ -113,18 +113,6 @@ def test_gradient_fidelity(small, monkeypatch, tmp_path):
         errors = [found[name]["error"] for name in names]
         assert 0 < errors[0] < errors[1] < 1 and 0 < errors[2] < 1
         assert all(found[name]["cosine"] > 0.8 for name in names)
-
-
-@pytest.mark.slow
-def test_drift(monkeypatch, tmp_path):
-    names = ("plain Flax", "operators, 2 bits")
-    rows = run_benchmark(
-        drift, monkeypatch, tmp_path / "drift.jsonl",
-        model=["vit"], methods=names, batch_size=[4], steps=[3],
-    )  # fmt: skip
-    assert [row["method"] for row in rows] == list(names)
-    assert 0 < rows[0]["parameters"] < 1e-2
-    assert 0 < rows[1]["parameters"] < 1
 
 
 def test_ctrl_c_ends_it_at_once(small, tmp_path):

@@ -1,4 +1,4 @@
-"""examples/benchmarks/real_models.py: what gradient_fidelity.py and drift.py train."""
+"""examples/benchmarks/real_models.py: what gradient_fidelity.py trains."""
 
 import jax
 from lowmembp_examples.benchmarks import real_models

@@ -134,21 +134,6 @@ def step_table_errors() -> Rows:
     return rows
 
 
-def drift() -> Rows:
-    rows = [["", "ViT: parameters", "loss", "LLaMA: parameters", "loss"]]
-    names = FIDELITY_METHODS | {"plain Flax": "plain Flax"}
-    records = json_lines.read(RESULTS / "drift.jsonl")
-    done = {(record["method"], record["model"]): record for record in records}
-    for method in dict.fromkeys(method for method, _ in done):
-        cells = (
-            f"{done[method, model][what]:.1e}".replace("e-0", "e-")
-            for model in ("vit", "llama")
-            for what in ("parameters", "loss")
-        )
-        rows.append([names[method], *cells])
-    return rows
-
-
 def third_party(methods: dict[str, str]) -> Rows:
     """MiB, and the part of plain; `methods` are those of `third_party.py` and their columns."""
     heads = ["plain", *methods.values()]
@@ -256,7 +241,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "compress_fidelity": partial(gradient_fidelity, (*_ALL[:9], _ALL[-1])),
     "activation_fidelity": partial(gradient_fidelity, (*_STEPS, "compress", "compress, int8")),
     "step_tables": step_table_errors,
-    "drift": drift,
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),
     "other_models": other_models,

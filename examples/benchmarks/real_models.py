@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from lowmembp_examples.data.batches import TrainingBatches
 from lowmembp_examples.data.minilm import minilm_directory
 from lowmembp_examples.data.tasks import DataConfig, Task, load_task
@@ -59,18 +56,13 @@ class RealModel(NamedTuple):
     def loss(self, compute: Compute) -> LossFn:
         return make_loss(self.source.family.task, self.build(compute))
 
-    def run(
-        self, compute: Compute, steps: int, rate: float = 2e-4, devices: int = 1
-    ) -> Iterator[tuple[Any, Any]]:
-        """State and metrics after each step of AdamW from the start, data parallel."""
+    def run(self, compute: Compute, steps: int, rate: float = 2e-4) -> Iterator[tuple[Any, Any]]:
+        """State and metrics after each step of AdamW from the start."""
         optimizer = make_optimizer(OptimizerConfig(rate), steps)
         step = jax.jit(make_step(self.loss(compute), optimizer))
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        state = jax.device_put(init_state(self.params, optimizer, "float32"), whole)
+        state = init_state(self.params, optimizer, "float32")
         for number in range(steps):
-            batch = jax.device_put(self.batches.at(number), split)
-            state, metrics = step(state, self.frozen, batch)
+            state, metrics = step(state, self.frozen, self.batches.at(number))
             yield state, metrics
 
 
