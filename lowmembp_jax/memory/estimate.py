@@ -11,6 +11,7 @@ import jax
 
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.plan import LoweredStep, lower_step
+from lowmembp_jax.memory.planning.meshes import is_on_host
 from lowmembp_jax.memory.sizes import array_bytes, as_bytes, format_bytes
 
 _LEFT_OUT = "activations, temporary storage and outputs are not in it: only compiling tells them"
@@ -44,6 +45,7 @@ class Estimate:
       gradients: one for each trained parameter and those among the arguments. XLA may have fewer
         at a time.
       limit: bytes that each device may use: the budget, or else what JAX's allocator takes.
+      host: bytes of arguments in the host's memory, which are in no part.
       notes: how what was traced differs from the step, and what is left out.
     """
 
@@ -54,6 +56,7 @@ class Estimate:
     batch: Count
     gradients: Count
     limit: int
+    host: int
     notes: tuple[str, ...]
 
     @property
@@ -73,6 +76,7 @@ class Estimate:
             "device_count": self.device_count,
             "parts": {part: getattr(self, part)._asdict() for part in _PARTS},
             "arguments": self.arguments,
+            "host": self.host,
             "limit": self.limit,
             "fits": self.fits,
             "notes": list(self.notes),
@@ -84,6 +88,8 @@ class Estimate:
             arrays, elements, size = getattr(self, part)
             what = f"{elements:,} elements in {arrays:,} array{'s' * (arrays != 1)}"
             lines.append(f"{format_bytes(size):>12}  {part.replace('_', ' ')}: {what}")
+        if self.host:
+            lines.append(f"{format_bytes(self.host):>12}  of the host's memory")
         verdict = "within" if self.fits else "already above"
         lines.append(
             f"{format_bytes(self.arguments):>12}  without the gradients, {verdict} the "
@@ -128,7 +134,7 @@ def of_lowered(step: LoweredStep, budget: int | None = None) -> Estimate:
     for leaf, argument in zip(leaves, step.arguments, strict=True):
         local = array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         one = Count(1, math.prod(leaf.shape), local)
-        counts[argument.part].append(one)
+        counts["host" if is_on_host(leaf.sharding) else argument.part].append(one)
         if argument.is_trained:
             counts["gradients"].append(one)
     totals = {part: Count(*map(sum, zip((0, 0, 0), *counts[part], strict=True))) for part in _PARTS}
@@ -137,6 +143,7 @@ def of_lowered(step: LoweredStep, budget: int | None = None) -> Estimate:
         device=step.device,
         device_count=leaves[0].sharding.mesh.size if leaves else 1,
         limit=usable if budget is None else budget,
+        host=sum(one.bytes for one in counts["host"]),
         notes=(*step.notes, _LEFT_OUT),
         **totals,
     )

@@ -87,22 +87,30 @@ def planned_mesh(
 
 
 def on_mesh(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:
-    """A sharding of the same axis names over `mesh`."""
-    if isinstance(sharding, NamedSharding):
-        sharding = sharding.spec
+    """A sharding of the same axis names over `mesh`, in the same memory."""
     if not is_spec(sharding):
         raise ValueError(
             f"{what} has the sharding {sharding!r}: accepted are None, PartitionSpec and "
             "NamedSharding, for a whole argument or for each array in it"
         )
     spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec()
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
     axes = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
     if unknown := axes - {None, PartitionSpec.UNCONSTRAINED} - set(mesh.axis_names):
         accepted = f"accepted are the mesh's axes {', '.join(map(repr, mesh.axis_names))}"
         if mesh.axis_names == _ONE_GPU:
             accepted = "no mesh was given: give one, such as mesh={'data': 8}"
         raise ValueError(f"{what} has {spec} with {', '.join(map(repr, unknown))}: {accepted}")
+    # JAX drops the memory kind over GPUs that are not there, and keeps it over an abstract mesh.
+    if is_on_host(sharding):
+        return NamedSharding(mesh.abstract_mesh, spec, memory_kind="pinned_host")
     return NamedSharding(mesh, spec)
+
+
+def is_on_host(sharding: Any) -> bool:
+    """Whether it places an array in the host's memory, as for an offloaded optimizer state."""
+    return getattr(sharding, "memory_kind", None) in ("pinned_host", "unpinned_host")
 
 
 def is_spec(node: Any) -> bool:
@@ -128,4 +136,11 @@ def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[A
             x.shape, jax.dtypes.result_type(x), sharding=on_mesh(mesh, sharding, name)
         )
 
-    return jax.tree_util.tree_map_with_path(leaf, args, given)
+    placed = jax.tree_util.tree_map_with_path(leaf, args, given)
+    leaves = list(filter(is_array, jax.tree.leaves(placed)))
+    if leaves and all(is_on_host(x.sharding) for x in leaves):
+        raise StepError(
+            f"args: expected an array in the GPU's memory, got all {len(leaves)} of them in the "
+            "host's, from which JAX does not know the GPU to compile for: move the batch there"
+        )
+    return placed

@@ -5,16 +5,19 @@ mesh into the traced program. There its devices are replaced, by the names of th
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.memory.constants import StepError, is_array
-from lowmembp_jax.memory.planning.meshes import sizes
+from lowmembp_jax.memory.planning.meshes import is_on_host, on_mesh, sizes
+
+_Sharding = Sharding | PartitionSpec | None
 
 
 class OwnMesh(NamedTuple):
@@ -43,17 +46,25 @@ class OwnMesh(NamedTuple):
             )
         flat = core.jaxpr_as_fun(jaxprs.with_parameters(self.program, functools.partial(_on, mesh)))
 
+        on_host = _returned_to_host(self.program.jaxpr)
+
         def step(*args):
-            return jax.tree.unflatten(self.out_tree, flat(*jax.tree.leaves(args)))
+            out = flat(*jax.tree.leaves(args))
+            # The out_shardings of a jax.jit inside another one move nothing.
+            out = [
+                jax.device_put(x, jax.memory.Space.Host) if moves else x
+                for x, moves in zip(out, on_host, strict=True)
+            ]
+            return jax.tree.unflatten(self.out_tree, out)
 
         return step
 
     def args_on(self, args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
         """The arguments over `mesh`, as they are sharded or as the program asks, or neither."""
         leaves, tree = jax.tree.flatten(args)
-        given = [_spec(getattr(leaf, "sharding", None)) for leaf in leaves]
-        specs = _first_said(given, _asked_of_inputs(self.program.jaxpr))
-        shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
+        given = [_said(getattr(leaf, "sharding", None)) for leaf in leaves]
+        said = _first_said(given, _asked_of_inputs(self.program.jaxpr))
+        shardings = [None if one is None else on_mesh(mesh, one, "args") for one in said]
         return jax.tree.unflatten(tree, list(map(_struct, leaves, shardings)))
 
 
@@ -108,41 +119,51 @@ def _meshes(jaxpr: core.Jaxpr) -> Iterator[Mesh]:
 def _on(mesh: Mesh, value: Any) -> Any:
     """Puts `mesh` in place of the mesh of an equation's parameter, if it has one."""
     if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh) and not value.mesh.empty:
-        kind = "pinned_host" if value.memory_kind == "pinned_host" else None
-        return NamedSharding(mesh, value.spec, memory_kind=kind)
+        # Over the mesh itself JAX would drop the memory kind, of a move to the host or back.
+        return NamedSharding(mesh.abstract_mesh, value.spec, memory_kind=value.memory_kind)
     return mesh if isinstance(value, Mesh) and not value.empty else value
 
 
-def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[PartitionSpec | None]:
-    """For each input the sharding that the program first asks of it, None where it asks none."""
-    asked: dict[Any, PartitionSpec] = {}
+def _returned_to_host(jaxpr: core.Jaxpr) -> list[bool]:
+    """For each output whether a `jax.jit` returns it in the host's memory."""
+    found: dict[Any, bool] = {}
     for equation in jaxpr.eqns:
-        for operand, spec in zip(equation.invars, _asked(equation), strict=False):
-            if spec is not None and not isinstance(operand, core.Literal):
-                asked.setdefault(operand, spec)
+        if "out_shardings" in equation.params:
+            inside = _returned_to_host(jaxprs.bodies(equation)[0])
+            own = map(is_on_host, equation.params["out_shardings"])
+            found.update(zip(equation.outvars, map(operator.or_, own, inside), strict=True))
+    return [not isinstance(x, core.Literal) and found.get(x, False) for x in jaxpr.outvars]
+
+
+def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[_Sharding]:
+    """For each input the sharding that the program first asks of it, None where it asks none."""
+    asked: dict[Any, _Sharding] = {}
+    for equation in jaxpr.eqns:
+        for operand, said in zip(equation.invars, _asked(equation), strict=False):
+            if said is not None and not isinstance(operand, core.Literal):
+                asked.setdefault(operand, said)
     return [asked.get(var) for var in jaxpr.invars]
 
 
-def _asked(equation: Any) -> list[PartitionSpec | None]:
+def _asked(equation: Any) -> list[_Sharding]:
     """What an equation asks of its operands: jit, shard_map or a constraint."""
     params = equation.params
     if equation.primitive.name == "sharding_constraint":
-        return [_spec(params["sharding"])]
+        return [_said(params["sharding"])]
     if "in_specs" in params:
         return list(params["in_specs"])
     given = params.get("in_shardings")
     if given is None:
         return []
     inside = _asked_of_inputs(jaxprs.bodies(equation)[0])
-    return _first_said(map(_spec, given), inside)
+    return _first_said(map(_said, given), inside)
 
 
-def _first_said(
-    first: Iterable[PartitionSpec | None], second: Iterable[PartitionSpec | None]
-) -> list[PartitionSpec | None]:
+def _first_said(first: Iterable[_Sharding], second: Iterable[_Sharding]) -> list[_Sharding]:
     # Replicated is said too, and false in Python.
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
-def _spec(sharding: Any) -> PartitionSpec | None:
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+def _said(sharding: Any) -> _Sharding:
+    is_said = isinstance(sharding, NamedSharding) or is_on_host(sharding)
+    return sharding if is_said else None

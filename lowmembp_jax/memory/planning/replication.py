@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from lowmembp_jax.memory.planning.arguments import Argument
+from lowmembp_jax.memory.planning.meshes import is_on_host
 from lowmembp_jax.memory.sizes import array_bytes, format_bytes
 
 # Parts whose whole arrays are below this share of all arguments are not told.
@@ -51,7 +52,8 @@ def replicated(args: tuple[Any, ...], named: Sequence[Argument]) -> tuple[str, .
     for leaf, one in zip(leaves, named, strict=True):
         size = array_bytes(leaf.shape, leaf.dtype)
         total += size
-        whole[one.part] += size if leaf.sharding.is_fully_replicated else 0
+        is_whole = leaf.sharding.is_fully_replicated and not is_on_host(leaf.sharding)
+        whole[one.part] += size if is_whole else 0
     told = [(part, size) for part, size in whole.items() if size > _TOLD * total]
     what = ", ".join(f"{part.replace('_', ' ')} {format_bytes(size)}" for part, size in told)
     count = leaves[0].sharding.mesh.size
