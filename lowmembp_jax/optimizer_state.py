@@ -1,9 +1,9 @@
 """Optimizer state that is stored in 8 bits between two steps.
 
-An array is cut into blocks along one axis. A block has a scale, its largest magnitude, and each
-element an integer of 8 bits that is proportional to the fourth root of its magnitude. 8-bit
-optimizers (Dettmers et al. 2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too:
-second moments in one block differ by orders of magnitude, and an update divides by them.
+An array is cut into blocks along one axis. A block has a scale, and each element an integer of 8
+bits that is proportional to the fourth root of its magnitude. 8-bit optimizers (Dettmers et al.
+2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too: second moments in one block
+differ by orders of magnitude, and an update divides by their root.
 
 - A number that is not 0 is never stored as 0.
 - Numbers are rounded up or down at random, so that the mean is right. A second moment changes by
@@ -47,7 +47,8 @@ class StoredState:
 
     Attributes:
       codes: of the array's shape, int8, or uint8 if the array is never negative.
-      scales: float32, of the array's shape with blocks in place of elements along `axis`.
+      scales: float32, the magnitude of code 1; of the array's shape with blocks in place of
+        elements along `axis`.
       dtype: of the array.
       axis: along which the blocks lie.
     """
@@ -77,15 +78,17 @@ def _cut(x: Array, axis: int, count: int) -> Array:
     return jnp.reshape(x, shape, out_sharding=spec)
 
 
-def _largest(x: Float[Array, "*shape"], axis: int, count: int) -> Float[Array, "..."]:
-    """The largest magnitude of each block; NaN if one of them is not finite."""
+def _scales(
+    x: Float[Array, "*shape"], axis: int, count: int, is_signed: bool
+) -> Float[Array, "..."]:
+    """The magnitude of code 1 in each block; NaN if an element is not finite."""
     y = _cut(x, axis, count).astype(compute_dtype(x.dtype))
     # XLA's maximum may leave NaNs out.
     largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
-    largest = jnp.where(largest < jnp.finfo(y.dtype).tiny, 0, largest)
-    largest = jnp.where(jnp.isinf(largest), jnp.nan, largest).astype(jnp.float32)
+    scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales).astype(jnp.float32)
     # The largest magnitude that is read back, which may differ in its last bits, gives it again.
-    return lax.reduce_precision(largest, 8, 15)
+    return lax.reduce_precision(scales, 8, 15)
 
 
 def _most(is_signed: bool) -> int:
@@ -98,8 +101,8 @@ def _most(is_signed: bool) -> int:
 def _decode(stored: StoredState) -> Float[Array, "*shape"]:
     codes, axis = stored.codes, stored.axis
     c = _cut(codes, axis, stored.scales.shape[axis]).astype(compute_dtype(stored.dtype))
-    unit = stored.scales.astype(c.dtype) / float(_most(codes.dtype == jnp.int8) ** 4)
-    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(unit, axis + 1)
+    scale = jnp.expand_dims(stored.scales, axis + 1).astype(c.dtype)
+    y = c * jnp.abs(c) * jnp.square(c) * scale
     return jnp.reshape(y.astype(stored.dtype), codes.shape, out_sharding=explicit_spec(codes))
 
 
@@ -107,14 +110,14 @@ def _encode(
     x: Float[Array, "*shape"], scales: Float[Array, "..."], axis: int, is_signed: bool
 ) -> StoredState:
     y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
-    scale, most = jnp.expand_dims(scales, axis + 1).astype(y.dtype), _most(is_signed)
+    scale = jnp.expand_dims(scales, axis + 1).astype(y.dtype)
     # The two small numbers let a code stay that code, although roots are not exact.
-    power = jnp.abs(y) * jnp.where(scale == 0, 0, most**4 * (1 - 1e-6) / scale)
+    power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
     chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
     codes = low + (power > below + chance * (above - below))
-    codes = jnp.clip(codes, (power > 0).astype(y.dtype), most)
+    codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
     codes = jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
     return StoredState(codes, scales, np.dtype(x.dtype), axis)
@@ -186,7 +189,7 @@ def compress_state(
             if is_signed is not None and leaf.size >= max(min_size, 1):
                 axis, size = _blocks(jax.typeof(leaf))
                 if size * leaf.dtype.itemsize > size + 4:  # else its scales outweigh the savings
-                    scales = _largest(leaf, axis, leaf.shape[axis] // size)
+                    scales = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
                     leaf = _encode(leaf, scales, axis, is_signed)
             new.append(leaf)
         return jax.tree.unflatten(tree, new)
@@ -211,7 +214,9 @@ def _again(node: Any) -> Any:
 
 
 def _new_scales(old: Any, x: Any) -> Any:
-    return _largest(x, old.axis, old.scales.shape[old.axis]) if _is_stored(old) else x
+    if not _is_stored(old):
+        return x
+    return _scales(x, old.axis, old.scales.shape[old.axis], old.codes.dtype == jnp.int8)
 
 
 def _encode_like(old: Any, x: Any, scales: Any) -> Any:

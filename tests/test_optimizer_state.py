@@ -190,7 +190,7 @@ def test_no_number_becomes_zero_and_the_mean_is_right():
     """Of a second moment that changes by less than a code in a step."""
     params = {"w": jnp.zeros((64, 1024))}
     ours = lm.compress_state(optax.rmsprop(1.0, decay=0.999, eps=0.0))
-    _, state = ours.update({"w": jnp.logspace(-4, 0, 1024) * jnp.ones((64, 1))}, ours.init(params))
+    _, state = ours.update({"w": jnp.logspace(-8, 0, 1024) * jnp.ones((64, 1))}, ours.init(params))
     assert float(lm.decompress_state(state)[0].nu["w"].min()) > 0
 
     def step(state, _):
@@ -239,7 +239,7 @@ def test_small_arrays_stay():
 
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
-@pytest.mark.parametrize("width", [1024, 1536, 344])
+@pytest.mark.parametrize("width", [1536, 344])
 def test_sharded_state_adds_no_collective(mode, spec, width):
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
     with jax.set_mesh(mesh):

@@ -43,7 +43,17 @@ PLAIN = "plain Flax"
 _TABLES = ("operators, 4 bits", "operators, 2 bits", "operators, 2 bits as published")
 _COMPRESS = ("compress", "compress, int8", "compress, int4", "compress, inputs of layers alone")
 _BOTH = "operators, 4 bits, and compress"
-METHODS = {PLAIN: Compute()} | {name: APPROXIMATE[name] for name in (*_COMPRESS, *_TABLES, _BOTH)}
+#: Plain Flax with other fields of `OptimizerConfig`.
+OPTIMIZERS = {
+    "8-bit state": {"optimizer_state": "8bit"},
+    "24-bit master weights": {"master_weights": "24bit"},
+    "8-bit state, 24-bit master weights": {"optimizer_state": "8bit", "master_weights": "24bit"},
+}
+METHODS = (
+    {PLAIN: Compute()}
+    | {name: APPROXIMATE[name] for name in (*_COMPRESS, *_TABLES, _BOTH)}
+    | dict.fromkeys(OPTIMIZERS, Compute())
+)
 #: What a task does not need, but where it is asked for: both together are for LoRA.
 _LEFT_OUT = {"llama": (*_TABLES[1:], _BOTH), "minilm, LoRA": ()}
 #: What makes two records the same training.
@@ -99,9 +109,10 @@ class Config:
 class Runner:
     """Trains the models of one task with one method."""
 
-    def __init__(self, model: real_models.RealModel, setup: Setup, compute: Compute):
-        self.setup = setup
-        self.optimizer = make_optimizer(OptimizerConfig(setup.rate), setup.steps)
+    def __init__(self, model: real_models.RealModel, setup: Setup, method: str):
+        self.setup, compute = setup, METHODS[method]
+        self.rates = OptimizerConfig(setup.rate, **OPTIMIZERS.get(method, {}))
+        self.optimizer = make_optimizer(self.rates, setup.steps)
         self.step = jax.jit(make_step(model.loss(compute), self.optimizer), donate_argnums=0)
         exact = model.loss(Compute())
         self.totals = jax.jit(lambda *args: exact(*args)[1])
@@ -116,7 +127,7 @@ class Runner:
           DivergedError: the loss is not a number any more.
         """
         losses, cosines, steps = [], {}, self.setup.steps
-        state = init_state(model.params, self.optimizer, "float32")
+        state = init_state(model.params, self.optimizer, "float32", self.rates.param_dtype)
         start = time.perf_counter()
         for number in tqdm(range(steps), name, unit="step", mininterval=1, leave=False):
             inputs = model.frozen, model.batches.at(number)
@@ -169,7 +180,7 @@ def run_task(task: str, config: Config) -> None:
             if key in done:
                 continue
             if method not in runners:
-                runners[method] = Runner(model, setup, METHODS[method])
+                runners[method] = Runner(model, setup, method)
             found = runners[method].run(model, f"{task}, {method}, seed {seed}")
             record = dict(zip(_KEY, key, strict=True)) | found | {"versions": versions()}
             json_lines.append(config.output, record)
