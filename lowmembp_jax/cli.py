@@ -34,7 +34,7 @@ from lowmembp_jax.commands.plan import PlanCommand
 from lowmembp_jax.commands.residuals import ResidualsCommand
 from lowmembp_jax.errors import GivenError
 
-_USAGE, _MISSING_PACKAGE, _INTERRUPTED = 2, 4, 130
+_MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "rich", "tyro")
 
 
@@ -57,13 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Annotated[FitCommand, tyro.conf.subcommand("fit")],
         tyro.conf.OmitSubcommandPrefixes,
     ]
+    command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
-        command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
         # A GPU that is there is left alone, and none is needed.
         import jax
 
         jax.config.update("jax_platforms", "cpu")
         return command.run()
+    except SystemExit as error:
+        return _fail(f"the model's own code ended the program, with {error.code!r}", _MODEL_FAILED)
     except GivenError as error:
         return _fail(str(error), _USAGE)
     except ImportError as error:

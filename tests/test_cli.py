@@ -154,7 +154,7 @@ def test_the_smallest_gpu_that_fits(run, tmp_path, monkeypatch):
     status, out, _ = run(*plan, "--batch", 8, "--budget", "1kB")
     assert status == 3 and "it fits in none of these" in out
     status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "all")
-    assert status == 2 and "--device all takes --method" in err
+    assert status == 2 and "--device all takes one --method" in err
 
 
 @gpu_compiler
@@ -281,11 +281,17 @@ PLANS = (
     "{}",
     '{"methods": 3}',
     '{"methods": [{"method": [], "plan": 1}]}',
+    "nested",
 )
 
 
 @pytest.mark.parametrize("content", PLANS)
 def test_a_file_that_is_no_plan(run, tmp_path, content):
+    if content == "nested":  # a plan, with a list in place of a number
+        device, cost = lm.memory.get_device("t4"), lm.memory.Cost((), ())
+        plan = lm.memory.Plan(device, 1, 0.75, *[0] * 9, (), cost)
+        nested = "[" * 50 + "]" * 50
+        content = plan.to_json().replace('"parameters": 0', f'"parameters": {nested}')
     (tmp_path / "plan.json").write_text(content)
     status, out, err = run("diff", tmp_path / "plan.json", tmp_path / "plan.json")
     assert (status, out) == (2, "") and "plan.json holds no plan" in err
@@ -344,6 +350,49 @@ def test_usage_errors(run, arguments, message):
     assert message in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+OPTIONS = [
+    *[("mlp", "width=abc"), ("mlp", "width=1.5"), ("mlp", "batch=3")],
+    *[("typed", "rate=x"), ("typed", "biased=maybe")],
+]
+
+
+@pytest.mark.parametrize(("function", "option"), OPTIONS)
+def test_options_have_the_type_of_the_default(run, function, option):
+    status, out, err = run("plan", "--model", f"{FILE}:{function}", "--options", option)
+    assert (status, out) == (2, "") and option.partition("=")[0] in err and err.count("\n") == 1
+
+
+def test_options_become_numbers(run):
+    factory = load_factory(f"{FILE}:typed")
+    step, args = factory("default", None, rate="0.5", biased="false").step, ()
+    assert step(*args) == (0.5, False)
+
+
+@gpu_compiler
+def test_several_methods(run):
+    plan = ("plan", "--model", f"{FILE}:mlp", "--batch", 64, "--json", "-")
+    status, out, _ = run(*plan, "--method", "lowmembp,default")
+    assert status == 0
+    assert [one["method"] for one in json.loads(out)["methods"]] == ["lowmembp", "default"]
+    assert run(*plan, "--method", "lowmembp,default", "--device", "all")[0] == 2
+
+
+@gpu_compiler
+def test_the_fraction_of_the_memory(run):
+    plan = ("plan", "--model", f"{FILE}:mlp", "--batch", 64, "--method", "default", "--json", "-")
+    status, out, err = run(*plan, "--memory-fraction", 0.9)
+    (one,) = json.loads(out)["methods"]
+    assert status == 0 and one["plan"]["memory_fraction"] == 0.9
+    status, out, err = run(*plan, "--memory-fraction", 1.5)
+    assert status == 2 and "memory_fraction" in err
+
+
+@pytest.mark.parametrize("function", ["exits", "no_results"])
+def test_a_model_that_ends_or_returns_nothing(run, function):
+    status, out, err = run("plan", "--model", f"{FILE}:{function}", "--method", "default")
+    assert status in (1, 2) and out == "" and err.splitlines()[-1].startswith("lowmembp: error:")
 
 
 def test_the_models_own_errors_are_shown_whole(run):

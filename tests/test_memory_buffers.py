@@ -126,6 +126,15 @@ def test_values_without_a_range_or_a_place():
     ]
 
 
+def test_constants_inside_of_kernels_live_at_no_time():
+    inside = " value: <3 constant_8_0 @0> (size=4,offset=0): s32[]\n"
+    text = ASSIGNMENT.replace("constant:\n", "constant:\n" + inside)
+    values = (
+        VALUES + "<3 constant_8_0 @0>\n positions:\n  constant_8_0\n uses:\n  ge.0, operand 1\n"
+    )
+    assert buffers.parse(text, values, RANGES).not_understood == ()
+
+
 def test_no_dump(tmp_path):
     with pytest.raises(FileNotFoundError, match="XLA has written no buffer assignment into"):
         buffers.read(tmp_path)

@@ -86,6 +86,25 @@ def test_report_names_winner_and_notes_once(planned):
     assert text.count("does not fit") == 1  # default
 
 
+def test_print_a_comparison(planned):
+    comparison = choose("25GB").comparison
+    text = str(comparison)
+    assert all(f"{method}: " in text for method in METHODS)
+    assert text.count("does not fit") == 1 and "the fastest that fits: lowmembp" in text
+    assert "note: another" in text and len(text.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("gib", "fraction", "verdict"),
+    [(15, 0.75, "fits"), (20, 0.75, "=0.85"), (20, 0.9, "fits"), (23.5, 0.75, "not fit")],
+)
+def test_the_fraction_of_memory_that_would_do(gib, fraction, verdict):
+    memory = lm.memory.get_device("rtx4090")
+    peak = int(gib * 2**30)
+    plan = lm.memory.Plan(memory, 1, fraction, peak, 0, 0, 0, 0, 0, 0, 0, 0, (), Cost((), ()))
+    assert plan.verdict.endswith(verdict) and plan.verdict in str(plan)
+
+
 def test_rates_of_text(planned):
     def of_text(method, batch):
         return lm.memory.Workload(lambda: method, (), tokens=128 * batch)
@@ -125,6 +144,6 @@ def test_budget_of_a_plan():
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     assert not lm.memory.plan(jnp.sin, x, budget="4kB").fits
     plan = lm.memory.plan(jnp.sin, x, budget="10kB")
-    assert plan.fits and "fits in 10,000 B, the budget" in str(plan)
+    assert plan.fits and "fits: 10,000 B are the budget" in str(plan)
     with pytest.raises(ValueError, match=r"budget: '24' is not a size: .* GB, GiB"):
         lm.memory.plan(jnp.sin, x, budget="24")

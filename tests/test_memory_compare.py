@@ -118,6 +118,28 @@ def test_what_a_workload_donates_is_not_there_twice():
     assert compared["kept"].plan.peak - compared["donated"].plan.peak == 4 * 2**20
 
 
+def one_of_two(method, batch):
+    return {"default": factory, "own": factory}[method]("default", 8)
+
+
+def test_a_factory_that_knows_some_methods():
+    with pytest.raises(ValueError, match="method: step_factory"):
+        lm.memory.compare(one_of_two, batch=8)
+
+    def other_key(method, batch):
+        return {}["model"]
+
+    with pytest.raises(KeyError, match="model"):
+        lm.memory.compare(other_key, batch=8)
+
+
+@pytest.mark.gpu_compiler
+def test_a_factory_that_says_its_methods(monkeypatch):
+    monkeypatch.setattr(one_of_two, "methods", ("default", "own"), raising=False)
+    compared = lm.memory.compare(one_of_two, batch=8, cache=False, progress=False)
+    assert [one.method for one in compared] == ["default", "own"]
+
+
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_largest_batch_over_a_mesh():

@@ -242,7 +242,7 @@ def test_devices_differ_in_what_fits():
     small, large = (plan_mlp(rows, device=device) for device in ("l4", "b200"))
     assert not small.fits and large.fits
     assert small.usable == lm.memory.get_device("l4").usable_bytes()
-    assert "does NOT fit in" in str(small) and "peak: fits in" in str(large)
+    assert "peak, does not fit" in str(small) and "peak, fits" in str(large)
     assert plan_mlp(rows, device="l4", memory_fraction=0.5).usable < small.usable
 
 
@@ -306,5 +306,5 @@ def test_reports():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"memory_fraction=75: accepted are numbers in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"memory_fraction: .* got 75"):
         plan_mlp(64, memory_fraction=75)

@@ -33,7 +33,8 @@ class PlanCommand(ModelOptions):
     it fit, and which method that fits is the fastest."""
 
     method: str | None = None
-    """One method, reported in detail. Default: all that the model has, side by side."""
+    """One method, reported in detail, or several, such as dots,compress. Default: all that the
+    model has, side by side."""
     device: str = "h200"
     """See `lowmembp devices`; or the path of a target description of your own; or "all", with
     --method: the smallest that fits."""
@@ -44,7 +45,9 @@ class PlanCommand(ModelOptions):
     """What each argument of the step is, in their order. Default: as the program tells."""
     budget: str | None = None
     """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
-    takes, 75% of the device."""
+    takes, --memory-fraction of the device."""
+    memory_fraction: float = 0.75
+    """What you set XLA_CLIENT_MEM_FRACTION to, such as 0.95. JAX's default is 0.75."""
     link_bandwidth: str | None = None
     """Bytes a second that each GPU sends to others, such as 50GB. Default: the time on the links is
     left out."""
@@ -64,12 +67,17 @@ class PlanCommand(ModelOptions):
     cache: bool = True
     """Take plans of programs that were compiled before from ~/.cache/lowmembp_jax."""
 
+    @property
+    def _one(self) -> str | None:
+        """The method, if there is only one."""
+        return None if self.method is None or "," in self.method else self.method
+
     def run(self) -> int:
         """Returns the exit status."""
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
         check_output("--timeline", self.timeline, IMAGES)
-        if self.timeline is not None and (self.method is None or self.device == "all"):
+        if self.timeline is not None and (self._one is None or self.device == "all"):
             raise GivenError("--timeline takes --method and one --device: it draws one plan")
         if not self.compile:
             return self._estimate()
@@ -96,7 +104,7 @@ class PlanCommand(ModelOptions):
             if given:
                 raise GivenError(f"--no-compile takes no {option}, which is of compiled programs")
         step = self._prepared(self.device)
-        method = self.method or step.methods[0]
+        method = step.methods[0]
         lowered = lower_workload(step.factory(method, step.batch), **step.options)
         found = of_lowered(lowered, step.budget)
         if self.json is not None:
@@ -110,7 +118,7 @@ class PlanCommand(ModelOptions):
         from lowmembp_jax.memory.devices import DEVICES, get_device
         from lowmembp_jax.memory.report import sweep_report
 
-        for option, given in (("--method", self.method is None), ("no --plot", self.plot)):
+        for option, given in (("one --method", self._one is None), ("no --plot", self.plot)):
             if given:
                 raise GivenError(f"--device all takes {option}: it plans one method, in a table")
         found, refused, title = [], {}, ""
@@ -159,7 +167,7 @@ class PlanCommand(ModelOptions):
         size = None if batch is None else f"batch {batch}"
         return _Prepared(
             factory=lambda method, batch: factory(method, batch, **arguments),
-            methods=factory.methods if self.method is None else (self.method,),
+            methods=factory.methods if self.method is None else tuple(self.method.split(",")),
             batch=batch,
             budget=budget,
             title=", ".join(filter(None, (self.model, self.train, size, *self.options))),
@@ -168,6 +176,7 @@ class PlanCommand(ModelOptions):
                 "mesh": self.devices if self.devices > 1 else None,
                 "parts": self.parts or None,
                 "link_bandwidth": bandwidth,
+                "memory_fraction": self.memory_fraction,
             },
         )
 
@@ -192,15 +201,15 @@ class PlanCommand(ModelOptions):
     def _draw(self, comparison, title: str) -> None:
         from lowmembp_jax.memory.plot import plot_comparison, plot_plan, plot_timeline
 
-        if self.plot is not None and self.method is None:
+        if self.plot is not None and self._one is None:
             plot_comparison(comparison, self.plot, title)
         for path, plot in ((self.plot, plot_plan), (self.timeline, plot_timeline)):
-            if path is not None and self.method is not None:
-                plot(comparison[self.method].plan, path, f"{title}, {self.method}")
+            if path is not None and self._one is not None:
+                plot(comparison[self._one].plan, path, f"{title}, {self._one}")
 
     def _report(self, comparison, title: str):
         from lowmembp_jax.memory.report import comparison_report, plan_report
 
-        if self.method is None:
+        if self._one is None:
             return comparison_report(comparison, title)
-        return plan_report(comparison[self.method], f"{title}, {self.method}")
+        return plan_report(comparison[self._one], f"{title}, {self._one}")

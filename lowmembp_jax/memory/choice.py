@@ -6,7 +6,6 @@ from typing import Any
 
 from lowmembp_jax.memory.comparison import Comparison, compare
 from lowmembp_jax.memory.planning.result import Plan
-from lowmembp_jax.memory.planning.workload import METHODS
 from lowmembp_jax.memory.sizes import format_bytes
 
 _NEAR = "  # gradients are approximate: see lm.gradient_fidelity"
@@ -78,7 +77,7 @@ class Choice:
 
 def choose(
     step_factory: Callable[[str, int | None], Any],
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     *,
     budget: int | str | None = None,
     batch: int | None = None,
@@ -94,7 +93,7 @@ def choose(
 
     Args:
       step_factory: see `compare`.
-      methods: names that the factory knows; those of `lm.memory.METHODS` by default.
+      methods: as of `compare`.
       budget: bytes that each device may use, or a size such as "24GB"; by default the device's
         usable memory.
       batch: the batch size; None leaves it to the factory.

@@ -16,8 +16,8 @@ from lowmembp_jax.memory.plan import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.planning.largest_batch import largest_batch
 from lowmembp_jax.memory.planning.meshes import mesh_of
 from lowmembp_jax.memory.planning.result import Plan
-from lowmembp_jax.memory.planning.workload import METHODS, Workload, as_workload
-from lowmembp_jax.memory.sizes import as_bytes
+from lowmembp_jax.memory.planning.workload import Workload, methods_of, workload_of
+from lowmembp_jax.memory.sizes import as_bytes, format_bytes
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,21 @@ class Comparison:
         every = (note for plan in plans for note in (*plan.notes, *plan.cost.notes))
         return tuple(dict.fromkeys(every))
 
+    def __str__(self) -> str:
+        plan, fastest = self.methods[0].plan, self.fastest
+        device = plan.device.times(plan.device_count)
+        batch = "" if self.batch is None else f", batch {self.batch:,}"
+        lines = [f"{device}{batch}, {format_bytes(self.budget)} on each device:"]
+        lines += [
+            f"{format_bytes(one.plan.peak):>12}  {one.plan.cost.estimated_seconds * 1e3:>9,.1f} ms"
+            f"  {one.method}: {one.plan.verdict}"
+            + ("" if one.largest_batch is None else f", largest batch {one.largest_batch:,}")
+            for one in self
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += ["none fits"] if fastest is None else [f"the fastest that fits: {fastest.method}"]
+        return "\n".join([*lines, "times are estimates"])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         fastest = self.fastest
@@ -115,7 +130,7 @@ def lower_workload(workload: Workload, **plan_options: Any) -> LoweredStep:
 
 def compare(
     step_factory: Callable[[str, int | None], Any],
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     *,
     batch: int | None = None,
     budget: int | str | None = None,
@@ -138,7 +153,8 @@ def compare(
     Args:
       step_factory: called with a method and a batch size; returns a step and the tuple of its
         abstract arguments, or a `lm.memory.Workload`.
-      methods: names that the factory knows; those of `lm.memory.METHODS` by default.
+      methods: names that the factory knows. By default those in `step_factory.methods`, or else
+        `lm.memory.METHODS`.
       batch: the batch size to compare at; None leaves it to the factory.
       budget: bytes a device may use, or a size such as "24GB"; `fits` is about it. The device's
         usable memory by default.
@@ -163,6 +179,8 @@ def compare(
     """
     if not callable(step_factory):
         raise TypeError(f"compare: step_factory must be callable, got {step_factory!r}")
+    if methods is None:
+        methods = methods_of(step_factory)
     if not methods or isinstance(methods, str):
         raise ValueError(f"compare: methods must be a sequence of names, got {methods!r}")
     if find_largest_batch and batch is None:
@@ -175,7 +193,7 @@ def compare(
     multiple = batch_multiple or math.gcd(batch or 8, 8)
 
     # What is wrong with the factory shows before minutes of compilation.
-    workloads = {(m, batch): as_workload(step_factory(m, batch), "step_factory") for m in methods}
+    workloads = {(m, batch): workload_of(step_factory, m, batch) for m in methods}
     for workload in workloads.values():
         check_call(workload.step, workload.args)
     plans: dict[tuple[str, int | None], Plan] = {}
@@ -198,8 +216,8 @@ def compare(
             largest[method] = found.value
 
     def lower(method: str, size: int | None) -> LoweredStep:
-        made = workloads.get((method, size)) or step_factory(method, size)
-        return lower_workload(as_workload(made, "step_factory"), **plan_options)
+        made = workloads.get((method, size)) or workload_of(step_factory, method, size)
+        return lower_workload(made, **plan_options)
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())

@@ -117,7 +117,7 @@ class Device:
         return self.description if count == 1 else f"{count} x {self.description}"
 
     def usable_bytes(self, fraction: float = 0.75) -> int:
-        """What JAX's allocator takes of the memory: `XLA_PYTHON_CLIENT_MEM_FRACTION`, 0.75."""
+        """What JAX's allocator takes of the memory: `XLA_CLIENT_MEM_FRACTION`, 0.75."""
         return int(self.memory_bytes * fraction)
 
 

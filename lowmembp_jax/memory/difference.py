@@ -58,6 +58,13 @@ def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
     return total
 
 
+def _checked(plan: Plan) -> Plan:
+    """The plan; what is no number in it raises an error here, and not in the report."""
+    changes_by_part(plan, plan)
+    changes_by_module(plan, plan)
+    return plan
+
+
 def read_plan(path: Path, method: str | None = None) -> Plan:
     """A plan that `lowmembp plan --json` or `Plan.to_json` wrote.
 
@@ -71,12 +78,12 @@ def read_plan(path: Path, method: str | None = None) -> Plan:
     try:
         data = json.loads(path.read_text())
         if "methods" not in data:
-            return Plan.from_dict(data)
+            return _checked(Plan.from_dict(data))
         plans = {one["method"]: one["plan"] for one in data["methods"]}
         if method is None and len(plans) == 1:
             method = next(iter(plans))
         if method in plans:
-            return Plan.from_dict(plans[method])
+            return _checked(Plan.from_dict(plans[method]))
         given = "none" if method is None else repr(method)
         reason = f"{path}: --method is {given}: accepted are {', '.join(plans)}"
     # What is not a plan can fail in any of these ways.

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowmembp_jax.jax_internals import without_compiler_options
+from lowmembp_jax.jax_internals import is_reference, without_compiler_options
 from lowmembp_jax.memory.buffers import assignment as buffers
 from lowmembp_jax.memory.buffers.flow import Flow
 from lowmembp_jax.memory.buffers.parts import Buffers
 from lowmembp_jax.memory.compilation import lower_for
 from lowmembp_jax.memory.compiler import compile_lowered
-from lowmembp_jax.memory.constants import check_call, close_over_constants
+from lowmembp_jax.memory.constants import StepError, check_call, close_over_constants
 from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.hlo import program as hlo
 from lowmembp_jax.memory.hlo.cost import cost
@@ -85,7 +85,7 @@ def plan(
         and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
         the program tells, by what is differentiated and what comes back, the types of optax's
         states and NNX's variables, and for the rest names, such as `state.frozen`.
-      memory_fraction: of the GPU's memory that is JAX's: `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+      memory_fraction: of the GPU's memory that is JAX's: `XLA_CLIENT_MEM_FRACTION`.
       budget: bytes that each device may use, or a size such as "24GB"; `fits` is about it. By
         default what is JAX's.
       link_bandwidth: bytes a second that a device sends to others, or a size such as "50GB", for
@@ -134,7 +134,7 @@ def lower_step(
 ) -> LoweredStep:
     """What `plan` does before it compiles; the same arguments."""
     if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction}: accepted are numbers in (0, 1]")
+        raise StepError(f"memory_fraction: expected a number in (0, 1], got {memory_fraction}")
     bandwidth = as_bytes("link_bandwidth", link_bandwidth)
     check_call(step, abstract_args)
     step, own_options = without_compiler_options(step)
@@ -149,6 +149,11 @@ def lower_step(
         **shardings,
     )
     made = lower(in_shardings=in_shardings)
+    if not made.jaxpr.outvars and not any(map(is_reference, made.jaxpr.invars)):
+        raise StepError(
+            "step: expected it to return arrays, such as the new parameters, got none: XLA drops "
+            "what is not returned"
+        )
     named = arguments(*close_over_constants(step, abstract_args), parts, made.jaxpr)
     notes = made.notes
     if not made.is_said and (shared := batch_shardings(made.args, named)) is not None:

@@ -25,10 +25,6 @@ def _table(title: str, *columns: str, left: Iterable[str] = ()) -> Table:
     return table
 
 
-def _verdict(plan: Plan) -> str:
-    return "fits" if plan.fits else "does not fit"
-
-
 def _limit(plan: Plan) -> str:
     what = "usable" if plan.budget is None else "budget"
     capacity = format_bytes(plan.device.memory_bytes)
@@ -53,7 +49,7 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
         size = getattr(plan, name)
         parts.add_row(name.replace("_", " "), format_bytes(size), f"{size / plan.peak:.1%}")
     parts.add_section()
-    parts.add_row("peak", format_bytes(plan.peak), _verdict(plan))
+    parts.add_row("peak", format_bytes(plan.peak), plan.verdict)
     if plan.host:
         parts.add_row("the host's memory", format_bytes(plan.host), "")
     if one.largest_batch is not None:
@@ -129,7 +125,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
             *_work(cost)[:3],
             *(f"{count / cost.estimated_seconds:,.0f}" for count in rates.values()),
             *([f"{one.largest_batch:,}"] if searched else []),
-            _verdict(one.plan),
+            one.plan.verdict,
         )
     try:
         outcome = str(fastest_of(comparison))
@@ -177,7 +173,7 @@ def sweep_report(
             plan.device.name,
             *map(format_bytes, (plan.device.memory_bytes, plan.limit, plan.peak)),
             f"{plan.cost.estimated_seconds * 1e3:.1f} ms",
-            _verdict(plan),
+            plan.verdict,
         )
     fitting = next((one.plan for one in found if one.plan.fits), None)
     outcome = "it fits in none of these"

@@ -116,3 +116,23 @@ def deep(batch=256):
 
     weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     return step, ([weight] * 100, jax.ShapeDtypeStruct((batch, 256), jnp.float32))
+
+
+def typed(rate=0.1, biased=True):
+    """Its options have other types than int."""
+    return (lambda: (rate, biased)), ()
+
+
+def exits(batch=8):
+    """As a script that ends."""
+    raise SystemExit
+
+
+def no_results(batch=8):
+    """Its step returns nothing."""
+    step, args = mlp(batch)
+
+    def forgets(*args):
+        step(*args)
+
+    return forgets, args

@@ -1,5 +1,6 @@
 """Where `--model` finds the functions that make workloads."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -10,7 +11,14 @@ from typing import Any
 
 from lowmembp_jax.importing import NoSuchFunctionError, function_of_file
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
-from lowmembp_jax.memory.planning.workload import METHODS, Workload, WorkloadError, as_workload
+from lowmembp_jax.memory.planning.workload import (
+    METHODS,
+    Workload,
+    WorkloadError,
+    as_workload,
+    methods_of,
+    says_which_methods,
+)
 from lowmembp_jax.patching import patch
 
 
@@ -31,7 +39,7 @@ class Factory:
     @property
     def methods(self) -> tuple[str, ...]:
         """What it can be asked for. Any model can be patched; to recompute, it must help."""
-        return METHODS if self.takes("method") else ("default", "lowmembp")
+        return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
 
     @property
     def default_batch(self) -> int | None:
@@ -53,9 +61,10 @@ class Factory:
           WorkloadError: the function does not take an option, or not this method.
         """
         names = self._names()
-        if method not in METHODS:
-            raise WorkloadError(f"method={method!r}: accepted are {', '.join(METHODS)}")
-        if method not in self.methods:
+        if method not in {*METHODS, *self.methods}:
+            accepted = self.methods if self.takes("method") else METHODS
+            raise WorkloadError(f"method={method!r}: accepted are {', '.join(accepted)}")
+        if not self.takes("method") and method not in self.methods:
             raise WorkloadError(
                 f"method={method!r}: {self.name} takes no argument `method`, so that it can have "
                 f"only {' and '.join(self.methods)} (its ops patched)"
@@ -69,17 +78,31 @@ class Factory:
                 f"{self.name} takes no argument {', '.join(unknown)}; it takes "
                 f"{', '.join(names) or 'none'}"
             )
+        options = {key: _like_default(key, x, names.get(key)) for key, x in options.items()}
         patched = method == "lowmembp" and "method" not in names
         if "method" in names:
             options["method"] = method
         try:
-            with says_how_to_install_cudnn():
+            with says_how_to_install_cudnn(), says_which_methods(method, self.name):
                 workload = as_workload(self.function(**options), self.name)
         except ValueError as error:
             if self.is_example:
                 raise WorkloadError(f"{self.name}: {error}") from error
             raise
         return dataclasses.replace(workload, context=patch) if patched else workload
+
+
+def _like_default(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:
+    """A value of `--options`, as a number where the argument's default is one."""
+    default = None if parameter is None else parameter.default
+    if not isinstance(value, str) or not isinstance(default, int | float):
+        return value
+    if isinstance(default, bool) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    with contextlib.suppress(ValueError):
+        if isinstance(default, float):
+            return float(value)
+    raise WorkloadError(f"--options: {key}: expected {type(default).__name__}, got {value!r}")
 
 
 def load_factory(model: str) -> Factory:

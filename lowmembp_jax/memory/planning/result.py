@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any, get_args
 
 from lowmembp_jax.memory.buffers.parts import Part
@@ -13,6 +14,8 @@ from lowmembp_jax.memory.sizes import format_bytes
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
 
+# The most of a GPU's memory that JAX can have: CUDA and its libraries need the rest.
+_MOST_FRACTION = 0.95
 _NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
 
@@ -84,6 +87,16 @@ class Plan:
         """Whether the peak is within the limit."""
         return self.peak <= self.limit
 
+    @property
+    def verdict(self) -> str:
+        """Whether the peak is within the limit, or would be if JAX's allocator had more."""
+        if self.fits:
+            return "fits"
+        needed = math.ceil(100 * self.peak / self.device.memory_bytes) / 100
+        if self.budget is not None or needed > _MOST_FRACTION:
+            return "does not fit"
+        return f"does not fit; fits with XLA_CLIENT_MEM_FRACTION={needed}"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "device": self.device.name,
@@ -121,11 +134,10 @@ class Plan:
         lines = [f"{self.device.times(self.device_count)}, on each device:"]
         for part in PARTS:
             lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
-        verdict = "fits in" if self.fits else "does NOT fit in"
         what = f"{self.memory_fraction:.0%} of {format_bytes(self.device.memory_bytes)}"
         lines += [
-            f"{format_bytes(self.peak):>12}  peak: {verdict} {format_bytes(self.limit)}, "
-            + (what if self.budget is None else "the budget"),
+            f"{format_bytes(self.peak):>12}  peak, {self.verdict}: {format_bytes(self.limit)} are "
+            + (f"usable, {what}" if self.budget is None else "the budget"),
             *([f"{format_bytes(self.host):>12}  of the host's memory"] if self.host else []),
             *(f"note: {note}" for note in self.notes),
             "largest at the peak:",

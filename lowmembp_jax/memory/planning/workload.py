@@ -1,7 +1,7 @@
 """What is planned: a training step with its abstract arguments."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,39 @@ class Workload:
 
 class WorkloadError(GivenError):
     """No workload can be had from what was given; the message says why."""
+
+
+def methods_of(step_factory: Callable[..., Any]) -> tuple[str, ...]:
+    """The methods that a factory says that it knows, in an attribute `methods`, or else all."""
+    return tuple(getattr(step_factory, "methods", METHODS))
+
+
+def workload_of(step_factory: Callable[..., Any], method: str, batch: int | None) -> Workload:
+    """What a factory makes for a method and a batch size.
+
+    Raises:
+      WorkloadError: it is no workload, or the factory does not know the method.
+    """
+    with says_which_methods(method, "step_factory"):
+        return as_workload(step_factory(method, batch), "step_factory")
+
+
+@contextmanager
+def says_which_methods(method: str, factory: str) -> Iterator[None]:
+    """For calls of a factory that looks the method up.
+
+    Raises:
+      WorkloadError: in place of the KeyError of a method that is not there.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (method,):
+            raise
+        raise WorkloadError(
+            f"method: {factory} raised a KeyError for {method!r}: expected a method that it knows. "
+            "Name those, with methods=... or --method a,b, or in an attribute `methods` of it"
+        ) from error
 
 
 def as_workload(made: Any, where: str) -> Workload:
