@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from lowmembp_examples.benchmarks import attention, blocks, encoder
 from lowmembp_examples.benchmarks.correctness import check
-from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
-from lowmembp_examples.benchmarks.kernel_cases import DIRECTIONS, KERNELS, SMOKE_KERNELS, contenders
-from lowmembp_examples.benchmarks.timing import SMOKE, launches, moved_bytes, repeated
+from lowmembp_examples.benchmarks.kernel_cases import DIRECTIONS, KERNELS, SMOKE_KERNELS
+from lowmembp_examples.benchmarks.programs import (
+    SMOKE,
+    ForwardBackward,
+    launches,
+    moved_bytes,
+    repeated,
+)
 from lowmembp_examples.models.common import Compute
 
 import lowmembp_jax as lm
@@ -51,7 +56,7 @@ def test_blocks_are_traced(method):
 
 @pytest.mark.parametrize("name", SMOKE_KERNELS)
 def test_what_users_have_is_right(name):
-    ops = contenders(KERNELS[name], "baselines")
+    ops = KERNELS[name].contenders("baselines")
     with jax.numpy_dtype_promotion("standard"):
         records = list(check(KERNELS[name], ops, jnp.dtype("float32"), 8, jax.random.key(0)))
     assert len(records) == 2 * len(ops) >= 4 and all(record["passed"] for record in records)

@@ -1,10 +1,8 @@
-"""The models' attention, each implementation: values and gradients against float32, time, memory.
+"""Checks and times the models' attention: each implementation against float32.
 
-cuDNN's attention runs on a GPU and nowhere else, so that only there it is checked. A stage of
-`on_gpu.py`.
+cuDNN's attention runs only on a GPU, so only this stage of `on_gpu.py` checks it.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -12,9 +10,8 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lowmembp_examples.benchmarks.compiling import reason
-from lowmembp_examples.benchmarks.stages import Cases, Machine, main
-from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.programs import SMOKE, Effort, time_calls
+from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Attention
 
@@ -45,7 +42,7 @@ CASES = {
 
 
 def draw(case: Case, dtype: Any, seed: int) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Arrays that are differentiated, by name, with the cotangent "g"; and keyword arguments."""
+    """Draws differentiated arrays by name, with the cotangent "g"; and keyword arguments."""
     queries = (case.batch, case.tokens, case.heads, case.head_size)
     keys = (case.batch, case.tokens, case.kv_heads, case.head_size)
     shapes = {"q": queries, "k": keys, "v": keys, "g": queries}
@@ -63,8 +60,7 @@ def draw(case: Case, dtype: Any, seed: int) -> tuple[dict[str, jax.Array], dict[
 
 
 def step(implementation: Attention, more: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
-    """The output, and the gradients by name."""
-    g = arrays["g"]
+    """Returns the output, and the gradients by name."""
     inputs = {name: array for name, array in arrays.items() if name != "g"}
 
     def forward(inputs):
@@ -72,7 +68,7 @@ def step(implementation: Attention, more: dict[str, Any], arrays: dict[str, jax.
         return attention(q, k, v, implementation, bias=inputs.get("bias"), **more)
 
     out, vjp = jax.vjp(forward, inputs)
-    return {"out": out} | {f"d{name}": grad for name, grad in vjp(g)[0].items()}
+    return {"out": out} | {f"d{name}": grad for name, grad in vjp(arrays["g"])[0].items()}
 
 
 def error(got: jax.Array, want: np.ndarray) -> float:
@@ -81,7 +77,7 @@ def error(got: jax.Array, want: np.ndarray) -> float:
 
 
 def compare(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
-    """A record of each dtype and implementation, with the reason where it does not run."""
+    """Yields a record for each dtype and implementation, with the reason if it does not run."""
     seed = np.random.SeedSequence().entropy % 2**31
     for dtype, tolerance in TOLERANCES.items():
         arrays, more = draw(case, jnp.dtype(dtype), seed)
@@ -94,13 +90,13 @@ def compare(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
             try:
                 program = jax.jit(partial(step, implementation, more)).lower(arrays).compile()
                 errors = {name: error(a, want[name]) for name, a in program(arrays).items()}
-            except Exception as why:  # one implementation's error is a result, the others go on
+            except Exception as why:  # The error is a result, and the other implementations go on.
                 yield record | {"status": f"failed: {reason(why)}", "passed": False}
                 continue
             time = time_calls(lambda _, run=program, on=arrays: run(on), effort)
             yield record | {
                 "status": "checked",
-                # Written so that a NaN is beyond every limit.
+                # A NaN is beyond every limit.
                 "passed": all(e <= tolerance for e in errors.values()),
                 "errors": errors,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
@@ -114,7 +110,3 @@ def cases(machine: Machine) -> Cases:
         small = CASES["LLaMA, grouped, odd"]._replace(batch=2, tokens=19, bias=True, lengths=True)
         return {"LLaMA, grouped, odd": partial(compare, small, SMOKE)}
     return {name: partial(compare, case, Effort()) for name, case in CASES.items()}
-
-
-if __name__ == "__main__":
-    sys.exit(main(cases))

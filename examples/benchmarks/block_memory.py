@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from lowmembp_examples.benchmarks import encoder
 from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
 
 import lowmembp_jax as lm
@@ -85,7 +85,7 @@ def main() -> None:
         rows[tuple(row.values())[:3]] = row
         print(*row.values(), flush=True)
         write_json(OUTPUT, {**result, "rows": [*rows.values()]})
-    print(table(cells([*rows.values()])))
+    print(markdown(cells([*rows.values()])))
 
 
 if __name__ == "__main__":

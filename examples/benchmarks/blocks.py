@@ -1,11 +1,10 @@
-"""Step time and peak memory of ViT-B and LLaMA-7B blocks, by method and implementation.
+"""Measures step time and peak memory of ViT-B and LLaMA-7B blocks, by method and implementation.
 
-Forward and backward of unrolled layers without an optimizer, bf16, norms without scale and bias:
-the encoder of `encoder.py` as the README's table has it, and `models/llama.py`'s layers. A stage
-of `on_gpu.py`: a case a process, for the peak is that of a process's whole life.
+A step is the forward and backward of unrolled layers in bf16, without an optimizer; norms have no
+scale and bias. The layers are those of `encoder.py` and `models/llama.py`. A stage of `on_gpu.py`:
+each case needs its own process, because the peak is that of a whole process.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from lowmembp_examples.benchmarks import encoder
-from lowmembp_examples.benchmarks.stages import Cases, Machine, main
-from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
-from lowmembp_examples.benchmarks.validate_arguments import floats
+from lowmembp_examples.benchmarks.programs import SMOKE, Effort, floats, moved_bytes, time_calls
+from lowmembp_examples.benchmarks.stages import Cases, Machine
 from lowmembp_examples.models.attention import attention_platform
 
 import lowmembp_jax as lm
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def vit(method: str, batch: int, tokens: int, layers: int, attention: str):
-    """Loss and gradients, and abstract arguments, the weights first."""
+    """Returns loss and gradients, and the abstract arguments, weights first."""
     step, (weights, _, x) = encoder.training_step(
         method, "full", scan=False, layers=layers, rows=(batch, tokens), attention=attention
     )
@@ -43,8 +41,8 @@ def llama(
     config: "LlamaConfig | str" = "llama-7b",
     scan: bool = False,
 ):
-    """Loss and gradients, and abstract arguments, the weights first."""
-    # Not above: reading its checkpoints needs another package.
+    """Returns loss and gradients, and the abstract arguments, weights first."""
+    # Imported here, because reading its checkpoints needs another package.
     from lowmembp_examples.models.common import Compute
     from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
     from lowmembp_examples.models.rotary import rotary_positions
@@ -73,9 +71,9 @@ def llama(
     return jax.value_and_grad(loss), (encoder.layers_of(weights, layers, scan), x)
 
 
-#: Of the encoder alone, whose attention has a name.
+#: Only the encoder has this method, because its attention has a name.
 OF_VIT = "compress, attention in bfloat16"
-#: How a step is built; batch, tokens and layers.
+#: The function that builds a step; batch, tokens and layers.
 MODELS = {
     "ViT-B": (vit, encoder.BATCH, encoder.TOKENS, 12),
     "LLaMA-7B": (llama, 4, 2048, 2),
@@ -101,8 +99,7 @@ def measure(model: str, method: str, implementation: str | None, effort: Effort)
     loss = float(compiled(*args)[0])
     peak = _peak()
     timed = time_calls(lambda _: compiled(*args), effort)
-    sizes = compiled.memory_analysis()
-    # 2 a weight and row, as many for the scores of each layer; twice that backward.
+    # Forward: 2 for a weight and row, and as many for each layer's scores. Backward: twice that.
     weights = sum(leaf.size for leaf in jax.tree.leaves(shapes[0]) if leaf.ndim > 1)
     flops = 6 * batch * tokens * (weights + layers * 2 * tokens * shapes[1].shape[-1])
     yield {
@@ -116,11 +113,9 @@ def measure(model: str, method: str, implementation: str | None, effort: Effort)
         "milliseconds": timed["seconds"] * 1e3,
         "quartiles": [t * 1e3 for t in timed["quartiles"]],
         "peak_bytes": peak,
-        # Of compiling: then the step's own peak is below it, and not known.
+        # Otherwise compiling took more, and the step's own peak is not known.
         "peak_is_the_step's": peak is not None and peak > before,
-        "planned_bytes": sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        + sizes.temp_size_in_bytes,
+        "planned_bytes": moved_bytes(compiled) + compiled.memory_analysis().temp_size_in_bytes,
         "matmul_flops": flops,
         "flops_a_second": flops / timed["seconds"],
     }
@@ -139,7 +134,3 @@ def cases(machine: Machine) -> Cases:
     if machine.smoke:
         steps, effort = [("LLaMA, tiny", *ours[0])], SMOKE
     return {", ".join(filter(None, step)): partial(measure, *step, effort) for step in steps}
-
-
-if __name__ == "__main__":
-    sys.exit(main(cases))

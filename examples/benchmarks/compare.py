@@ -1,60 +1,65 @@
-"""Ways to save memory side by side, ours and the others, on whole training steps of real models.
+"""Compares ways to save memory, ours and others, on whole training steps of real models.
 
     python examples/benchmarks/compare.py
     python examples/benchmarks/compare.py --models vit-b16 --train full --devices h200
 
-The trainer's step (AdamW, bfloat16, float32 master weights) is compiled by XLA for each GPU, and
-none is needed. A cell is a model, what is trained, how its layers run, a method and a GPU; as soon
-as it is done it is a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs
-of the compiled kernels, and an estimate of the time by the roofline. Started again, it goes on with
-what is not there; what failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours;
-the most telling come first, and several processes with other models may write to one file.
+XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for each GPU; you need
+none. A cell is a model, what is trained, how its layers run, a method and a GPU. A finished cell is
+a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs of the compiled
+kernels, and a roofline estimate of the time. Start it again to go on with what is missing; what
+failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours. The most telling come
+first. Several processes with other models may write to one file.
 
-With --largest-batch cells also get the largest batch in 24 and in 80 GB, after up to 16
-compilations each; where the GPU of a cell is here, its peak and step time are measured. Delete the
-file, or lines of it, to have them again. The operators as in the paper, 2 bits by the published
-tables, are the program of "lowmembp" with other constants, and no cell of their own.
+--largest-batch also finds the largest batch in 24 and in 80 GB, with up to 16 compilations each.
+If the GPU of a cell is here, its peak and step time are measured. Delete lines of the file to have
+them again. The operators as in the paper (2 bits by the published tables) are no cell of their own:
+they are the program of "lowmembp" with other constants.
 
 `readme_tables.py` and `plots.py` write tables and pictures from the file.
 """
 
 import dataclasses
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 # It must take no memory of a GPU on which others measure.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import tyro
-from lowmembp_examples.benchmarks import compare_rows, flags, json_lines, validate_plan
-from lowmembp_examples.benchmarks.compare_cells import (
-    DEVICES,
-    METHODS,
-    MODEL_NAMES,
-    TRAIN,
-    Cell,
-    cells,
-)
-from lowmembp_examples.benchmarks.compiling import reason
+from lowmembp_examples.benchmarks import flags, json_lines, validate
 from lowmembp_examples.benchmarks.on_gpu import run_process
-from lowmembp_examples.benchmarks.stages import nvidia_smi, versions
-from lowmembp_examples.benchmarks.validate_configurations import device_of
+from lowmembp_examples.benchmarks.stages import nvidia_smi, reason, versions
+from lowmembp_examples.benchmarks.validate import SIZES, Cell
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Method
-from lowmembp_examples.trainer.models import Layers
+from lowmembp_examples.trainer.models import MODELS, Layers
 from tqdm import tqdm
 
 import lowmembp_jax as lm
 
+#: What is compared unless you ask for something else.
+MODEL_NAMES = (
+    *("vit-b16", "llama-7b", "bert-base", "roberta-base"),
+    *("llama-1b", "vit-l16", "swin-t"),
+)
+METHODS: tuple[Method, ...] = get_args(Method)
+TRAIN: tuple[Train, ...] = ("full", "lora-qv", "lora-all", "qlora-all")
+DEVICES = ("h200", "a100-80gb", "rtx4090")
+LAYERS: tuple[Layers, ...] = ("scan", "unrolled")
+_TINY = {"llama-tiny": (2, 32)}  # for tests
 BUDGETS = (24, 80)  # GB
+PLANNED, FAILED = "planned", "failed"
+OUTPUT = Path(__file__).parent / "results" / "compare.jsonl"
+_KEY = tuple(field.name for field in dataclasses.fields(Cell))
 _VERSIONS = ("jax", "jaxlib", "flax", "qwix", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-#: By the name of a column, what finds it and perhaps more out.
+#: By the name of a column, the function that finds it and perhaps others.
 Columns = dict[str, Callable[[Cell], dict[str, Any]]]
-_MEASURE = [sys.executable, "-m", "lowmembp_examples.benchmarks.compare_measure"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Config:
 
     Attributes:
       models: by the names of `lowmembp plan --model`.
-      train: what is trained; 4-bit weights are a LLaMA's alone.
+      train: what is trained; only a LLaMA has 4-bit weights.
       methods: see `models/common.py`.
       devices: of `lowmembp devices`.
       layers: first those as the trainer runs them; a Swin scans pairs of them.
@@ -76,32 +81,86 @@ class Config:
     train: tuple[Train, ...] = TRAIN
     methods: tuple[Method, ...] = METHODS
     devices: tuple[str, ...] = DEVICES
-    layers: tuple[Layers, ...] = ("scan", "unrolled")
-    output: Path = Path(__file__).parent / "results" / "compare.jsonl"
+    layers: tuple[Layers, ...] = LAYERS
+    output: Path = OUTPUT
     largest_batch: bool = False
     measure: bool = True
 
 
+def trained_parts(model: str) -> tuple[Train, ...]:
+    """What is trained, the most telling first: nobody tunes a large LLaMA in full, or stores a
+    small model in 4 bits."""
+    if model in ("llama-7b", "llama-13b"):
+        return ("lora-qv", "qlora-all", "lora-all", "full")
+    return TRAIN if model.startswith("llama") else TRAIN[:3]
+
+
+def cells(
+    models: Sequence[str] = MODEL_NAMES,
+    train: Sequence[Train] = TRAIN,
+    methods: Sequence[Method] = METHODS,
+    devices: Sequence[str] = DEVICES,
+    layers: Sequence[Layers] = LAYERS,
+) -> list[Cell]:
+    """Returns the cells in the order in which they are compiled.
+
+    First comes each model on the first GPU, with the first two of its `trained_parts` and its
+    layers as the trainer runs them; then these on the other GPUs; then the rest.
+
+    Raises:
+      ValueError: a model has no size here, or no cell is left.
+    """
+    sizes = SIZES | _TINY
+    if unknown := [model for model in models if model not in sizes]:
+        raise ValueError(f"models: expected {', '.join(sizes)}, got {unknown}")
+    found: dict[Cell, tuple[int, ...]] = {}
+    for (place, device), model, method in product(enumerate(devices), models, methods):
+        family, _ = MODELS[model]
+        for number, part in enumerate(trained_parts(model)):
+            for which, how in enumerate(family.layers):
+                if part in train and how in layers:
+                    later = int(number > 1) + 2 * which
+                    cell = Cell(model, part, how, method, device, *sizes[model])
+                    found[cell] = (later, place, models.index(model), number)
+    if not found:
+        raise ValueError(
+            f"nothing to compare: {', '.join(models)} with train={list(train)}, "
+            f"layers={list(layers)}; only a LLaMA has 4-bit weights"
+        )
+    return sorted(found, key=lambda cell: found[cell])
+
+
+def read(path: Path = OUTPUT) -> dict[Cell, dict[str, Any]]:
+    """Returns a row for each cell, merged from its lines; none where there is no file.
+
+    Raises:
+      ValueError: a line is no row; the message has the file and the line's number.
+    """
+    rows: dict[Cell, dict[str, Any]] = {}
+    for line in json_lines.read(path, _KEY):
+        rows.setdefault(Cell(*(line[name] for name in _KEY)), {}).update(line)
+    return rows
+
+
 def planned(cell: Cell) -> dict[str, Any]:
-    """What XLA says of the compiled step, bytes and FLOPs, and the seconds that are estimated."""
+    """What XLA says of the compiled step, in bytes and FLOPs, and the estimated seconds."""
     began = time.monotonic()
-    [found] = validate_plan.plan(cell.configuration, cell.device)
+    [found] = validate.plan(cell)
     numbers = ("peak", "parts", "bytes_moved", "flops", "estimated_seconds")
-    have = versions()
     return {
-        "status": compare_rows.PLANNED,
+        "status": PLANNED,
         **{name: found[name] for name in numbers},
         "activations": found["parts"]["intermediates"],
         "compile_seconds": round(time.monotonic() - began, 1),
-        "versions": {package: have[package] for package in _VERSIONS if package in have},
+        "versions": {name: v for name, v in versions().items() if name in _VERSIONS},
     }
 
 
 def largest_batch(cell: Cell) -> dict[str, Any]:
     """The largest batch whose peak is within each budget; 0 if none is.
 
-    It is a multiple of an eighth of the cell's own batch, or of four times that batch where this
-    allows more: of odd numbers of rows XLA pads the operands of LoRA's products, and keeps them.
+    It is a multiple of an eighth of the cell's own batch, or of four times that batch if this
+    allows more: for odd numbers of rows XLA pads the operands of LoRA's products, and saves them.
     Otherwise it is right to some percent.
     """
     fine, round_ = max(1, cell.batch // 8), 4 * cell.batch
@@ -130,10 +189,10 @@ def _largest_multiple(cell: Cell, gigabytes: int, multiple: int, start: int) -> 
     return one.largest_batch or 0
 
 
-def measured(cell: Cell, *options: str) -> dict[str, Any]:
-    """Bytes that the allocator had at its peak, and seconds of a step, on the GPU that is here.
+def measured(cell: Cell, *, smoke: bool = False) -> dict[str, Any]:
+    """The allocator's peak in bytes, and seconds of a step, on the GPU that is here.
 
-    The peak is None where compiling took as much, or the device does not count.
+    The peak is None if compiling took as much, or the device does not count.
 
     Raises:
       RuntimeError: the process that measures failed; the message is its last line.
@@ -141,54 +200,60 @@ def measured(cell: Cell, *options: str) -> dict[str, Any]:
     records: list[dict[str, Any]] = []
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", **os.environ}
     del environment["JAX_PLATFORMS"]
-    status = run_process([*_MEASURE, cell.name, *options], environment, 600, records.append)
+    given = json.dumps(dataclasses.asdict(cell) | {"smoke": smoke})
+    command = [sys.executable, "-m", validate.__name__, given]
+    status = run_process(command, environment, 600, records.append)
     if status != "done":
         raise RuntimeError(status)
     [record] = records
-    before, after = (
-        record[when] and record[when]["peak_bytes_in_use"] for when in ("before", "after")
-    )
-    peak = after if after and after > before else None
-    found = {"peak": peak, "step_seconds": record["timing"]["seconds"], "versions": versions()}
-    return {"measured": found}
+    before, after = (record[when] or {"peak_bytes_in_use": 0} for when in ("before", "after"))
+    peak = after["peak_bytes_in_use"]
+    known = peak > before["peak_bytes_in_use"]
+    found = {"peak": peak if known else None, "step_seconds": record["timing"]["seconds"]}
+    return {"measured": found | {"versions": versions()}}
 
 
 def gpu_here() -> str | None:
-    """Which of the planner's devices is in this machine; None where it knows none."""
+    """Returns the planner's name of this machine's GPU; None if it knows none."""
     try:
-        return device_of(nvidia_smi("name") or "none")
+        return validate.device_of(nvidia_smi("name") or "none")
     except ValueError:
         return None
 
 
 def run(todo: Iterable[Cell], output: Path, columns: Callable[[Cell], Columns]) -> int:
-    """Fills in what cells lack, a line for each column; returns how many failed.
+    """Adds what cells lack, a line for each column; returns how many failed.
 
     Args:
       todo: the cells.
       output: the file of rows.
       columns: what a cell is to have, each a function of the cell.
     """
-    rows = {compare_rows.key(row): row for row in compare_rows.read(output)}
-    work: list[tuple[bool, Cell, list[str]]] = []
+    rows = read(output)
+    work: list[tuple[bool, Cell, Columns]] = []
     for cell in todo:
-        row = rows.get(dataclasses.astuple(cell), {})
-        if lacking := compare_rows.lacking(row, columns(cell)):
+        row, wanted = rows.get(cell, {}), columns(cell)
+        lacking = {
+            name: find
+            for name, find in wanted.items()
+            if str(row.get(name, FAILED)).startswith(FAILED)
+        }
+        if lacking:
             work.append((not row.keys().isdisjoint(lacking), cell, lacking))
     work.sort(key=lambda each: each[0])  # what failed comes last
     errors = 0
     bar = tqdm(work, unit="cell", mininterval=0.5)
     for _, cell, lacking in bar:
         bar.set_postfix_str(f"{cell.name} on {cell.device}")
-        for name in lacking:
+        for name, find in lacking.items():
             try:
-                found = columns(cell)[name](cell)
-            except Exception as error:  # it is a result, and the other cells go on
+                found = find(cell)
+            except Exception as error:  # The error is a result, and the other cells go on.
                 errors += 1
-                found = {name: f"{compare_rows.FAILED}: {reason(error)}"}
+                found = {name: f"{FAILED}: {reason(error)}"}
                 bar.write(f"{cell.name} on {cell.device}: {reason(error)}")
             json_lines.append(output, dataclasses.asdict(cell) | found)
-            if name == "status" and found[name] != compare_rows.PLANNED:
+            if name == "status" and found[name] != PLANNED:
                 break
     return errors
 
@@ -199,15 +264,12 @@ def main(arguments: list[str] | None = None) -> int:
         for device in config.devices:
             lm.memory.get_device(device)
         todo = cells(config.models, config.train, config.methods, config.devices, config.layers)
-        compare_rows.read(config.output)
+        read(config.output)
         flags.check_output(config.output)
+        if missing := lm.memory.missing_wheels():
+            raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[planner]'")
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
-        return 2
-    if missing := lm.memory.missing_wheels():
-        print(
-            f"compare.py needs {', '.join(missing)}: pip install -e '.[planner]'", file=sys.stderr
-        )
         return 2
     gpu = gpu_here() if config.measure else None
 

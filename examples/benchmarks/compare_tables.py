@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lowmembp_examples.benchmarks import compare_rows
+from lowmembp_examples.benchmarks import compare
 from lowmembp_examples.benchmarks.table_names import COMPARE_METHODS, COMPARED, DEVICES, TRAINED
 from lowmembp_examples.trainer.models import MODELS
 
@@ -18,10 +18,10 @@ Rows = dict[tuple[str, str], dict[str, dict[str, Any]]]
 def compared(device: str = "h200", layers_of_the_trainer: bool = True) -> Rows:
     """What was compiled for a GPU, with layers as the trainer runs them or otherwise."""
     done: Rows = {}
-    for row in compare_rows.read(ROWS):
+    for row in compare.read(ROWS).values():
         family, _ = MODELS[row["model"]]
         usual = row["layers"] == family.layers[0]
-        planned = row.get("status") == compare_rows.PLANNED
+        planned = row.get("status") == compare.PLANNED
         if planned and (row["device"], usual) == (device, layers_of_the_trainer):
             done.setdefault((row["model"], row["train"]), {})[row["method"]] = row
     return done

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from lowmembp_examples.benchmarks import flags, json_lines, real_models
-from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.models.common import Compute
 from tqdm import tqdm
@@ -89,7 +89,7 @@ def main() -> int:
             for when in ("start", "trained"):
                 run(model, setting | {"when": when}, config)
             done = (row for row in json_lines.read(config.output) if setting.items() <= row.items())
-            print(table(cells(name, done)))
+            print(markdown(cells(name, done)))
     except ValueError as error:
         sys.exit(f"gradient_fidelity.py: {error}")
     return 0

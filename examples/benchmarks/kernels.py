@@ -1,38 +1,37 @@
-"""Device times of every kernel, forward and backward, beside copies and what users have today.
+"""Times every kernel, forward and backward, beside copies and what users have today.
 
-A stage of `on_gpu.py`: a case is a size of x and an implementation of ours, or "baselines".
+A stage of `on_gpu.py`: a case is a size of x and one of our implementations, or "baselines".
 """
 
 import secrets
-import sys
 from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from lowmembp_examples.benchmarks.compiling import Jobs, compile_all, reason
-from lowmembp_examples.benchmarks.correctness import random_inputs
-from lowmembp_examples.benchmarks.forward_backward import ForwardBackward
 from lowmembp_examples.benchmarks.kernel_cases import (
     DIRECTIONS,
     DTYPES,
     KERNELS,
     SMOKE_KERNELS,
     Kernel,
-    contenders,
     is_ours,
 )
-from lowmembp_examples.benchmarks.stages import Cases, Machine, main
-from lowmembp_examples.benchmarks.timing import (
+from lowmembp_examples.benchmarks.programs import (
     MIB,
     SMOKE,
     Effort,
+    ForwardBackward,
+    Jobs,
+    compile_all,
+    finished,
     launches,
     layout,
     moved_bytes,
     repeated,
     time_calls,
 )
+from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
 
 #: MiB of x, in this order.
 SIZES = (256, 1024, 64, 16, 4, 1)
@@ -45,96 +44,95 @@ def _options(copies: int) -> dict | None:
 
 
 def copy_bandwidth(size_mib: float, effort: Effort) -> float:
-    """Bytes read and written a second by copies on the device, timed as the kernels are."""
+    """Returns bytes read and written a second by copies on the device, timed as the kernels."""
     size = int(size_mib * MIB)
-    plan = layout(size, effort)
-    keys = jax.random.split(jax.random.key(0), (plan.sets, plan.copies))
+    copies, sets = layout(size, effort)
     draw = jax.jit(lambda key: jax.random.normal(key, (size // 4,)))
-    sets = [[(draw(key),) for key in row] for row in keys]
-    program = jax.jit(repeated(jnp.copy)).lower(sets[0]).compile(_options(plan.copies))
-    timed = time_calls(lambda i: program(sets[i % plan.sets]), effort)
-    return 2 * size * plan.copies / timed["seconds"]
+    keys = jax.random.split(jax.random.key(0), (sets, copies))
+    inputs = [[(draw(key),) for key in row] for row in keys]
+    program = jax.jit(repeated(jnp.copy)).lower(inputs[0]).compile(_options(copies))
+    timed = time_calls(lambda i: program(inputs[i % sets]), effort)
+    return 2 * size * copies / timed["seconds"]
 
 
 def measure(
-    kernel: Kernel, who: str, dtype, size_mib: float, key, copies: float, effort: Effort
+    kernel: Kernel, who: str, dtype, size_mib: float, key, bandwidth: float, effort: Effort
 ) -> Iterator[dict]:
-    """A record for each contender and direction, as soon as it is measured.
+    """Yields a record for each contender and direction, as soon as it is measured.
 
-    Bytes are counted by hand for our kernels, the same for each implementation, and are those of
-    the arguments and results for others. `copies` is the bandwidth of copies of this size.
+    The bytes of our kernels are counted by hand, the same for each implementation. For others they
+    are the bytes of the arguments and results. `bandwidth` is that of copies of this size.
     """
-    shape = max(1, int(size_mib * MIB) // (kernel.width * dtype.itemsize)), kernel.width
-    elements = shape[0] * shape[1]
-    plan = layout(elements * dtype.itemsize, effort)
-    keys = jax.random.split(key, (plan.sets, plan.copies))
-    drawn = [[random_inputs(kernel, shape, dtype, k) for k in row] for row in keys]
-    sets = [[args for args, _ in row] for row in drawn]
-    args = jax.eval_shape(lambda: sets[0][0])
+    rows = max(1, int(size_mib * MIB) // (kernel.width * dtype.itemsize))
+    elements = rows * kernel.width
+    copies, sets = layout(elements * dtype.itemsize, effort)
+    keys = jax.random.split(key, (sets, copies))
+    drawn = [[kernel.inputs((rows, kernel.width), dtype, k) for k in row] for row in keys]
+    first_args = drawn[0][0][0]
+    args = jax.eval_shape(lambda: first_args)
 
     def jobs_of(split: ForwardBackward) -> Jobs:
         return {
             "constants": (jax.jit(split.constants), args),
-            "forward": (jax.jit(repeated(split.forward)), ([args] * plan.copies,)),
-            "backward": (jax.jit(repeated(split.backward)), ([split.inputs] * plan.copies,)),
+            "forward": (jax.jit(repeated(split.forward)), ([args] * copies,)),
+            "backward": (jax.jit(repeated(split.backward)), ([split.inputs] * copies,)),
         }
 
-    ops = contenders(kernel, who)
-    programs, failed = compile_all(ops, args, jobs_of, _options(plan.copies))
+    def inputs_of(programs, direction):
+        forward = [[args for args, _ in row] for row in drawn]
+        if direction == "forward":
+            return forward
+        constants = programs["constants"](*first_args)
+        results = map(programs["forward"], forward)
+        return [
+            [(args, *out, constants, g) for (args, g), out in zip(row, outs, strict=True)]
+            for row, outs in zip(drawn, results, strict=True)
+        ]
 
-    def inputs_of_backward(name):
-        constants = programs[name]["constants"](*sets[0][0])
-        for row, own in zip(drawn, sets, strict=True):
-            results = programs[name]["forward"](own)
-            yield [
-                (args, *kept, constants, g) for (args, g), kept in zip(row, results, strict=True)
-            ]
-
-    def time_one(name, direction):
-        program = programs[name][direction]
+    def time_one(name, programs, direction):
+        program = programs[direction]
         started = launches(program) if jax.default_backend() == "gpu" else None
-        if started is not None and started < plan.copies:
-            raise RuntimeError(f"XLA made {started} launches of {plan.copies} runs in one program")
-        inputs = sets if direction == "forward" else list(inputs_of_backward(name))
-        timed = time_calls(lambda i: program(inputs[i % plan.sets]), effort)
-        passed = moved_bytes(program) / plan.copies / elements
-        by_hand = kernel.bytes_an_element(direction, dtype, shape[0]) if is_ours(name) else passed
-        seconds = timed["seconds"] / plan.copies
+        if started is not None and started < copies:
+            raise RuntimeError(f"XLA made {started} launches of {copies} runs in one program")
+        inputs = inputs_of(programs, direction)
+        timed = time_calls(lambda i: program(inputs[i % sets]), effort)
+        passed = moved_bytes(program) / copies / elements
+        by_hand = kernel.bytes_an_element(direction, dtype, rows) if is_ours(name) else passed
+        seconds = timed["seconds"] / copies
         return {
             "status": "timed",
             "microseconds": seconds * 1e6,
-            "quartiles": [t * 1e6 / plan.copies for t in timed["quartiles"]],
-            "launches": started and started / plan.copies,
-            "runs_a_program": plan.copies,
+            "quartiles": [t * 1e6 / copies for t in timed["quartiles"]],
+            "launches": started and started / copies,
+            "runs_a_program": copies,
             "programs_a_batch": timed["calls_a_batch"],
             "bytes_an_element": by_hand,
             "counted": "by hand" if is_ours(name) else "arguments and results",
             "arguments_and_results_an_element": passed,
             "bytes_per_second": by_hand * elements / seconds,
-            "share_of_copy": by_hand * elements / seconds / copies,
+            "share_of_copy": by_hand * elements / seconds / bandwidth,
         }
 
-    for name in ops:
+    found = compile_all(kernel.contenders(who), args, jobs_of, _options(copies))
+    for name, compiling in found.items():
         for direction in DIRECTIONS:
             record = {"kernel": kernel.name, "contender": name, "direction": direction}
-            record |= {"dtype": dtype.name, "size_mib": size_mib, "shape": shape}
+            record |= {"dtype": dtype.name, "size_mib": size_mib, "shape": (rows, kernel.width)}
             try:
-                if name in failed:
-                    raise RuntimeError(failed[name])
-                yield record | time_one(name, direction)
-            except Exception as error:  # out of memory, say: the next goes on
+                yield record | time_one(name, finished(compiling), direction)
+            except Exception as error:  # Out of memory, for example: the next one goes on.
                 yield record | {"status": f"failed: {reason(error)}", "passed": False}
 
 
 def measure_all(
     who: str, size_mib: float, names: tuple[str, ...], effort: Effort
 ) -> Iterator[dict]:
-    copies = copy_bandwidth(size_mib, effort)
-    yield {"status": "copy", "size_mib": size_mib, "bytes_per_second": copies}
+    bandwidth = copy_bandwidth(size_mib, effort)
+    yield {"status": "copy", "size_mib": size_mib, "bytes_per_second": bandwidth}
     key = jax.random.key(secrets.randbits(31))
     for dtype in DTYPES:
         for kernel in (KERNELS[name] for name in names):
-            yield from measure(kernel, who, dtype, size_mib, key, copies, effort)
+            yield from measure(kernel, who, dtype, size_mib, key, bandwidth, effort)
 
 
 def cases(machine: Machine) -> Cases:
@@ -146,7 +144,3 @@ def cases(machine: Machine) -> Cases:
         for size in sizes
         for who in machine.contenders
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main(cases))

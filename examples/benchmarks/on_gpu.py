@@ -2,8 +2,8 @@
 
     python examples/benchmarks/on_gpu.py --output results/gpu --minutes 25
 
-needs this checkout, `jax` with CUDA, and what lowmembp_jax depends on; it need not be installed.
-In this order, each case in a process of its own:
+needs this checkout, `jax` with CUDA, and the dependencies of lowmembp_jax. You need not install the
+project. The stages run in this order, each case in its own process:
 
     correctness       every kernel of every implementation, against float64
     attention         cuDNN's attention and the others, values and gradients, against float32
@@ -13,19 +13,19 @@ In this order, each case in a process of its own:
     validate_plan     what the planner says of the same steps; needs its wheels and no GPU
 
 Records are in `on_gpu.json` under --output as soon as they are known. When the minutes are over,
-the process that runs is killed, and what was not run is said. Started again with the same --output,
-it goes on where it stopped; what failed comes last. `--select` runs a part:
+the running process is killed, and the program says what was not run. Start it again with the same
+--output to go on where it stopped; what failed comes last. `--select` runs a part:
 
     python examples/benchmarks/on_gpu.py --output results/gpu --select blocks/ViT-B attention
 
-The plans may be made on another machine with the same JAX, before or after, with the same folder:
+Another machine with the same JAX can make the plans, before or after, in the same folder:
 
     pip install -e ".[planner]"
     python examples/benchmarks/on_gpu.py --output results/gpu --select validate_plan --device h200
 
-Of a package that is missing (qwix, for LoRA; jax-triton) the cases that need it say so, and the
-others run. `report.py` prints what was found, `readme_tables.py` fills the README's times in.
-Exit status 0 says that all of it was run and right. `--smoke` runs tiny sizes on a CPU.
+If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say so, and the
+others run. `report.py` prints the results in tables, `readme_tables.py` adds the step times to the
+README. Exit status 0 means that everything ran and was right. `--smoke` runs tiny sizes on a CPU.
 """
 
 import argparse
@@ -42,26 +42,28 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Modules of this package, and whether they need a GPU.
+#: The function of each stage that returns its cases.
 STAGES = {
-    "correctness": True,
-    "attention": True,
-    "blocks": True,
-    "kernels": True,
-    "validate_measure": True,
-    "validate_plan": False,
+    "correctness": "correctness.cases",
+    "attention": "attention.cases",
+    "blocks": "blocks.cases",
+    "kernels": "kernels.cases",
+    "validate_measure": "validate.measurements",
+    "validate_plan": "validate.plans",
 }
-#: What starts with the first comes first: bandwidths of small arrays can wait.
+NEEDS_NO_GPU = ("validate_plan",)
+#: Jobs run in the order of the first prefix that they start with: small arrays can wait.
 ORDER = (
     *("correctness", "attention", "blocks", "kernels/256", "kernels/1024", "validate_measure"),
     *("kernels", "validate_plan"),
 )
-#: A process that takes longer hangs. With less left, none is started.
+#: A process that takes longer hangs. With less time left, none is started.
 MOST_SECONDS, LEAST_SECONDS = {"validate_plan": 1800}, 15
+MODULES = "lowmembp_examples.benchmarks"
 
 
 def write_json(path: Path, results: dict) -> None:
-    """All of it or nothing: whoever reads the file never sees half of it."""
+    """Writes all of it or nothing: a reader of the file never sees half of it."""
     partial_file = path.with_suffix(".partial")
     partial_file.write_text(json.dumps(results, indent=1) + "\n")
     partial_file.replace(path)
@@ -106,12 +108,10 @@ def run_jobs(results: dict, jobs: list[str], path: Path, seconds: float, start: 
         left = end - time.monotonic()
         if left < LEAST_SECONDS:
             break
-        records: list[dict] = []
+        records = known[job]["records"] = []
 
-        def add(record, job=job, records=records):
+        def add(record, records=records):
             records.append(record)
-            # Of two attempts the one that came further.
-            known[job]["records"] = max(records, known[job]["records"], key=len)
             write_json(path, results)
 
         most = MOST_SECONDS.get(job.partition("/")[0], 300)
@@ -119,27 +119,27 @@ def run_jobs(results: dict, jobs: list[str], path: Path, seconds: float, start: 
         status = start(job, min(left, most), add)
         if status.startswith("failed: not done") and left < most:
             status = "not run to its end: out of time"
-        known[job] |= {"status": status, "run": len(results["runs"]) - 1}
-        known[job]["seconds"] = round(time.monotonic() - began, 1)
+        took = round(time.monotonic() - began, 1)
+        known[job] |= {"status": status, "run": len(results["runs"]) - 1, "seconds": took}
         write_json(path, results)
-        print(f"{job}: {status}, {len(records)} records, {known[job]['seconds']} s", flush=True)
+        print(f"{job}: {status}, {len(records)} records, {took} s", flush=True)
     write_json(path, results)
 
 
 def load(path: Path, gpu: str | None) -> dict:
-    """The results so far.
+    """Returns the results so far.
 
     Raises:
-      ValueError: they are another GPU's.
+      ValueError: they are those of another GPU.
     """
     results = json.loads(path.read_text()) if path.exists() else {"runs": [], "jobs": {}}
     if gpu and results.setdefault("gpu", gpu) != gpu:
-        raise ValueError(f"--output: {path} is of {results['gpu']!r}, this is {gpu!r}")
+        raise ValueError(f"--output: {path} has results of {results['gpu']!r}, this is {gpu!r}")
     return results
 
 
 def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]:
-    """Names, "stage/case", of all that can run here, or of what starts with one of the patterns.
+    """Returns "stage/case" for all that can run here, or for what starts with a pattern.
 
     Raises:
       ValueError: a pattern matches none.
@@ -153,6 +153,22 @@ def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]
     return [job for job in jobs if not chosen or any(job in each for each in chosen.values())]
 
 
+def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
+    """Makes the checkout importable, through a link in `folder`."""
+    Path(folder, "lowmembp_examples").symlink_to(ROOT / "examples")
+    searched = (str(ROOT), folder, os.environ.get("PYTHONPATH"))
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, searched)),
+    }
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    if smoke:
+        # Compiling takes most of the time, and programs need not be fast here.
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+        environment["JAX_PLATFORMS"] = "cpu"
+    return environment
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
@@ -161,72 +177,66 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", help="to plan for; default: the GPU that is here")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args(arguments)
-    end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
-    where = ["--smoke"] * options.smoke + (["--device", options.device] if options.device else [])
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lowmembp_examples").symlink_to(ROOT / "examples")
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        searched = (str(ROOT), folder, os.environ.get("PYTHONPATH"))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, searched))
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-        if options.smoke:
-            # Compiling is most of it, and less of it serves.
-            environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-            environment["JAX_PLATFORMS"] = "cpu"
+        return run(options, folder)
 
-        def python(module: str, *more: str) -> list[str]:
-            return [sys.executable, "-m", f"lowmembp_examples.benchmarks.{module}", *more]
 
-        def start(job: str, seconds: float, add: Callable[[dict], None]) -> str:
-            stage, _, case = job.partition("/")
-            own = {"JAX_PLATFORMS": "cpu"} if stage == "validate_plan" else {}
-            if stage in ("blocks", "validate_measure") and not options.smoke:
-                # What is tuned for one method is for all that have the same matrix product.
-                own["JAX_COMPILATION_CACHE_DIR"] = folder
-                own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-            return run_process(python(stage, case, *where), environment | own, seconds, add)
+def run(options: argparse.Namespace, folder: str) -> int:
+    end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
+    environment = environment_of_processes(folder, options.smoke)
+    where = ["--smoke"] * options.smoke + (["--device", options.device] if options.device else [])
+    stages_command = [sys.executable, "-m", f"{MODULES}.stages", *where]
 
-        found: list[dict] = []
-        status = run_process(python("stages", *where), environment, 300, found.append)
-        if not found:
-            print(f"on_gpu.py: {status}", file=sys.stderr)
-            return 2
-        (machine,) = found
-        if not (machine["gpu"] or options.smoke or options.device):
-            print(
-                f"on_gpu.py needs a GPU, and JAX has none: --smoke runs without one, --select "
-                f"validate_plan --device plans for one of {', '.join(machine['devices'])}",
-                file=sys.stderr,
-            )
-            return 2
-        stages = machine.pop("stages")
-        smoke = "none: a smoke run, its numbers mean nothing"
-        try:
-            results = load(path, smoke if options.smoke else machine["gpu"])
-            jobs = select(stages, options.select)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
-        machine["cannot_run"] = {s: why for s, why in stages.items() if isinstance(why, str)}
-        for stage, why in machine["cannot_run"].items():
-            print(f"{stage} cannot run: {why}")
-        options.output.mkdir(parents=True, exist_ok=True)
-        date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        command = " ".join(["python", *sys.argv])
-        results["runs"].append({"command": command, "date": date, **machine})
-        try:
-            run_jobs(results, jobs, path, end - time.monotonic(), start)
-        except KeyboardInterrupt:
-            print(f"stopped; what is done is in {path}", file=sys.stderr)
-            return 130
-        subprocess.run(python("report", str(path)), env=environment, check=False)
+    def start(job: str, seconds: float, add: Callable[[dict], None]) -> str:
+        stage, _, case = job.partition("/")
+        own = {"JAX_PLATFORMS": "cpu"} if stage in NEEDS_NO_GPU else {}
+        if stage in ("blocks", "validate_measure") and not options.smoke:
+            # XLA tunes a matrix product once for all methods that have it.
+            own["JAX_COMPILATION_CACHE_DIR"] = folder
+            own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        return run_process([*stages_command, stage, case], environment | own, seconds, add)
+
+    found: list[dict] = []
+    status = run_process(stages_command, environment, 300, found.append)
+    if not found:
+        print(f"on_gpu.py: {status}", file=sys.stderr)
+        return 2
+    (machine,) = found
+    if not (machine["gpu"] or options.smoke or options.device):
+        print(
+            f"on_gpu.py needs a GPU, and JAX has none: --smoke runs without one, --select "
+            f"validate_plan --device plans for one of {', '.join(machine['devices'])}",
+            file=sys.stderr,
+        )
+        return 2
+    stages = machine.pop("stages")
+    smoke = "none: a smoke run, its numbers mean nothing"
+    try:
+        results = load(path, smoke if options.smoke else machine["gpu"])
+        jobs = select(stages, options.select)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    machine["cannot_run"] = {s: why for s, why in stages.items() if isinstance(why, str)}
+    for stage, why in machine["cannot_run"].items():
+        print(f"{stage} cannot run: {why}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    results["runs"].append({"command": " ".join(["python", *sys.argv]), "date": date, **machine})
+    try:
+        run_jobs(results, jobs, path, end - time.monotonic(), start)
+    except KeyboardInterrupt:
+        print(f"stopped; what is done is in {path}", file=sys.stderr)
+        return 130
+    report = [sys.executable, "-m", f"{MODULES}.report", str(path)]
+    subprocess.run(report, env=environment, check=False)
     missing = [job for job in jobs if results["jobs"][job]["status"] != "done"]
     wrong = [
         f"{job}: {record}"
         for job in jobs
         for record in results["jobs"][job]["records"]
         if record.get("passed") is False
-        # Without a GPU some cannot run, cuDNN's attention for one.
+        # Some cannot run without a GPU, such as cuDNN's attention.
         and not (options.smoke and record["status"].startswith("failed"))
     ]
     for text in wrong + [f"{job}: {results['jobs'][job]['status']}" for job in missing]:
@@ -236,6 +246,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A scheduler's signal ends the process that runs, too.
+    # A scheduler's signal also ends the process that runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

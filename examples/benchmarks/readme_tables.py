@@ -11,24 +11,16 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lowmembp_examples.benchmarks.measured_tables import TABLES, Rows
+from lowmembp_examples.benchmarks.measured_tables import TABLES
+from lowmembp_examples.benchmarks.report import Rows, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 _END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table: (\S+) -->\n(.*?){_END}", re.DOTALL)
-_NUMBER = re.compile(r"\d|$")
 
 
 def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def markdown(rows: Rows) -> str:
-    """The rows as a table; columns that begin with digits all the way down go to the right."""
-    columns = zip(*rows[1:], strict=True)
-    rules = ("---:" if all(map(_NUMBER.match, c)) and any(c) else "---" for c in columns)
-    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
-    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], Rows]] = TABLES) -> str:

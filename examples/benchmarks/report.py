@@ -1,91 +1,93 @@
-"""What the results of `on_gpu.py` say, in tables and against the targets.
+"""Prints the results of `on_gpu.py` in tables, and compares them with the targets.
 
 python examples/benchmarks/report.py results/gpu/on_gpu.json
 """
 
 import argparse
 import json
+import re
 from pathlib import Path
+from statistics import correlation
 
-from lowmembp_examples.benchmarks import validate_report
-
+Rows = list[list[str]]
 MIB = 2**20
-#: The least of each; those of the kernels are for an x of at least so many MiB.
+#: The least of each. The kernels have to reach theirs for an x of at least so many MiB.
 LARGE = 256
-TARGETS = {
+RIGHT, SHARE, FORWARD, BACKWARD, STEP, PEAK = TARGETS = {
     "right against float64": 1,
     "share of copy bandwidth": 0.9,
     "activation forward, times the jnp path": 1.4,
     "norm backward, times the jnp path": 1.5,
     "step, times default Flax": 1,
+    "planned peak, 1 - relative error": 0.97,
 }
+_KERNELS = (RIGHT, SHARE, FORWARD, BACKWARD, STEP)
+_WANTED = {"xla": (RIGHT, STEP), "pallas": _KERNELS, "triton": _KERNELS, "planner": (PEAK,)}
+_NUMBER = re.compile(r"\d|$")
+
+
+def markdown(rows: Rows) -> str:
+    """Writes rows as a table; columns of cells that begin with digits are aligned to the right."""
+    columns = zip(*rows[1:], strict=True)
+    rules = ("---:" if all(map(_NUMBER.match, c)) and any(c) else "---" for c in columns)
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
+    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
 
 
 def records(results: dict, stage: str, status: str) -> list[dict]:
-    """Of one stage, those with this status."""
+    """Returns the records of one stage that have this status."""
     jobs = results["jobs"].items()
     found = [r for job, one in jobs if job.startswith(f"{stage}/") for r in one["records"]]
     return [r for r in found if r["status"] == status]
-
-
-def table(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
 
 
 def _name(case: dict) -> str:
     return f"{case['kernel']} {case['direction']} {case['dtype']}"
 
 
-def targets(results: dict) -> list[str]:
-    """A line for each target and implementation: the lowest that was reached decides."""
-    right, share, forward, backward, step = TARGETS
-    reached: dict[tuple[str, str], list[tuple[float, str]]] = {
-        (target, who): []
-        for who in ("xla", "pallas", "triton")
-        for target in (TARGETS if who != "xla" else (right, step))
-    }
+def targets(results: dict) -> Rows:
+    """A row for each target and implementation: the lowest that was reached decides."""
+    reached: dict[tuple[str, str], list[tuple[float, str]]] = {}
 
     def add(target, who, ratio, where):
-        if (target, who) in reached:
-            reached[target, who].append((ratio, where))
+        reached.setdefault((target, who), []).append((ratio, where))
 
     for r in records(results, "correctness", "checked"):
-        add(right, r["contender"], float(r["passed"]), _name(r))
+        add(RIGHT, r["contender"], float(r["passed"]), _name(r))
     large = [r for r in records(results, "kernels", "timed") if r["size_mib"] >= LARGE]
     jnp_path = {(_name(r), r["size_mib"]): r for r in large if r["contender"] == "xla"}
     for r in large:
         where = f"{_name(r)} {r['size_mib']:g} MiB"
-        add(share, r["contender"], r["share_of_copy"], where)
-        kind = {("forward", False): forward, ("backward", True): backward}.get(
-            (r["direction"], "norm" in r["kernel"]), ""
-        )
+        add(SHARE, r["contender"], r["share_of_copy"], where)
         if slower := jnp_path.get((_name(r), r["size_mib"])):
-            add(kind, r["contender"], slower["microseconds"] / r["microseconds"], where)
-    steps = records(results, "blocks", "timed")
-    default = {r["model"]: r["milliseconds"] for r in steps if r["method"] == "default"}
-    for r in steps:
+            faster = slower["microseconds"] / r["microseconds"]
+            if r["direction"] == "forward" and "norm" not in r["kernel"]:
+                add(FORWARD, r["contender"], faster, where)
+            if r["direction"] == "backward" and "norm" in r["kernel"]:
+                add(BACKWARD, r["contender"], faster, where)
+    timed = records(results, "blocks", "timed")
+    default = {r["model"]: r["milliseconds"] for r in timed if r["method"] == "default"}
+    for r in timed:
         if r["method"] == "lowmembp_jax" and r["model"] in default:
-            ratio = default[r["model"]] / r["milliseconds"]
-            add(step, r["implementation"], ratio, f"a step of {r['model']}")
-    return [_target(*key, ratios) for key, ratios in reached.items()]
+            add(STEP, r["implementation"], default[r["model"]] / r["milliseconds"], r["model"])
+    for name, whole_step in steps(results).items():
+        if "relative" in (off := difference(whole_step) or {}):
+            add(PEAK, "planner", 1 - abs(off["relative"]), name)
+
+    rows = [["target", "implementation", "wanted", "lowest", "verdict", "where", "reached"]]
+    for who, target in ((who, target) for who, wanted in _WANTED.items() for target in wanted):
+        limit, ratios = TARGETS[target], reached.get((target, who))
+        cells = ["", "not measured", "", ""]
+        if ratios:
+            lowest, where = min(ratios)
+            count = sum(ratio >= limit for ratio, _ in ratios)
+            verdict = "met" if lowest >= limit else "missed"
+            cells = [f"{lowest:.3g}", verdict, where, f"{count} of {len(ratios)}"]
+        rows.append([target, who, f"{limit:g}", *cells])
+    return rows
 
 
-def _target(target: str, who: str, ratios: list[tuple[float, str]]) -> str:
-    if not ratios:
-        return f"not measured: {target}, {who}"
-    limit, (number, where) = TARGETS[target], min(ratios)
-    verdict = "met" if number >= limit else "missed"
-    count = sum(ratio >= limit for ratio, _ in ratios)
-    return (
-        f"{verdict}: {number:.3g} (wanted {limit:g}) {target}, {who}; in {where}, the lowest; "
-        f"{count} of {len(ratios)} reach it"
-    )
-
-
-def attention_table(results: dict) -> str:
+def attention(results: dict) -> Rows:
     rows = [["attention, forward and backward", "dtype", "worst error", "ms", "temporary MiB"]]
     for job, one in results["jobs"].items():
         for r in one["records"] if job.startswith("attention/") else ():
@@ -93,48 +95,133 @@ def attention_table(results: dict) -> str:
             cells = [r["status"][:40], "", ""]
             if r["status"] == "checked":
                 worst = max(map(float, r["errors"].values()))
-                cells = [f"{worst:.1e}", f"{r['milliseconds']:.3f}"]
-                cells.append(f"{r['temporary_bytes'] / MIB:.0f}")
+                temporary = f"{r['temporary_bytes'] / MIB:.0f}"
+                cells = [f"{worst:.1e}", f"{r['milliseconds']:.3f}", temporary]
             rows.append([name, r["dtype"], *cells])
-    return table(rows)
+    return rows
 
 
-def blocks_table(results: dict) -> str:
+def blocks(results: dict) -> Rows:
     rows = [["blocks", "ms", "TFLOP/s", "peak MiB", "planned MiB"]]
     for r in records(results, "blocks", "timed"):
         name = ", ".join(filter(None, (r["model"], r["method"], r["implementation"])))
         peak = f"{r['peak_bytes'] / MIB:.0f}" if r["peak_is_the_step's"] else ""
-        speed = f"{r['flops_a_second'] / 1e12:.0f}"
-        rows.append([name, f"{r['milliseconds']:.2f}", speed, peak])
-        rows[-1].append(f"{r['planned_bytes'] / MIB:.0f}")
-    return table(rows)
+        speed, planned = r["flops_a_second"] / 1e12, r["planned_bytes"] / MIB
+        rows.append([name, f"{r['milliseconds']:.2f}", f"{speed:.0f}", peak, f"{planned:.0f}"])
+    return rows
 
 
-def kernels_table(results: dict) -> str:
+def kernels(results: dict) -> Rows:
     """Microseconds and share of copy bandwidth."""
-    cells = {
-        (f"{r['size_mib']:g} MiB, {_name(r)}", r["contender"]): (
-            f"{r['microseconds']:.0f} ({r['share_of_copy']:.0%})"
-        )
-        for r in records(results, "kernels", "timed")
+    cells: dict[str, dict[str, str]] = {}
+    for r in records(results, "kernels", "timed"):
+        cell = f"{r['microseconds']:.0f} ({r['share_of_copy']:.0%})"
+        cells.setdefault(f"{r['size_mib']:g} MiB, {_name(r)}", {})[r["contender"]] = cell
+    contenders = list(dict.fromkeys(who for row in cells.values() for who in row))
+    head = ["size of x, kernel: us (share of copy)", *contenders]
+    return [head, *([name, *(row.get(c, "") for c in contenders)] for name, row in cells.items())]
+
+
+def steps(results: dict) -> dict[str, dict]:
+    """Returns the "plan" and the "measure" of each whole step, where they are known."""
+    found: dict[str, dict] = {}
+    for job, one in results["jobs"].items():
+        stage, _, name = job.partition("/")
+        for record in one["records"] if stage.startswith("validate_") else ():
+            found.setdefault(name, {})[stage.removeprefix("validate_")] = record
+    return found
+
+
+def difference(step: dict) -> dict | None:
+    """Returns the plan of a step against its measured peak, in bytes; None without both.
+
+    The three causes sum to measured - planned. `compiler`: the GPU's program takes more than the
+    planned one, by autotuning, libraries' workspaces or another version of them. `residents`: the
+    arrays before the step take more than the program's arguments, by rounding and whatever else is
+    alive. `allocator`: the step took more than its program asks for, by rounding, chunks that are
+    not split, and what XLA's runtime and libraries allocate while it runs.
+    """
+    plan, measured = step.get("plan"), step.get("measure")
+    if not plan or not measured or not measured["after"]:
+        return None
+    program, before, after = measured["program"], measured["before"], measured["after"]
+    arguments, peak = program["argument_size_in_bytes"], after["peak_bytes_in_use"]
+    if peak <= before["peak_bytes_in_use"]:
+        return {"hidden": True}  # Compiling took as much: the step's own peak is not known.
+    # A donated argument is an output, too.
+    results = program["output_size_in_bytes"] - program["alias_size_in_bytes"]
+    total = arguments + results + program["temp_size_in_bytes"]
+    return {
+        "planned": plan["peak"],
+        "measured": peak,
+        "relative": plan["peak"] / peak - 1,
+        "compiler": total - plan["peak"],
+        "residents": before["bytes_in_use"] - arguments,
+        "allocator": peak - before["bytes_in_use"] - (total - arguments),
+        "same_jaxpr": plan["jaxpr"] == measured["jaxpr"],
     }
-    contenders = list(dict.fromkeys(who for _, who in cells))
-    rows = [["size of x, kernel: us (share of copy)", *contenders]]
-    for kernel in dict.fromkeys(kernel for kernel, _ in cells):
-        rows.append([kernel, *(cells.get((kernel, who), "") for who in contenders)])
-    return table(rows)
+
+
+def planned_and_measured(found: dict[str, dict]) -> Rows:
+    causes = ("compiler", "residents", "allocator")
+    head = ["planned and measured: MiB, ms", "planned", "measured", "plan is off", *causes]
+    rows = [[*head, "estimated", "timed", "ratio"]]
+    for name, step in found.items():
+        plan, measured = step.get("plan"), step.get("measure")
+        off, cells = difference(step) or {}, [""] * 9
+        if plan:
+            cells[0] = f"{plan['peak'] / MIB:,.0f}"
+            cells[6] = f"{plan['estimated_seconds'] * 1e3:.1f}"
+        if "hidden" in off:
+            cells[1] = "hidden"
+        elif off:
+            cells[1:3] = f"{off['measured'] / MIB:,.0f}", f"{off['relative']:+.2%}"
+            cells[3:6] = (f"{off[cause] / MIB:+,.1f}" for cause in causes)
+        if measured and measured["after"]:  # The time of a CPU means nothing.
+            seconds = measured["timing"]["seconds"]
+            cells[7] = f"{seconds * 1e3:.1f}"
+            cells[8] = f"{seconds / plan['estimated_seconds']:.2f}" if plan else ""
+        # The step has changed between plan and measurement.
+        other = " (another program)" if not off.get("same_jaxpr", True) else ""
+        rows.append([name + other, *cells])
+    return rows
+
+
+def ranking(found: dict[str, dict]) -> Rows:
+    """Spearman's rank correlation of plan and measurement over the methods of a group."""
+    rows = [["rank correlation, planned with measured", "methods", "time", "peak"]]
+    groups: dict[str, list[dict]] = {}
+    for step in found.values():
+        if difference(step):
+            groups.setdefault(step["plan"]["group"], []).append(step)
+    for group, members in groups.items():
+        known = [off for off in map(difference, members) if off and "relative" in off]
+        times = [
+            (s["plan"]["estimated_seconds"], s["measure"]["timing"]["seconds"]) for s in members
+        ]
+        peaks = [(off["planned"], off["measured"]) for off in known]
+        if len(members) > 1:
+            rows.append([group, str(len(members)), _correlation(times), _correlation(peaks)])
+    return rows
+
+
+def _correlation(pairs: list[tuple[float, float]]) -> str:
+    """Empty where nothing differs."""
+    columns = list(zip(*pairs, strict=True))
+    ranks = [[sorted(column).index(x) for x in column] for column in columns]
+    differ = ranks and all(len(set(rank)) > 1 for rank in ranks)
+    return f"{correlation(*ranks):.2f}" if differ else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="on_gpu.json")
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text())
-    steps = validate_report.steps(results)
-    parts = [table_(results) for table_ in (attention_table, blocks_table, kernels_table)]
-    parts += [table(validate_report.rows(steps)), "\n".join(targets(results))]
-    parts.append(json.dumps(validate_report.summary(steps), indent=1))
-    print("", *parts, sep="\n\n")
+    results = json.loads(parser.parse_args().results.read_text())
+    found = steps(results)
+    tables = [each(results) for each in (attention, blocks, kernels, targets)]
+    for rows in (*tables, planned_and_measured(found), ranking(found)):
+        if rows[1:]:
+            print("", markdown(rows), sep="\n")
 
 
 if __name__ == "__main__":

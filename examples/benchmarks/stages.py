@@ -1,11 +1,9 @@
-"""What the stages of `on_gpu.py` share: command line, records, and what there is to run here.
+"""Runs a case of a stage of `on_gpu.py`, or says what there is to run here.
 
-A stage is a module with `cases(machine)`, functions that yield records, by name. It runs by itself:
+    python -m lowmembp_examples.benchmarks.stages attention LLaMA-7B
 
-    python examples/benchmarks/attention.py LLaMA-7B
-
-runs one case (without a name all) and prints each record as a line of JSON. Started as a program,
-this file prints the machine, the versions and the cases of every stage.
+prints each record of the case as a line of JSON. Without a stage it prints the machine, the
+versions and the cases of every stage.
 """
 
 import argparse
@@ -21,8 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
-from lowmembp_examples.benchmarks.compiling import reason
-from lowmembp_examples.benchmarks.on_gpu import ROOT, STAGES
+from lowmembp_examples.benchmarks.on_gpu import NEEDS_NO_GPU, ROOT, STAGES
 
 import lowmembp_jax as lm
 import pallas_kernels.triton
@@ -32,6 +29,8 @@ PACKAGES = (
     *("triton", "jax-triton", "tokamax", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
     *("nvidia-cublas-cu12", "nvidia-cublas"),
 )
+#: Functions that yield records, by the name of the case.
+Cases = dict[str, Callable[[], Iterator[dict[str, Any]]]]
 
 
 class Machine(NamedTuple):
@@ -39,8 +38,8 @@ class Machine(NamedTuple):
 
     Attributes:
       gpu: the name that JAX gives it, None without one.
-      device: of `lm.memory.DEVICES`, or a file, to plan for in place of this GPU.
-      smoke: tiny sizes on the CPU, to see that all of it works.
+      device: a name in `lm.memory.DEVICES`, or a file, to plan for instead of this GPU.
+      smoke: tiny sizes on the CPU, to see that everything runs.
     """
 
     gpu: str | None
@@ -49,7 +48,7 @@ class Machine(NamedTuple):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Those of lowmembp_jax's operators that run here."""
+        """The implementations of our operators that run here."""
         if self.smoke:
             return ("pallas_interpret",)
         missing = pallas_kernels.triton.unavailable_reason()
@@ -57,47 +56,27 @@ class Machine(NamedTuple):
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """And what users have today."""
+        """Our implementations, and what users have today."""
         return self.implementations if self.smoke else (*self.implementations, "baselines")
 
 
-Cases = dict[str, Callable[[], Iterator[dict[str, Any]]]]
+def cases_of(stage: str, machine: Machine) -> Cases:
+    """Imports the module of a stage, which may need a package that others do not need."""
+    if not (machine.gpu or machine.smoke or stage in NEEDS_NO_GPU):
+        raise RuntimeError("no GPU")
+    module, _, function = STAGES[stage].partition(".")
+    return getattr(importlib.import_module(f"lowmembp_examples.benchmarks.{module}"), function)(
+        machine
+    )
 
 
-def arguments(*, with_cases: bool) -> tuple[Machine, list[str]]:
-    parser = argparse.ArgumentParser()
-    if with_cases:
-        parser.add_argument("cases", nargs="*", help="by name; default: all")
-    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
-    options = parser.parse_args()
-    gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-    return Machine(gpu, options.device, options.smoke), getattr(options, "cases", [])
-
-
-def main(cases: Callable[[Machine], Cases], *, needs_gpu: bool = True) -> int:
-    """Runs a stage's cases; an error ends it, and is the last line of stderr."""
-    machine, names = arguments(with_cases=True)
-    if needs_gpu and not machine.gpu and not machine.smoke:
-        print(f"this needs a GPU, and JAX has {jax.devices()}: --smoke", file=sys.stderr)
-        return 2
-    known = cases(machine)
-    if unknown := [name for name in names if name not in known]:
-        print(f"cases={unknown}, accepted are {list(known)}", file=sys.stderr)
-        return 2
-    for name in names or known:
-        try:
-            for record in known[name]():
-                print(json.dumps(finite(record), allow_nan=False), flush=True)
-        except Exception as error:
-            traceback.print_exc()
-            print(reason(error), file=sys.stderr)
-            return 1
-    return 0
+def reason(error: BaseException) -> str:
+    """Returns an exception in one line, for the results."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def finite(value: Any) -> Any:
-    """NaN and inf, which are no JSON, as text."""
+    """Replaces NaN and inf, which are no JSON, by text."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -116,7 +95,7 @@ def versions() -> dict[str, str]:
 
 
 def first_line(*command: str) -> str | None:
-    """What a command such as nvidia-smi says first; None without it."""
+    """Returns what a command such as nvidia-smi says first; None without it."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -125,22 +104,17 @@ def first_line(*command: str) -> str | None:
 
 
 def nvidia_smi(field: str) -> str | None:
-    """Of the first GPU, such as "driver_version"; None without a driver."""
+    """Returns a field of the first GPU, such as "driver_version"; None without a driver."""
     return first_line("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
 
 
-def describe() -> dict[str, Any]:
-    """The machine, and the names of every stage's cases; of a stage that cannot run, why."""
-    machine, _ = arguments(with_cases=False)
-    stages: dict[str, Any] = {}
-    for stage, needs_gpu in STAGES.items():
-        if needs_gpu and not machine.gpu and not machine.smoke:
-            stages[stage] = "no GPU"
-            continue
+def describe(machine: Machine) -> dict[str, Any]:
+    """Returns the machine, and the cases of each stage or why it cannot run."""
+    stages: dict[str, list[str] | str] = {}
+    for stage in STAGES:
         try:
-            module = importlib.import_module(f"lowmembp_examples.benchmarks.{stage}")
-            stages[stage] = list(module.cases(machine))
-        except Exception as error:  # a package that only this stage needs, say
+            stages[stage] = list(cases_of(stage, machine))
+        except Exception as error:
             stages[stage] = reason(error)
     return {
         "gpu": machine.gpu,
@@ -154,5 +128,30 @@ def describe() -> dict[str, Any]:
     }
 
 
+def main() -> int:
+    """An error ends the case, and is the last line of stderr."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stage", nargs="?", choices=STAGES)
+    parser.add_argument("case", nargs="?", help="default: all")
+    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
+    options = parser.parse_args()
+    gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+    machine = Machine(gpu, options.device, options.smoke)
+    if not options.stage:
+        print(json.dumps(describe(machine)))
+        return 0
+    try:
+        known = cases_of(options.stage, machine)
+        for name in [options.case] if options.case else known:
+            for record in known[name]():
+                print(json.dumps(finite(record), allow_nan=False), flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        print(reason(error), file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps(describe()))
+    sys.exit(main())

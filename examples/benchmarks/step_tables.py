@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 from lowmembp_examples.benchmarks import real_models
 from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.models.common import Compute
 from matplotlib.figure import Figure
@@ -162,7 +162,7 @@ def main() -> int:
         for name, tables in rows.items()
         for label, errors in tables.items()
     ]
-    print(table([["relative error of the derivative", *heads], *cells]))
+    print(markdown([["relative error of the derivative", *heads], *cells]))
     return 0
 
 

@@ -21,7 +21,7 @@ import qwix
 import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
 from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.report import table
+from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
 
 import lowmembp_jax as lm
@@ -146,7 +146,7 @@ def main() -> None:
             row = trained[train]
             others = (f"{row[m] / 2**20:,.0f} ({row[m] / row['plain']:.2f})" for m in METHODS)
             rows.append([name, f"{row['plain'] / 2**20:,.0f}", *others])
-        print(table(rows))
+        print(markdown(rows))
 
 
 if __name__ == "__main__":
