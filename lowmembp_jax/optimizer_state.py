@@ -11,20 +11,17 @@ differ by orders of magnitude, and an update divides by their root.
 - An array that is never negative, such as a second moment, has no sign bit.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from lowmembp_jax.arrays import compute_dtype, hashed_bits
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
@@ -34,29 +31,23 @@ from lowmembp_jax.tiling import explicit_spec, mesh_parts, tile_size
 from lowmembp_jax.warned import warn
 
 _BLOCK = 256
+# Scales have the dtype of the array, and those of float16 would be too small for it.
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales"),
-    meta_fields=("dtype", "axis"),
-)
-@dataclasses.dataclass(frozen=True)
-class StoredState:
-    """An array of an optimizer's state in 8 bits.
+class CompressedState(NamedTuple):
+    """The state of `compress_state`.
 
     Attributes:
-      codes: of the array's shape, int8, or uint8 if the array is never negative.
-      scales: float32, the magnitude of code 1; of the array's shape with blocks in place of
-        elements along `axis`.
-      dtype: of the array.
-      axis: along which the blocks lie.
+      inner_state: of the optimizer, with codes in place of the arrays that are stored in 8 bits:
+        int8, or uint8 if the array is never negative.
+      scales: for each array of `inner_state` the magnitude of code 1 in each block, or None if the
+        array is stored as it is. Scales have the dtype of the array, and its shape with blocks in
+        place of elements along one axis.
     """
 
-    codes: Int[Array, "*shape"]
-    scales: Float[Array, "..."]
-    dtype: np.dtype
-    axis: int
+    inner_state: Any
+    scales: tuple[Array | None, ...]
 
 
 def _blocks(array: Any) -> tuple[int, int]:
@@ -86,9 +77,11 @@ def _scales(
     # XLA's maximum may leave NaNs out.
     largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
     scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
-    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0, scales).astype(jnp.float32)
+    info = jnp.finfo(y.dtype)
+    scales = jnp.where(scales < info.tiny, 0, scales)
     # The largest magnitude that is read back, which may differ in its last bits, gives it again.
-    return lax.reduce_precision(scales, 8, 15)
+    bits = min(15, jnp.finfo(x.dtype).nmant)
+    return lax.reduce_precision(scales, info.nexp, bits).astype(x.dtype)
 
 
 def _most(is_signed: bool) -> int:
@@ -98,17 +91,22 @@ def _most(is_signed: bool) -> int:
 
 # Everything but the scales is computed twice, in a kernel for the new scales and in one for the
 # codes. XLA does that, and keeps no float32 array in memory, only as long as this is cheap.
-def _decode(stored: StoredState) -> Float[Array, "*shape"]:
-    codes, axis = stored.codes, stored.axis
-    c = _cut(codes, axis, stored.scales.shape[axis]).astype(compute_dtype(stored.dtype))
-    scale = jnp.expand_dims(stored.scales, axis + 1).astype(c.dtype)
-    y = c * jnp.abs(c) * jnp.square(c) * scale
-    return jnp.reshape(y.astype(stored.dtype), codes.shape, out_sharding=explicit_spec(codes))
+def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
+    axis = _axis(codes, scales)
+    c = _cut(codes, axis, scales.shape[axis]).astype(compute_dtype(scales.dtype))
+    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, axis + 1).astype(c.dtype)
+    return jnp.reshape(y.astype(scales.dtype), codes.shape, out_sharding=explicit_spec(codes))
+
+
+def _axis(codes: Array, scales: Array) -> int:
+    """The axis along which an array has blocks."""
+    pairs = zip(codes.shape, scales.shape, strict=True)
+    return next(axis for axis, (size, count) in enumerate(pairs) if size != count)
 
 
 def _encode(
     x: Float[Array, "*shape"], scales: Float[Array, "..."], axis: int, is_signed: bool
-) -> StoredState:
+) -> Array:
     y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
     scale = jnp.expand_dims(scales, axis + 1).astype(y.dtype)
     # The two small numbers let a code stay that code, although roots are not exact.
@@ -119,21 +117,20 @@ def _encode(
     codes = low + (power > below + chance * (above - below))
     codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
-    codes = jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
-    return StoredState(codes, scales, np.dtype(x.dtype), axis)
+    return jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
 
 
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, StoredState)
-
-
-def decompress_state(state: optax.OptState) -> optax.OptState:
+def decompress_state(state: Any) -> Any:
     """The state of the optimizer inside `compress_state`, each array in its own dtype.
 
     Args:
       state: the state of `compress_state(optimizer)`.
     """
-    return jax.tree.map(lambda x: _decode(x) if _is_stored(x) else x, state, is_leaf=_is_stored)
+    leaves, tree = jax.tree.flatten(state.inner_state)
+    return tree.unflatten(
+        x if scales is None else _decode(x, scales)
+        for x, scales in zip(leaves, state.scales, strict=True)
+    )
 
 
 def compress_state(
@@ -147,12 +144,12 @@ def compress_state(
     and encodes an array in place if the state is donated. AdamW then takes about 2 bytes per
     parameter for its state, in place of 8.
 
-    An array is stored in 8 bits if it is floating, has at least `min_size` elements, and starts
-    without a value of the parameters. Copies of the parameters (exponential averages, Lookahead,
-    schedule-free optimizers), integers and small arrays stay as they are. If a block gets a NaN or
-    an infinity, all of its elements become NaN.
+    An array is stored in 8 bits if it is float32, bfloat16 or float64, has at least `min_size`
+    elements, and starts without a value of the parameters. Copies of the parameters (exponential
+    averages, Lookahead, schedule-free optimizers), integers and small arrays stay as they are. If a
+    block gets a NaN or an infinity, all of its elements become NaN.
 
-    The structure of the state is that of `optimizer`, with a `StoredState` in place of an array.
+    The state is a `CompressedState`, whose `inner_state` has the structure of the optimizer's.
     Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`, and not
     a transformation that updates in `lax.cond`: that has all arrays of the state in memory at once.
 
@@ -180,49 +177,41 @@ def compress_state(
         raise ValueError(f"compress_state: min_size: expected 0 or more, got {min_size}")
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params):
-        state = inner.init(params)
-        leaves, tree = jax.tree.flatten(state)
-        signed = _signs(inner, params)
-        new = []
-        for leaf, is_signed in zip(leaves, signed, strict=True):
+    def init(params: Any) -> Any:
+        leaves, tree = jax.tree.flatten(inner.init(params))
+        codes, scales = [], []
+        for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
+            scale = None
             if is_signed is not None and leaf.size >= max(min_size, 1):
                 axis, size = _blocks(jax.typeof(leaf))
-                if size * leaf.dtype.itemsize > size + 4:  # else its scales outweigh the savings
-                    scales = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
-                    leaf = _encode(leaf, scales, axis, is_signed)
-            new.append(leaf)
-        return jax.tree.unflatten(tree, new)
+                if size > 4:  # else the scales outweigh the savings
+                    scale = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
+                    leaf = _encode(leaf, scale, axis, is_signed)
+            codes.append(leaf)
+            scales.append(scale)
+        return CompressedState(tree.unflatten(codes), tuple(scales))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         # The scales of the new state come from an update of their own, of which XLA computes
-        # nothing else: otherwise it would write the whole state to memory between the two.
-        again = decompress_state(jax.tree.map(_again, state, is_leaf=_is_stored))
-        again = inner.update(updates, again, params, **extra)[1]
-        scales = jax.tree.map(_new_scales, state, again, is_leaf=_is_stored)
+        # nothing else: otherwise it would write the whole state to memory between the two. XLA does
+        # not know that scales are never negative, and so does not see that both are the same.
+        again = tuple(None if scale is None else jnp.maximum(scale, 0) for scale in state.scales)
+        again = decompress_state(state._replace(scales=again))
+        again = jax.tree.leaves(inner.update(updates, again, params, **extra)[1])
         updates, new = inner.update(updates, decompress_state(state), params, **extra)
-        return updates, jax.tree.map(_encode_like, state, new, scales, is_leaf=_is_stored)
+        leaves, tree = jax.tree.flatten(new)
+        codes, scales = [], []
+        olds = jax.tree.leaves(state.inner_state)
+        for x, other, old, scale in zip(leaves, again, olds, state.scales, strict=True):
+            if scale is not None:
+                axis, is_signed = _axis(old, scale), old.dtype == jnp.int8
+                scale = _scales(other, axis, scale.shape[axis], is_signed)
+                x = _encode(x, scale, axis, is_signed)
+            codes.append(x)
+            scales.append(scale)
+        return updates, CompressedState(tree.unflatten(codes), tuple(scales))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _again(node: Any) -> Any:
-    """The same numbers, of which XLA does not know that they are: scales are never negative."""
-    return (
-        dataclasses.replace(node, scales=jnp.maximum(node.scales, 0)) if _is_stored(node) else node
-    )
-
-
-def _new_scales(old: Any, x: Any) -> Any:
-    if not _is_stored(old):
-        return x
-    return _scales(x, old.axis, old.scales.shape[old.axis], old.codes.dtype == jnp.int8)
-
-
-def _encode_like(old: Any, x: Any, scales: Any) -> Any:
-    if not _is_stored(old):
-        return x
-    return _encode(x, scales, old.axis, old.codes.dtype == jnp.int8)
 
 
 def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | None]:
@@ -239,20 +228,20 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
         if not copies.isdisjoint(variables(eqn)):
             copies.update(eqn.outvars)
     is_rounded = [
-        isinstance(atom, core.Literal)
-        or (atom not in copies and jnp.issubdtype(atom.aval.dtype, jnp.floating))
+        isinstance(atom, core.Literal) or (atom not in copies and atom.aval.dtype in _DTYPES)
         for atom in start.outvars
     ]
     bounds = [fact.bounds for fact in _results(start, [Fact()] * len(start.invars))]
     try:
-        step = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params).jaxpr
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            made = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params)
     except TypeError as error:
         warn(
             f"compress_state: the state of this optimizer stays as it is, because its update needs "
             f"more than gradients, state and parameters: {error}"
         )
         return [None] * len(is_rounded)
-    others = [Fact()] * len(jax.tree.leaves(params))
+    step, others = made.jaxpr, [Fact()] * len(jax.tree.leaves(params))
     while True:
         results = _results(step, [*others, *(Fact(bounds=b) for b in bounds), *others])
         after = [_widened(a, fact.bounds) for a, fact in zip(bounds, results, strict=True)]

@@ -205,6 +205,26 @@ def test_low_precision_follows_float32():
     np.testing.assert_allclose(losses[jnp.float16], losses[jnp.float32], rtol=4e-3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_state_in_8_bits_and_master_weights_in_24_follow_float32(dtype, accumulate):
+    loss_fn, params = mlp(dtype)
+    losses = []
+    for options in ({}, {"optimizer_state": "8bit", "master_weights": "24bit"}):
+        config = OptimizerConfig(1e-2, warmup=0, accumulate=accumulate, **options)
+        optimizer = make_optimizer(config, 20)
+        state = init_state(params, optimizer, dtype, config.param_dtype)
+        step = make_step(loss_fn, optimizer)
+        losses.append([])
+        for number in range(20):
+            state, metrics = step(state, {}, images(8, number % 2))
+            assert metrics.grad_norm.dtype == jnp.float32
+            losses[-1].append(float(metrics.loss))
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {config.param_dtype}
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.05)
+
+
 def test_frozen_parameters_get_no_gradient_and_no_state():
     mlp_loss, params = mlp(jnp.float32)
     trained, frozen = {"head": params["head"]}, {"hidden": params["hidden"]}

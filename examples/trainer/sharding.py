@@ -18,6 +18,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowmembp_examples.trainer.errors import UsageError
 
+from lowmembp_jax.optimizer_state import CompressedState
+
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
 
@@ -90,8 +92,17 @@ def _tensor_axis(names: tuple[str, ...]) -> int | None:
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """`NamedSharding`s of parameters, of a `TrainState`, or of both in one tree."""
+
+    def of(path, node):
+        if not isinstance(node, CompressedState):
+            return NamedSharding(mesh, partition_spec(path, node, mesh))
+        # The scales of an array are divided as the array is.
+        inner = shardings(node.inner_state, mesh)
+        pairs = zip(node.scales, jax.tree.leaves(inner), strict=True)
+        return CompressedState(inner, tuple(None if s is None else own for s, own in pairs))
+
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, partition_spec(path, leaf, mesh)), tree
+        of, tree, is_leaf=lambda x: isinstance(x, CompressedState)
     )
 
 

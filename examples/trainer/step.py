@@ -168,7 +168,7 @@ def make_step(
         else:
             gradient = scale.value_and_grad(loss_fn, has_aux=True)
             scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         if scale is not None:
             # optax's `should_skip_update_fn` would not count the batch, and so fall behind `step`.
             grads = jax.tree.map(lambda grad: jnp.where(finite, grad, 0), grads)
