@@ -288,8 +288,10 @@ PLANS = (
 @pytest.mark.parametrize("content", PLANS)
 def test_a_file_that_is_no_plan(run, tmp_path, content):
     if content == "nested":  # a plan, with a list in place of a number
-        device, cost = lm.memory.get_device("t4"), lm.memory.Cost((), ())
-        plan = lm.memory.Plan(device, 1, 0.75, *[0] * 9, (), cost)
+        kernels = lm.memory.Cost((), ())
+        plan = lm.memory.Plan(
+            lm.memory.get_device("t4"), 1, 0.75, 0, 0, 0, 0, 0, 0, 0, 0, 0, live=(), cost=kernels
+        )
         nested = "[" * 50 + "]" * 50
         content = plan.to_json().replace('"parameters": 0', f'"parameters": {nested}')
     (tmp_path / "plan.json").write_text(content)
@@ -387,6 +389,16 @@ def test_the_fraction_of_the_memory(run):
     assert status == 0 and one["plan"]["memory_fraction"] == 0.9
     status, out, err = run(*plan, "--memory-fraction", 1.5)
     assert status == 2 and "memory_fraction" in err
+
+
+@gpu_compiler
+def test_options_of_the_compiler(run):
+    plan = ("plan", "--model", f"{FILE}:mlp", "--batch", 64, "--method", "default", "--no-cache")
+    fused = "xla_disable_hlo_passes=priority-fusion"
+    assert run(*plan, "--xla-flag", fused)[1] != run(*plan)[1]
+    for flag in ("xla_nothing=1", "xla_gpu_enable_triton_gemm=maybe", "split"):
+        status, out, err = run(*plan, "--xla-flag", flag)
+        assert (status, out) == (2, "") and flag.partition("=")[0] in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("function", ["exits", "no_results"])

@@ -1,10 +1,14 @@
 """The planner says where XLA pads products to split them."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
+
+plan_module = importlib.import_module("lowmembp_jax.memory.plan")
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 
@@ -28,8 +32,21 @@ def test_rows_that_are_no_multiple_of_the_parts(rows, split, is_padded):
         assert "pads 2 operands" in note and "52,272 rows to 52,480" in note
         assert "103.30 MiB wait" in note
         assert "a multiple of 256 or more" in note and plan.peak > 1.9 * given
+        assert "force_split_k=1 the peak is 102.9" in note
     else:
         assert not plan.notes and plan.peak < 1.1 * given
+
+
+def test_no_option_that_does_not_help(monkeypatch):
+    compiled = plan_module._compiled
+
+    def same(step, **options):
+        return compiled(step)
+
+    monkeypatch.setattr(plan_module, "_compiled", same)
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1024, 8), (264 * 198, 1024))]
+    [note] = lm.memory.plan(gradient, *arrays, device="h200").notes
+    assert "pads 2 operands" in note and "split_k" not in note
 
 
 def test_pads_of_the_model_are_no_concern():

@@ -31,12 +31,24 @@ class ModelOptions:
 
     def arguments(self) -> dict[str, Any]:
         """What the factory is called with, apart from method and batch."""
-        given: dict[str, Any] = {"train": self.train}
-        for option in self.options:
-            key, equals, value = option.partition("=")
-            if not equals or not key.isidentifier():
-                raise GivenError(f"--options takes name=value, got {option!r}")
-            if key in {*given, "batch", "method"}:
-                raise GivenError(f"--options: {key} is given twice or has an option --{key}")
-            given[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
-        return given
+        given = named_values("--options", self.options)
+        for key in {"train", "batch", "method"}.intersection(given):
+            raise GivenError(f"--options: {key} has an option --{key}")
+        return {"train": self.train, **given}
+
+
+def named_values(option: str, given: tuple[str, ...]) -> dict[str, int | str]:
+    """What an option of the form name=value has, by name.
+
+    Raises:
+      GivenError: it has another form, or one name twice.
+    """
+    found: dict[str, int | str] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not equals or not key.isidentifier():
+            raise GivenError(f"{option} takes name=value, got {each!r}")
+        if key in found:
+            raise GivenError(f"{option}: {key} is given twice")
+        found[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lowmembp_jax.commands.model import ModelOptions
+from lowmembp_jax.commands.model import ModelOptions, named_values
 from lowmembp_jax.commands.output import IMAGES, check_output, print_report, write_json
 from lowmembp_jax.errors import GivenError
 
@@ -51,6 +51,8 @@ class PlanCommand(ModelOptions):
     link_bandwidth: str | None = None
     """Bytes a second that each GPU sends to others, such as 50GB. Default: the time on the links is
     left out."""
+    xla_flag: tuple[str, ...] = ()
+    """Options of XLA's compiler, such as xla_gpu_enable_latency_hiding_scheduler=False."""
     largest_batch: bool = False
     """Look for the largest batch that fits, with up to 8 plans a method. It is a multiple of 8, or
     of what of 8 divides --batch."""
@@ -177,6 +179,7 @@ class PlanCommand(ModelOptions):
                 "parts": self.parts or None,
                 "link_bandwidth": bandwidth,
                 "memory_fraction": self.memory_fraction,
+                "compiler_options": named_values("--xla-flag", self.xla_flag),
             },
         )
 

@@ -31,12 +31,15 @@ def compile_lowered(
     """Compiles, with cuBLAS where XLA's Triton finds no tiles; and notes, see `Plan`.
 
     Raises:
-      StepError: XLA has no such matrix product for this GPU.
+      StepError: XLA has no such matrix product for this GPU, or no such option.
     """
     options = compiler_options or {}
     try:
         return lowered.compile(options), ()
     except jax.errors.JaxRuntimeError as error:
+        if "compile option" in str(error) or "While setting option" in str(error):
+            reason = str(error).removeprefix("INVALID_ARGUMENT: ")
+            raise StepError(f"compiler_options: XLA refuses one: {reason}") from error
         if "Unsupported algorithm" in str(error):
             what = re.search(r"ALG_DOT_\w+", str(error))
             raise StepError(

@@ -29,6 +29,7 @@ from lowmembp_jax.memory.planning.padded_products import padded_products
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.planning.replication import batch_shardings, replicated
 from lowmembp_jax.memory.planning.result import PARTS, Plan
+from lowmembp_jax.memory.planning.scheduler import scheduler_cost
 from lowmembp_jax.memory.planning.vocabulary import vocabularies, whole_logits
 from lowmembp_jax.memory.sizes import as_bytes
 
@@ -173,18 +174,25 @@ def lower_step(
     )
 
 
-def plan_lowered(step: LoweredStep) -> Plan:
-    """What `plan` does from compiling on."""
+def _compiled(
+    step: LoweredStep, **options: Any
+) -> tuple[jax.stages.Compiled, tuple[str, ...], buffers.BufferAssignment]:
+    """Compiles with more options than the step has; the notes are for a `Plan`."""
     with tempfile.TemporaryDirectory(prefix=f"lowmembp_jax-{os.getpid()}-") as directory:
-        options = {
-            **step.compiler_options,
+        dumps = {
             "xla_dump_to": directory,
             "xla_dump_hlo_as_text": True,
             "xla_dump_hlo_module_re": ".*",
             "xla_dump_hlo_pass_re": "^$",
         }
-        compiled, notes = compile_lowered(step.lowered, step.device.name, options)
-        assignment = buffers.read(Path(directory))
+        every = {**step.compiler_options, **options, **dumps}
+        made = compile_lowered(step.lowered, step.device.name, every)
+        return *made, buffers.read(Path(directory))
+
+
+def plan_lowered(step: LoweredStep) -> Plan:
+    """What `plan` does from compiling on."""
+    compiled, notes, assignment = _compiled(step)
     program = hlo.parse(compiled.as_text() or "")
     on_device = program.entry.parameters
     # Ordered callbacks: tokens come first, and take no memory.
@@ -202,8 +210,14 @@ def plan_lowered(step: LoweredStep) -> Plan:
     shardings = jax.tree.leaves(compiled.input_shardings)
     device_count = len(shardings[0].device_set) if shardings else 1
     total = sum(peak.parts.values())
+
+    def peak_with(option: str, value: Any) -> int:
+        other = _compiled(step, **{option: value})[2]
+        return other.total("argument", "output", "temporary", "constant")
+
     notes += (
-        *padded_products(program, total),
+        *scheduler_cost(program, step.device, step.compiler_options, total, peak_with),
+        *padded_products(program, total, peak_with),
         *whole_logits(peak.live, step.vocabularies, device_count, total),
     )
     return Plan(

@@ -7,13 +7,14 @@ that free nothing and puts them off, with unrolled layers until the end of the b
 operands stay until then, as under no checkpointing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowmembp_jax.memory.hlo.program import Instruction, Program
 from lowmembp_jax.memory.sizes import format_bytes
 
+_SPLIT_K = "xla_gpu_experimental_force_split_k"
 _MULTIPLE = 64  # cuBLAS has operands padded too, to a multiple of 8
 
 
@@ -25,12 +26,15 @@ class _Pad(NamedTuple):
     place: int
 
 
-def padded_products(program: Program, peak: int) -> Iterator[str]:
+def padded_products(
+    program: Program, peak: int, peak_with: Callable[[str, Any], int]
+) -> Iterator[str]:
     """A note for a `Plan`, where copies that wait are a quarter of the peak.
 
     Args:
       program: what is planned.
       peak: bytes.
+      peak_with: compiles with an option, and gives the peak.
     """
     places = {name: place for place, name in enumerate(program.entry.instructions)}
     every = program.entry.instructions.values()
@@ -42,11 +46,14 @@ def padded_products(program: Program, peak: int) -> Iterator[str]:
         return
     most = max(pads)
     multiple = max(pad.padded & -pad.padded for pad in pads)  # powers of 2
+    without = peak_with(_SPLIT_K, 1)
+    helps = f". With the compiler option {_SPLIT_K}=1 the peak is {format_bytes(without)}"
+    helps += f" in place of {format_bytes(peak)}, and these products are slower"
     yield (
         f"XLA pads {len(pads)} operands of products that it splits, such as {most.terms:,} rows to "
         f"{most.padded:,}, and puts them off: {format_bytes(waiting)} wait at once. A batch whose "
-        f"rows are a multiple of {multiple} or more can take much less; so can the compiler option "
-        f"xla_gpu_experimental_force_split_k=1, with slower products"
+        f"rows are a multiple of {multiple} or more may take much less"
+        + (helps if without < 0.95 * peak else "")
     )
 
 
