@@ -1,18 +1,19 @@
 """The measured tables of README.md and docs/, from the JSON files in `results/`.
 
-`TABLES` has a function for each name that a marker can have; it gives rows of cells, the head
+`TABLES` has a function for each name that a marker can have. It returns rows of cells, the head
 first. `readme_tables.py` writes them.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from lowmembp_examples.benchmarks import compare_tables, json_lines, quality_report
+from lowmembp_examples.benchmarks.report import Rows
 from lowmembp_examples.benchmarks.table_names import (
     ACTIVATIONS,
     BLOCK_METHODS,
@@ -23,30 +24,27 @@ from lowmembp_examples.benchmarks.table_names import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-Rows = list[list[str]]
 MIB, GIB = 2**20, 2**30
 
 
 def read(name: str) -> dict[str, Any]:
-    """One file of `results/`, by its name without ".json"."""
+    """Reads one file of `results/`, by its name without ".json"."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """What was measured of a ViT-B block with unrolled layers, by method and what is trained."""
+    """Returns the rows of a ViT-B block with unrolled layers, by method and what is trained."""
     rows = read("block_memory")["rows"]
     return {(r["method"], r["train"]): r for r in rows if r["layers"] == "unrolled"}
 
 
 def step_times() -> tuple[str, dict[str, str]]:
-    """The GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
+    """Returns the GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
 
-    Of our operators those of XLA, the default. Empty where nothing was measured.
+    Our operators are those of XLA, the default. Both are empty if nothing was measured.
     """
-    if not (RESULTS / "on_gpu.json").exists():
-        return "", {}
-    results = read("on_gpu")
-    if results["gpu"].startswith("none"):  # a smoke run
+    results = read("on_gpu") if (RESULTS / "on_gpu.json").exists() else {"gpu": "none"}
+    if results["gpu"].startswith("none"):  # a smoke run says so
         return "", {}
     return results["gpu"].removeprefix("NVIDIA "), {
         record["method"]: f"{record['milliseconds']:.1f} ms"
@@ -70,13 +68,6 @@ def block_memory() -> Rows:
     return rows
 
 
-def _estimate(row: dict[str, Any], default: dict[str, Any]) -> str:
-    milliseconds = row.get("estimated_ms_4_blocks")
-    if milliseconds is None:
-        return ""
-    return f"{milliseconds:.2f} ms ({milliseconds / default['estimated_ms_4_blocks']:.2f})"
-
-
 def block_cost() -> Rows:
     done = block_rows()
     head = ["method", "kept, units a block", "peak of 12 blocks", "moved, units a block"]
@@ -86,12 +77,14 @@ def block_cost() -> Rows:
         if row and "moved_units_a_block" in row:
             kept, peak = f"{row['block_units']:.2f}", f"{row['peak_mib_12_blocks']:,.0f} MiB"
             moved = f"{row['moved_units_a_block']:.1f}", f"{row['kernels_a_block']:.0f}"
-            rows.append([name, kept, peak, *moved, _estimate(row, done["default", "full"])])
+            time = row["estimated_ms_4_blocks"]
+            ratio = time / done["default", "full"]["estimated_ms_4_blocks"]
+            rows.append([name, kept, peak, *moved, f"{time:.2f} ms ({ratio:.2f})"])
     return rows
 
 
 def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Errors of gradients, by column of the tables, time and method."""
+    """Returns errors of gradients, by column of the tables, time and method."""
     names = {"minilm": "MiniLM", "vit": "ViT", "llama": "LLaMA"}
     done = {}
     for row in json_lines.read(RESULTS / "gradient_fidelity.jsonl"):
@@ -100,7 +93,7 @@ def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
     return done
 
 
-def gradient_fidelity(methods: Sequence[str]) -> Rows:
+def gradient_fidelity(*methods: str) -> Rows:
     """Relative error and cosine of a loss's gradient, at the start and after training."""
     done, sets = fidelity_rows(), ("MiniLM, SST-2", "MiniLM", "ViT", "LLaMA")
     rows = [["", *(cell for name in sets for cell in (name, f"{name}, trained"))]]
@@ -112,7 +105,7 @@ def gradient_fidelity(methods: Sequence[str]) -> Rows:
 
 
 def gradient_summary() -> Rows:
-    """The README's: the errors on a pretrained model and real text."""
+    """The errors on a pretrained model and real text, for the README."""
     done = fidelity_rows()
     rows = [["gradients of MiniLM on SST-2", "error", "cosine", "after 200 steps", "cosine"]]
     for method in ("plain Flax in bfloat16", "compress", "operators, 2 bits", "operators, 4 bits"):
@@ -135,16 +128,14 @@ def step_table_errors() -> Rows:
 
 
 def third_party(methods: dict[str, str]) -> Rows:
-    """MiB, and the part of plain; `methods` are those of `third_party.py` and their columns."""
+    """MiB, and the share of plain; `methods` are those of `third_party.py` and their columns."""
     heads = ["plain", *methods.values()]
     trained = {"full": "full tuning", "LoRA": "LoRA"}
     rows = [["model", *(f"{train}: {head}" for train in trained.values() for head in heads)]]
     for model, row in read("third_party")["rows"].items():
         cells = []
         for train in trained:
-            if not (found := row.get(train)):  # the script has not come so far
-                cells += [""] * len(heads)
-                continue
+            found = row[train]
             parts = (f"{found[m] / MIB:,.0f} ({found[m] / found['plain']:.2f})" for m in methods)
             cells += [f"{found['plain'] / MIB:,.0f}", *parts]
         rows.append([model, *cells])
@@ -160,7 +151,7 @@ def storage_formats() -> Rows:
 
 
 def other_models() -> Rows:
-    """MiB at the peak, estimated milliseconds and, where it is not exact, a gradient's error."""
+    """MiB at the peak, estimated milliseconds, and the gradient's error if it is not exact."""
     rows = [["six blocks", *OTHER_MODELS.values()]]
     for kind, found in read("other_models")["rows"].items():
         cells = []
@@ -173,7 +164,7 @@ def other_models() -> Rows:
 
 
 def finetune(file: str) -> Rows:
-    """Accuracy, loss and memory, as an example's results.json has them."""
+    """Accuracy, loss and memory from an example's results.json."""
     result = read(file)
     runs, sizes = result["runs"], result["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
@@ -186,13 +177,8 @@ def finetune(file: str) -> Rows:
         if done:
             scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
         counts = (size[part][method] for size in sizes for part in ("kept_bytes", "peak_bytes"))
-        rows.append(
-            [
-                FINETUNED.get(method, method),
-                *scores,
-                *(f"{count / MIB:,.0f} MiB" for count in counts),
-            ]
-        )
+        cells = (f"{count / MIB:,.0f} MiB" for count in counts)
+        rows.append([FINETUNED.get(method, method), *scores, *cells])
     return rows
 
 
@@ -223,7 +209,7 @@ def loss_models() -> Rows:
 
 
 def loss_curve() -> Rows:
-    """How far the losses of a training are from those of whole logits."""
+    """The difference between a training's losses and the losses with whole logits."""
     curve = read("loss_memory")["curve"]
     heads = ["small LLaMA, float32", "first loss", "last loss", "largest relative difference"]
     numbers = (f"{curve['first']:.3f}", f"{curve['last']:.3f}")
@@ -238,8 +224,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "block_memory": block_memory,
     "block_cost": block_cost,
     "gradient_summary": gradient_summary,
-    "compress_fidelity": partial(gradient_fidelity, (*_ALL[:9], _ALL[-1])),
-    "activation_fidelity": partial(gradient_fidelity, (*_STEPS, "compress", "compress, int8")),
+    "compress_fidelity": partial(gradient_fidelity, *_ALL[:9], _ALL[-1]),
+    "activation_fidelity": partial(gradient_fidelity, *_STEPS, "compress", "compress, int8"),
     "step_tables": step_table_errors,
     "third_party_operators": partial(third_party, {"operators": "`lm.patch()`"}),
     "third_party_compress": partial(third_party, _COMPRESS),

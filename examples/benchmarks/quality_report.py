@@ -2,10 +2,10 @@
 
     python examples/benchmarks/quality_report.py
 
-draws `docs/training_quality.svg`, the losses of all methods over the steps, the mean of the seeds.
-`readme_tables.py` writes the tables. Numbers in brackets are differences to plain Flax, paired by
-seed, with the standard error of their mean: a method trains as well where it is not several of
-these from 0.
+draws `docs/training_quality.svg`: the losses of all methods over the steps, as the mean of the
+seeds. `readme_tables.py` writes the tables. Numbers in brackets are differences to plain Flax,
+paired by seed, with the standard error of their mean. A method trains as well if its difference is
+not several standard errors from 0.
 """
 
 import statistics
@@ -39,10 +39,7 @@ _SMOOTHED = 10
 
 
 def trainings(path: Path = OUTPUT) -> Trainings:
-    """What was trained, by task and method, by seed.
-
-    The longest trainings of a task, with the seeds that all of its methods have.
-    """
+    """Returns the longest trainings of each task, with the seeds that all its methods have."""
     found: Trainings = defaultdict(dict)
     records = json_lines.read(path)
     for task in {record["task"] for record in records}:
@@ -59,21 +56,12 @@ def trainings(path: Path = OUTPUT) -> Trainings:
 
 
 def compared(done: Trainings) -> list[str]:
-    """The tasks of which plain Flax is there and something beside it."""
+    """Returns the tasks that plain Flax and another method were trained on."""
     return [
         task
         for task in NAMES
         if done[task, PLAIN] and sum(bool(done[task, method]) for method in METHODS) > 1
     ]
-
-
-def difference(
-    method: dict[int, dict], plain: dict[int, dict], of: Callable
-) -> tuple[float, float | None]:
-    """The mean over the seeds, and its standard error; None of one seed."""
-    pairs = [of(method[seed]) - of(plain[seed]) for seed in method]
-    error = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else None
-    return statistics.mean(pairs), error
 
 
 def _rows(cell: Callable[[dict, dict], str], methods: Sequence[str], head: str) -> list[list[str]]:
@@ -91,25 +79,27 @@ def _rows(cell: Callable[[dict, dict], str], methods: Sequence[str], head: str) 
 
 
 def metric(name: str, form: str) -> list[list[str]]:
-    """A measure of what is held out: "loss" or "accuracy"."""
+    """A measure on held-out data: "loss" or "accuracy"."""
 
     def cell(found: dict, plain: dict) -> str:
-        of = lambda record: record["dev"].get(name)  # noqa: E731
-        if of(next(iter(found.values()))) is None:
+        if any(name not in record["dev"] for record in found.values()):
             return ""
-        mean = format(statistics.mean(map(of, found.values())), form)
+        values = {seed: record["dev"][name] for seed, record in found.items()}
+        mean = format(statistics.mean(values.values()), form)
         if found is plain:
             return mean
-        delta, error = difference(found, plain, of)
         scale, digits = (100, 1) if form.endswith("%") else (1, 3)
-        bounds = "" if error is None else f" ± {error * scale:.{digits}f}"
-        return f"{mean} ({delta * scale:+.{digits}f}{bounds})"
+        pairs = [scale * (value - plain[seed]["dev"][name]) for seed, value in values.items()]
+        bounds = ""
+        if len(pairs) > 1:  # the standard error of the mean
+            bounds = f" ± {statistics.stdev(pairs) / len(pairs) ** 0.5:.{digits}f}"
+        return f"{mean} ({statistics.mean(pairs):+.{digits}f}{bounds})"
 
     return _rows(cell, METHODS, f"dev {name}")
 
 
 def cosine() -> list[list[str]]:
-    """Of the method's gradient with the exact one, at the start and the last time it was taken."""
+    """Cosine of the method's gradient with the exact one, at the start and the last time."""
 
     def cell(found: dict, _: dict) -> str:
         values = [list(record["cosines"].values()) for record in found.values()]
