@@ -65,14 +65,12 @@ def test_a_file_that_holds_something_else(tmp_path, capsys):
     assert "rows.jsonl, line 2: " in capsys.readouterr().err
 
 
-class Columns:
+class Columns(dict):
     """In place of XLA: finds something for each cell, but for what it is told."""
 
     def __init__(self, *names, fails=(), stops_at=None):
-        self.names, self.fails, self.stops_at, self.asked = names, fails, stops_at, []
-
-    def __call__(self, _):
-        return {name: lambda cell, name=name: self.fill(cell, name) for name in self.names}
+        super().__init__({name: lambda cell, name=name: self.fill(cell, name) for name in names})
+        self.fails, self.stops_at, self.asked = fails, stops_at, []
 
     def fill(self, cell, name):
         if len(self.asked) == self.stops_at:
@@ -118,12 +116,12 @@ def test_what_failed_comes_last(tmp_path):
 def test_a_column_more_is_added_to_what_is_there(tmp_path):
     output = tmp_path / "rows.jsonl"
     compare.run(FOUR, output, Columns("status"))
-    columns = Columns("status", "measured", fails=FOUR[3:])
+    columns = Columns("status", "largest_batch", fails=FOUR[3:])
     assert compare.run(FOUR, output, columns) == 1
-    assert {name for _, name in columns.asked} == {"measured"}
+    assert {name for _, name in columns.asked} == {"largest_batch"}
     rows = list(read(output).values())
     assert len(rows) == 4 and all((row["status"], row["peak"]) == ("planned", 3) for row in rows)
-    assert rows[0]["measured"] and rows[3]["measured"].startswith("failed")
+    assert rows[0]["largest_batch"] and rows[3]["largest_batch"].startswith("failed")
 
 
 @pytest.mark.gpu_compiler
@@ -169,15 +167,6 @@ def test_the_largest_batch(monkeypatch, megabytes_each, found):
     monkeypatch.setattr(compare.lm.memory, "compare", plan)
     [cell] = cells(["vit-b16"], ["lora-all"], ["full-remat"], ["h200"], ["unrolled"])
     assert compare.largest_batch(cell) == {"largest_batch": found}
-
-
-@pytest.mark.slow
-def test_measuring_in_a_process_of_its_own():
-    """On a CPU, which has no counters."""
-    found = compare.measured(TINY, smoke=True)["measured"]
-    assert found["step_seconds"] > 0 and found["peak"] is None
-    with pytest.raises(RuntimeError, match="failed: exit code 1: "):
-        compare.measured(dataclasses.replace(TINY, method="nothing"), smoke=True)
 
 
 def test_tables_have_what_was_planned(tmp_path, monkeypatch):

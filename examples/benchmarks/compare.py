@@ -11,15 +11,14 @@ failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours. The m
 first. Several processes with other models may write to one file.
 
 --largest-batch also finds the largest batch in 24 and in 80 GB, with up to 16 compilations each.
-If the GPU of a cell is here, its peak and step time are measured. Delete lines of the file to have
-them again. The operators as in the paper (2 bits by the published tables) are no cell of their own:
-they are the program of "lowmembp" with other constants.
+Delete lines of the file to have them again. The operators as in the paper (2 bits by the published
+tables) are no cell of their own: they are the program of "lowmembp" with other constants. For
+measurements on a GPU see `on_gpu.py`.
 
 `readme_tables.py` and `plots.py` write tables and pictures from the file.
 """
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -33,8 +32,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import tyro
 from lowmembp_examples.benchmarks import flags, json_lines, validate
-from lowmembp_examples.benchmarks.on_gpu import run_process
-from lowmembp_examples.benchmarks.stages import nvidia_smi, reason, versions
+from lowmembp_examples.benchmarks.stages import reason, versions
 from lowmembp_examples.benchmarks.validate import SIZES, Cell
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Method
@@ -74,7 +72,6 @@ class Config:
       layers: first those as the trainer runs them; a Swin scans pairs of them.
       output: the file of rows.
       largest_batch: search for it.
-      measure: where the GPU is here.
     """
 
     models: tuple[str, ...] = MODEL_NAMES
@@ -84,7 +81,6 @@ class Config:
     layers: tuple[Layers, ...] = LAYERS
     output: Path = OUTPUT
     largest_batch: bool = False
-    measure: bool = True
 
 
 def trained_parts(model: str) -> tuple[Train, ...]:
@@ -189,65 +185,22 @@ def _largest_multiple(cell: Cell, gigabytes: int, multiple: int, start: int) -> 
     return one.largest_batch or 0
 
 
-def measured(cell: Cell, *, smoke: bool = False) -> dict[str, Any]:
-    """The allocator's peak in bytes, and seconds of a step, on the GPU that is here.
-
-    The peak is None if compiling took as much, or the device does not count.
-
-    Raises:
-      RuntimeError: the process that measures failed; the message is its last line.
-    """
-    records: list[dict[str, Any]] = []
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9", **os.environ}
-    del environment["JAX_PLATFORMS"]
-    given = json.dumps(dataclasses.asdict(cell) | {"smoke": smoke})
-    command = [sys.executable, "-m", validate.__name__, given]
-    status = run_process(command, environment, 600, records.append)
-    if status != "done":
-        raise RuntimeError(status)
-    [record] = records
-    before, after = (record[when] or {"peak_bytes_in_use": 0} for when in ("before", "after"))
-    peak = after["peak_bytes_in_use"]
-    known = peak > before["peak_bytes_in_use"]
-    found = {"peak": peak if known else None, "step_seconds": record["timing"]["seconds"]}
-    return {"measured": found | {"versions": versions()}}
-
-
-def gpu_here() -> str | None:
-    """Returns the planner's name of this machine's GPU; None if it knows none."""
-    try:
-        return validate.device_of(nvidia_smi("name") or "none")
-    except ValueError:
-        return None
-
-
-def run(todo: Iterable[Cell], output: Path, columns: Callable[[Cell], Columns]) -> int:
-    """Adds what cells lack, a line for each column; returns how many failed.
-
-    Args:
-      todo: the cells.
-      output: the file of rows.
-      columns: what a cell is to have, each a function of the cell.
-    """
+def run(todo: Iterable[Cell], output: Path, columns: Columns) -> int:
+    """Adds the columns that cells lack, a line for each; returns how many failed."""
     rows = read(output)
-    work: list[tuple[bool, Cell, Columns]] = []
+    work: list[tuple[bool, Cell, list[str]]] = []
     for cell in todo:
-        row, wanted = rows.get(cell, {}), columns(cell)
-        lacking = {
-            name: find
-            for name, find in wanted.items()
-            if str(row.get(name, FAILED)).startswith(FAILED)
-        }
-        if lacking:
+        row = rows.get(cell, {})
+        if lacking := [n for n in columns if str(row.get(n, FAILED)).startswith(FAILED)]:
             work.append((not row.keys().isdisjoint(lacking), cell, lacking))
     work.sort(key=lambda each: each[0])  # what failed comes last
     errors = 0
     bar = tqdm(work, unit="cell", mininterval=0.5)
     for _, cell, lacking in bar:
         bar.set_postfix_str(f"{cell.name} on {cell.device}")
-        for name, find in lacking.items():
+        for name in lacking:
             try:
-                found = find(cell)
+                found = columns[name](cell)
             except Exception as error:  # The error is a result, and the other cells go on.
                 errors += 1
                 found = {name: f"{FAILED}: {reason(error)}"}
@@ -271,16 +224,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
-    gpu = gpu_here() if config.measure else None
-
-    def columns(cell: Cell) -> Columns:
-        wanted: Columns = {"status": planned}
-        if config.largest_batch:
-            wanted["largest_batch"] = largest_batch
-        if cell.device == gpu:
-            wanted["measured"] = measured
-        return wanted
-
+    columns: Columns = {"status": planned}
+    if config.largest_batch:
+        columns["largest_batch"] = largest_batch
     try:
         errors = run(todo, config.output, columns)
     except KeyboardInterrupt:

@@ -6,9 +6,7 @@ peak cannot be set back. `report.py` compares the two.
 """
 
 import hashlib
-import json
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from lowmembp_examples.benchmarks.programs import SMOKE, Effort, floats, integers, time_calls
-from lowmembp_examples.benchmarks.stages import Cases, Machine, finite, nvidia_smi
+from lowmembp_examples.benchmarks.stages import Cases, Machine, nvidia_smi
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Attention, Method
 from lowmembp_examples.planning import MODELS
@@ -271,10 +269,3 @@ def measurements(machine: Machine) -> Cases:
         return {SMOKE_CELL.name: partial(measure, SMOKE_CELL, SMOKE, SMOKE_ATTENTION)}
     device = machine.device or device_of(machine.gpu or "none")
     return {cell.name: partial(measure, cell, EFFORT) for cell in cells(device)}
-
-
-if __name__ == "__main__":  # `compare.py` measures one cell in a process of its own
-    given = json.loads(sys.argv[1])
-    how = (SMOKE, SMOKE_ATTENTION) if given.pop("smoke") else (EFFORT,)
-    for found in measure(Cell(**given), *how):
-        print(json.dumps(finite(found)))
