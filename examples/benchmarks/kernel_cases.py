@@ -121,7 +121,8 @@ def _silu(x):
 
 def codes(table: lm.StepTable, x: np.ndarray) -> np.ndarray:
     """Returns the code of each x. Thresholds are compared in float32, in which x is exact."""
-    return sum((x > np.float64(np.float32(t))).astype(np.int64) for t in table.thresholds)
+    thresholds = np.asarray(table.thresholds, np.float32).astype(np.float64)
+    return (x[..., None] > thresholds).sum(-1)
 
 
 def _activation(function, table, x, g):

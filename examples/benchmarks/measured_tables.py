@@ -43,8 +43,10 @@ def step_times() -> tuple[str, dict[str, str]]:
 
     Our operators are those of XLA, the default. Both are empty if nothing was measured.
     """
-    results = read("on_gpu") if (RESULTS / "on_gpu.json").exists() else {"gpu": "none"}
-    if results["gpu"].startswith("none"):  # a smoke run says so
+    if not (RESULTS / "on_gpu.json").exists():
+        return "", {}
+    results = read("on_gpu")
+    if results["gpu"].startswith("none"):  # a smoke run
         return "", {}
     return results["gpu"].removeprefix("NVIDIA "), {
         record["method"]: f"{record['milliseconds']:.1f} ms"

@@ -1,11 +1,11 @@
-"""Draws memory against the estimated time of a step, a point a method: the pictures in `docs/`.
+"""Draws the pictures in `docs/`: memory against the estimated time of a step, a point a method.
 
     python examples/benchmarks/plots.py
 
-`block_memory.svg` has what a ViT-B block with unrolled layers keeps, from
-`results/block_memory.json`; `compare/MODEL.svg` the peak of a model's whole training step on an
-H200, from `results/compare.jsonl`. A picture's points are in its description too, where a test
-reads them; nothing in it differs from run to run.
+`block_memory.svg` shows the residuals of a ViT-B block with unrolled layers, from
+`results/block_memory.json`. `compare/MODEL.svg` shows the peak of a model's whole training step on
+an H200, from `results/compare.jsonl`. The description of a picture repeats its points for a test.
+Nothing in a picture differs from run to run.
 """
 
 import json
@@ -32,7 +32,7 @@ BLOCK_LABELS = {
     "compress, attention in bfloat16": "lm.compress, attention in bf16",
     "lowmembp_jax": "the operators, 2 bits",
 }
-#: "offload" is in no picture: with five times the time it would be all of the scale.
+#: "offload" is in no picture: it takes five times as long, and would stretch the scale.
 COMPARE_LABELS = {
     "default": "Flax as it comes",
     "norm+activation": "norm, activation checkpointed",
@@ -60,7 +60,7 @@ Points = dict[str, tuple[float, float]]
 
 
 class Picture(NamedTuple):
-    """What is drawn: points by the title of their panel, and what the axes are."""
+    """Points by the title of their panel, and the labels of the axes."""
 
     panels: dict[str, Points]
     time: str
@@ -72,7 +72,6 @@ class Picture(NamedTuple):
 
 
 def block_picture() -> Picture:
-    """Of the methods that have an estimate."""
     done, panels = block_rows(), {}
     for train, title in {"full": "ViT-B, full tuning", "lora-qv": "ViT-B, LoRA on q, v"}.items():
         rows = {label: done.get((m, train), {}) for m, label in BLOCK_LABELS.items()}
@@ -86,7 +85,7 @@ def block_picture() -> Picture:
 
 
 def model_picture(model: str) -> Picture:
-    """The two first of what is trained."""
+    """Has a panel for each of the first two entries of `TRAINED` that were compared."""
     done, panels = compared(), {}
     for train in [train for train in TRAINED if (model, train) in done][:2]:
         panels[f"{COMPARED[model]}, {TRAINED[train]}"] = {
@@ -97,13 +96,12 @@ def model_picture(model: str) -> Picture:
             for method, row in done[model, train].items()
             if method in COMPARE_LABELS
         }
-    return Picture(
-        panels, "a training step, estimated for an H200 [ms]", "peak of all memory [GiB]"
-    )
+    time = "a training step, estimated for an H200 [ms]"
+    return Picture(panels, time, "peak of all memory [GiB]")
 
 
 def pictures() -> dict[Path, Picture]:
-    """By file."""
+    """Returns all pictures by their file."""
     models = dict.fromkeys(model for model, _ in compared())
     folder = ROOT / "docs" / "compare"
     return {BLOCK: block_picture()} | {folder / f"{m}.svg": model_picture(m) for m in models}
@@ -116,7 +114,7 @@ def draw(path: Path, picture: Picture) -> None:
     every = figure.subplots(1, len(picture.panels), sharey=True, squeeze=False)[0]
     for axes, (title, points) in zip(every, picture.panels.items(), strict=True):
         for label, point in points.items():
-            # Told apart without colour, too: filled circles, and open squares.
+            # Filled circles and open squares differ without colour, too.
             style = {"marker": "s", "color": "dimgray", "mfc": "white"}
             if label.startswith(_OURS):
                 style = {"marker": "o", "color": "C0"}
@@ -128,7 +126,7 @@ def draw(path: Path, picture: Picture) -> None:
     figure.supxlabel(picture.time, size=10)
     figure.supylabel(picture.memory, size=10)
     canvas.draw()
-    figure.set_layout_engine("none")  # the labels are put where things are now
+    figure.set_layout_engine("none")  # The labels depend on where things are now.
     for axes, points in zip(every, picture.panels.values(), strict=True):
         _label(axes, points, canvas)
     # Text as text, and nothing that differs from run to run.
@@ -138,7 +136,7 @@ def draw(path: Path, picture: Picture) -> None:
 
 
 def _label(axes: Axes, points: Points, canvas: FigureCanvasAgg) -> None:
-    """Names each point beside it: each label where it covers the least of points and labels."""
+    """Puts each label beside its point, where it covers the least of points and labels."""
     markers = [
         Bbox.from_bounds(x - 6, y - 6, 12, 12)
         for x, y in (axes.transData.transform(point) for point in points.values())
@@ -183,7 +181,7 @@ def _label(axes: Axes, points: Points, canvas: FigureCanvasAgg) -> None:
 
 
 def _common(a: Bbox, b: Bbox) -> float:
-    """The area of what two boxes share."""
+    """Returns the area that two boxes share."""
     width = min(a.x1, b.x1) - max(a.x0, b.x0)
     height = min(a.y1, b.y1) - max(a.y0, b.y0)
     return max(width, 0.0) * max(height, 0.0)
