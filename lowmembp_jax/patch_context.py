@@ -74,6 +74,9 @@ class _Entry:
     def seen(self, op: str, reason: str | None, *call: Any) -> None:
         if _of_coroutine.get() is not self:
             raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
+        modules = [self.module] if self.module is not None else running_modules()
+        if modules and not self.place:
+            self.report.model = type(modules[0]).__name__
         self.report.add(op, self.place, reason, *call)
 
     def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:

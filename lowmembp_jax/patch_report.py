@@ -48,17 +48,19 @@ class PatchReport:
     """What one `with lm.patch() as report:` met, by operator and place.
 
     A place is the path of a linen module, "encoder/layer_0/mlp", or of an NNX module by attributes,
-    "blocks/0/norm", and "" outside modules. Only what is traced is met: a call that `jax.jit`
-    serves from its cache adds nothing.
+    "blocks/0/norm". It is "" outside modules, and in the model itself, which is printed as its
+    class. Only what is traced is met: a call that `jax.jit` serves from its cache adds nothing.
 
     Attributes:
       swapped: "gelu", "silu", "layer_norm", "rms_norm" or "compress" -> the places, each once, in
         order.
       skipped: the same, or the name of an activation -> {place: why the original ran}.
+      model: the class of the model that has calls of its own.
     """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, dict[str, str]] = field(default_factory=dict)
+    model: str = field(default="", compare=False)
     _calls: list[_Call] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, op: str, place: str, reason: str | None, *call: Any) -> None:
@@ -89,13 +91,14 @@ class PatchReport:
         return total
 
     def __str__(self) -> str:
+        root = self.model or "(no module)"
         lines = ["swapped:" if self.swapped else "swapped: nothing"]
         for op, places in self.swapped.items():
-            names = ", ".join(place or "(no module)" for place in places)
+            names = ", ".join(place or root for place in places)
             lines.append(f"  {op} in {len(places)} places: {names}")
         lines += ["not swapped:"] if self.skipped else []
         for op, reasons in self.skipped.items():
-            lines += [f"  {op} in {at or '(no module)'}: {why}" for at, why in reasons.items()]
+            lines += [f"  {op} in {at or root}: {why}" for at, why in reasons.items()]
         return "\n".join(lines)
 
 

@@ -196,3 +196,16 @@ def test_report_has_the_bytes():
     )  # three activations of twice the width, four norms
     assert memory.after < memory.recomputed < memory.before
     assert "kept by what was swapped" in str(memory)
+
+
+class Whole(nnx.Module):
+    """Calls an operator itself."""
+
+    def __call__(self, x):
+        return jax.nn.gelu(x)
+
+
+def test_the_model_itself_is_named():
+    with lm.patch() as report:
+        jax.eval_shape(Whole(), jnp.ones((2, 8)))
+    assert report.swapped == {"gelu": [""]} and "gelu in 1 places: Whole" in str(report)

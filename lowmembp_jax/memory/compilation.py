@@ -26,7 +26,9 @@ from lowmembp_jax.memory.planning.own_meshes import find_own_mesh, without_shard
 
 
 def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The arguments that a function in `jax.jit` or `nnx.jit` donates."""
+    """The arguments that a function in `jax.jit`, `nnx.jit` or `eqx.filter_jit` donates."""
+    if _is_filter_jit(fn):
+        return _donated_by_filter_jit(fn, args)
     if isinstance(fn, OfStates):
         fn, args = fn.function, fn.with_modules(args)
     if not isinstance(fn, jax.stages.Wrapped):
@@ -47,6 +49,27 @@ def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
         for position, infos in zip(positions, by_argument, strict=True)
         if any(info.donated for info in jax.tree.leaves(infos))
     )
+
+
+def _is_filter_jit(fn: Callable[..., Any]) -> bool:
+    return type(fn).__module__.startswith("equinox.") and hasattr(fn, "lower")
+
+
+def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Equinox does not tell what it donates: its trace holds the `jax.jit` that it makes."""
+    of_arrays, arrays = close_over_constants(fn, args)
+    jaxpr = jax.make_jaxpr(of_arrays)(*without_shardings(arrays)).jaxpr
+    numbers = (number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg))
+    position = dict(zip(map(id, jaxpr.invars), numbers, strict=True))
+    donated = {
+        id(operand)
+        for equation in jaxpr.eqns
+        for operand, is_donated in zip(
+            equation.invars, equation.params.get("donated_invars", ()), strict=False
+        )
+        if is_donated
+    }
+    return tuple(sorted({position[operand] for operand in donated & position.keys()}))
 
 
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):

@@ -40,7 +40,7 @@ def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def close_over_constants(
-    fn: Callable[..., Any], args: tuple[Any, ...]
+    fn: Callable[..., Any], args: tuple[Any, ...], *, only_fields: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function of the arrays in `args` alone, and those.
 
@@ -52,15 +52,24 @@ def close_over_constants(
     Args:
       fn: called with arguments as in `args`.
       args: pytrees.
+      only_fields: take for constants only the fields of objects, such as an Equinox module's, and
+        leave the other Python numbers to JAX, which makes arrays of them.
 
     Returns:
       `fn` and `args` where all leaves are arrays. Otherwise both with None for what is none.
     """
-    if all(map(is_array, jax.tree.leaves(args))):
+
+    def stays(path, leaf):
+        is_field = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+        return is_array(leaf) or (only_fields and not is_field)
+
+    if all(stays(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(args)):
         return fn, args
 
     def arrays_of(tree):
-        return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if stays(path, leaf) else None, tree
+        )
 
     def whole(arrays):
         return jax.tree.map(

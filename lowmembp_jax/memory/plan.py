@@ -29,6 +29,7 @@ from lowmembp_jax.memory.planning.padded_products import padded_products
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.planning.replication import batch_shardings, replicated
 from lowmembp_jax.memory.planning.result import PARTS, Plan
+from lowmembp_jax.memory.planning.scan_stacks import scan_stacks
 from lowmembp_jax.memory.planning.scheduler import scheduler_cost
 from lowmembp_jax.memory.planning.vocabulary import vocabularies, whole_logits
 from lowmembp_jax.memory.sizes import as_bytes
@@ -81,7 +82,8 @@ def plan(
         batch's arrays along the first axis of the mesh. The notes say what is replicated.
       out_shardings: see `lm.memory.compile_for`.
       donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
-        `jax.jit`; None takes those of `step` if that is in `jax.jit` or `nnx.jit`.
+        `jax.jit`; None takes those of `step` if that is in `jax.jit`, `nnx.jit` or Equinox's
+        `filter_jit`.
       parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
         and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
         the program tells, by what is differentiated and what comes back, the types of optax's
@@ -218,6 +220,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
     notes += (
         *scheduler_cost(program, step.device, step.compiler_options, total, peak_with),
         *padded_products(program, total, peak_with),
+        *scan_stacks(program, step.compiler_options, total, peak_with),
         *whole_logits(peak.live, step.vocabularies, device_count, total),
     )
     return Plan(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lowmembp_jax.memory.constants import close_over_constants
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.planning.lost_work import has_backward, without_unused
 from lowmembp_jax.memory.planning.modules import of_states
@@ -76,7 +77,7 @@ def residuals(
       fn: the function that is differentiated, for instance the loss, and not the training step.
         Whatever `jax.jit` takes; remat policies, scans and shardings count.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees, and NNX modules. Nothing
-        is computed.
+        is computed. Fields of an Equinox module that are no arrays are constants.
       argnums: positions of the arguments that are differentiated, as for `jax.grad`. None: all;
         in either case the floating arrays in them. What only the gradient of another argument
         would need is not kept: give the frozen parameters as an argument of their own. Of NNX
@@ -93,7 +94,7 @@ def residuals(
         gradients itself.
       ImportError: `fn` has cuDNN's attention, and cuDNN's wheel is missing.
     """
-    fn, args = of_states(fn, args, is_loss=True)
+    fn, args = close_over_constants(*of_states(fn, args, is_loss=True), only_fields=True)
     plain = functools.cache(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
     try:
         with says_how_to_install_cudnn():
