@@ -73,7 +73,9 @@ def test_smoke(tmp_path):
 
     (measured,) = records["validate_measure"]
     first, second = measured["losses"]
-    assert first == pytest.approx(np.log(256), abs=0.1) and second < first
+    assert first == pytest.approx(np.log(256), abs=0.1)
+    # A warm-up's first step moves the loss by less than rounding does, in either direction.
+    assert second == pytest.approx(first, rel=1e-4) and second != first
     assert measured["program"]["alias_size_in_bytes"] > 0  # the state is donated
     assert measured["before"] is measured["after"] is measured["end"] is None
     for planned in records["validate_plan"]:
