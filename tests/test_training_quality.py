@@ -17,8 +17,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path, monkeypatch):
     output, run = tmp_path / "out" / "quality.jsonl", []
 
     class Runner:
-        def __init__(self, model, setup, compute):
-            self.compute = compute
+        def __init__(self, model, setup, method):
+            self.compute = training_quality.METHODS[method]
 
         def run(self, model, name):
             run.append((name, self.compute.bits))

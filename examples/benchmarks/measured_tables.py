@@ -165,6 +165,23 @@ def other_models() -> Rows:
     return rows
 
 
+def optimizer_memory() -> Rows:
+    """Peaks of full tuning, the optimizer's state among them."""
+    rows = [["model", "optimizer state", "master weights", "state", "peak", "time (estimate)"]]
+    for row in read("optimizer_memory")["rows"]:
+        rows.append(
+            [
+                {"llama-1b": "LLaMA-1B", "llama-7b": "LLaMA-7B"}[row["model"]],
+                row["optimizer_state"],
+                row["master_weights"],
+                f"{row['parts']['optimizer_state'] / GIB:.2f} GiB",
+                f"{row['peak'] / GIB:.2f} GiB",
+                f"{1e3 * row['estimated_seconds']:.0f} ms",
+            ]
+        )
+    return rows
+
+
 def finetune(file: str) -> Rows:
     """Accuracy, loss and memory from an example's results.json."""
     result = read(file)
@@ -233,6 +250,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "third_party_compress": partial(third_party, _COMPRESS),
     "other_models": other_models,
     "storage_formats": storage_formats,
+    "optimizer_memory": optimizer_memory,
     "loss_alone": loss_alone,
     "loss_models": loss_models,
     "loss_curve": loss_curve,

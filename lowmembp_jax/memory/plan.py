@@ -25,6 +25,7 @@ from lowmembp_jax.memory.planning.doubts import doubts
 from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
 from lowmembp_jax.memory.planning.meshes import MeshLike
 from lowmembp_jax.memory.planning.modules import of_states
+from lowmembp_jax.memory.planning.optimizer import wide_state
 from lowmembp_jax.memory.planning.padded_products import padded_products
 from lowmembp_jax.memory.planning.peak import at_peak
 from lowmembp_jax.memory.planning.replication import batch_shardings, replicated
@@ -222,6 +223,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         *padded_products(program, total, peak_with),
         *scan_stacks(program, step.compiler_options, total, peak_with),
         *whole_logits(peak.live, step.vocabularies, device_count, total),
+        *wide_state(peak.live, peak.parts),
     )
     return Plan(
         device=step.device,
