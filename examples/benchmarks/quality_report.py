@@ -22,6 +22,7 @@ from lowmembp_examples.benchmarks.table_names import FIDELITY_METHODS
 from matplotlib.figure import Figure
 
 OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
+OPTIMIZERS = OUTPUT.with_name("optimizer_quality.jsonl")
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "training_quality.svg"
 PLAIN = "plain Flax"
 METHODS = (PLAIN, *FIDELITY_METHODS)
@@ -109,7 +110,25 @@ def cosine() -> list[list[str]]:
     return _rows(cell, METHODS[1:], "cosine, start and late")
 
 
+def optimizers() -> list[list[str]]:
+    """Losses with other optimizer state, which have a file of their own."""
+    done = trainings(OPTIMIZERS)
+    tasks = [task for task in NAMES if done[task, PLAIN]]
+    rows = [["dev loss", *(f"{NAMES[task]} ({len(done[task, PLAIN])} seeds)" for task in tasks)]]
+    for method in dict.fromkeys(method for _, method in done):
+        cells = []
+        for task in tasks:
+            found, plain = done[task, method], done[task, PLAIN]
+            mean = statistics.mean(record["dev"]["loss"] for record in found.values())
+            delta, error = difference(found, plain, lambda record: record["dev"]["loss"])
+            more = f" ({delta:+.4f} ± {error:.4f})" if method != PLAIN else ""
+            cells.append(f"{mean:.4f}{more}")
+        rows.append([method, *cells])
+    return rows
+
+
 TABLES = {
+    "quality_optimizers": optimizers,
     "quality_loss": partial(metric, "loss", ".3f"),
     "quality_accuracy": partial(metric, "accuracy", ".1%"),
     "quality_cosine": cosine,
