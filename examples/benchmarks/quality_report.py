@@ -118,11 +118,12 @@ def optimizers() -> list[list[str]]:
     for method in dict.fromkeys(method for _, method in done):
         cells = []
         for task in tasks:
-            found, plain = done[task, method], done[task, PLAIN]
-            mean = statistics.mean(record["dev"]["loss"] for record in found.values())
-            delta, error = difference(found, plain, lambda record: record["dev"]["loss"])
-            more = f" ({delta:+.4f} ± {error:.4f})" if method != PLAIN else ""
-            cells.append(f"{mean:.4f}{more}")
+            plain = done[task, PLAIN]
+            losses = {seed: record["dev"]["loss"] for seed, record in done[task, method].items()}
+            pairs = [loss - plain[seed]["dev"]["loss"] for seed, loss in losses.items()]
+            error = statistics.stdev(pairs) / len(pairs) ** 0.5
+            more = f" ({statistics.mean(pairs):+.4f} ± {error:.4f})" if method != PLAIN else ""
+            cells.append(f"{statistics.mean(losses.values()):.4f}{more}")
         rows.append([method, *cells])
     return rows
 
