@@ -112,8 +112,9 @@ def test_a_scanned_and_a_sharded_step_are_understood():
     sharded = plan_mlp(
         64, mesh={"data": 4}, in_shardings=(P("data"), None, P("data")), donate=(0, 1)
     )
-    (note,) = sharded.notes
-    assert note.startswith("each of the 4 devices has whole arrays of: optimizer state")
+    whole, wide = sharded.notes
+    assert whole.startswith("each of the 4 devices has whole arrays of: optimizer state")
+    assert "lm.compress_state" in wide
 
 
 def test_doubts_are_noted(monkeypatch):
