@@ -77,7 +77,7 @@ def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     )
 
 
-def hashed_bits(x: Float[Array, "*rows n"], group: Float[Array, "..."]) -> UInt32[Array, "*rows n"]:
+def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32[Array, "*shape"]:
     """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
 
     Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
@@ -85,9 +85,10 @@ def hashed_bits(x: Float[Array, "*rows n"], group: Float[Array, "..."]) -> UInt3
     Places are a constant for that reason.
     """
     value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
-    place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
     bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)
-    bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
+    if x.ndim:
+        place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
+        bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return bits ^ (bits >> 16)

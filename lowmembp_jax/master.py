@@ -121,7 +121,7 @@ def master_weights(
                 leaves, tree.flatten_up_to(masters), tree.flatten_up_to(updates), strict=True
             )
         ]
-        updates, low = (tree.unflatten(each) for each in zip(*pairs, strict=True))
+        updates, low = (tree.unflatten(pair[i] for pair in pairs) for i in (0, 1))
         return updates, MasterWeightsState(state.count + 1, low, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

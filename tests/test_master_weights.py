@@ -84,6 +84,15 @@ def test_other_dtypes_are_left_to_the_optimizer():
     assert not jax.tree.leaves(state.low)
 
 
+@pytest.mark.parametrize("shapes", [[], [()], [(0, 3)], [(), (5,)]])
+def test_scalars_and_empty_trees(shapes):
+    params = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+    optimizer = lm.master_weights(lm.compress_state(optax.adam(0.5)))
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    for p in optax.apply_updates(params, updates):
+        np.testing.assert_array_equal(p, 0.5)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinity_reach_the_parameter(value):
     params = start(4, 8)
