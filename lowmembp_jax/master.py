@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int8, Int32
 
 from lowmembp_jax.arrays import hashed_bits
+from lowmembp_jax.warned import warn
 
 
 class MasterWeightsState(NamedTuple):
@@ -84,8 +85,12 @@ def master_weights(
     Returns:
       A transformation whose updates are float32 for bfloat16 parameters.
 
+    Warns:
+      UserWarning: `init` gets no bfloat16 parameter.
+
     Raises:
-      TypeError: `optimizer` is not a transformation.
+      TypeError: `optimizer` is not a transformation; `update` gets another state than that of
+        `init`.
       ValueError: `update` is called without `params`.
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -99,6 +104,12 @@ def master_weights(
         return jax.tree.map(lambda p, x: x.astype(jnp.float32) if _is_short(p) else x, params, tree)
 
     def init(params):
+        leaves = jax.tree.leaves(params)
+        if leaves and not any(map(_is_short, leaves)):
+            warn(
+                "master_weights: params: no parameter is bfloat16, so that nothing is stored in 24 "
+                "bits; cast the parameters first"
+            )
         low = jax.tree.map(
             lambda p: jnp.zeros_like(p, jnp.int8) if _is_short(p) else optax.MaskedNode(), params
         )
@@ -107,6 +118,11 @@ def master_weights(
     def update(updates, state, params=None, **extra):
         if params is None:
             raise ValueError("master_weights: params: expected the parameters, got None")
+        if not isinstance(state, MasterWeightsState):
+            raise TypeError(
+                f"master_weights: state: expected the state that init gives, got "
+                f"{type(state).__name__}"
+            )
         updates = lax.optimization_barrier(updates)
         masters = jax.tree.map(
             lambda p, low: _join(p, low) if _is_short(p) else p, params, state.low

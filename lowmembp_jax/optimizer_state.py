@@ -120,17 +120,39 @@ def _encode(
     return jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
 
 
-def decompress_state(state: Any) -> Any:
-    """The state of the optimizer inside `compress_state`, each array in its own dtype.
-
-    Args:
-      state: the state of `compress_state(optimizer)`.
-    """
+def _decoded(state: CompressedState) -> Any:
     leaves, tree = jax.tree.flatten(state.inner_state)
     return tree.unflatten(
         x if scales is None else _decode(x, scales)
         for x, scales in zip(leaves, state.scales, strict=True)
     )
+
+
+def decompress_state(state: Any) -> Any:
+    """The state of the plain optimizer, each array in its own dtype.
+
+    Args:
+      state: the state of `compress_state`, or of a transformation around it.
+
+    Returns:
+      The same with the optimizer's own state in place of each `CompressedState`.
+
+    Raises:
+      TypeError: there is none in it.
+    """
+    found = jax.tree.leaves(state, is_leaf=_is_compressed)
+    if not any(map(_is_compressed, found)):
+        raise TypeError(
+            f"decompress_state: state: expected the state of lm.compress_state, got "
+            f"{type(state).__name__} without one"
+        )
+    return jax.tree.map(
+        lambda x: _decoded(x) if _is_compressed(x) else x, state, is_leaf=_is_compressed
+    )
+
+
+def _is_compressed(node: Any) -> bool:
+    return isinstance(node, CompressedState)
 
 
 def compress_state(
@@ -192,13 +214,18 @@ def compress_state(
         return CompressedState(tree.unflatten(codes), tuple(scales))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if not _is_compressed(state):
+            raise TypeError(
+                f"compress_state: state: expected the state that init gives, got "
+                f"{type(state).__name__}"
+            )
         # The scales of the new state come from an update of their own, of which XLA computes
         # nothing else: otherwise it would write the whole state to memory between the two. XLA does
         # not know that scales are never negative, and so does not see that both are the same.
         again = tuple(None if scale is None else jnp.maximum(scale, 0) for scale in state.scales)
-        again = decompress_state(state._replace(scales=again))
+        again = _decoded(state._replace(scales=again))
         again = jax.tree.leaves(inner.update(updates, again, params, **extra)[1])
-        updates, new = inner.update(updates, decompress_state(state), params, **extra)
+        updates, new = inner.update(updates, _decoded(state), params, **extra)
         leaves, tree = jax.tree.flatten(new)
         codes, scales = [], []
         olds = jax.tree.leaves(state.inner_state)

@@ -78,7 +78,9 @@ def test_the_optimizer_computes_in_float32():
 def test_other_dtypes_are_left_to_the_optimizer():
     params = {"w": jnp.ones((4, 8)), "n": None}
     optimizer = lm.master_weights(optax.adam(1e-3))
-    updates, state = optimizer.update(params, optimizer.init(params), params)
+    with pytest.warns(UserWarning, match="master_weights: params"):
+        state = optimizer.init(params)
+    updates, state = optimizer.update(params, state, params)
     want, _ = optax.adam(1e-3).update(params, optax.adam(1e-3).init(params), params)
     np.testing.assert_array_equal(updates["w"], want["w"])
     assert not jax.tree.leaves(state.low)
@@ -125,6 +127,8 @@ def test_errors():
     params = start(2, 2)
     with pytest.raises(ValueError, match="params"):
         optimizer.update(params, optimizer.init(params))
+    with pytest.raises(TypeError, match="master_weights: state"):
+        optimizer.update(params, optax.sgd(1.0).init(params), params)
 
 
 @pytest.mark.skipif(bool(lm.memory.missing_wheels()), reason="needs the planner")

@@ -303,3 +303,18 @@ def test_flax_serializes_the_state():
 def test_errors(arguments, error, name):
     with pytest.raises(error, match=f"compress_state: {name}"):
         lm.compress_state(arguments[0], **dict(zip(["min_size"], arguments[1:], strict=False)))
+
+
+def test_states_of_other_optimizers_are_errors():
+    plain, ours = optax.adam(1e-3), lm.compress_state(optax.adam(1e-3))
+    with pytest.raises(TypeError, match="compress_state: state"):
+        ours.update(PARAMS, plain.init(PARAMS), PARAMS)
+    with pytest.raises(TypeError, match="decompress_state: state"):
+        lm.decompress_state(plain.init(PARAMS))
+
+
+def test_a_state_inside_of_others_is_decompressed():
+    ours = optax.chain(optax.clip(1.0), lm.compress_state(optax.adam(1e-3)))
+    plain = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    found = lm.decompress_state(ours.init(PARAMS))
+    assert jax.tree.structure(found) == jax.tree.structure(plain.init(PARAMS))
