@@ -196,15 +196,13 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int, ignore: int
     return labels.astype(jnp.int32)
 
 
-def _number(name: str, x: float, most: float) -> float:
-    if not 0 <= x < most:
-        raise ValueError(f"{_NAME}: {name}: expected a number in [0, {most}), got {x}")
-    return float(x)
-
-
-def _positive(name: str, x: float) -> float:
-    if not 0 < x < math.inf:
-        raise ValueError(f"{_NAME}: {name}: expected a finite number above 0, got {x}")
+def _number(name: str, x: Any, most: float, *, is_positive: bool = False) -> float:
+    is_number = isinstance(x, int | float | np.number) and not isinstance(x, bool)
+    if not is_number or not 0 <= x < most or (is_positive and not x):
+        interval = f"{'(' if is_positive else '['}0, {most})"
+        raise (ValueError if is_number else TypeError)(
+            f"{_NAME}: {name}: expected a number in {interval}, got {x!r}"
+        )
     return float(x)
 
 
@@ -257,8 +255,7 @@ def _along(arrays: list[Any], over: tuple[str, ...]) -> list[Any]:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return [cast(x, axes | set(over)) for x in (h, kernel)] + [
-        cast(labels, axes),
-        cast(c, axes),
+        *(cast(x, axes) for x in (labels, c)),
         cast(bias, axes | set(over)),
     ]
 
@@ -333,8 +330,8 @@ def linear_cross_entropy(
       NaN, and so are loss and gradients where `jax.jit` hides a label beyond the vocabulary.
 
     Raises:
-      TypeError: hidden, kernel or bias is not floating, or labels are not integers. Forward-mode
-        differentiation (`jax.jvp`) is asked for: the loss has gradients only.
+      TypeError: hidden, kernel or bias is not floating, labels are not integers, or a number is
+        none. `jax.jvp` is asked for: the loss has gradients only.
       ValueError: shapes do not match, a number is out of its range, there is no such reduction, or
         a label, where it can be read, is beyond the vocabulary.
       NotImplementedError: a second derivative is asked for.
@@ -377,26 +374,26 @@ def linear_cross_entropy(
                 f"{weights.shape}"
             )
         c = jnp.where(labels < 0, 0, weights.astype(wide))
-    summed = reduction != "none"
+    summed, cap = reduction != "none", logit_soft_cap
+    if cap is not None:
+        cap = _number("logit_soft_cap", cap, math.inf, is_positive=True)
     spec = Spec(
         is_table,
         summed,
         return_logsumexp,
-        None if logit_soft_cap is None else _positive("logit_soft_cap", logit_soft_cap),
+        cap,
         _number("z_loss", z_loss, math.inf),
         _number("label_smoothing", label_smoothing, 1),
         tile_bytes,
         over,
     )
-    count = jnp.sum(c)
     given = _along(_placed(is_table, [h, table, labels, c, bias]), over)
     args = (x for x in given if x is not None)
     value, lse, right = call_custom_vjp(f"lm.{_NAME}", partial(_loss_p.bind, spec=spec), *args)
     if reduction == "mean":
-        value = value / count
+        value = value / jnp.sum(c)
     elif not summed and weights is not None:
         value = value * c
     correct = jnp.sum(right) if summed else right
-    extras = ((lse, return_logsumexp), (correct, return_correct))
-    found = (value, *(x for x, is_asked in extras if is_asked))
+    found = (value, *[lse] * return_logsumexp, *[correct] * return_correct)
     return found if len(found) > 1 else value

@@ -314,7 +314,9 @@ BAD = [
     ({"bias": jnp.zeros(3)}, ValueError, r"bias: expected shape \[vocab\], \(53,\), got \(3,\)"),
     ({"weights": jnp.zeros(3)}, ValueError, r"weights: expected the shape of labels, \(4,\), got"),
     ({"tile_bytes": 0}, ValueError, "tile_bytes: expected an integer from 1 on, got 0"),
-    ({"logit_soft_cap": 0}, ValueError, "logit_soft_cap: expected a finite number above 0, got 0"),
+    ({"logit_soft_cap": 0}, ValueError, "logit_soft_cap: expected a number in"),
+    ({"logit_soft_cap": "30"}, TypeError, "logit_soft_cap: expected a number in"),
+    ({"z_loss": True}, TypeError, "z_loss: expected a number in"),
     ({"z_loss": -1}, ValueError, "z_loss: expected a number in"),
     ({"label_smoothing": 1}, ValueError, r"label_smoothing: expected a number in \[0, 1\), got 1"),
 ]
