@@ -1,8 +1,8 @@
 """Measures step time and peak memory of ViT-B and LLaMA-7B blocks, by method and implementation.
 
 A step is the forward and backward of unrolled layers in bf16, without an optimizer; norms have no
-scale and bias. The layers are those of `encoder.py` and `models/llama.py`. A stage of `on_gpu.py`:
-each case needs its own process, because the peak is that of a whole process.
+scale and bias. The layers come from `encoder.py` and `models/llama.py`. A stage of `on_gpu.py`:
+each case needs its own process, because JAX reports the peak of a whole process.
 """
 
 from collections.abc import Iterator

@@ -61,7 +61,7 @@ def measure(
     """Yields a record for each contender and direction, as soon as it is measured.
 
     The bytes of our kernels are counted by hand, the same for each implementation. For others they
-    are the bytes of the arguments and results. `bandwidth` is that of copies of this size.
+    are the bytes of the arguments and results. `bandwidth` is what copies of this size reach.
     """
     rows = max(1, int(size_mib * MIB) // (kernel.width * dtype.itemsize))
     elements = rows * kernel.width

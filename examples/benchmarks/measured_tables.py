@@ -41,7 +41,7 @@ def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
 def step_times() -> tuple[str, dict[str, str]]:
     """Returns the GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
 
-    Our operators are those of XLA, the default. Both are empty if nothing was measured.
+    Our operators run in their default implementation, XLA. Both are empty if nothing was measured.
     """
     if not (RESULTS / "on_gpu.json").exists():
         return "", {}
@@ -130,7 +130,7 @@ def step_table_errors() -> Rows:
 
 
 def third_party(methods: dict[str, str]) -> Rows:
-    """MiB, and the share of plain; `methods` are those of `third_party.py` and their columns."""
+    """MiB, and the share of plain; `methods` has columns by the names of `third_party.py`."""
     heads = ["plain", *methods.values()]
     trained = {"full": "full tuning", "LoRA": "LoRA"}
     rows = [["model", *(f"{train}: {head}" for train in trained.values() for head in heads)]]

@@ -130,7 +130,7 @@ def load(path: Path, gpu: str | None) -> dict:
     """Returns the results so far.
 
     Raises:
-      ValueError: they are those of another GPU.
+      ValueError: another GPU has made them.
     """
     results = json.loads(path.read_text()) if path.exists() else {"runs": [], "jobs": {}}
     if gpu and results.setdefault("gpu", gpu) != gpu:

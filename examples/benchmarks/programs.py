@@ -133,7 +133,7 @@ def _depends_on_first_input(jaxpr: Jaxpr, place: int) -> bool:
 class ForwardBackward:
     """Splits `op(x, *parameters)` into two functions to be jitted.
 
-    The residuals are those of `jax.vjp`, as JAX saves them under `lax.scan` over layers. `forward`
+    The residuals are what `jax.vjp` saves, as under `lax.scan` over layers. `forward`
     does not return residuals that are in memory anyway, because it would have to copy them: the
     arguments, the output, and `constants`, which depend only on the parameters.
 

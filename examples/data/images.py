@@ -112,7 +112,7 @@ def _resized(
 
 
 def open_image(path: Path) -> Image.Image:
-    """Opens a PNG or a JPEG; Pillow's other decoders, some of which run programs, are not asked."""
+    """Opens a PNG or a JPEG. Some of Pillow's other decoders run programs, so none is used."""
     if not opened(path).is_file():
         raise ValueError("expected a regular file")
     return Image.open(path, formats=("PNG", "JPEG"))

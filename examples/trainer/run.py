@@ -53,7 +53,7 @@ def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dic
 def fingerprint(files: Mapping[str, Path]) -> str | None:
     """A hash of the names and contents of files; None with a pipe, which is read only once.
 
-    Of more than a GiB, pieces of a MiB at equal distances are read.
+    If they have more than a GiB, pieces of a MiB at equal distances are read.
     """
     if not all(file.is_file() for file in files.values()):
         return None

@@ -204,7 +204,7 @@ def initial_params(
 ) -> dict[str, Any]:
     """Parameters on the host, in the dtypes they have, of a model that is not merged.
 
-    `key` draws all parameters, or where there is a checkpoint those of a new head.
+    `key` draws all parameters, or only the parameters of a new head if there is a checkpoint.
 
     Raises:
       UsageError: names every tensor of the checkpoint that does not fit.

@@ -72,7 +72,7 @@ class OptimizerConfig:
 
     @property
     def param_dtype(self) -> jnp.dtype:
-        """Of the trained parameters."""
+        """The dtype of the trained parameters."""
         return jnp.dtype("bfloat16" if self.master_weights == "24bit" else "float32")
 
 
