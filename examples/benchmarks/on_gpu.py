@@ -161,7 +161,8 @@ def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, searched)),
     }
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX takes only one
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
     if smoke:
         # Compiling takes most of the time, and programs need not be fast here.
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
