@@ -1,10 +1,14 @@
 """lm.master_weights: bfloat16 parameters whose master weights have 24 bits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
@@ -129,6 +133,23 @@ def test_errors():
         optimizer.update(params, optimizer.init(params))
     with pytest.raises(TypeError, match="master_weights: state"):
         optimizer.update(params, optax.sgd(1.0).init(params), params)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_sharded_parameters_add_no_collective(kind, spec):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, spec)
+        params = {"w": jax.device_put(jnp.ones((64, 1536), jnp.bfloat16), sharding)}
+        optimizer = lm.master_weights(lm.compress_state(optax.adam(0.5)))
+        state = jax.jit(optimizer.init)(params)
+        update = jax.jit(optimizer.update).lower(params, state, params).compile()
+        collective = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+        assert not re.search(rf"({collective})(-start)?\(", update.as_text())
+        updates, state = update(params, state, params)
+        assert state.low["w"].sharding.is_equivalent_to(sharding, 2)
+        np.testing.assert_array_equal(optax.apply_updates(params, updates)["w"], 0.5)
 
 
 @pytest.mark.skipif(bool(lm.memory.missing_wheels()), reason="needs the planner")
