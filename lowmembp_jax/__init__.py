@@ -1,10 +1,28 @@
-"""Training memory for JAX and Flax: activations and norms that keep less for the backward."""
+"""Training memory for JAX and Flax: store what waits for the backward pass in few bits."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmembp_jax.api import *
+    from lowmembp_jax._exactness import *
+    from lowmembp_jax.compression import *
+    from lowmembp_jax.gradients import *
+    from lowmembp_jax.kernels import *
+    from lowmembp_jax.linen import *
+    from lowmembp_jax.merging import *
+    from lowmembp_jax.operators import *
+    from lowmembp_jax.optimizers import *
+    from lowmembp_jax.patching import *
+    from lowmembp_jax.policies import *
+
+    from lowmembp_jax import memory as memory  # isort: skip
+    from lowmembp_jax import nnx as nnx  # isort: skip
+
+# Where the public names are, the cheapest import first.
+_MODULES = (
+    *("policies", "kernels", "_exactness", "operators", "compression", "optimizers"),
+    *("merging", "linen", "patching", "gradients"),
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -57,7 +75,10 @@ def __getattr__(name: str) -> Any:
     """Imports JAX and Flax with the first name that is used: `lowmembp --help` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(f"{__name__}.api"), name)
+    if name in ("memory", "nnx"):
+        return importlib.import_module(f"{__name__}.{name}")
+    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
+    globals()[name] = value = next(vars(each)[name] for each in modules if name in vars(each))
     return value
 
 

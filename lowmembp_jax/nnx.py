@@ -9,11 +9,11 @@ from flax.nnx import extract
 from jaxtyping import Array, Bool, Float
 
 from lowmembp_jax import compression
-from lowmembp_jax.activations import regelu2, resilu2
-from lowmembp_jax.arrays import real_array
+from lowmembp_jax._arguments import real_array
+from lowmembp_jax._flax_norms import check_norm, normalize_as
 from lowmembp_jax.compression import StorageFormat
-from lowmembp_jax.flax_norms import check_norm, normalize_as
-from lowmembp_jax.implementations import check_implementation
+from lowmembp_jax.kernels.implementations import check_implementation
+from lowmembp_jax.operators.activations import regelu2, resilu2
 from lowmembp_jax.policies import products_saveable
 
 

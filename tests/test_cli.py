@@ -11,7 +11,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax.memory.planning.factories import load_factory
+from lowmembp_jax.cli._factories import load_factory
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 gpu_compiler = pytest.mark.gpu_compiler

@@ -15,7 +15,7 @@ from lowmembp_examples.benchmarks.validate import Cell
 from lowmembp_examples.trainer.models import MODELS
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.planning.largest_batch import largest_batch
+from lowmembp_jax.memory.largest_batch import largest_batch
 
 TINY = Cell("llama-tiny", "lora-qv", "scan", "default", "h200", 2, 32)
 FOUR = cells(["llama-tiny"], ["full"], ["default", "dots"], ["h200", "l4"], ["scan"])

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax
 import pallas_kernels
-from lowmembp_jax import jax_internals
+from lowmembp_jax import _jax_internals as jax_internals
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 X = jnp.arange(4.0)
@@ -25,7 +25,7 @@ def test_it_is_in_one_file():
         f for p in (lowmembp_jax, pallas_kernels) for f in Path(p.__file__).parent.rglob("*.py")
     ]
     found = [file.name for file in files if private.search(file.read_text())]
-    assert found == ["jax_internals.py"]
+    assert found == ["_jax_internals.py"]
 
 
 def test_varying_are_the_axes_along_which_an_array_differs():

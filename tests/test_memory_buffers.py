@@ -2,11 +2,16 @@
 
 import pytest
 
-from lowmembp_jax.memory.buffers import assignment as buffers
-from lowmembp_jax.memory.buffers.assignment import Allocation, BufferAssignment, Position, Value
-from lowmembp_jax.memory.buffers.flow import BACKWARD, OTHER, PARAMETERS, Flow
-from lowmembp_jax.memory.buffers.parts import Buffers
-from lowmembp_jax.memory.hlo import program as hlo
+from lowmembp_jax.memory.classification.flow import BACKWARD, OTHER, PARAMETERS, Flow
+from lowmembp_jax.memory.classification.parts import Buffers
+from lowmembp_jax.memory.parsing import buffer_assignment as buffers
+from lowmembp_jax.memory.parsing import hlo_text as hlo
+from lowmembp_jax.memory.parsing.buffer_assignment import (
+    Allocation,
+    BufferAssignment,
+    Position,
+    Value,
+)
 
 # In the form of JAX 0.10; 0.12 adds "page 0, ", tested below.
 ASSIGNMENT = """BufferAssignment:

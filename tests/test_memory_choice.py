@@ -9,9 +9,9 @@ from rich.console import Console
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.choice import HOW
-from lowmembp_jax.memory.hlo.cost_totals import Cost, Kernel
 from lowmembp_jax.memory.plot import pareto, plot_comparison
 from lowmembp_jax.memory.report import comparison_report
+from lowmembp_jax.memory.roofline.totals import Cost, Kernel
 
 KERNEL = Kernel("k", "fusion", "", "", "other", 1, 1, 0, 0, "", 1, 0.0)
 #: GiB at the peak, and milliseconds.

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.planning.factories import load_factory
+from lowmembp_jax.cli._factories import load_factory
 
 X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
 QKV = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import get_device
-from lowmembp_jax.memory.hlo.cost import LAUNCH_SECONDS, cost
+from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, cost
 
 DEVICE = dataclasses.replace(
     get_device("h200"),

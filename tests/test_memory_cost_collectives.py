@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.memory.devices import get_device, topology
-from lowmembp_jax.memory.hlo.cost import LAUNCH_SECONDS, cost
+from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, cost
 
 DEVICE = dataclasses.replace(
     get_device("h200"), bandwidth=1e12, matrix_flops={"bf16": 1e15}, vector_flops=5e13

@@ -18,7 +18,7 @@ from lowmembp_examples.benchmarks.encoder import (
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import get_device
-from lowmembp_jax.memory.hlo.cost import Kernel, cost
+from lowmembp_jax.memory.roofline.cost import Kernel, cost
 
 
 @pytest.mark.parametrize(

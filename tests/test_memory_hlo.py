@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.hlo import program as hlo
-from lowmembp_jax.memory.hlo.cost import cost
-from lowmembp_jax.memory.hlo.program import Shape
+from lowmembp_jax.memory.parsing import hlo_text as hlo
+from lowmembp_jax.memory.parsing.hlo_text import Shape
+from lowmembp_jax.memory.roofline.cost import cost
 
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
 PROGRAM = f"""\

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lowmembp_jax.memory.planning.largest_batch import largest_batch
+from lowmembp_jax.memory.largest_batch import largest_batch
 
 
 def run(peak, budget, **kwargs):

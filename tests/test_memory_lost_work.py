@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.planning.arguments import arguments
-from lowmembp_jax.memory.planning.lost_work import warn_of_lost_work
+from lowmembp_jax.memory.classification.arguments import arguments
+from lowmembp_jax.memory.notes.lost_work import warn_of_lost_work
 
 W, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8)))
 ADAM = optax.adam(1e-3)

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.planning.arguments import arguments
-from lowmembp_jax.memory.planning.modules import of_states
-from lowmembp_jax.memory.planning.result import PARTS
+from lowmembp_jax.memory.classification.arguments import arguments
+from lowmembp_jax.memory.lowering.nnx_states import of_states
+from lowmembp_jax.memory.result import PARTS
 
 gpu_compiler = pytest.mark.gpu_compiler
 pytestmark = pytest.mark.usefixtures("mixed_dtypes")  # NNX's optimizer counts in integers

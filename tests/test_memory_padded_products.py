@@ -8,7 +8,7 @@ import pytest
 
 import lowmembp_jax as lm
 
-plan_module = importlib.import_module("lowmembp_jax.memory.plan")
+plan_module = importlib.import_module("lowmembp_jax.memory.planning")
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 

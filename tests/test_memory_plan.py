@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.buffers import assignment as buffers
-from lowmembp_jax.memory.planning.result import PARTS
+from lowmembp_jax.memory.parsing import buffer_assignment as buffers
+from lowmembp_jax.memory.result import PARTS
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from lowmembp_jax.memory.planning.arguments import arguments
+from lowmembp_jax.memory.classification.arguments import arguments
 
 SIZE = 8
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.hlo import program as hlo
-from lowmembp_jax.memory.planning import scheduler
+from lowmembp_jax.memory.notes import scheduler
+from lowmembp_jax.memory.parsing import hlo_text as hlo
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.source_files import is_framework
+from lowmembp_jax._source_files import is_framework
 
 
 @pytest.mark.parametrize("module", [jax, flax.linen, optax, runpy, lm.memory])

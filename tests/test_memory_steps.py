@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import io_callback
 
 import lowmembp_jax as lm
-from lowmembp_jax import jax_internals
+from lowmembp_jax import _jax_internals as jax_internals
 
 F32 = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 SIZE = 256 * 256 * 4

@@ -10,8 +10,8 @@ import pytest
 from helpers import quick_jit
 
 import lowmembp_jax as lm
-from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
-from lowmembp_jax.codes import encode
+from lowmembp_jax.operators.activations import REGELU2_TABLE, RESILU2_TABLE
+from lowmembp_jax.operators.codes import encode
 from pallas_kernels import flat_tiling, gated, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.activations import REGELU2_TABLE
+from lowmembp_jax.operators.activations import REGELU2_TABLE
 from pallas_kernels import activation, gated, normalization
 
 pytestmark = pytest.mark.gpu_compiler

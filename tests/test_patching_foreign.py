@@ -8,7 +8,7 @@ import pytest
 from patching_models import X, assert_close
 
 import lowmembp_jax as lm
-from lowmembp_jax.patched_activations import is_gate
+from lowmembp_jax.patching._activations import is_gate
 
 
 class Gated(nn.Module):

@@ -24,7 +24,7 @@ from properties import (
 from scipy import special
 
 import lowmembp_jax as lm
-from lowmembp_jax.activations import FUNCTIONS
+from lowmembp_jax.operators.activations import FUNCTIONS
 
 
 def gelu_tanh(x):

@@ -15,8 +15,8 @@ import pytest
 from helpers import only_interpreted, run_in_triton_interpreter
 
 from lowmembp_jax import STEP_TABLES, pack_2bit
-from lowmembp_jax.activations import REGELU2_TABLE, RESILU2_TABLE
-from lowmembp_jax.codes import encode
+from lowmembp_jax.operators.activations import REGELU2_TABLE, RESILU2_TABLE
+from lowmembp_jax.operators.codes import encode
 
 activation = pytest.importorskip("pallas_kernels.triton.activation")
 normalization = pytest.importorskip("pallas_kernels.triton.normalization")

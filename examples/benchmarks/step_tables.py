@@ -5,7 +5,7 @@
 writes `results/step_tables.json`, the relative errors of the derivatives for x of N(0, 1/2),
 N(0, 1) and N(0, 2), and for what reaches the GELUs of MiniLM's 6 layers on docstrings of Python's
 standard library; and the pictures of docs/activations.md. About a minute. With --source it fits the
-tables again and writes `lowmembp_jax/step_tables.py` instead.
+tables again and writes `lowmembp_jax/operators/step_tables.py` instead.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from lowmembp_examples.models.common import Compute
 from matplotlib.figure import Figure
 
 import lowmembp_jax as lm
-from lowmembp_jax.fitting.report import SIGMAS, plot_fit
+from lowmembp_jax.cli.fit_report import SIGMAS, plot_fit
 
 ROOT = Path(__file__).parents[2]
 #: What tables are shipped for; the last three are step functions or have them on one side.

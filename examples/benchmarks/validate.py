@@ -24,7 +24,7 @@ from lowmembp_examples.trainer.models import MODELS as FAMILIES
 from lowmembp_examples.trainer.models import Layers
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.planning.arguments import Argument, arguments
+from lowmembp_jax.memory.classification.arguments import Argument, arguments
 
 #: The device in `lm.memory.DEVICES` for the name that a GPU's driver gives it. Variants with
 #: another bandwidth or clock, such as the H100 PCIe and the H200 NVL, are missing on purpose.

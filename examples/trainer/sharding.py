@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowmembp_examples.trainer.errors import UsageError
 
-from lowmembp_jax.optimizer_state import CompressedState
+from lowmembp_jax.optimizers.compressed_state import CompressedState
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))

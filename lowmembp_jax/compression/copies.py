@@ -12,9 +12,9 @@ from typing import Any
 
 from jax.extend import core
 
+from lowmembp_jax._jax_internals import operation
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression.store import store_p
-from lowmembp_jax.jax_internals import operation
 
 
 def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:

@@ -10,8 +10,8 @@ import numpy as np
 from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
 
+from lowmembp_jax._jax_internals import operation
 from lowmembp_jax.compression import jaxprs, rules
-from lowmembp_jax.jax_internals import operation
 from lowmembp_jax.policies import everything_saveable
 
 Policy = Callable[..., Any]

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from lowmembp_jax.arrays import hashed_bits, undifferentiated
+from lowmembp_jax._arguments import hashed_bits, undifferentiated
+from lowmembp_jax._tiling import explicit_spec
+from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import scaled_float8
 from lowmembp_jax.compression.scaled_float8 import Rows, to_float8
-from lowmembp_jax.tiling import explicit_spec
-from lowmembp_jax.warned import warn
 
 #: What an error says of the gradient of a gradient, after the function's name.
 NO_SECOND_DERIVATIVE = "has no second derivative: its residuals are rounded"

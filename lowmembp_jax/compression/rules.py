@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from lowmembp_jax.jax_internals import operation
+from lowmembp_jax._jax_internals import operation
 
 Interval = tuple[float, float]
 ANYWHERE: Interval = (-math.inf, math.inf)

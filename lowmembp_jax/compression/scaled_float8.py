@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from lowmembp_jax.arrays import compute_dtype
-from lowmembp_jax.tiling import explicit_spec, mesh_parts, tile_size, type_of
+from lowmembp_jax._arguments import compute_dtype
+from lowmembp_jax._tiling import explicit_spec, mesh_parts, tile_size, type_of
 
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
 #: Where a tile's largest sampled magnitude comes to lie: others may be 448 / 8 = 56 times larger.

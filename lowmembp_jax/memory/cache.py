@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lowmembp_jax.memory.devices import WHEELS, target_config
-from lowmembp_jax.memory.plan import LoweredStep, plan_lowered
-from lowmembp_jax.memory.planning.result import Plan
+from lowmembp_jax.memory.planning import LoweredStep, plan_lowered
+from lowmembp_jax.memory.result import Plan
 
 # What a plan depends on beside the program.
 _PACKAGES = ("jax", "jaxlib", *(wheel for wheels in WHEELS for wheel in wheels.values()))

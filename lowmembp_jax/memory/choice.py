@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax.memory.comparison import Comparison, compare
-from lowmembp_jax.memory.planning.result import Plan
+from lowmembp_jax.memory.result import Plan
 from lowmembp_jax.memory.sizes import format_bytes
 
 _NEAR = "  # gradients are approximate: see lm.gradient_fidelity"

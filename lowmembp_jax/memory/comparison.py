@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax.memory.cache import cached_plan
-from lowmembp_jax.memory.constants import check_call
-from lowmembp_jax.memory.plan import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.planning.largest_batch import largest_batch
-from lowmembp_jax.memory.planning.meshes import mesh_of
-from lowmembp_jax.memory.planning.result import Plan
-from lowmembp_jax.memory.planning.workload import Workload, methods_of, workload_of
+from lowmembp_jax.memory.largest_batch import largest_batch
+from lowmembp_jax.memory.lowering.meshes import mesh_of
+from lowmembp_jax.memory.lowering.step_arguments import check_call
+from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
+from lowmembp_jax.memory.result import Plan
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
+from lowmembp_jax.memory.workload import Workload, methods_of, workload_of
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmembp_jax.errors import GivenError
-from lowmembp_jax.memory.hlo.cost_totals import layers_together
-from lowmembp_jax.memory.planning.result import PARTS, Plan
+from lowmembp_jax._errors import GivenError
+from lowmembp_jax.memory.result import PARTS, Plan
+from lowmembp_jax.memory.roofline.totals import layers_together
 
 
 @dataclass(frozen=True)

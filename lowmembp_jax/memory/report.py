@@ -11,8 +11,8 @@ from lowmembp_jax.memory.choice import NothingFitsError, fastest_of
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.difference import Change, changes_by_module, changes_by_part
-from lowmembp_jax.memory.hlo.cost_totals import layers_together
-from lowmembp_jax.memory.planning.result import PARTS, Plan
+from lowmembp_jax.memory.result import PARTS, Plan
+from lowmembp_jax.memory.roofline.totals import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
 
 _ESTIMATE = "Times are estimates by the roofline, not measured; memory is XLA's buffer assignment."

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from lowmembp_jax import jax_internals
+import lowmembp_jax as lm
+from lowmembp_jax import _jax_internals as jax_internals
+from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression import jaxprs
-from lowmembp_jax.memory.source_files import is_framework
 from lowmembp_jax.policies import CODES, NORM_AFFINE_OUTPUT, NORM_OUTPUT, NORM_RSTD
 
 _OURS = {
@@ -25,7 +26,8 @@ _HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
 # Files whose public functions and modules are operations by name. What one of jax.nn or of this
 # library calls is a part of it; what a Flax module calls may be an operation of its own.
-_WHOLE = re.compile(rf"{jax_internals.WHOLE}|/lowmembp_jax/(?!patch|memory)[^/]*$")
+_WHOLE = re.compile(jax_internals.WHOLE)
+_LIBRARY = os.path.dirname(lm.__file__) + os.sep
 _MODULES = re.compile(
     r"/flax/(linen|nnx/nn)/"
     r"(activations?|attention|linear|lora|normalization|pooling|recurrent|stochastic)\.py$"
@@ -58,6 +60,12 @@ class _Frame(NamedTuple):
     @property
     def is_user(self) -> bool:
         return not is_framework(self.file)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is an operation by name, and what it calls a part of it."""
+        is_operator = self.file.startswith(_LIBRARY) and self.public in lm.__all__
+        return is_operator or _WHOLE.search(self.file) is not None
 
     @property
     def public(self) -> str:
@@ -177,14 +185,14 @@ def _user(frames: list[_Frame]) -> _Frame | None:
 
 def _operation(frames: list[_Frame]) -> str:
     """The operation that the innermost of `frames`, all of libraries, are in."""
-    named = [f for f in frames if f.public and (_MODULES.search(f.file) or _WHOLE.search(f.file))]
+    named = [f for f in frames if f.public and (f.is_whole or _MODULES.search(f.file))]
     if not named:
         functions = (f.public for f in frames if _FUNCTIONS.search(f.file))
         known = (name for name in functions if hasattr(jnp, name) or hasattr(lax, name))
         return next((name for name in known if name.islower()), "")
     outermost = named[-1]
     for frame in reversed(named):
-        if not _WHOLE.search(frame.file):
+        if not frame.is_whole:
             break
         outermost = frame
     return outermost.public

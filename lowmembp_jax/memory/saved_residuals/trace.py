@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import Primitive
 from jax.interpreters import partial_eval
 
-from lowmembp_jax.memory.planning.arguments import argument_names, is_variable
+from lowmembp_jax.memory.classification.arguments import argument_names, is_variable
 
 # The identity between forward and backward, one a residual. It is only ever traced.
 _kept_p = Primitive("lowmembp_kept")

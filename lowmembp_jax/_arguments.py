@@ -1,0 +1,94 @@
+"""What every operator does to its arguments before it computes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, UInt32
+
+from lowmembp_jax._jax_internals import varying
+
+
+def compute_dtype(dtype) -> jnp.dtype:
+    """The dtype that operators compute in: float32, and float64 for float64."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def real_array(x: ArrayLike, name: str = "x") -> Float[Array, "*shape"]:
+    """The argument `name` as a floating array; numbers, integers and booleans as in `jax.nn`.
+
+    Raises:
+      TypeError: x is complex, or no array.
+    """
+    try:
+        x = jnp.asarray(x)
+    except TypeError as error:
+        given = type(x).__name__
+        raise TypeError(f"{name} must be an array of real numbers, got {given}") from error
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be a real array, got {x.dtype}")
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
+
+
+def undifferentiated(function: Callable[..., Any], message: str) -> Callable[..., Any]:
+    """`function`, which raises NotImplementedError with `message` where it is differentiated.
+
+    Inside the rules of a custom VJP it is so by a second derivative alone.
+    """
+    once = jax.custom_jvp(function)
+
+    @once.defjvp
+    def twice(*_):
+        raise NotImplementedError(message)
+
+    return once
+
+
+def call_custom_vjp(name: str, rule: Callable[..., Any], *args: Any) -> Any:
+    """`rule(*args)`. Names the operator in JAX's error for `jax.jvp` of a custom VJP."""
+    try:
+        return rule(*args)
+    except TypeError as error:
+        if "forward-mode" in str(error):
+            error.add_note(f"{name} has a rule for gradients alone: jax.grad, not jax.jvp")
+        raise
+    except NotImplementedError as error:
+        # Outside jit, shard_map takes no rule that asks which arguments are differentiated.
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+    return jax.jit(rule)(*args)
+
+
+def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
+    """The arrays, inside shard_map as varying along the axes that one of them varies along.
+
+    The transpose of this cast sums the gradient of an array that is the same on every device over
+    the devices.
+    """
+    axes = varying(*(a for a in arrays if a is not None))
+    return tuple(
+        a
+        if a is None or not (missing := axes - varying(a))
+        else lax.pcast(a, tuple(missing), to="varying")
+        for a in arrays
+    )
+
+
+def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32[Array, "*shape"]:
+    """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
+
+    Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
+    where layers are unrolled XLA makes one kernel of all that read them, at the end of the forward.
+    Places are a constant for that reason.
+    """
+    value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
+    bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)
+    if x.ndim:
+        place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
+        bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)

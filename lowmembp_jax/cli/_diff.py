@@ -1,0 +1,29 @@
+"""`lowmembp diff`: what grew between two plans."""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from lowmembp_jax.cli._output import print_report
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffCommand:
+    """Show what grew and what shrank between two plans, by part and by module."""
+
+    before: tyro.conf.Positional[Path]
+    """A file of `lowmembp plan --json`."""
+    after: tyro.conf.Positional[Path]
+    """Another."""
+    method: str | None = None
+    """Of files with several methods, the one to compare."""
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        from lowmembp_jax.memory.difference import read_plan
+        from lowmembp_jax.memory.report import difference_report
+
+        before, after = (read_plan(path, self.method) for path in (self.before, self.after))
+        print_report(difference_report(before, after, f"{self.before} and {self.after}"))
+        return 0

@@ -1,0 +1,139 @@
+"""Where `--model` finds the functions that make workloads."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowmembp_jax.cli._python_files import NoSuchFunctionError, function_of_file
+from lowmembp_jax.memory.devices import says_how_to_install_cudnn
+from lowmembp_jax.memory.workload import (
+    METHODS,
+    Workload,
+    WorkloadError,
+    as_workload,
+    methods_of,
+    says_which_methods,
+)
+from lowmembp_jax.patching._patch import patch
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A function that makes workloads, with the arguments it takes.
+
+    Attributes:
+      function: takes options by name, `method` and `batch` perhaps among them.
+      name: for messages.
+      is_example: its ValueErrors are about the options; those of others' code are shown whole.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_example: bool = False
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What it can be asked for. Any model can be patched; to recompute, it must help."""
+        return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
+
+    @property
+    def default_batch(self) -> int | None:
+        """The batch size where none is given, if it says so."""
+        batch = self._names().get("batch")
+        return batch.default if batch and isinstance(batch.default, int) else None
+
+    def takes(self, option: str) -> bool:
+        """Whether the function has an argument of that name."""
+        return option in self._names()
+
+    def _names(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.function).parameters
+
+    def __call__(self, method: str, batch: int | None, **options: Any) -> Workload:
+        """The workload of a method and a batch size.
+
+        Raises:
+          WorkloadError: the function does not take an option, or not this method.
+        """
+        names = self._names()
+        if method not in {*METHODS, *self.methods}:
+            accepted = self.methods if self.takes("method") else METHODS
+            raise WorkloadError(f"method={method!r}: accepted are {', '.join(accepted)}")
+        if not self.takes("method") and method not in self.methods:
+            raise WorkloadError(
+                f"method={method!r}: {self.name} takes no argument `method`, so that it can have "
+                f"only {' and '.join(self.methods)} (its ops patched)"
+            )
+        options = {key: value for key, value in options.items() if value is not None}
+        if batch is not None:
+            options["batch"] = batch
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+        if unknown := [key for key in options if key not in names and not takes_all]:
+            raise WorkloadError(
+                f"{self.name} takes no argument {', '.join(unknown)}; it takes "
+                f"{', '.join(names) or 'none'}"
+            )
+        options = {key: _like_default(key, x, names.get(key)) for key, x in options.items()}
+        patched = method == "lowmembp" and "method" not in names
+        if "method" in names:
+            options["method"] = method
+        try:
+            with says_how_to_install_cudnn(), says_which_methods(method, self.name):
+                workload = as_workload(self.function(**options), self.name)
+        except ValueError as error:
+            if self.is_example:
+                raise WorkloadError(f"{self.name}: {error}") from error
+            raise
+        return dataclasses.replace(workload, context=patch) if patched else workload
+
+
+def _like_default(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:
+    """A value of `--options`, as a number where the argument's default is one."""
+    default = None if parameter is None else parameter.default
+    if not isinstance(value, str) or not isinstance(default, int | float):
+        return value
+    if isinstance(default, bool) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    with contextlib.suppress(ValueError):
+        if isinstance(default, float):
+            return float(value)
+    raise WorkloadError(f"--options: {key}: expected {type(default).__name__}, got {value!r}")
+
+
+def load_factory(model: str) -> Factory:
+    """The factory that `--model` names.
+
+    Args:
+      model: a model of the examples, or `path/to/file.py:function`, see `function_of_file`.
+
+    Raises:
+      WorkloadError: no such file, function or model.
+    """
+    if ":" not in model:
+        return _example(model)
+    try:
+        return Factory(function_of_file("model", model), model)
+    except NoSuchFunctionError as error:
+        raise WorkloadError(str(error)) from error
+
+
+def example_models() -> Mapping[str, Callable[..., Any]]:
+    """The models of the examples by name; none where the examples are not installed."""
+    if importlib.util.find_spec("lowmembp_examples") is None:
+        return {}
+    return importlib.import_module("lowmembp_examples.planning").MODELS
+
+
+def _example(model: str) -> Factory:
+    models = example_models()
+    if model in models:
+        return Factory(models[model], model, is_example=True)
+    raise WorkloadError(
+        f"model={model!r} is not known: accepted are {', '.join(models)} "
+        f"or path/to/file.py:function"
+    )

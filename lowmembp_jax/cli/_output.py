@@ -1,0 +1,72 @@
+"""What commands write: JSON, pictures and tables. Checked before minutes of compilation."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowmembp_jax._errors import GivenError
+
+IMAGES = (".png", ".svg", ".pdf")
+
+
+def is_stdout(path: Path | None) -> bool:
+    """Whether what is written there goes where `print` writes."""
+    return path is not None and str(path) in ("-", "/dev/stdout")
+
+
+def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raises GivenError if nothing can be written there, or it has another suffix."""
+    if path is None or (is_stdout(path) and not suffixes):
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise GivenError(f"{option} must end in {', '.join(suffixes)}, got {path}")
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise GivenError(f"{option}: {path} is a folder")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise GivenError(f"{option}: {path} cannot be written")
+    elif not folder.is_dir():
+        raise GivenError(f"{option}: {path}: there is no folder {folder}")
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise GivenError(f"{option}: {path} cannot be written ({error.strerror})") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes into what is there, so that links, FIFOs and devices remain what they are."""
+    if is_stdout(path):
+        print(text, end="", flush=True)
+    else:
+        path.write_text(text)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Writes data, with the command line and the versions of what computed it."""
+    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    names = [n for n in installed if n in ("lowmembp_jax", "flax") or n.startswith("jax")]
+    data = {
+        "command": shlex.join(["lowmembp", *sys.argv[1:]]),
+        "versions": {name: installed[name] for name in sorted(names)},
+        **data,
+    }
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def print_report(report: Any, *written: Path | None) -> None:
+    """Prints for people; to stderr where one of the files that are `written` is stdout."""
+    from rich.console import Console
+
+    file = sys.stderr if any(map(is_stdout, written)) else sys.stdout
+    if isinstance(report, str):
+        return print(report, file=file)
+    # A file or a pipe has no width of its own: do not break its lines.
+    Console(file=file, width=None if file.isatty() else 200).print(report)

@@ -1,1 +1,0 @@
-"""One file a command of `lowmembp`. They import JAX when they run, not before."""

@@ -1,1 +1,0 @@
-"""Step tables for any activation."""

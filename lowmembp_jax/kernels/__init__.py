@@ -1,0 +1,4 @@
+"""How GPU kernels are chosen, called and sharded."""
+
+from lowmembp_jax.kernels.implementations import IMPLEMENTATIONS as IMPLEMENTATIONS
+from lowmembp_jax.kernels.implementations import set_implementation as set_implementation

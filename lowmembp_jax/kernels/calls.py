@@ -1,0 +1,177 @@
+"""Calls of the GPU kernels, on arrays of any shape and under any sharding."""
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from string import ascii_lowercase
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowmembp_jax.kernels.implementations import only_on_gpu
+from lowmembp_jax.kernels.partitioning import Partitioned
+from lowmembp_jax.operators.codes import StepTable
+
+
+def _kernels(implementation: str) -> ModuleType:
+    # Imported where they are used: Pallas and Triton are slow to import, Triton is optional.
+    if implementation == "triton":
+        import pallas_kernels.triton.activation
+        import pallas_kernels.triton.gated
+        import pallas_kernels.triton.normalization
+
+        return pallas_kernels.triton
+    import pallas_kernels.activation
+    import pallas_kernels.gated
+    import pallas_kernels.normalization
+
+    return pallas_kernels
+
+
+def _prepare(kernel: Callable, implementation: str, **static) -> Callable:
+    """The kernel as a function of arrays, for the device that is compiled for."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kernel = partial(kernel, cores=getattr(device, "num_cores", None), **static)
+    if implementation == "pallas_interpret":
+        return partial(kernel, interpret=True)
+    if implementation == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return kernel
+    return only_on_gpu(kernel, implementation)
+
+
+def _axes(rank: int) -> str:
+    """Names for `Partitioned`: of leading axes a letter each, of the last one `m`."""
+    return "abcdefgh"[: rank - 1] + "m"
+
+
+def activation_forward(
+    x: Array, function: str, table: StepTable, implementation: str
+) -> tuple[Array, Array]:
+    """y and the codes of x, `table.dtype` of x's shape."""
+    kernel = _prepare(
+        _kernels(implementation).activation.activation_forward,
+        implementation,
+        function=function,
+        thresholds=table.thresholds,
+    )
+
+    def local(x):
+        y, packed = kernel(x)
+        codes = lax.bitcast_convert_type(packed, table.dtype)
+        return y, codes.reshape(codes.size)[: x.size].reshape(x.shape)
+
+    axes = ascii_lowercase[: x.ndim]
+    y, codes = Partitioned(local, (axes,), (axes, axes))(x)
+    return y, codes
+
+
+def activation_backward(codes: Array, g: Array, table: StepTable, implementation: str) -> Array:
+    """g times the level of every code."""
+    kernel = _prepare(
+        _kernels(implementation).activation.activation_backward,
+        implementation,
+        levels=table.levels,
+    )
+    each = 8 // jnp.iinfo(table.dtype).bits  # codes of a byte
+
+    def local(codes, g):
+        # As a bitcast: `custom_partitioning` takes no constants, such as those of `pack_2bit`.
+        flat = codes.reshape(codes.size)
+        if unused := -flat.size % each:
+            flat = lax.pad(flat, table.dtype.type(0), [(0, unused, 0)])
+        packed = lax.bitcast_convert_type(flat.reshape(flat.size // each, each), jnp.uint8)
+        return (kernel(packed, g),)
+
+    axes = ascii_lowercase[: g.ndim]
+    return Partitioned(local, (axes, axes), (axes,))(codes, g)[0]
+
+
+def gated_forward(gate: Array, up: Array, function: str, implementation: str) -> Array:
+    """The function of gate, times up."""
+    kernel = _prepare(
+        _kernels(implementation).gated.gated_forward, implementation, function=function
+    )
+    axes = ascii_lowercase[: gate.ndim]
+    return Partitioned(lambda *arrays: (kernel(*arrays),), (axes, axes), (axes,))(gate, up)[0]
+
+
+def gated_backward(
+    gate: Array, up: Array, g: Array, function: str, implementation: str
+) -> tuple[Array, Array]:
+    """Gradients of gate and up."""
+    kernel = _prepare(
+        _kernels(implementation).gated.gated_backward, implementation, function=function
+    )
+    axes = ascii_lowercase[: gate.ndim]
+    d_gate, d_up = Partitioned(kernel, (axes,) * 3, (axes,) * 2)(gate, up, g)
+    return d_gate, d_up
+
+
+def _rows(shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def norm_forward(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    implementation: str,
+    **static,
+) -> tuple[Array, Array | None, Array]:
+    """Output, the normalized x where it is kept, and rstd `[..., 1]`; scale and bias `[width]`."""
+    kernel = _prepare(_kernels(implementation).normalization.norm_forward, implementation, **static)
+    given = [p is not None for p in (scale, bias)]
+    keeps = static["keep_normalized"] and any(given)
+
+    def local(x, *parameters):
+        rest = iter(parameters)
+        scale, bias = (next(rest) if there else None for there in given)
+        out = kernel(x.reshape(_rows(x.shape)), scale, bias)
+        rstd = out.rstd.reshape(x.shape[:-1])
+        normalized = (out.normalized.reshape(x.shape),) if keeps else ()
+        return (out.out.reshape(x.shape), *normalized, rstd)
+
+    axes = _axes(x.ndim)
+    run = Partitioned(
+        local,
+        (axes, *("m" for there in given if there)),
+        (axes, *(axes for _ in range(keeps)), axes[:-1]),
+        whole="m",
+    )
+    out, *normalized, rstd = run(x, *(p for p in (scale, bias) if p is not None))
+    return out, normalized[0] if keeps else None, rstd[..., None]
+
+
+def norm_backward(
+    kept: Array,
+    rstd: Array,
+    g: Array,
+    scale: Array | None,
+    bias: Array | None,
+    implementation: str,
+    **static,
+) -> tuple[Array, Array | None, Array | None]:
+    """Gradients of x, scale and bias; rstd is `[..., 1]`, scale and bias are `[width]`."""
+    kernel = _prepare(
+        _kernels(implementation).normalization.norm_backward, implementation, **static
+    )
+    given = [p is not None for p in (scale, bias)]
+
+    def local(kept, rstd, g, *parameters):
+        rest = iter(parameters)
+        scale, bias = (next(rest) if there else None for there in given)
+        rows = _rows(kept.shape)
+        dx, *sums = kernel(kept.reshape(rows), rstd.reshape(rows[0]), g.reshape(rows), scale, bias)
+        return (dx.reshape(kept.shape), *(s for s in sums if s is not None))
+
+    axes = _axes(kept.ndim)
+    parameters = tuple("m" for there in given if there)
+    run = Partitioned(local, (axes, axes[:-1], axes, *parameters), (axes, *parameters), whole="m")
+    dx, *sums = run(kept, rstd[..., 0], g, *(p for p in (scale, bias) if p is not None))
+    rest = iter(sums)
+    d_scale, d_bias = (next(rest) if there else None for there in given)
+    return dx, d_scale, d_bias

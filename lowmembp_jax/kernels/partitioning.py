@@ -1,0 +1,178 @@
+"""Kernels under shardings: each device runs the kernel on its own part, nothing is gathered.
+
+XLA cannot see into a kernel and would gather a sharded input in front of it. The axes of a
+kernel's arrays are therefore named, one letter an axis as in an einsum, and the kernel runs on the
+parts that the names allow: under meshes with automatic axes through `custom_partitioning` (with a
+Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from lowmembp_jax._jax_internals import check_vma, varying
+
+Specs = tuple[P, ...]
+
+
+def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
+    """`run(*arrays)`; under an explicit mesh, of arrays whose last axis is not split.
+
+    The result is sharded as the first array, gradients as the arguments. Under other meshes
+    `Partitioned` does so by itself.
+    """
+
+    def whole(a: Array | None) -> Array | None:
+        if a is None or not any((spec := jax.typeof(a).sharding.spec)[-1:]):
+            return a
+        return jax.sharding.reshard(a, P(*spec[:-1], None))
+
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return run(*arrays)
+    y, spec = run(*map(whole, arrays)), jax.typeof(arrays[0]).sharding.spec
+    return jax.sharding.reshard(y, spec) if any(spec[-1:]) else y
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A function of arrays, with names of their axes.
+
+    Attributes:
+      local: the function, on whole arrays or on one device's parts.
+      inputs: the names of each argument's axes, a letter an axis. Axes of one name are split
+        alike.
+      outputs: the same of each result. An axis of the arguments that does not occur in a result
+        was summed over by `local`, and is summed over the devices where it is split.
+      whole: names of axes that must not be split.
+      reduced: the name of an axis over whose parts `local` itself reduces, or "". `local` then
+        takes `over`, the axes of the mesh that split it.
+      done: how many results, the first ones, `local` has reduced over the parts of `reduced`.
+      over: `over` inside `shard_map`, where only the caller knows it.
+    """
+
+    local: Callable[..., Sequence[Array]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    whole: str = ""
+    reduced: str = ""
+    done: int = 0
+    over: tuple[str, ...] = ()
+
+    def __call__(self, *args: Array) -> tuple[Array, ...]:
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = set(mesh.axis_types) if mesh.axis_names else set()
+        # Where only some axes are manual XLA splits what `local` computes, unless it is a kernel.
+        if kinds == {AxisType.Manual} or (self.reduced and AxisType.Manual in kinds):
+            return self._manual(*args)
+        run = custom_vmap(self._explicit if AxisType.Explicit in kinds else self._auto())
+        run.def_vmap(self._batched)
+        return tuple(run(*args))
+
+    def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
+        every = (True,) * len(self.outputs)
+        if axis_size == 0:  # no grid of a kernel is empty
+            elements = (
+                jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if b else a
+                for a, b in zip(args, batched, strict=True)
+            )
+            one = jax.eval_shape(self._local(()), *elements)
+            return tuple(jnp.zeros((0, *a.shape), a.dtype) for a in one), every
+        new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
+        mapped = replace(
+            self,
+            local=self._mapped(batched),
+            inputs=tuple(new * b + axes for b, axes in zip(batched, self.inputs, strict=True)),
+            outputs=tuple(new + axes for axes in self.outputs),
+        )
+        return mapped(*args), every
+
+    def _mapped(self, batched: Sequence[bool]) -> Callable[..., Sequence[Array]]:
+        def local(*args, **over):
+            in_axes = [0 if b else None for b in batched]
+            return jax.vmap(partial(self.local, **over), in_axes=in_axes)(*args)
+
+        return local
+
+    def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, Callable[..., Sequence[Array]]]:
+        """Specs of arguments and results, and the function of one device, which sums them."""
+        split: dict[str, tuple[str, ...]] = {}
+        used: set[str] = set()
+        for axes, spec in zip(self.inputs, given, strict=True):
+            for name, entry in zip(axes, spec, strict=False):
+                mesh_axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+                if name not in self.whole and name not in split and not used & set(mesh_axes):
+                    split[name] = mesh_axes
+                    used |= set(mesh_axes)
+
+        def spec_of(axes: str) -> P:
+            return P(*(split.get(name) or None for name in axes))
+
+        def summed(place: int, axes: str) -> tuple[str, ...]:
+            axes += self.reduced if place < self.done else ""
+            return tuple(a for name in split if name not in axes for a in split[name])
+
+        over = split.get(self.reduced, ())
+        names = list(map(summed, range(len(self.outputs)), self.outputs))
+
+        def local(*args):
+            results = self._local(over)(*args)
+            return tuple(lax.psum(r, n) if n else r for r, n in zip(results, names, strict=True))
+
+        return tuple(map(spec_of, self.inputs)), tuple(map(spec_of, self.outputs)), local
+
+    def _local(self, over: tuple[str, ...]) -> Callable[..., Sequence[Array]]:
+        return partial(self.local, over=over) if self.reduced else self.local
+
+    def _manual(self, *args: Array) -> tuple[Array, ...]:
+        axes = varying(*args)
+        if self.reduced or not axes:  # `local` says itself along which axes its results differ
+            return tuple(self._local(self.over)(*args))
+        # Kernels know nothing of the axes along which their arrays differ, and would be refused
+        # under check_vma=True: their results differ along those of all arguments.
+        with check_vma(False):
+            results = self.local(*args)
+        return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
+
+    def _explicit(self, *args: Array) -> tuple[Array, ...]:
+        given = [jax.typeof(a).sharding.spec for a in args]
+        inputs, outputs, local = self._specs(given)
+        args = tuple(
+            a if tuple(spec) == tuple(own) else jax.sharding.reshard(a, spec)
+            for a, spec, own in zip(args, inputs, given, strict=True)
+        )
+        run = jax.shard_map(local, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return tuple(run(*args))
+
+    def _rule(self) -> str:
+        """The axes as a Shardy rule: `abm, ab -> m` is `a b m, a b -> m`."""
+        return " -> ".join(", ".join(map(" ".join, side)) for side in (self.inputs, self.outputs))
+
+    def _auto(self) -> Callable:
+        def partition(mesh, arg_shapes, result_shapes):
+            del result_shapes
+            inputs, outputs, local = self._specs([a.sharding.spec for a in arg_shapes])
+            sharding = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)  # noqa: E731
+            return mesh, local, sharding(outputs), sharding(inputs)
+
+        def infer(mesh, arg_shapes, result_shapes):
+            del result_shapes
+            outputs = self._specs([a.sharding.spec for a in arg_shapes])[1]
+            return tuple(NamedSharding(mesh, spec) for spec in outputs)
+
+        run = custom_partitioning(lambda *args: tuple(self._local(())(*args)))
+        run.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=self._rule(),
+            need_replication_factors=tuple(self.whole),
+        )
+        return run

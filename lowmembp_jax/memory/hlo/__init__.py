@@ -1,1 +1,0 @@
-"""What a compiled program says: its HLO, and the bytes, FLOPs and time of its kernels."""

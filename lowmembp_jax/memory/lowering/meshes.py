@@ -1,0 +1,146 @@
+"""Meshes of GPUs that are not there, and shardings over them."""
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from lowmembp_jax.memory.devices import COUNTS, is_count, topology
+from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
+
+#: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter;
+#: or how many GPUs: those of the mesh that arguments or step have, or of one axis "data".
+MeshLike = Mapping[str, int] | AbstractMesh | Mesh | int
+
+_ONE_GPU = ("devices",)
+
+
+def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
+    """The mesh over which arguments say that they are sharded, or which shardings name."""
+    for x in jax.tree.leaves(trees):
+        sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) -> Mesh:
+    """A mesh of GPUs that are not there.
+
+    Args:
+      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      mesh: axis sizes by name, such as `{"data": 8}`, whose axes are `AxisType.Auto`; or a mesh,
+        of which axis names, sizes and types are taken; or the size of one axis "data". None for
+        one GPU.
+
+    Raises:
+      TypeError: the mesh is none of these.
+      ValueError: no such number of devices, see `topology`.
+    """
+    if mesh is None:
+        mesh = dict.fromkeys(_ONE_GPU, 1)
+    if isinstance(mesh, int):
+        mesh = {"data": mesh}
+    if isinstance(mesh, AbstractMesh | Mesh):
+        names, sizes, types = mesh.axis_names, mesh.axis_sizes, mesh.axis_types
+    elif not isinstance(mesh, Mapping):
+        raise TypeError(
+            f"mesh={mesh!r}: accepted are axis sizes by name, such as {{'data': 8}}, a mesh, or "
+            f"how many GPUs"
+        )
+    else:
+        names, sizes = tuple(mesh), tuple(mesh.values())
+        types = (AxisType.Auto,) * len(names)
+    count = math.prod(sizes)
+    if not is_count(count):
+        shape = dict(zip(names, sizes, strict=True))
+        raise ValueError(f"mesh={shape} has {count} devices: accepted are {COUNTS}")
+    devices = np.array(topology(device, count).devices).reshape(sizes)
+    return Mesh(devices, names, axis_types=types)
+
+
+def sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Sizes of a mesh's axes by name."""
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def planned_mesh(
+    device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
+) -> Mesh:
+    """GPUs for the mesh that was given, or else that of the arguments or the step.
+
+    Raises:
+      StepError: a number of GPUs was given and the mesh that was found has another.
+      ValueError: no such number of devices, see `topology`.
+    """
+    if isinstance(given, int) and found is not None and found.size != given:
+        raise StepError(
+            f"{given} GPUs are asked for, and the step or its arguments have the mesh "
+            f"{sizes(found)}: accepted are {found.size}, or a step whose mesh is as large"
+        )
+    is_open = given is None or isinstance(given, int)
+    return device_mesh(device, found if is_open and found is not None else given)
+
+
+def on_mesh(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:
+    """A sharding of the same axis names over `mesh`, in the same memory."""
+    if not is_spec(sharding):
+        raise ValueError(
+            f"{what} has the sharding {sharding!r}: accepted are None, PartitionSpec and "
+            "NamedSharding, for a whole argument or for each array in it"
+        )
+    spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec()
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+    axes = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    if unknown := axes - {None, PartitionSpec.UNCONSTRAINED} - set(mesh.axis_names):
+        accepted = f"accepted are the mesh's axes {', '.join(map(repr, mesh.axis_names))}"
+        if mesh.axis_names == _ONE_GPU:
+            accepted = "no mesh was given: give one, such as mesh={'data': 8}"
+        raise ValueError(f"{what} has {spec} with {', '.join(map(repr, unknown))}: {accepted}")
+    # JAX drops the memory kind over GPUs that are not there, and keeps it over an abstract mesh.
+    if is_on_host(sharding):
+        return NamedSharding(mesh.abstract_mesh, spec, memory_kind="pinned_host")
+    return NamedSharding(mesh, spec)
+
+
+def is_on_host(sharding: Any) -> bool:
+    """Whether it places an array in the host's memory, as for an offloaded optimizer state."""
+    return getattr(sharding, "memory_kind", None) in ("pinned_host", "unpinned_host")
+
+
+def is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec | jax.sharding.Sharding)
+
+
+def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
+    """The arguments as shapes and dtypes, sharded over `mesh`."""
+    try:
+        given = jax.tree.broadcast(in_shardings, args, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"in_shardings={in_shardings!r} is no pytree prefix of the {len(args)} arguments: "
+            f"{error}"
+        ) from error
+
+    def leaf(path, x, sharding):
+        name = f"args{jax.tree_util.keystr(path)}"
+        sharding = getattr(x, "sharding", None) if sharding is None else sharding
+        if not is_array(x):
+            return x
+        return jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.result_type(x), sharding=on_mesh(mesh, sharding, name)
+        )
+
+    placed = jax.tree_util.tree_map_with_path(leaf, args, given)
+    leaves = list(filter(is_array, jax.tree.leaves(placed)))
+    if leaves and all(is_on_host(x.sharding) for x in leaves):
+        raise StepError(
+            f"args: expected an array in the GPU's memory, got all {len(leaves)} of them in the "
+            "host's, from which JAX does not know the GPU to compile for: move the batch there"
+        )
+    return placed

@@ -1,0 +1,128 @@
+"""Functions of NNX modules as functions of their states, which `jax.jit` and `jax.vjp` can take."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.transforms.compilation import JitWrapped
+
+from lowmembp_jax.memory.classification.arguments import argument_names
+from lowmembp_jax.memory.lowering.nnx_scopes import is_module, named_modules
+
+_SHARDINGS = ("in_shardings", "out_shardings")
+
+
+def of_states(
+    function: Callable[..., Any], args: tuple[Any, ...], *, is_loss: bool = False
+) -> tuple[Any, tuple[Any, ...]]:
+    """`function` and `args` as they are where there are no modules, else `OfStates` and its `args`.
+
+    Raises:
+      ValueError: as of `OfStates`.
+    """
+    if any(map(is_module, jax.tree.leaves(args, is_leaf=is_module))):
+        function = OfStates(function, args, is_loss)
+        args = function.args
+    return function, args
+
+
+class OfStates:
+    """A function of NNX modules, as a function of an `nnx.State` in place of each.
+
+    A variable that several modules share is in the state of the first. Of a function in `nnx.jit`,
+    what `nnx.jit` would return of the modules comes out beside its results: all states, or only
+    what is written where it runs without graph updates.
+
+    Args:
+      function: of `args`; in `nnx.jit` if it writes into the modules.
+      args: pytrees of modules and arrays, perhaps abstract.
+      is_loss: what it writes, such as statistics, counts nowhere.
+
+    Attributes:
+      function: the same.
+      args: with a state in place of each module.
+
+    Raises:
+      ValueError: `nnx.jit` was given shardings. At the call: the function writes into a module and
+        is not in `nnx.jit`, so that what it writes would be lost.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], is_loss: bool):
+        if isinstance(function, jax.stages.Wrapped):
+            _check_shardings(function)
+        functools.update_wrapper(self, function)
+        self.function, self._is_loss = function, is_loss
+        paths, self._tree = jax.tree.flatten_with_path(args, is_leaf=is_module)
+        leaves = [leaf for _, leaf in paths]
+        names = argument_names(function, len(args))
+        self._modules = {
+            place: names[path[0].idx] + jax.tree_util.keystr(path[1:])
+            for place, (path, leaf) in enumerate(paths)
+            if is_module(leaf)
+        }
+        self._graph, states = nnx.split(tuple(leaves[place] for place in self._modules))
+        for number, place in enumerate(self._modules):
+            leaves[place] = states.get(number, nnx.State({}))
+        self.args: tuple[Any, ...] = jax.tree.unflatten(self._tree, leaves)
+
+    def with_modules(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """These arguments, with new modules in place of the states."""
+        leaves = self._tree.flatten_up_to(args)
+        states = {number: leaves[place] for number, place in enumerate(self._modules)}
+        modules = nnx.merge(self._graph, nnx.State(states))
+        for place, module in zip(self._modules, modules, strict=True):
+            leaves[place] = module
+        return jax.tree.unflatten(self._tree, leaves)
+
+    def _variables(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """The arrays in the modules by name, such as "model['layers'][0]['kernel']"."""
+        modules = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_module) if is_module(leaf)]
+        paths = jax.tree_util.tree_leaves_with_path(nnx.split(tuple(modules))[1])
+        names = list(self._modules.values())
+        return {
+            names[path[0].key] + jax.tree_util.keystr(path[1:]).removesuffix(".value"): leaf
+            for path, leaf in paths
+        }
+
+    def __call__(self, *args: Any) -> Any:
+        args = self.with_modules(args)
+        if self._is_loss:
+            with named_modules(args):
+                return self.function(*args)
+        before = self._variables(args)
+        function = self.function
+        in_nnx_jit = _is_nnx_jit(function)
+        if isinstance(function, jax.stages.Wrapped) and not in_nnx_jit:
+            # Nobody sees what is written into modules inside of jax.jit.
+            function = function.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
+        with named_modules(args):
+            out = function(*args)
+        after = self._variables(args)
+        written = {name: leaf for name, leaf in after.items() if leaf is not before.get(name)}
+        if in_nnx_jit:
+            return out, after if isinstance(function, JitWrapped) else written
+        returned = set(map(id, jax.tree.leaves(out)))
+        for name, leaf in written.items():
+            if id(leaf) not in returned:
+                raise ValueError(
+                    f"{getattr(function, '__name__', 'the step')} writes into {name} and does not "
+                    "return it, so that it is lost where the step is compiled: put the step into "
+                    "nnx.jit, or take nnx.split's state and return the new one"
+                )
+        return out
+
+
+def _is_nnx_jit(function: Any) -> bool:
+    return isinstance(function, jax.stages.Wrapped) and type(function).__module__.startswith("flax")
+
+
+def _check_shardings(function: Any) -> None:
+    given = {name: getattr(function, name, None) for name in _SHARDINGS}
+    if any(sharding is not None for sharding in given.values()):
+        raise ValueError(
+            f"the step's nnx.jit has {', '.join(k for k, v in given.items() if v is not None)}, of "
+            "devices that are here: plan a step whose nnx.jit has none, and give its mesh and "
+            "shardings to the plan"
+        )

@@ -1,0 +1,169 @@
+"""Steps that name a mesh of their own, whose devices are not those that are planned for.
+
+`jax.jit(in_shardings=...)`, `with_sharding_constraint`, `shard_map(mesh=...)` and `pmap` write the
+mesh into the traced program. There its devices are replaced, by the names of the axes.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from lowmembp_jax.compression import jaxprs
+from lowmembp_jax.memory.lowering.meshes import is_on_host, on_mesh, sizes
+from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
+
+_Sharding = Sharding | PartitionSpec | None
+
+
+class OwnMesh(NamedTuple):
+    """A step that names a mesh, traced where that mesh is.
+
+    Attributes:
+      mesh: the one it names.
+      program: its trace.
+      out_tree: of its results.
+    """
+
+    mesh: Mesh
+    program: core.ClosedJaxpr
+    out_tree: Any
+
+    def step_on(self, mesh: Mesh) -> Callable[..., Any]:
+        """The step, with `mesh` in place of the one that it names.
+
+        Raises:
+          StepError: `mesh` has other axes or sizes.
+        """
+        if sizes(self.mesh) != sizes(mesh):
+            raise StepError(
+                f"mesh={sizes(mesh)} and the step names a mesh of its own, {sizes(self.mesh)}: "
+                f"give no mesh, or that one"
+            )
+        flat = core.jaxpr_as_fun(jaxprs.with_parameters(self.program, functools.partial(_on, mesh)))
+
+        on_host = _returned_to_host(self.program.jaxpr)
+
+        def step(*args):
+            out = flat(*jax.tree.leaves(args))
+            # The out_shardings of a jax.jit inside another one move nothing.
+            out = [
+                jax.device_put(x, jax.memory.Space.Host) if moves else x
+                for x, moves in zip(out, on_host, strict=True)
+            ]
+            return jax.tree.unflatten(self.out_tree, out)
+
+        return step
+
+    def args_on(self, args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
+        """The arguments over `mesh`, as they are sharded or as the program asks, or neither."""
+        leaves, tree = jax.tree.flatten(args)
+        given = [_said(getattr(leaf, "sharding", None)) for leaf in leaves]
+        said = _first_said(given, _asked_of_inputs(self.program.jaxpr))
+        shardings = [None if one is None else on_mesh(mesh, one, "args") for one in said]
+        return jax.tree.unflatten(tree, list(map(_struct, leaves, shardings)))
+
+
+def find_own_mesh(fn: Callable[..., Any], args: tuple[Any, ...]) -> OwnMesh | None:
+    """Traces `fn`, of arrays alone; None if it names no mesh, or cannot be traced without one.
+
+    Raises:
+      StepError: it names several, or one with explicit axes.
+    """
+    try:
+        # In jax.jit, as what is in shard_map otherwise keeps its devices.
+        traced = jax.make_jaxpr(jax.jit(fn), return_shape=True)
+        program, out = traced(*without_shardings(args))
+    except Exception:  # the user's own code runs here: its error was seen before
+        return None
+    mesh = _mesh_in(program.jaxpr)
+    return mesh and OwnMesh(mesh, program, jax.tree.structure(out))
+
+
+def without_shardings(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as shapes and dtypes."""
+    return jax.tree.map(lambda x: _struct(x) if is_array(x) else x, args)
+
+
+def _struct(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.result_type(x), sharding=sharding)
+
+
+def _mesh_in(jaxpr: core.Jaxpr) -> Mesh | None:
+    found = list(dict.fromkeys(_meshes(jaxpr)))
+    if len({tuple(sizes(mesh).items()) for mesh in found}) > 1:
+        raise StepError(
+            f"the step names the meshes {', '.join(str(sizes(mesh)) for mesh in found)}: "
+            "accepted is one mesh"
+        )
+    if any(AxisType.Explicit in mesh.axis_types for mesh in found):
+        raise StepError(
+            f"the step names the mesh {sizes(found[0])}, whose axes are explicit: give it to the "
+            "plan as `mesh`, and use PartitionSpecs alone in the step"
+        )
+    return found[0] if found else None
+
+
+def _meshes(jaxpr: core.Jaxpr) -> Iterator[Mesh]:
+    for equation in jaxprs.every_equation(jaxpr):
+        for value in jax.tree.leaves(list(equation.params.values())):
+            mesh = value.mesh if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                yield mesh
+
+
+def _on(mesh: Mesh, value: Any) -> Any:
+    """Puts `mesh` in place of the mesh of an equation's parameter, if it has one."""
+    if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh) and not value.mesh.empty:
+        # Over the mesh itself JAX would drop the memory kind, of a move to the host or back.
+        return NamedSharding(mesh.abstract_mesh, value.spec, memory_kind=value.memory_kind)
+    return mesh if isinstance(value, Mesh) and not value.empty else value
+
+
+def _returned_to_host(jaxpr: core.Jaxpr) -> list[bool]:
+    """For each output whether a `jax.jit` returns it in the host's memory."""
+    found: dict[Any, bool] = {}
+    for equation in jaxpr.eqns:
+        if "out_shardings" in equation.params:
+            inside = _returned_to_host(jaxprs.bodies(equation)[0])
+            own = map(is_on_host, equation.params["out_shardings"])
+            found.update(zip(equation.outvars, map(operator.or_, own, inside), strict=True))
+    return [not isinstance(x, core.Literal) and found.get(x, False) for x in jaxpr.outvars]
+
+
+def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[_Sharding]:
+    """For each input the sharding that the program first asks of it, None where it asks none."""
+    asked: dict[Any, _Sharding] = {}
+    for equation in jaxpr.eqns:
+        for operand, said in zip(equation.invars, _asked(equation), strict=False):
+            if said is not None and not isinstance(operand, core.Literal):
+                asked.setdefault(operand, said)
+    return [asked.get(var) for var in jaxpr.invars]
+
+
+def _asked(equation: Any) -> list[_Sharding]:
+    """What an equation asks of its operands: jit, shard_map or a constraint."""
+    params = equation.params
+    if equation.primitive.name == "sharding_constraint":
+        return [_said(params["sharding"])]
+    if "in_specs" in params:
+        return list(params["in_specs"])
+    given = params.get("in_shardings")
+    if given is None:
+        return []
+    inside = _asked_of_inputs(jaxprs.bodies(equation)[0])
+    return _first_said(map(_said, given), inside)
+
+
+def _first_said(first: Iterable[_Sharding], second: Iterable[_Sharding]) -> list[_Sharding]:
+    # Replicated is said too, and false in Python.
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
+
+
+def _said(sharding: Any) -> _Sharding:
+    is_said = isinstance(sharding, NamedSharding) or is_on_host(sharding)
+    return sharding if is_said else None

@@ -1,0 +1,1 @@
+"""XLA's compiled program and its buffer assignment, from text to data."""

@@ -1,0 +1,268 @@
+"""XLA's buffer assignment as data: what is in the GPU's memory, where, and from when to when.
+
+XLA writes it as text beside the program that it compiles. An *allocation* is a piece of memory
+that the runtime asks for, all of them for the whole run; a *value* is an array of the program,
+at an offset in an allocation while it lives. Arrays that the runtime's heap holds are together in
+one allocation, "preallocated-temp".
+"""
+
+import bisect
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from lowmembp_jax.memory.parsing import hlo_text as hlo
+
+Kind = Literal["argument", "output", "temporary", "constant", "host"]
+
+# All that XLA writes. A line of another form is kept as one that was not understood.
+_ALLOCATION = re.compile(
+    r"^allocation (\d+): size (\d+)((?:, (?:page \d+|color \d+|constant|thread-local|maybe-live-out"
+    r"|preallocated-temp|parameter \d+, shape \|[^|]*\| at ShapeIndex \{[\d,]*\}"
+    r"|output shape is \|[^|]*\|))*):$"
+)
+_PARAMETER = re.compile(r"\bparameter (\d+)")
+_VALUE = re.compile(
+    r"^ value: <(\d+) (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$"
+)
+_HEADER = re.compile(r"^<(\d+) .* @\d+>$")
+_POSITION = re.compile(r"^  ([^\s,]+)(?: (\{[\d,]*\}))?$")
+_USE = re.compile(r"^  (\S+), operand (\d+)(?: (\{[\d,]*\}))?$")
+_RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+# Lines that say nothing new, of each text.
+_HEADING = re.compile(r"^BufferAssignment:$")
+_NOTHING = re.compile(r"^$|^Total bytes used: |^Used values:$|^  \(none\)$|^ from instruction: ")
+_SCHEDULE = re.compile(r"^HloLiveRange \(max \d+\):$|^  InstructionSequence:$|^    \d+:\S+$")
+# In XLA's numbering of memories.
+_HOST = re.compile(r", color 5\b")
+
+
+class Position(NamedTuple):
+    """An instruction's result, or an element of it if that is a tuple."""
+
+    instruction: str
+    index: str  # "{}", or "{2}" for an element
+
+
+class Allocation(NamedTuple):
+    """A piece of memory."""
+
+    number: int
+    size: int  # bytes
+    kind: Kind
+    parameter: int | None  # number of the program's parameter, if `kind` is "argument"
+
+
+class Value(NamedTuple):
+    """An array in an allocation."""
+
+    number: int
+    definition: Position
+    allocation: int
+    offset: int  # bytes
+    size: int  # bytes; of a tuple, those of its table of pointers
+    shape: hlo.Shape | None  # None for a tuple
+    first: int  # index in the schedule
+    last: int  # included
+    positions: tuple[Position, ...]  # wherever the same array appears
+    uses: tuple[Position, ...]  # instructions that take it, and the index of their operand
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferAssignment:
+    """Allocations by number, and the values in them. Those inside of kernels are left out.
+
+    Attributes:
+      allocations: of the GPU's memory, and of the host's.
+      values: in them.
+      not_understood: lines of XLA's texts that are of no known form, or do not go together.
+    """
+
+    allocations: dict[int, Allocation]
+    values: tuple[Value, ...]
+    not_understood: tuple[str, ...] = ()
+
+    def total(self, *kinds: Kind) -> int:
+        """Bytes of all allocations of these kinds."""
+        return sum(a.size for a in self.allocations.values() if a.kind in kinds)
+
+    def inside(self, *kinds: Kind) -> list[Value]:
+        """The values in allocations of these kinds."""
+        return [v for v in self.values if self.allocations[v.allocation].kind in kinds]
+
+    def alive(self, time: int, *kinds: Kind) -> list[Value]:
+        """Those of them that live at an index of the schedule."""
+        return [v for v in self.inside(*kinds) if v.first <= time <= v.last]
+
+    def peak_time(self) -> int:
+        """The first index of the schedule at which the most bytes of temporaries live."""
+        bound = profile(self.inside("temporary"))
+        best, best_time = -1, 0
+        # The bound counts twice where arrays overlap, which is rare: few instants are looked at.
+        for time in sorted(bound, key=lambda time: (-bound[time], time)):
+            if bound[time] < best:
+                break
+            covered = sum(size for _, size in split(self.alive(time, "temporary")))
+            if (covered, -time) > (best, -best_time):
+                best, best_time = covered, time
+        return best_time
+
+
+def profile(values: Iterable[Value]) -> dict[int, int]:
+    """Bytes alive from each index of the schedule at which something starts to live or ceases to.
+
+    Arrays of the same place and size count once, other overlaps twice.
+    """
+    places = defaultdict(list)
+    for value in values:
+        places[value.allocation, value.offset, value.size].append((value.first, value.last))
+    changes: dict[int, int] = defaultdict(int)
+    for (_, _, size), ranges in places.items():
+        end = -1
+        for first, last in sorted(ranges):
+            if last > end:
+                changes[max(first, end)] += size
+                changes[last + 1] -= size
+                end = last + 1
+    alive, result = 0, {}
+    for time in sorted(changes):
+        alive += changes[time]
+        result[time] = alive
+    return result
+
+
+def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
+    """The bytes of each value's memory that no value before it in the order has."""
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, none overlaps another
+    result = []
+    for value in values:
+        start, end = value.offset, value.offset + value.size
+        ranges = taken[value.allocation]
+        first = bisect.bisect_right(ranges, start, key=lambda piece: piece[1])
+        after = bisect.bisect_left(ranges, end, lo=first, key=lambda piece: piece[0])
+        shared = ranges[first:after]
+        free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
+        ends = [(start, end), *shared]
+        ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
+        result.append((value, free))
+    return result
+
+
+def _kind(attributes: str) -> Kind | None:
+    if "thread-local" in attributes:
+        return None
+    if _HOST.search(attributes):
+        return "host"
+    if "parameter" in attributes:
+        return "argument"
+    if "constant" in attributes:
+        return "constant"
+    return "output" if "maybe-live-out" in attributes else "temporary"
+
+
+class _Places(NamedTuple):
+    positions: list[Position]
+    uses: list[Position]
+
+
+def _places(text: str, odd: list[str]) -> dict[int, _Places]:
+    """Positions and uses of each value, by its number; lines of no known form go to `odd`."""
+    result: dict[int, _Places] = {}
+    place, into = _Places([], []), ""
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            place = result[int(header[1])] = _Places([], [])
+        elif line in (" positions:", " uses:"):
+            into = line
+        elif _NOTHING.match(line):
+            continue
+        elif into == " positions:" and (found := _POSITION.match(line)):
+            place.positions.append(Position(found[1], found[2] or "{}"))
+        elif into == " uses:" and (found := _USE.match(line)):
+            # Of a loop's or a tuple's operand, the element that it becomes.
+            place.uses.append(Position(found[1], found[3] or f"{{{found[2]}}}"))
+        else:
+            odd.append(line)
+    return result
+
+
+def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
+    """When each value lives; likewise."""
+    result: dict[Position, tuple[int, int]] = {}
+    schedule, _, ranges = text.partition("  BufferLiveRange:\n")
+    odd += [line for line in schedule.splitlines() if not _SCHEDULE.match(line)]
+    for line in ranges.partition("  Live ranges at ")[0].splitlines():
+        if found := _RANGE.match(line):
+            result[Position(found[1], found[2])] = int(found[3]), int(found[4])
+        else:
+            odd.append(line)
+    return result
+
+
+def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
+    """Parses what XLA dumps of a module beside its program.
+
+    Args:
+      assignment: `*-buffer-assignment.txt`.
+      values: `*-buffer-assignment-values.txt`.
+      live_ranges: `*-live-range.txt`.
+    """
+    odd: list[str] = []
+    places, ranges = _places(values, odd), _ranges(live_ranges, odd)
+    allocations, parsed, current = {}, [], None
+    for line in assignment.splitlines():
+        if found := _ALLOCATION.match(line):
+            kind = _kind(found[3])
+            current = None
+            if kind is not None:
+                parameter = _PARAMETER.search(found[3]) if kind == "argument" else None
+                number = int(parameter[1]) if parameter else None
+                current = Allocation(int(found[1]), int(found[2]), kind, number)
+                allocations[current.number] = current
+        elif found := _VALUE.match(line):
+            if current is None:
+                continue
+            number, definition = int(found[1]), Position(found[2], found[3] or "{}")
+            if current.kind == "constant" and definition not in ranges:
+                continue  # a kernel's own, such as a comparator's of a max pooling
+            shapes = () if found[6].startswith("(") else hlo.parse_shapes(found[6])
+            is_known = shapes or found[6].startswith("(")
+            if definition not in ranges or number not in places or not is_known:
+                odd.append(line)
+                continue
+            parsed.append(
+                Value(
+                    number,
+                    definition,
+                    current.number,
+                    int(found[5]),
+                    int(found[4]),
+                    shapes[0] if shapes else None,
+                    *ranges[definition],
+                    tuple(places[number].positions),
+                    tuple(places[number].uses),
+                )
+            )
+        elif not _HEADING.match(line):
+            odd.append(line)
+    return BufferAssignment(allocations, tuple(parsed), tuple(odd))
+
+
+def read(directory: Path) -> BufferAssignment:
+    """Parses what XLA dumped of one compilation.
+
+    Raises:
+      FileNotFoundError: it is not there.
+    """
+    ending = "-buffer-assignment.txt"
+    found = max(directory.glob(f"*{ending}"), key=lambda file: file.stat().st_size, default=None)
+    if found is None:
+        raise FileNotFoundError(f"XLA has written no buffer assignment into {directory}")
+    texts = (
+        found.with_name(found.name.removesuffix(ending) + suffix).read_text()
+        for suffix in (ending, "-buffer-assignment-values.txt", "-live-range.txt")
+    )
+    return parse(*texts)

@@ -1,0 +1,252 @@
+"""XLA's compiled program as data: the text of `jax.stages.Compiled.as_text()`, parsed.
+
+The text is scheduled HLO: in the entry computation, in loop bodies and in branches an instruction
+is one kernel (or nothing, a bitcast), and they stand in the order in which they run.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from lowmembp_jax._source_files import is_framework
+
+# XLA calls the host's memory, where it is pinned, 5.
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+_OPERANDS_END = re.compile(r"\)(?:, (?=[a-z_]+=)|$)")
+_CALLS = re.compile(
+    r"(?:^|, )(?:calls|to_apply|condition|body|branch_computations|called_computations"
+    r"|true_computation|false_computation|select|scatter)=(\{[^}]*\}|%[\w.\-]+)"
+)
+_REFERENCE = re.compile(r"%([\w.\-]+)")
+_METADATA = re.compile(r"metadata=\{((?:\"(?:\\.|[^\"\\])*\"|[^}\"])*)\}")
+_STRING = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
+_TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class Shape(NamedTuple):
+    """One array of the program."""
+
+    dtype: str  #: as HLO writes it: "bf16", "f32", "u2", "pred", "token"
+    dims: tuple[int, ...]
+    on_host: bool = False  #: in the host's memory
+
+    @property
+    def bits(self) -> int:
+        """Bits an element in the GPU's memory: XLA packs 2-bit and 4-bit integers there."""
+        if self.dtype == "pred":
+            return 8
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return int(digits[1]) if digits else 0  # token, opaque
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        return math.ceil(self.size * self.bits / 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: unique in the program.
+      opcode: HLO's, such as "fusion", "custom-call", "while".
+      shapes: of the result; a tuple's elements one after another, nested tuples flattened.
+      operands: names of instructions of the same computation.
+      calls: names of the computations that it runs.
+      attributes: the rest of the line, raw; see `attribute` and `backend_config`.
+      arguments: what stands between the parentheses, raw: a parameter's number, a constant.
+      op_name: JAX's name stack, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", or "".
+      source: "path/file.py:12" of the innermost frame that is not of JAX, Flax or their
+        like, or "".
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    calls: tuple[str, ...]
+    attributes: str
+    arguments: str
+    op_name: str
+    source: str
+
+    def attribute(self, name: str) -> str:
+        """The text of one attribute without quotes, braces and percent signs, or ""."""
+        found = re.search(
+            rf'(?:^|, ){name}=(?:"([^"]*)"|\{{([^}}]*)\}}|([^,\s]+))', self.attributes
+        )
+        return "".join(group or "" for group in found.groups()).replace("%", "") if found else ""
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """An attribute that is a list of numbers, such as `dimensions={0,1}`."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.attribute(name)))
+
+    @functools.cached_property
+    def backend_config(self) -> dict[str, Any]:
+        """What XLA decided about this instruction; {} where it is not JSON."""
+        _, found, config = self.attributes.partition("backend_config=")
+        try:
+            decoded = json.JSONDecoder().raw_decode(config)[0] if found else {}
+        except json.JSONDecodeError:
+            return {}
+        return decoded if isinstance(decoded, dict) else {}
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a `while` runs its body, or None where XLA does not know."""
+        count = self.backend_config.get("known_trip_count", {}).get("n")
+        return None if count is None else int(count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A function of the program; `instructions` are in the order in which they run."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by number."""
+        return {
+            int(instruction.arguments): instruction
+            for instruction in self.instructions.values()
+            if instruction.opcode == "parameter"
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: what runs, and the computations that it calls, by name.
+
+    Attributes:
+      entry: what runs.
+      computations: all of them.
+      not_understood: lines of the text that are of no known form.
+    """
+
+    entry: Computation
+    computations: dict[str, Computation]
+    not_understood: tuple[str, ...] = ()
+
+    def inner(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that a fusion or another kernel is made of."""
+        called = (self.computations[name].instructions for name in instruction.calls)
+        return [inner for instructions in called for inner in instructions.values()]
+
+    def op_name(self, instruction: Instruction) -> str:
+        """JAX's name of it; of a fusion without, that of the last operation in it that has one."""
+        named = (i.op_name for i in reversed(self.inner(instruction)) if "/" in i.op_name)
+        return instruction.op_name or next(named, "")
+
+
+class _Sources:
+    """Source lines: of the tables before the program, or written out at the instruction."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, dict[int, Any]] = {name: {} for name in _TABLES}
+
+    def add(self, table: str, row: re.Match[str]) -> None:
+        text = row[2]
+        if text is None:
+            text = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row[3])}
+        self.tables[table][int(row[1])] = text
+
+    def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
+        """File and line, innermost first."""
+        frames = self.tables["StackFrames"]
+        # A parent is interned before its child. Here the first is printed as its own parent:
+        # the numbers of parents, and only they, are one too high.
+        shift = frames.get(1, {}).get("parent_frame_id", 0)
+        while frame in frames:
+            location = self.tables["FileLocations"][frames[frame]["file_location_id"]]
+            yield self.tables["FileNames"][location["file_name_id"]], location["line"]
+            frame = frames[frame].get("parent_frame_id", 0) - shift
+
+    @functools.cache  # noqa: B019  lives as long as one call of `parse`
+    def of_frame(self, frame: int) -> str:
+        users = (entry for entry in self._stack(frame) if not is_framework(entry[0]))
+        return next((f"{file}:{line}" for file, line in users), "")
+
+    def of(self, metadata: str, strings: dict[str, str]) -> str:
+        if found := re.search(r"stack_frame_id=(\d+)", metadata):
+            return self.of_frame(int(found[1]))
+        line = re.search(r"source_line=(\d+)", metadata)
+        return f"{strings['source_file']}:{line[1]}" if line and "source_file" in strings else ""
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays that HLO's text of a shape names, those of tuples one after another."""
+    return tuple(
+        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), bool(host))
+        for dtype, dims, host in _SHAPE.findall(text)
+    )
+
+
+def _instruction(line: re.Match[str], sources: _Sources) -> Instruction:
+    _, name, shapes, opcode, rest = line.groups()
+    end = _OPERANDS_END.search(rest)
+    arguments, attributes = (rest[: end.start()], rest[end.end() :]) if end else (rest, "")
+    found = _METADATA.search(attributes)
+    metadata = found[1] if found else ""
+    strings = dict(_STRING.findall(metadata))
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        shapes=parse_shapes(shapes),
+        operands=tuple(_REFERENCE.findall(arguments)) if opcode != "constant" else (),
+        calls=tuple(
+            name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)
+        ),
+        attributes=attributes,
+        arguments=arguments,
+        op_name=re.sub(r"\\(.)", r"\1", strings.get("op_name", "")),
+        source=sources.of(metadata, strings),
+    )
+
+
+def parse(text: str) -> Program:
+    """Parses the scheduled HLO of a compiled program.
+
+    Args:
+      text: `jax.stages.Compiled.as_text()`, or XLA's dump of a module.
+
+    Raises:
+      ValueError: there is no entry computation in it.
+    """
+    sources, computations = _Sources(), {}
+    entry, table, name, root = None, None, "", ""
+    odd: list[str] = []
+    instructions: dict[str, Instruction] = {}
+    for line in text.splitlines():
+        if line in _TABLES:
+            table = line
+        elif table and (row := _TABLE_ROW.match(line)):
+            sources.add(table, row)
+        elif header := _HEADER.match(line):
+            table, name, root, instructions = None, header[2], "", {}
+            entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(name, instructions, root)
+        elif found := _INSTRUCTION.match(line):
+            instruction = _instruction(found, sources)
+            instructions[instruction.name] = instruction
+            root = instruction.name if found[1] else root
+        elif line and not line.startswith("HloModule "):
+            odd.append(line)
+    if entry is None:
+        raise ValueError(f"text has no ENTRY computation of HLO: it starts with {text[:60]!r}")
+    return Program(computations[entry], computations, tuple(odd))

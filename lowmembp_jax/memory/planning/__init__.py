@@ -1,1 +1,0 @@
-"""The parts of `lm.memory.plan` and `lm.memory.compare`."""

@@ -1,0 +1,148 @@
+"""A plan: how much memory a step takes, in parts, and what it holds at its peak."""
+
+import dataclasses
+import json
+import math
+from typing import Any, get_args
+
+from lowmembp_jax.memory.classification.parts import Part
+from lowmembp_jax.memory.classification.peak import LiveBuffer
+from lowmembp_jax.memory.devices import Device, get_device
+from lowmembp_jax.memory.roofline.totals import Cost
+from lowmembp_jax.memory.sizes import format_bytes
+
+#: Parts of a step's memory, in the order in which tables and plots show them.
+PARTS: tuple[str, ...] = get_args(Part)
+
+# The most of a GPU's memory that JAX can have: CUDA and its libraries need the rest.
+_MOST_FRACTION = 0.95
+_NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Memory of a compiled step on each device, in bytes. The parts sum to `peak`.
+
+    Attributes:
+      device: the GPU.
+      device_count: how many.
+      memory_fraction: of the GPU's memory that JAX's allocator takes.
+      parameters: arguments that are the model's, master weights included, and copies of them that
+        are kept from forward to backward, such as casts to the dtype of the computation.
+      optimizer_state: arguments that are, accumulators of `optax.MultiSteps` included.
+      batch: the other arguments.
+      gradients: alive at the peak.
+      intermediates: what the backward reads of the forward's results, alive at the peak.
+      temporaries: everything else alive at the peak, with `fragmentation` and constants.
+      outputs: memory for what the step returns, but for what goes into donated arguments, and
+        what of it holds gradients or, before it is written, something else.
+      fragmentation: bytes that XLA's heap leaves free at the peak.
+      most_intermediates: the most bytes of `intermediates` at any time: more than those if the
+        peak is elsewhere, as with a large optimizer state.
+      live: what is in memory at the peak, largest first, from a thousandth of the peak on.
+      cost: bytes moved, FLOPs and estimated time.
+      notes: how what was compiled differs from the step, such as callbacks that are left out.
+      timeline: for up to 200 instants of the program, its index in the schedule and the bytes of
+        each of `lm.memory.PARTS`. What a loop runs is there once. The largest sum is `peak`.
+      host: bytes in the host's memory, pinned, of what is offloaded; `peak` has none of it.
+      budget: bytes that a device may use where that was said, otherwise None.
+    """
+
+    device: Device
+    device_count: int
+    memory_fraction: float
+    parameters: int
+    optimizer_state: int
+    batch: int
+    gradients: int
+    intermediates: int
+    temporaries: int
+    outputs: int
+    fragmentation: int
+    most_intermediates: int
+    live: tuple[LiveBuffer, ...]
+    cost: Cost
+    notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[int, ...], ...] = ()
+    host: int = 0
+    budget: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes that XLA allocates on each device: arguments, outputs, and the rest at its most."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that JAX's allocator has to give on each device."""
+        return self.device.usable_bytes(self.memory_fraction)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that each device may use: the budget, or else what is usable."""
+        return self.usable if self.budget is None else self.budget
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """Whether the peak is within the limit, or would be if JAX's allocator had more."""
+        if self.fits:
+            return "fits"
+        needed = math.ceil(100 * self.peak / self.device.memory_bytes) / 100
+        if self.budget is not None or needed > _MOST_FRACTION:
+            return "does not fit"
+        return f"does not fit; fits with XLA_CLIENT_MEM_FRACTION={needed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "memory_bytes": self.device.memory_bytes,
+            "usable": self.usable,
+            "budget": self.budget,
+            "peak": self.peak,
+            "fits": self.fits,
+            "parts": {part: getattr(self, part) for part in PARTS},
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "live": [dataclasses.asdict(buffer) for buffer in self.live],
+            "cost": self.cost.to_dict(),
+            "notes": list(self.notes),
+            "timeline": [list(row) for row in self.timeline],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Plan":
+        """The inverse of `to_dict`."""
+        return cls(
+            device=get_device(data["device"]),
+            live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
+            cost=Cost.from_dict(data["cost"]),
+            notes=tuple(data["notes"]),
+            timeline=tuple(map(tuple, data.get("timeline", ()))),  # 0.1 wrote none
+            budget=data["budget"],
+            **data["parts"],
+            **{name: data[name] for name in _NUMBERS if name in data},
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.device.times(self.device_count)}, on each device:"]
+        for part in PARTS:
+            lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
+        what = f"{self.memory_fraction:.0%} of {format_bytes(self.device.memory_bytes)}"
+        lines += [
+            f"{format_bytes(self.peak):>12}  peak, {self.verdict}: {format_bytes(self.limit)} are "
+            + (f"usable, {what}" if self.budget is None else "the budget"),
+            *([f"{format_bytes(self.host):>12}  of the host's memory"] if self.host else []),
+            *(f"note: {note}" for note in self.notes),
+            "largest at the peak:",
+        ]
+        for each in self.live[:10]:
+            where = " ".join(filter(None, (each.module, each.op, each.source)))
+            lines.append(f"{format_bytes(each.bytes):>12}  {each.part}: {each.shape} {where}")
+        return "\n".join(lines)

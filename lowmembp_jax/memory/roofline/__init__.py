@@ -1,0 +1,1 @@
+"""Bytes, FLOPs and estimated time of a compiled program's kernels."""

@@ -1,0 +1,187 @@
+"""What a compiled program moves and computes, kernel by kernel, and a roofline estimate of time.
+
+Counted from the program's own instructions, with no GPU: `hlo_traffic` says what is assumed of the
+bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes at
+the device's full bandwidth or its FLOPs at the full matrix rate, whichever is longer (the roofline
+model, Williams et al. 2009), and one runs after another, also where XLA lets a collective overlap.
+Real kernels reach a part of either rate, so this compares programs better than it times them.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from lowmembp_jax.memory.devices import Device
+from lowmembp_jax.memory.parsing import hlo_text as hlo
+from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.roofline.collectives import is_collective, link_bytes
+from lowmembp_jax.memory.roofline.flops import flops
+from lowmembp_jax.memory.roofline.totals import Cost as Cost
+from lowmembp_jax.memory.roofline.totals import Kernel as Kernel
+from lowmembp_jax.memory.roofline.traffic import bytes_moved, result_shapes
+
+#: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
+LAUNCH_SECONDS = 2e-6
+
+# At whose rate other types are multiplied.
+_RATED = {"c64": "f32 highest", "c128": "f64"}
+
+# Instructions that launch nothing.
+_FREE = {
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element",
+    "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
+}  # fmt: skip
+
+
+class _Counter:
+    """Walks a program as it runs."""
+
+    def __init__(self, program: Program, device: Device, link_bandwidth: float | None):
+        self.program = program
+        self.device = device
+        self.link_bandwidth = link_bandwidth
+        self.notes: dict[str, None] = {}  # ordered, once each
+        self.uncounted: dict[str, None] = {}  # whose arithmetic is
+
+    def kernels(self, computation: Computation) -> Iterator[Kernel]:
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE or opcode.endswith("-done") or _allocates(instruction):
+                continue
+            if opcode == "while":
+                yield from self._loop(instruction)
+            elif opcode == "conditional":
+                branches = [tuple(self.kernels(self._called(name))) for name in instruction.calls]
+                yield from max(branches, key=lambda branch: Cost(branch).estimated_seconds)
+                self.notes["of each conditional, the branch that takes longest is counted"] = None
+            elif opcode in ("call", "async-start"):
+                for name in instruction.calls:
+                    yield from self.kernels(self._called(name))
+            else:
+                yield self._kernel(computation, instruction)
+
+    def _called(self, name: str) -> Computation:
+        return self.program.computations[name]
+
+    def _loop(self, loop: Instruction) -> Iterator[Kernel]:
+        # With a known count XLA runs no condition.
+        parts = [loop.attribute("body")]
+        if (count := loop.trip_count) is None:
+            self.notes[f"how often {loop.name} ({loop.op_name}) runs is unknown: counted once"] = (
+                None
+            )
+            parts.append(loop.attribute("condition"))
+        for name in parts:
+            for kernel in self.kernels(self._called(name)):
+                yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel:
+        operands = [computation.instructions[name].shapes for name in instruction.operands]
+        results = result_shapes(computation, instruction)
+        read, written = bytes_moved(self.program, computation, instruction)
+        sent = link_bytes(instruction, sum(operands, ()), results)
+        to_host = any(shape.on_host for shape in results)
+        # A slice that is put into an array of the host's, or taken out of one.
+        on_host = written if to_host or any(shape.on_host for shape in sum(operands, ())) else 0
+        if to_host:
+            written = 0
+        else:
+            read -= min(read, on_host)
+        matrix_flops, dtype = flops(self.program, computation, instruction)
+        rate = self.device.matrix_flops.get(_RATED.get(dtype, dtype), self.device.vector_flops)
+        seconds = max((read + written) / self.device.bandwidth, matrix_flops / rate)
+        if on_host:
+            seconds = max(seconds, on_host / self.device.host_bandwidth)
+            self.notes[
+                f"arrays go to the host's memory and back, by PCIe at "
+                f"{self.device.host_bandwidth / 1e9:.0f} GB/s; XLA overlaps some of that time"
+            ] = None
+        if sent and self.link_bandwidth:
+            seconds = max(seconds, sent / self.link_bandwidth)
+        elif sent:
+            self.notes["time on the links between devices is left out"] = None
+        if not matrix_flops:
+            shapes = sum(operands, results)
+            self.uncounted |= dict.fromkeys(self._uncounted(instruction, shapes))
+        return Kernel(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            op_name=self.program.op_name(instruction),
+            source=instruction.source,
+            kind="copy" if on_host else _kind(instruction, matrix_flops),
+            bytes_read=read,
+            bytes_written=written,
+            link_bytes=sent,
+            flops=matrix_flops,
+            dtype=dtype,
+            count=1,
+            estimated_seconds=seconds + LAUNCH_SECONDS,
+            host_bytes=on_host,
+        )
+
+    def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
+        """Names of what a kernel computes that takes longer than its memory."""
+        if instruction.opcode == "custom-call":
+            yield instruction.attribute("custom_call_target")
+        if any(i.opcode == "sort" for i in (instruction, *self.program.inner(instruction))):
+            yield "sort"
+        slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
+        copies = instruction.opcode in ("copy", "copy-start")
+        if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
+            yield "float64"
+
+
+def _allocates(instruction: Instruction) -> bool:
+    """Whether it only names memory, as of the host."""
+    return instruction.attribute("custom_call_target") == "AllocateBuffer"
+
+
+def _kind(instruction: Instruction, matrix_flops: int) -> str:
+    target = instruction.attribute("custom_call_target")
+    if is_collective(instruction.opcode):
+        return "collective"
+    if target.startswith("__cudnn$fmha"):
+        return "attention"
+    if instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
+        return "convolution"
+    if matrix_flops:
+        return "matrix product"
+    return {"copy": "copy", "copy-start": "copy", "custom-call": "custom call"}.get(
+        instruction.opcode, "other"
+    )
+
+
+def cost(
+    program: Program | jax.stages.Compiled | str,
+    device: Device,
+    *,
+    link_bandwidth: float | None = None,
+) -> Cost:
+    """Counts what a compiled program moves and computes on one device, and estimates its time.
+
+    Args:
+      program: compiled for a GPU, its text, or that parsed.
+      device: that it was compiled for, from `lm.memory.get_device`.
+      link_bandwidth: bytes a second that a device sends to others; without it the time of
+        collectives is that of reading and writing memory.
+
+    Returns:
+      The kernels and totals over them. All times are estimates.
+
+    Raises:
+      ValueError: the text is not a program of HLO.
+    """
+    if isinstance(program, jax.stages.Compiled):
+        program = program.as_text() or ""
+    if isinstance(program, str):
+        program = hlo.parse(program)
+    counter = _Counter(program, device, link_bandwidth)
+    kernels = tuple(counter.kernels(program.entry))
+    notes = tuple(counter.notes)
+    if counter.uncounted:
+        notes += (
+            f"the arithmetic of {', '.join(counter.uncounted)} is left out: the time of such "
+            f"kernels is that of their memory alone, and may be too short",
+        )
+    return Cost(kernels, notes)

@@ -1,0 +1,6 @@
+"""Optimizer state in 8 bits and master weights in 24, around any optimizer of optax."""
+
+from lowmembp_jax.optimizers.compressed_state import CompressedState as CompressedState
+from lowmembp_jax.optimizers.compressed_state import compress_state as compress_state
+from lowmembp_jax.optimizers.compressed_state import decompress_state as decompress_state
+from lowmembp_jax.optimizers.master_weights import master_weights as master_weights

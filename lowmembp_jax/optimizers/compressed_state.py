@@ -1,0 +1,294 @@
+"""Optimizer state that is stored in 8 bits between two steps.
+
+An array is cut into blocks along one axis. A block has a scale, and each element an integer of 8
+bits that is proportional to the fourth root of its magnitude. 8-bit optimizers (Dettmers et al.
+2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too: second moments in one block
+differ by orders of magnitude, and an update divides by their root.
+
+- A number that is not 0 is never stored as 0.
+- Numbers are rounded up or down at random, so that the mean is right. A second moment changes by
+  less than the distance of two codes in a step: rounded to nearest it would never change.
+- An array that is never negative, such as a second moment, has no sign bit.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from lowmembp_jax._arguments import compute_dtype, hashed_bits
+from lowmembp_jax._tiling import explicit_spec, mesh_parts, tile_size
+from lowmembp_jax._warnings import warn
+from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
+from lowmembp_jax.compression.jaxprs import variables
+from lowmembp_jax.compression.rules import ANYWHERE, Interval
+
+_BLOCK = 256
+# Scales have the dtype of the array, and those of float16 would be too small for it.
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
+
+
+class CompressedState(NamedTuple):
+    """The state of `compress_state`.
+
+    Attributes:
+      inner_state: of the optimizer, with codes in place of the arrays that are stored in 8 bits:
+        int8, or uint8 if the array is never negative.
+      scales: for each array of `inner_state` the magnitude of code 1 in each block, or None if the
+        array is stored as it is. Scales have the dtype of the array, and its shape with blocks in
+        place of elements along one axis.
+    """
+
+    inner_state: Any
+    scales: tuple[Array | None, ...]
+
+
+def _blocks(array: Any) -> tuple[int, int]:
+    """The axis along which an array has blocks, and how many elements they have."""
+    parts = mesh_parts(array)
+    shape = array.sharding.shard_shape(array.shape) if explicit_spec(array) else array.shape
+    sizes = [tile_size(size, size, _BLOCK, parts) for size in shape]
+    # XLA makes one kernel of an update and its codes only along the last axis.
+    axis = len(shape) - 1
+    return (axis, sizes[-1]) if sizes[-1] >= 32 else max(enumerate(sizes), key=lambda one: one[1])
+
+
+def _cut(x: Array, axis: int, count: int) -> Array:
+    """`x` with an axis of `count` blocks and one of their elements in place of `axis`."""
+    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    spec = explicit_spec(x)
+    if spec is not None:
+        spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+    return jnp.reshape(x, shape, out_sharding=spec)
+
+
+def _scales(
+    x: Float[Array, "*shape"], axis: int, count: int, is_signed: bool
+) -> Float[Array, "..."]:
+    """The magnitude of code 1 in each block; NaN if an element is not finite."""
+    y = _cut(x, axis, count).astype(compute_dtype(x.dtype))
+    # XLA's maximum may leave NaNs out.
+    largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
+    scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
+    info = jnp.finfo(y.dtype)
+    scales = jnp.where(scales < info.tiny, 0, scales)
+    # The largest magnitude that is read back, which may differ in its last bits, gives it again.
+    bits = min(15, jnp.finfo(x.dtype).nmant)
+    return lax.reduce_precision(scales, info.nexp, bits).astype(x.dtype)
+
+
+def _most(is_signed: bool) -> int:
+    """The largest code."""
+    return 127 if is_signed else 255
+
+
+# Everything but the scales is computed twice, in a kernel for the new scales and in one for the
+# codes. XLA does that, and keeps no float32 array in memory, only as long as this is cheap.
+def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
+    axis = _axis(codes, scales)
+    c = _cut(codes, axis, scales.shape[axis]).astype(compute_dtype(scales.dtype))
+    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, axis + 1).astype(c.dtype)
+    return jnp.reshape(y.astype(scales.dtype), codes.shape, out_sharding=explicit_spec(codes))
+
+
+def _axis(codes: Array, scales: Array) -> int:
+    """The axis along which an array has blocks."""
+    pairs = zip(codes.shape, scales.shape, strict=True)
+    return next(axis for axis, (size, count) in enumerate(pairs) if size != count)
+
+
+def _encode(
+    x: Float[Array, "*shape"], scales: Float[Array, "..."], axis: int, is_signed: bool
+) -> Array:
+    y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
+    scale = jnp.expand_dims(scales, axis + 1).astype(y.dtype)
+    # The two small numbers let a code stay that code, although roots are not exact.
+    power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
+    low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
+    below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
+    chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
+    codes = low + (power > below + chance * (above - below))
+    codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
+    codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
+    return jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
+
+
+def _decoded(state: CompressedState) -> Any:
+    leaves, tree = jax.tree.flatten(state.inner_state)
+    return tree.unflatten(
+        x if scales is None else _decode(x, scales)
+        for x, scales in zip(leaves, state.scales, strict=True)
+    )
+
+
+def decompress_state(state: Any) -> Any:
+    """The state of the plain optimizer, each array in its own dtype.
+
+    Args:
+      state: the state of `compress_state`, or of a transformation around it.
+
+    Returns:
+      The same with the optimizer's own state in place of each `CompressedState`.
+
+    Raises:
+      TypeError: there is none in it.
+    """
+    found = jax.tree.leaves(state, is_leaf=_is_compressed)
+    if not any(map(_is_compressed, found)):
+        raise TypeError(
+            f"decompress_state: state: expected the state of lm.compress_state, got "
+            f"{type(state).__name__} without one"
+        )
+    return jax.tree.map(
+        lambda x: _decoded(x) if _is_compressed(x) else x, state, is_leaf=_is_compressed
+    )
+
+
+def _is_compressed(node: Any) -> bool:
+    return isinstance(node, CompressedState)
+
+
+def compress_state(
+    optimizer: optax.GradientTransformation, *, min_size: int = 4096
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the state of an optimizer in 8 bits between steps.
+
+        optimizer = lm.compress_state(optax.adamw(1e-4))
+
+    The update itself is computed in the state's own dtypes. In a jitted step XLA decodes, updates
+    and encodes an array in place if the state is donated. AdamW then takes about 2 bytes per
+    parameter for its state, in place of 8.
+
+    An array is stored in 8 bits if it is float32, bfloat16 or float64, has at least `min_size`
+    elements, and starts without a value of the parameters. Copies of the parameters (exponential
+    averages, Lookahead, schedule-free optimizers), integers and small arrays stay as they are. If a
+    block gets a NaN or an infinity, all of its elements become NaN.
+
+    The state is a `CompressedState`, whose `inner_state` has the structure of the optimizer's.
+    Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`, and not
+    a transformation that updates in `lax.cond`: that has all arrays of the state in memory at once.
+
+    Call `init` in `jax.jit` for a large model, so that no array exists in float32.
+
+    Args:
+      optimizer: any transformation of optax.
+      min_size: arrays with fewer elements stay as they are.
+
+    Returns:
+      A transformation with the updates of `optimizer` to the rounding of the state.
+
+    Raises:
+      TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
+      ValueError: `min_size` is negative.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"compress_state: optimizer: expected an optax.GradientTransformation, got "
+            f"{optimizer!r}"
+        )
+    if isinstance(min_size, bool) or not isinstance(min_size, int):
+        raise TypeError(f"compress_state: min_size: expected an int, got {min_size!r}")
+    if min_size < 0:
+        raise ValueError(f"compress_state: min_size: expected 0 or more, got {min_size}")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        leaves, tree = jax.tree.flatten(inner.init(params))
+        codes, scales = [], []
+        for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
+            scale = None
+            if is_signed is not None and leaf.size >= max(min_size, 1):
+                axis, size = _blocks(jax.typeof(leaf))
+                if size > 4:  # else the scales outweigh the savings
+                    scale = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
+                    leaf = _encode(leaf, scale, axis, is_signed)
+            codes.append(leaf)
+            scales.append(scale)
+        return CompressedState(tree.unflatten(codes), tuple(scales))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if not _is_compressed(state):
+            raise TypeError(
+                f"compress_state: state: expected the state that init gives, got "
+                f"{type(state).__name__}"
+            )
+        # The scales of the new state come from an update of their own, of which XLA computes
+        # nothing else: otherwise it would write the whole state to memory between the two. XLA does
+        # not know that scales are never negative, and so does not see that both are the same.
+        again = tuple(None if scale is None else jnp.maximum(scale, 0) for scale in state.scales)
+        again = _decoded(state._replace(scales=again))
+        again = jax.tree.leaves(inner.update(updates, again, params, **extra)[1])
+        updates, new = inner.update(updates, _decoded(state), params, **extra)
+        leaves, tree = jax.tree.flatten(new)
+        codes, scales = [], []
+        olds = jax.tree.leaves(state.inner_state)
+        for x, other, old, scale in zip(leaves, again, olds, state.scales, strict=True):
+            if scale is not None:
+                axis, is_signed = _axis(old, scale), old.dtype == jnp.int8
+                scale = _scales(other, axis, scale.shape[axis], is_signed)
+                x = _encode(x, scale, axis, is_signed)
+            codes.append(x)
+            scales.append(scale)
+        return updates, CompressedState(tree.unflatten(codes), tuple(scales))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | None]:
+    """For each array of the state whether it can be negative; None if it is not to be rounded.
+
+    The program of `optimizer.init` tells which arrays depend on values of the parameters, and in
+    which interval the numbers of an array start. The program of `optimizer.update` tells whether
+    they stay there, and which arrays become copies of the parameters or of the gradients.
+    """
+    closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+    start = closed.jaxpr
+    copies = set[Any](start.invars + start.constvars)
+    for eqn in start.eqns:
+        if not copies.isdisjoint(variables(eqn)):
+            copies.update(eqn.outvars)
+    is_rounded = [
+        isinstance(atom, core.Literal) or (atom not in copies and atom.aval.dtype in _DTYPES)
+        for atom in start.outvars
+    ]
+    bounds = [fact.bounds for fact in _results(start, [Fact()] * len(start.invars))]
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            made = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params)
+    except TypeError as error:
+        warn(
+            f"compress_state: the state of this optimizer stays as it is, because its update needs "
+            f"more than gradients, state and parameters: {error}"
+        )
+        return [None] * len(is_rounded)
+    step, others = made.jaxpr, [Fact()] * len(jax.tree.leaves(params))
+    while True:
+        results = _results(step, [*others, *(Fact(bounds=b) for b in bounds), *others])
+        after = [_widened(a, fact.bounds) for a, fact in zip(bounds, results, strict=True)]
+        if after == bounds:
+            break
+        bounds = after
+    arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
+    return [
+        bounds_[0] < 0 if one and not (fact.source and fact.source[0] in arguments) else None
+        for one, bounds_, fact in zip(is_rounded, bounds, results, strict=True)
+    ]
+
+
+def _widened(before: Interval, after: Interval) -> Interval:
+    """The interval before a step, widened to the positive numbers, or to all, if that is needed."""
+    if before[0] <= after[0] and after[1] <= before[1]:
+        return before
+    return (0.0, math.inf) if before[0] >= 0 and after[0] >= 0 else ANYWHERE
+
+
+def _results(jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
+    facts = find_facts(jaxpr, given, jax.checkpoint_policies.nothing_saveable)
+    return [fact_of(facts.of, atom) for atom in jaxpr.outvars]

@@ -1,0 +1,143 @@
+"""Master weights in 24 bits: bfloat16 parameters, and 8 more bits in the optimizer's state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, Int8, Int32
+
+from lowmembp_jax._arguments import hashed_bits
+from lowmembp_jax._warnings import warn
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+      count: steps that were made.
+      low: for each bfloat16 parameter the bits of its master weight that it lacks;
+        `optax.MaskedNode` for others.
+      inner_state: of the optimizer.
+    """
+
+    count: Int32[Array, ""]
+    low: Any
+    inner_state: optax.OptState
+
+
+def _join(p: BFloat16[Array, "*n"], low: Int8[Array, "*n"]) -> Float32[Array, "*n"]:
+    """The master weight: the parameter's 16 bits, and `low` units of the 24th."""
+    high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 8
+    bits = (high + low.astype(jnp.int32)).astype(jnp.uint32) << 8
+    return jnp.where(jnp.isnan(p), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _split(
+    p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""]
+) -> tuple[Float32[Array, "*n"], Int8[Array, "*n"]]:
+    """The update that makes `p` the rounded master weight, and the bits that it lacks.
+
+    The master weight is first rounded up or down at random to 24 bits, so that its mean is right:
+    rounded to nearest, an update of less than half a unit would be lost in every step.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    bits = (bits + (hashed_bits(master, count) >> 24)) >> 8
+    near = lax.bitcast_convert_type(((bits + 128) >> 8).astype(jnp.uint16), jnp.bfloat16)
+    near = jnp.where(jnp.isnan(master), jnp.asarray(jnp.nan, near.dtype), near)
+    update = near.astype(jnp.float32) - p.astype(jnp.float32)
+    # What the parameter becomes: `near`, unless it is 2^16 times smaller than before.
+    after = (p.astype(jnp.float32) + update).astype(jnp.bfloat16)
+    high = lax.bitcast_convert_type(after, jnp.uint16).astype(jnp.int32) << 8
+    low = jnp.clip(bits.astype(jnp.int32) - high, -128, 127).astype(jnp.int8)
+    return update, jnp.where(jnp.isfinite(master), low, 0)
+
+
+def _is_short(p: Any) -> bool:
+    return jnp.result_type(p) == jnp.bfloat16
+
+
+def master_weights(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Trains bfloat16 parameters with master weights of 24 bits.
+
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-4)))
+        state = jax.jit(optimizer.init)(params)
+        ...
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    A master weight has the sign, the exponent and 15 bits of the mantissa of a float32 number. Its
+    upper 16 bits, rounded to nearest, are the parameter, and the state has the other 8. So no
+    float32 copy exists, and a parameter takes 3 bytes where a bfloat16 copy of a float32 master
+    weight takes 6. `optax.apply_updates` gives the rounded master weight. The optimizer sees
+    gradients and parameters in float32. An update that is smaller than the 24 bits is kept in the
+    mean, by rounding at random.
+
+    Parameters of other dtypes are left to the optimizer.
+
+    Args:
+      optimizer: any transformation of optax.
+
+    Returns:
+      A transformation whose updates are float32 for bfloat16 parameters.
+
+    Warns:
+      UserWarning: `init` gets no bfloat16 parameter.
+
+    Raises:
+      TypeError: `optimizer` is not a transformation; `update` gets another state than that of
+        `init`.
+      ValueError: `update` is called without `params`.
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"master_weights: optimizer: expected an optax.GradientTransformation, got "
+            f"{optimizer!r}"
+        )
+    inner = optax.with_extra_args_support(optimizer)
+
+    def wide(tree, params):
+        return jax.tree.map(lambda p, x: x.astype(jnp.float32) if _is_short(p) else x, params, tree)
+
+    def init(params):
+        leaves = jax.tree.leaves(params)
+        if leaves and not any(map(_is_short, leaves)):
+            warn(
+                "master_weights: params: no parameter is bfloat16, so that nothing is stored in 24 "
+                "bits; cast the parameters first"
+            )
+        low = jax.tree.map(
+            lambda p: jnp.zeros_like(p, jnp.int8) if _is_short(p) else optax.MaskedNode(), params
+        )
+        return MasterWeightsState(jnp.zeros([], jnp.int32), low, inner.init(wide(params, params)))
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("master_weights: params: expected the parameters, got None")
+        if not isinstance(state, MasterWeightsState):
+            raise TypeError(
+                f"master_weights: state: expected the state that init gives, got "
+                f"{type(state).__name__}"
+            )
+        updates = lax.optimization_barrier(updates)
+        masters = jax.tree.map(
+            lambda p, low: _join(p, low) if _is_short(p) else p, params, state.low
+        )
+        updates, inner_state = inner.update(
+            wide(updates, params), state.inner_state, masters, **extra
+        )
+        leaves, tree = jax.tree.flatten(params)
+        pairs = [
+            _split(p, master + u, state.count) if _is_short(p) else (u, optax.MaskedNode())
+            for p, master, u in zip(
+                leaves, tree.flatten_up_to(masters), tree.flatten_up_to(updates), strict=True
+            )
+        ]
+        updates, low = (tree.unflatten(pair[i] for pair in pairs) for i in (0, 1))
+        return updates, MasterWeightsState(state.count + 1, low, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,188 @@
+"""One `with lm.patch()`: what a thread is in, and what calls of modules meet there.
+
+Activations: see `patched_activations`. Norms: `nn.intercept_methods`, thread-local as all state
+here, reaches the `__call__` of every linen module.
+
+The settings are part of JAX's trace context (`jax.make_user_context`), and so of the key of
+every cache of traces and programs: nothing traced inside serves outside, nor the other way round.
+"""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._nnx_paths import attribute_path, kernel_shapes, running_modules
+from lowmembp_jax.linen import compress_module
+from lowmembp_jax.patching._activations import linen_kernels, own_activations, swap_activation
+from lowmembp_jax.patching._function_bodies import exchanged
+from lowmembp_jax.patching._norms import (
+    flax_norm,
+    named_norm,
+    own_nnx_norms,
+    swap_linen_norm,
+    swap_nnx_norm,
+)
+from lowmembp_jax.patching._recognized_norms import RecognizedNorm, recognize
+from lowmembp_jax.patching._report import PatchReport, nothing_compressed
+from lowmembp_jax.patching._settings import ACTIVATIONS, NORMS, Settings
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One `with lm.patch()` that a thread is in."""
+
+    settings: Settings
+    module: nn.Module | None  # the innermost linen module that is called
+    outer: "_Entry | None"
+    report: PatchReport = field(default_factory=PatchReport)
+    contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    left: bool = False
+    compressing: str | None = None
+    called: dict[str, None] = field(default_factory=dict)  # places, where compress is given
+    asleep: bool = False
+    nnx_root: nnx.Module | None = None
+
+    def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
+        """Which norm a module's call is, and as which it is recognized if it is none of Flax's."""
+        op = flax_norm(context)
+        if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(NORMS):
+            return op, None
+        self.asleep = True  # while the module is tried
+        try:
+            known = recognize(context.module, args[0])
+        finally:
+            self.asleep = False
+        return (None if known is None else NORMS[not known.center]), known
+
+    @property
+    def place(self) -> str:
+        """The path of the linen or NNX module whose method runs."""
+        if self.module is None:
+            return attribute_path(running_modules())
+        return "" if self.module.scope is None else "/".join(self.module.path)
+
+    def seen(self, op: str, reason: str | None, *call: Any) -> None:
+        if _of_coroutine.get() is not self:
+            raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
+        modules = [self.module] if self.module is not None else running_modules()
+        if modules and not self.place:
+            self.report.model = type(modules[0]).__name__
+        self.report.add(op, self.place, reason, *call)
+
+    def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call of gelu, of silu, or of a norm of NNX, which is then x."""
+        settings = self.settings
+        if is_exact():
+            return plain(x, *args, **kwargs)
+        modules = running_modules() if self.module is None else []
+        if modules and self.nnx_root is not modules[-1]:
+            self.nnx_root = modules[-1]
+            for norm, place, reason in own_nnx_norms(self.nnx_root):
+                if norm in settings.ops:
+                    self.report.add(norm, place, reason)
+        if op not in settings.ops:
+            return plain(x, *args, **kwargs)
+        if reason := settings.why_not(op, self.place):
+            self.seen(op, reason)
+            return plain(x, *args, **kwargs)
+        if op in NORMS:
+            dtype, residual = settings.norm_dtype, settings.norm_residual
+            return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
+        kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
+        return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
+
+
+_of_thread = threading.local()
+_of_coroutine: ContextVar[_Entry | None] = ContextVar("patch", default=None)
+_trace_context = jax.make_user_context(None)
+
+
+def _intercept(entry: _Entry, next_fun, args, kwargs, context):
+    # A patch further inside decides.
+    if _of_thread.entries[-1] is not entry or entry.asleep or is_exact():
+        return next_fun(*args, **kwargs)
+    module, settings, outer = context.module, entry.settings, entry.module
+    entry.module = module
+    is_call = context.method_name == "__call__"
+    if is_call and settings.compress:
+        entry.called[entry.place] = None
+    try:
+        if is_call and settings.compresses(entry.place) and entry.compressing is None:
+            entry.seen("compress", None)
+            return _compressed_call(entry, module, args, kwargs)
+        op, known = entry.norm(context, args, kwargs) if is_call else (None, None)
+        reason = op and settings.why_not(op, entry.place)
+        if op in settings.ops and not reason:
+            dtype, residual = settings.norm_dtype, settings.norm_residual
+            swap_linen_norm(context, known, entry.seen, dtype, residual)
+        out = next_fun(*args, **kwargs)
+        op = op or (named_norm(module) if is_call else None)
+        if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):
+            entry.seen(op, reason or f"{_name(module)} has a __call__ of its own")
+        if is_call and settings.ops.intersection(ACTIVATIONS):
+            for name, reason in own_activations(module).items():
+                entry.seen(name, reason)
+        return out
+    finally:
+        entry.module = outer
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
+    """The module's call in `lm.compress`: the call again, in a scope of its own."""
+
+    def call(module, *args, **kwargs):
+        entry.compressing = entry.place  # what is inside is not compressed once more
+        try:
+            return module(*args, **kwargs)
+        finally:
+            entry.compressing = None
+
+    call.__name__ = type(module).__name__
+    return compress_module(call, dtype=entry.settings.compress_dtype)(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def patched(settings: Settings) -> Iterator[PatchReport]:
+    """Runs what `settings` say until it exits; gives the report."""
+    entries = _of_thread.__dict__.setdefault("entries", [])
+    entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
+    entry.contexts.enter_context(_trace_context(settings))
+    entry.contexts.enter_context(nn.intercept_methods(partial(_intercept, entry)))
+    entry.contexts.enter_context(exchanged(entry.exchanged))
+    entries.append(entry)
+    _of_coroutine.set(entry)
+    try:
+        yield entry.report
+    except TypeError as error:
+        if entry.report.swapped and "custom_vjp" in str(error):
+            error.add_note(f"lm.patch swapped {', '.join(entry.report.swapped)} for a custom_vjp")
+        raise
+    else:
+        if entry.called and "compress" not in entry.report.swapped:
+            warnings.warn(nothing_compressed(settings.compress, list(entry.called)), stacklevel=3)
+    finally:
+        # Generators may leave in another order than they entered, which JAX and Flax forbid: what
+        # is left early goes when all that was entered after it has been left too.
+        entry.left = True
+        innermost = _of_coroutine.get()
+        while innermost and innermost.left:
+            innermost = innermost.outer
+        _of_coroutine.set(innermost)
+        if _of_thread.__dict__.get("entries") is not entries:
+            raise RuntimeError("patch: left in another thread than entered, which stays patched")
+        while entries and entries[-1].left:
+            entries.pop().contexts.close()

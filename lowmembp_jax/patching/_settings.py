@@ -1,0 +1,105 @@
+"""What `lm.patch` is asked to do, and where."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax.numpy as jnp
+
+from lowmembp_jax.compression.formats import format_name
+from lowmembp_jax.operators.norms import RESIDUALS, Residual
+
+ACTIVATIONS, NORMS = ("gelu", "silu"), ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    ops: frozenset[str]
+    bits: int
+    norm_dtype: jnp.dtype | None
+    norm_residual: Residual
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    compress: tuple[str, ...] = ()
+    compress_dtype: str | None = None
+
+    def compresses(self, place: str) -> bool:
+        return _matches(self.compress, place)
+
+    def why_not(self, op: str, place: str) -> str | None:
+        """Why an operator at a place is left, as far as the settings say."""
+        names = place.split("/")
+        parents = ["/".join(names[: end + 1]) for end in range(len(names))]
+        if self.include is not None and not any(_matches(self.include, at) for at in parents):
+            return "not in include"
+        if any(_matches(self.exclude, at) for at in parents):
+            return "in exclude"
+        return None
+
+
+def _matches(patterns: Sequence[str], place: str) -> bool:
+    names = place.split("/")
+    return any(
+        len(parts) == len(names) and all(map(fnmatchcase, names, parts))
+        for parts in (pattern.split("/") for pattern in patterns)
+    )
+
+
+def check_settings(
+    activations: Any,
+    bits: Any,
+    norms: Any,
+    norm_dtype: Any,
+    norm_residual: Any,
+    include: Any,
+    exclude: Any,
+    compress: Any,
+    compress_dtype: Any,
+) -> Settings:
+    """The settings of `lm.patch`, by its arguments; raises what it raises."""
+    patterns = _paths("compress", compress)
+    within = None if include is None else _paths("include", include)
+    without = _paths("exclude", exclude)
+    stored = format_name(compress_dtype, "patch: compress_dtype")
+    ops = _chosen("activations", activations, ACTIVATIONS, not patterns)
+    ops |= _chosen("norms", norms, NORMS, not patterns)
+    if not ops and not patterns:
+        raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
+    if bits not in (2, 4):
+        raise ValueError(f"patch: bits={bits!r} is not accepted, only 2 and 4")
+    if norm_residual not in RESIDUALS:
+        raise ValueError(
+            f"patch: norm_residual={norm_residual!r} is not known: "
+            f"accepted are {', '.join(map(repr, RESIDUALS))}"
+        )
+    with contextlib.suppress(TypeError):
+        norm_dtype = norm_dtype if norm_dtype is None else jnp.dtype(norm_dtype)
+    is_dtype = isinstance(norm_dtype, jnp.dtype)
+    if norm_dtype is not None and not (is_dtype and jnp.issubdtype(norm_dtype, jnp.floating)):
+        raise TypeError(
+            f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
+            f"such as jnp.bfloat16"
+        )
+    return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
+
+
+def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"patch: {name}={given!r} is not accepted, only paths of modules")
+    return tuple(patterns)
+
+
+def _chosen(name: str, given: Any, known: tuple[str, ...], default: bool) -> frozenset[str]:
+    given = default if given is None else given
+    if isinstance(given, bool):
+        return frozenset(known if given else ())
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not set(names) <= set(known):
+        words = ", ".join(map(repr, known))
+        raise TypeError(
+            f"patch: {name}={given!r} is not accepted, only None, True and False, or {words}"
+        )
+    return frozenset(names)
