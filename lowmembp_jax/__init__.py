@@ -68,6 +68,7 @@ __all__ = [
     "step_activation",
     "swiglu",
     "unpack_2bit",
+    "update_in_backward",
 ]
 
 

@@ -167,13 +167,15 @@ def other_models() -> Rows:
 
 def optimizer_memory() -> Rows:
     """Peaks of full tuning, the optimizer's state among them."""
-    rows = [["model", "optimizer state", "master weights", "state", "peak", "time (estimate)"]]
+    head = ["model", "optimizer state", "master weights", "update"]
+    rows = [[*head, "state", "peak", "time (estimate)"]]
     for row in read("optimizer_memory")["rows"]:
         rows.append(
             [
                 {"llama-1b": "LLaMA-1B", "llama-7b": "LLaMA-7B"}[row["model"]],
                 row["optimizer_state"],
                 row["master_weights"],
+                row["update"],
                 f"{row['parts']['optimizer_state'] / GIB:.2f} GiB",
                 f"{row['peak'] / GIB:.2f} GiB",
                 f"{1e3 * row['estimated_seconds']:.0f} ms",

@@ -3,7 +3,8 @@
     python examples/benchmarks/optimizer_memory.py
 
 plans the trainer's step for an H100 (AdamW, bfloat16, `compress+remat`, 4 x 2,048 tokens) with each
-of the four combinations, and the update of one stacked array alone, whose temporaries it reports.
+of the four combinations; a step with both that also updates each layer inside the backward pass;
+and the update of one stacked array alone, whose temporaries it reports.
 No GPU is needed. Results are in `results/optimizer_memory.json`; `readme_tables.py` writes the
 table.
 """
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import optax
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
+from lowmembp_examples.models.rotary import rotary_positions
 from lowmembp_examples.planning import MODELS
 from tqdm import tqdm
 
@@ -43,16 +48,75 @@ def step(model: str, optimizer_state: str, master_weights: str) -> dict[str, Any
     plan = lm.memory.plan(
         work.step, *work.args, device=DEVICE, donate=work.donate_argnums, parts=work.parts
     )
-    parameters = sum(x.size for x in jax.tree.leaves(work.args[0].params))
+    return row(model, optimizer_state, master_weights, plan)
+
+
+def row(
+    model: str,
+    optimizer_state: str,
+    master_weights: str,
+    plan: lm.memory.Plan,
+    update: str = "at the end",
+) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer_state": optimizer_state,
         "master_weights": master_weights,
-        "parameters": parameters,
+        "update": update,
         "peak": plan.peak,
         "parts": {part: getattr(plan, part) for part in lm.memory.PARTS},
         "estimated_seconds": plan.cost.estimated_seconds,
     }
+
+
+def layerwise_step(model: str, batch: int = 4, tokens: int = 2048) -> tuple[Any, tuple[Any, ...]]:
+    """A training step that updates each layer inside the backward pass, and its arguments."""
+    config = CONFIGS[model]
+    compute = Compute("default", jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "cudnn", False)
+    layer = LlamaLayer(config, compute, "auto", scanned=True)
+    optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-4)))
+    layers = lm.update_in_backward(lambda p, *args: layer.apply({"params": p}, *args), optimizer)
+    vocabulary, hidden = config.vocab_size, config.hidden_size
+
+    def rotation():
+        return rotary_positions(tokens, config.head_size, config.rope_theta)
+
+    def init(key):
+        def one(key):
+            x = jnp.zeros((1, tokens, hidden), jnp.bfloat16)
+            return layer.init(key, x, rotation())["params"]
+
+        embedding = jnp.zeros((vocabulary, hidden), jnp.bfloat16)
+        rest = {"embed": embedding, "norm": jnp.ones(hidden, jnp.bfloat16), "head": embedding.T}
+        stack = jax.lax.map(one, jax.random.split(key, config.num_hidden_layers))
+        return (stack, rest), (layers.init(stack), optimizer.init(rest))
+
+    def head_loss(rest, h, targets):
+        h = lm.ms_rms_norm(h, rest["norm"].astype(jnp.float32), dtype=h.dtype)
+        return lm.linear_cross_entropy(h, rest["head"], targets)
+
+    def step(params, state, text):
+        (stack, rest), (stack_state, rest_state) = params, state
+        ids, targets = text[:, :-1], text[:, 1:]
+        h, embed_vjp = jax.vjp(lambda rest: rest["embed"][ids], rest)
+        h, inputs = layers.forward(stack, h, rotation())
+        loss, head_vjp = jax.vjp(lambda rest, h: head_loss(rest, h, targets), rest, h)
+        d_head, dh = head_vjp(jnp.ones_like(loss))
+        stack, stack_state, dh = layers.backward(stack, stack_state, inputs, dh, rotation())
+        (d_embed,) = embed_vjp(dh)
+        gradients = jax.tree.map(jnp.add, d_head, d_embed)
+        updates, rest_state = optimizer.update(gradients, rest_state, rest)
+        rest = optax.apply_updates(rest, updates)
+        return (stack, rest), (stack_state, rest_state), loss
+
+    text = jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32)
+    return step, (*jax.eval_shape(init, jax.random.key(0)), text)
+
+
+def layerwise(model: str) -> dict[str, Any]:
+    step, args = layerwise_step(model)
+    plan = lm.memory.plan(step, *args, device=DEVICE, donate=(0, 1))
+    return row(model, "8bit", "24bit", plan, "layer by layer")
 
 
 def update() -> dict[str, Any]:
@@ -85,14 +149,17 @@ def main() -> None:
         "update": update(),
         "rows": [],
     }
-    choices = [*itertools.product(NAMES, ("float32", "8bit"), ("float32", "24bit"))]
-    for choice in tqdm(choices, unit="plan"):
-        results["rows"].append(step(*choice))
+    choices = [*itertools.product(("float32", "8bit"), ("float32", "24bit"))]
+    plans = []
+    for name in NAMES:
+        plans += [*(partial(step, name, *choice) for choice in choices), partial(layerwise, name)]
+    for make in tqdm(plans, unit="plan"):
+        results["rows"].append(make())
         OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for row in results["rows"]:
+    for each in results["rows"]:
         print(
-            f"{row['model']}, state {row['optimizer_state']}, masters {row['master_weights']}: "
-            f"{row['peak'] / 2**30:.2f} GiB, {1e3 * row['estimated_seconds']:.1f} ms"
+            f"{each['model']}, state {each['optimizer_state']}, masters {each['master_weights']}, "
+            f"{each['update']}: {each['peak'] / 2**30:.2f} GiB, {1e3 * each['estimated_seconds']:.1f} ms"
         )
 
 

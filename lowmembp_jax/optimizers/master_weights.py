@@ -123,7 +123,7 @@ def master_weights(
                 f"master_weights: state: expected the state that init gives, got "
                 f"{type(state).__name__}"
             )
-        updates = lax.optimization_barrier(updates)
+        updates = jax.tree.map(lax.optimization_barrier, updates)
         masters = jax.tree.map(
             lambda p, low: _join(p, low) if _is_short(p) else p, params, state.low
         )

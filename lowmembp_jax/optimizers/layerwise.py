@@ -1,0 +1,156 @@
+"""The optimizer's update of a layer inside the backward pass: gradients are never all there.
+
+Source: LOMO (arXiv:2306.09782) updates each parameter as soon as its gradient is known. Here the
+layers are stacked, and one loop runs over them from the last to the first.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax import lax
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Float
+
+
+class LayerwiseUpdates(NamedTuple):
+    """Three functions of stacked layers, see `update_in_backward`.
+
+    Attributes:
+      init: `state = init(params)`.
+      forward: `h, inputs = forward(params, h, *constants)`: the output of the last layer, and the
+        inputs of all layers, stacked.
+      backward: `params, state, dh = backward(params, state, inputs, dh, *constants)`: the updated
+        layers, and the gradient of the first layer's input.
+    """
+
+    init: Callable[[Any], Any]
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., tuple[Any, Any, Any]]
+
+
+def update_in_backward(
+    block: Callable[..., Float[Array, "*shape"]], optimizer: optax.GradientTransformation
+) -> LayerwiseUpdates:
+    """Updates each layer's parameters inside the backward pass, so that no gradient array is whole.
+
+        layers = lm.update_in_backward(block, optimizer)
+        state = jax.jit(layers.init)(params["layers"])
+
+        @partial(jax.jit, donate_argnums=(0, 1))
+        def train_step(params, state, batch):
+            h, embed_vjp = jax.vjp(lambda p: embed(p, batch), params["embed"])
+            h, inputs = layers.forward(params["layers"], h)
+            loss, head_vjp = jax.vjp(lambda p, h: head_loss(p, h, batch), params["head"], h)
+            d_head, dh = head_vjp(jnp.ones_like(loss))
+            stack, state, dh = layers.backward(params["layers"], state, inputs, dh)
+            (d_embed,) = embed_vjp(dh)
+            ...
+
+    The forward pass keeps the input of each layer. The backward pass goes through the layers from
+    the last to the first, recomputes one layer, and applies the optimizer to it before it goes on,
+    as `jax.checkpoint` around each layer and `optax` afterwards do. The results are the same.
+    Parameters and state change in place where `jax.jit` donates them.
+
+    The optimizer sees one layer at a time. So nothing may depend on all gradients: clipping by the
+    global norm, a loss scale that skips steps, and accumulation are excluded.
+
+    Args:
+      block: `block(layer_params, h, *constants)` returns the next `h`, of the same shape and dtype.
+        `constants`, such as positions and masks, get no gradient.
+      optimizer: any transformation of optax whose update of a parameter reads no gradient of
+        another parameter, such as `lm.master_weights(lm.compress_state(optax.adamw(1e-4)))`.
+
+    Returns:
+      `LayerwiseUpdates`; their `params` is a pytree of arrays `[layers, ...]`, as `nn.scan` and
+      `jax.vmap(init)` make it.
+
+    Raises:
+      ValueError: by `init`, if the update of one parameter reads gradients of others, or the
+        optimizer accumulates gradients; by `forward` and `backward`, if the arrays of `params`
+        have no common number of layers.
+      TypeError: by `forward`, if `block` returns another shape or dtype than it gets.
+    """
+
+    def init(params):
+        _count(params)
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+        _check_optimizer(optimizer, layer)
+        return jax.vmap(optimizer.init)(params)
+
+    def forward(params, h, *constants):
+        _count(params)
+
+        def layer(h, params):
+            return block(params, h, *constants), h
+
+        return lax.scan(layer, h, params)
+
+    def backward(params, state, inputs, dh, *constants):
+        count = _count(params)
+
+        def layer(step, carry):
+            params, state, dh = carry
+            index = count - 1 - step
+
+            def at(tree):
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, False), tree)
+
+            def put(stack, tree):
+                return jax.tree.map(
+                    lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), stack, tree
+                )
+
+            here, state_here = at(params), at(state)
+            _, vjp = jax.vjp(lambda p, h: block(p, h, *constants), here, at(inputs))
+            gradients, dh = vjp(dh)
+            updates, new_state = optimizer.update(gradients, state_here, here)
+            new = optax.apply_updates(here, updates)
+            return put(params, new), put(state, new_state), dh
+
+        return lax.fori_loop(0, count, layer, (params, state, dh))
+
+    return LayerwiseUpdates(init, forward, backward)
+
+
+def _count(params: Any) -> int:
+    """The number of layers."""
+    sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params)}
+    if len(sizes) != 1 or 0 in sizes:
+        shapes = sorted({str(x.shape) for x in jax.tree.leaves(params)})
+        raise ValueError(
+            "update_in_backward: params: expected arrays [layers, ...] with one number of layers, "
+            f"got {', '.join(shapes) or 'no array'}"
+        )
+    return sizes.pop()
+
+
+def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> None:
+    """Raises ValueError if an output of the update reads gradients of two parameters."""
+    state = jax.eval_shape(optimizer.init, layer)
+    is_accumulating = jax.tree.leaves(
+        jax.tree.map(
+            lambda x: isinstance(x, optax.MultiStepsState),
+            state,
+            is_leaf=lambda x: isinstance(x, optax.MultiStepsState),
+        )
+    )
+    if any(is_accumulating):
+        raise ValueError(
+            "update_in_backward: optimizer: expected one that updates in each step, got "
+            "optax.MultiSteps, which keeps all gradients"
+        )
+    closed = jax.make_jaxpr(optimizer.update)(layer, state, layer)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(layer)]
+    outputs = len(closed.jaxpr.outvars)
+    for output in range(outputs):
+        wanted = [number == output for number in range(outputs)]
+        _, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
+        read = [name for name, is_used in zip(names, used[: len(names)], strict=True) if is_used]
+        if len(read) > 1:
+            raise ValueError(
+                "update_in_backward: optimizer: expected one that updates each parameter from its "
+                f"own gradient, got one that combines the gradients of {', '.join(read)}, as "
+                "clipping by the global norm does"
+            )

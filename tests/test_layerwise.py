@@ -1,0 +1,162 @@
+"""`lm.update_in_backward`: the results of optax, layer by layer and in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import lowmembp_jax as lm
+
+LAYERS, ROWS, WIDTH = 4, 8, 64
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "injected": optax.inject_hyperparams(optax.adamw)(1e-2),
+    "8-bit state": lm.compress_state(optax.adamw(1e-2), min_size=64),
+}
+
+
+def block(params, h, scale=None):
+    return h + jnp.tanh(h @ params["kernel"] * (1 if scale is None else scale) + params["bias"])
+
+
+def stacked(dtype=jnp.float32, layers=LAYERS, width=WIDTH):
+    kernel = 0.1 * jax.random.normal(jax.random.key(0), (layers, width, width))
+    return {"kernel": kernel.astype(dtype), "bias": jnp.zeros((layers, 1, width), dtype)}
+
+
+def one_step(layers):
+    """Minimises half the sum of squares of the output."""
+
+    def step(params, state, x, *constants):
+        h, inputs = layers.forward(params, x, *constants)
+        return layers.backward(params, state, inputs, h, *constants)
+
+    return step
+
+
+def reference(optimizer, *constants):
+    """All gradients at once, then the optimizer on each layer."""
+
+    def step(params, state, x):
+        def loss(params, x):
+            h, _ = jax.lax.scan(lambda h, layer: (block(layer, h, *constants), None), x, params)
+            return jnp.sum(h**2) / 2
+
+        gradients, dx = jax.grad(loss, (0, 1))(params, x)
+        updates, state = jax.vmap(optimizer.update)(gradients, state, params)
+        return optax.apply_updates(params, updates), state, dx
+
+    return step
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.usefixtures("jax_defaults")
+def test_steps_are_those_of_optax(name):
+    optimizer = OPTIMIZERS[name]
+    layers = lm.update_in_backward(block, optimizer)
+    got = want = (stacked(), layers.init(stacked()))
+    for _ in range(3):
+        *got, dx = jax.jit(one_step(layers))(*got, inputs())
+        *want, wanted_dx = jax.jit(reference(optimizer))(*want, inputs())
+    # 8-bit state is rounded at random, by a hash of the numbers: an ulp gives another code.
+    bound = 2e-3 if name == "8-bit state" else 2e-6
+    for a, b in zip(
+        jax.tree.leaves((got[0], dx)), jax.tree.leaves((want[0], wanted_dx)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=bound, rtol=bound)
+
+
+@pytest.mark.usefixtures("jax_defaults")
+def test_master_weights_and_constants():
+    optimizer = lm.master_weights(optax.adamw(1e-3))
+    layers = lm.update_in_backward(block, optimizer)
+    params = stacked(jnp.bfloat16)
+    state = layers.init(params)
+    x, scale = inputs().astype(jnp.bfloat16), jnp.bfloat16(0.5)
+    new, new_state, _ = jax.jit(one_step(layers))(params, state, x, scale)
+    wanted, wanted_state, _ = jax.jit(reference(optimizer, scale))(params, state, x)
+    moved = jnp.abs(new["kernel"].astype(jnp.float32) - params["kernel"].astype(jnp.float32))
+    assert moved.mean() > 5e-4
+    np.testing.assert_allclose(
+        new["kernel"].astype(jnp.float32), wanted["kernel"].astype(jnp.float32), atol=4e-3
+    )
+    assert jax.tree.structure(new_state) == jax.tree.structure(wanted_state)
+
+
+@pytest.mark.usefixtures("jax_defaults")
+def test_pytrees_of_activations_and_a_mesh():
+    def pair(params, h):
+        return {"a": block(params, h["a"]), "b": h["b"] + h["a"].sum()}
+
+    layers = lm.update_in_backward(pair, optax.adam(1e-2))
+    step = one_step(layers)
+    params, x = stacked(), {"a": inputs(), "b": jnp.ones(3)}
+    state = layers.init(params)
+    want = jax.jit(step)(params, state, x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def place(tree):
+        wide = NamedSharding(mesh, PartitionSpec(None, None, "data"))
+        return jax.tree.map(lambda a: jax.device_put(a, wide) if a.ndim == 3 else a, tree)
+
+    got = jax.jit(step)(place(params), place(state), x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+            r"\['bias'\], \['kernel'\]",
+        ),
+        (optax.apply_if_finite(optax.adam(1e-2), 3), "own gradient"),
+        (optax.MultiSteps(optax.adam(1e-2), 2), "MultiSteps"),
+    ],
+)
+@pytest.mark.usefixtures("jax_defaults")
+def test_what_needs_all_gradients_is_refused(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        lm.update_in_backward(block, optimizer).init(stacked())
+
+
+@pytest.mark.parametrize("params", [{}, {"a": jnp.ones(())}, {"a": jnp.ones(2), "b": jnp.ones(3)}])
+def test_layers_must_be_stacked(params):
+    layers = lm.update_in_backward(block, optax.sgd(1.0))
+    for call in (lambda: layers.init(params), lambda: layers.forward(params, inputs())):
+        with pytest.raises(ValueError, match="params: expected arrays"):
+            call()
+
+
+def test_block_must_return_what_it_gets():
+    layers = lm.update_in_backward(lambda params, h: h.sum(), optax.sgd(1.0))
+    with pytest.raises(TypeError, match="carry"):
+        layers.forward(stacked(), inputs())
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.usefixtures("jax_defaults")
+def test_no_array_of_all_gradients_exists():
+    """5 bytes a parameter, in place: temporaries are those of one layer."""
+    optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-3)))
+    layers = lm.update_in_backward(block, optimizer)
+    params = jax.eval_shape(lambda: stacked(jnp.bfloat16, 64, 512))
+    state = jax.eval_shape(layers.init, params)
+    x = jax.ShapeDtypeStruct((ROWS, 512), jnp.bfloat16)
+    sizes = {}
+    for name, step in (("ours", one_step(layers)), ("all", reference(optimizer))):
+        step = jax.jit(step, donate_argnums=(0, 1))
+        sizes[name] = lm.memory.compile_for(step, params, state, x, device="h100").memory_analysis()
+    count = params["kernel"].size
+    ours = sizes["ours"]
+    assert ours.argument_size_in_bytes < 5.1 * count
+    assert ours.alias_size_in_bytes > 5 * count
+    assert ours.temp_size_in_bytes < 0.6 * count < 2 * count < sizes["all"].temp_size_in_bytes
