@@ -55,6 +55,25 @@ def first_step() -> Rows:
     return rows
 
 
+def summary() -> Rows:
+    """A few models and methods, to decide by."""
+    methods = ("default", "dots", "full-remat", "compress", "lowmembp+compress")
+    rows = [["model, batch, trained", *(COMPARE_METHODS[method] for method in methods)]]
+    done = compared()
+    for model, train in (
+        ("vit-b16", "full"),
+        ("vit-b16", "lora-qv"),
+        ("bert-base", "full"),
+        ("llama-1b", "lora-all"),
+        ("llama-7b", "lora-qv"),
+        ("llama-7b", "qlora-all"),
+    ):
+        found = done[model, train]
+        cells = [f"{_peak(found[m])} GiB, {_time(found[m])} ms" for m in methods]
+        rows.append([f"{COMPARED[model]}, {TRAINED[train]}", *cells])
+    return rows
+
+
 def _peak(row: dict[str, Any]) -> str:
     return f"{row['peak'] / GIB:.2f}"
 
@@ -89,6 +108,7 @@ def _table(text: Callable[[dict[str, Any]], str], devices=("h200",), layers=(Tru
 
 
 TABLES: dict[str, Callable[[], Rows]] = {
+    "compare_summary": summary,
     "first_step": first_step,
     "plan_of_vit": plan_of_vit,
     "compare_peaks": lambda: _table(_peak),
