@@ -39,22 +39,6 @@ def plan_of_vit() -> Rows:
     return rows
 
 
-def first_step() -> Rows:
-    """The README's step of a ViT-B, with the methods that a user chooses from."""
-    rows = [["method", "peak memory", "step (estimate)"]]
-    found = compared("rtx4090")["vit-b16", "full"]
-    for method, name in {
-        "default": "Flax",
-        "dots": "`jax.checkpoint`, `dots_saveable`",
-        "full-remat": "`jax.checkpoint`",
-        "compress": "**`lm.compress`**",
-        "lowmembp": "**the operators**",
-    }.items():
-        peak, milliseconds = found[method]["peak"] / GIB, 1e3 * found[method]["estimated_seconds"]
-        rows.append([name, f"{peak:.1f} GiB", f"{milliseconds:.0f} ms"])
-    return rows
-
-
 def summary() -> Rows:
     """A few models and methods, to decide by."""
     methods = ("default", "dots", "full-remat", "compress", "lowmembp+compress")
@@ -109,7 +93,6 @@ def _table(text: Callable[[dict[str, Any]], str], devices=("h200",), layers=(Tru
 
 TABLES: dict[str, Callable[[], Rows]] = {
     "compare_summary": summary,
-    "first_step": first_step,
     "plan_of_vit": plan_of_vit,
     "compare_peaks": lambda: _table(_peak),
     "compare_times": lambda: _table(_time),

@@ -165,6 +165,54 @@ def other_models() -> Rows:
     return rows
 
 
+def decisions() -> Rows:
+    """The one answer to "which method?", on each page that gives it."""
+    return [
+        ["your case", "use", "what it costs"],
+        [
+            "`jax.checkpoint` around each block fits and is fast enough",
+            "`jax.checkpoint`",
+            "a second forward pass; gradients are exact",
+        ],
+        [
+            "full tuning; LoRA or QLoRA on all Denses",
+            "`lm.compress` around each block",
+            "gradients 1 to 5% off, conversions to 8 bits and back",
+        ],
+        [
+            "LoRA on query and value",
+            "the operators inside `lm.compress(policy=lm.everything_saveable)`; "
+            "in a LLaMA, `lm.compress`",
+            "gradients about 5% off",
+        ],
+        [
+            "only memory matters",
+            "`lm.compress(policy=jax.checkpoint_policies.nothing_saveable)`",
+            "a second forward pass; gradients 1 to 5% off",
+        ],
+        [
+            "a large vocabulary",
+            "`lm.linear_cross_entropy`",
+            "nothing; gradients are exact",
+        ],
+        [
+            "parameters and optimizer state do not fit",
+            "`lm.compress_state`, `lm.master_weights`, `lm.update_in_backward`",
+            "rounded optimizer state",
+        ],
+        [
+            "a gated MLP of your own",
+            "`lm.swiglu`, `lm.geglu`",
+            "an elementwise product is computed twice; gradients are exact",
+        ],
+        [
+            "a model that you cannot edit",
+            "`lm.patch`",
+            "as the method that it applies",
+        ],
+    ]
+
+
 def optimizer_memory() -> Rows:
     """Peaks of full tuning, the optimizer's state among them."""
     head = ["model", "optimizer state", "master weights", "update"]
@@ -252,6 +300,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "third_party_compress": partial(third_party, _COMPRESS),
     "other_models": other_models,
     "storage_formats": storage_formats,
+    "decisions": decisions,
     "optimizer_memory": optimizer_memory,
     "loss_alone": loss_alone,
     "loss_models": loss_models,

@@ -159,7 +159,8 @@ def main() -> None:
     for each in results["rows"]:
         print(
             f"{each['model']}, state {each['optimizer_state']}, masters {each['master_weights']}, "
-            f"{each['update']}: {each['peak'] / 2**30:.2f} GiB, {1e3 * each['estimated_seconds']:.1f} ms"
+            f"{each['update']}: {each['peak'] / 2**30:.2f} GiB, "
+            f"{1e3 * each['estimated_seconds']:.1f} ms"
         )
 
 
