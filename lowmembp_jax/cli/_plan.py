@@ -172,7 +172,7 @@ class PlanCommand(ModelOptions):
             methods=factory.methods if self.method is None else tuple(self.method.split(",")),
             batch=batch,
             budget=budget,
-            title=", ".join(filter(None, (self.model, self.train, size, *self.options))),
+            title=", ".join(filter(None, (factory.name, self.train, size, *self.options))),
             options={
                 "device": device,
                 "mesh": self.devices if self.devices > 1 else None,
