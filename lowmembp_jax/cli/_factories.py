@@ -42,6 +42,22 @@ class Factory:
         return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
 
     @property
+    def without_compress(self) -> str | None:
+        """Why there is no method "compress", and how to get it; None where there may be one.
+
+        Which modules are the model's blocks cannot be told from outside.
+        """
+        if self.takes("method"):
+            return None
+        name = self.name.rpartition(":")[2]
+        return (
+            f"there is no row of lm.compress, because {name} takes no argument `method`. Add one, "
+            f"set {name}.methods = ('default', 'compress'), and for 'compress' return "
+            "lm.patch(compress='layers_*')(step) in place of step, with the paths of your linen "
+            "blocks. For NNX, use lm.nnx.compress"
+        )
+
+    @property
     def default_batch(self) -> int | None:
         """The batch size where none is given, if it says so."""
         batch = self._names().get("batch")

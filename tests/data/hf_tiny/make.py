@@ -54,7 +54,6 @@ _IMAGE = {"image_size": 32, "num_labels": 5}
 _LLAMA = {**_TEXT, "max_position_embeddings": 64}
 _DECODER = {
     **_TEXT,
-    "vocab_size": 64,
     "hidden_size": 24,
     "num_key_value_heads": 2,
     "head_dim": 8,
