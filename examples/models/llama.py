@@ -87,7 +87,8 @@ class LlamaLayer(nn.Module):
         heads, kv_heads, size = config.num_attention_heads, config.kv_heads, config.head_size
         window = None
         if local_rotation is not None and is_local is not None:
-            cos, sin = (jnp.where(is_local, *two) for two in zip(local_rotation, rotation))  # noqa: B905
+            both = zip(local_rotation, rotation, strict=True)
+            cos, sin = (jnp.where(is_local, local, other) for local, other in both)
             rotation, window = (cos, sin), jnp.where(is_local, config.sliding_window, x.shape[1])
 
         def turned(name, count):
