@@ -4,12 +4,15 @@ A step is the trainer's own (`trainer/step.py`): AdamW with float32 master weigh
 clipped by their norm, the state donated. Nothing here takes memory: parameters are shapes.
 """
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from lowmembp_examples.data.files import DataError, read_json
 from lowmembp_examples.data.images import ImageBatch
 from lowmembp_examples.data.labelled_text import TextBatch
 from lowmembp_examples.data.language import LanguageBatch
@@ -146,9 +149,33 @@ def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, t
     return TextBatch(ids, labels, labels, mask), (ids, labels)
 
 
+def of_config_json(path: str) -> tuple[str, Callable[..., lm.memory.Workload]]:
+    """The model that a Hugging Face config.json describes: its name, and `workload` of its sizes.
+
+    Raises:
+      DataError: the file cannot be read, or it describes a model that the examples do not compute.
+    """
+    given, name = read_json(Path(path)), path
+    text = given.get("text_config")
+    if given.get("model_type") == "gemma3" and isinstance(text, dict):
+        given, name = {"model_type": "gemma3_text"} | text, f"{path} (only text_config)"
+    kind = given.get("model_type")
+    if kind not in [*FAMILIES]:
+        raise DataError(
+            f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {kind!r:.40}"
+        )
+    family = FAMILIES[kind]
+    try:
+        family.config.check_keys(given)
+        config = family.config.from_keys(given)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
+    return name, partial(workload, family, config, batch=_BATCH[family.task])
+
+
 #: What `--model` takes by name.
 MODELS = {
     name: partial(workload, family, config, batch=_BATCH[family.task])
     for family in FAMILIES.values()
-    for name, config in family.module.CONFIGS.items()
+    for name, config in family.configs.items()
 }

@@ -28,17 +28,18 @@ class Case:
     """A checkpoint of `tests/data/hf_tiny`, and the model that it is for.
 
     Args:
-      name: of the checkpoint, which begins with that of the family.
+      name: of the checkpoint.
       activation: the module and the name of the activation that lowmembp approximates; None where
         all is exact.
       fields: more of the model's.
     """
 
     def __init__(self, name, activation=None, **fields):
-        family = FAMILIES[name.partition("_")[0]]
+        self.directory = DATA / name
+        given = json.loads((self.directory / "config.json").read_text())
+        family = FAMILIES[given["model_type"]]
         self.module, self.model, self.fields = family.module, family.model, fields
         self.activation = activation
-        self.directory = DATA / name
         self.config = family.config.from_json(self.directory / "config.json")
         self.io = np.load(self.directory / "io.npz")
         self.inputs = self._inputs(family.task)

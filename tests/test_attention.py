@@ -84,6 +84,29 @@ def test_bias(leading):
     assert_agree(args, bias=bias, lengths=jnp.array([5, keys], jnp.int32))
 
 
+@pytest.mark.parametrize("window", [None, 1, CHUNK + 3])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_windows_and_soft_caps(window, soft_cap):
+    """Tokens of the third chunk see no key of the first one."""
+    keys = 2 * CHUNK + 9
+    args = qkv(tokens=keys, keys=keys, kv_heads=2)
+    assert_agree(args, causal=True, window=window, soft_cap=soft_cap, scale=0.7)
+
+
+def test_a_soft_cap_with_lengths_and_bias():
+    keys = CHUNK + 3
+    (bias,) = draw((2, 4, 11, keys))
+    given = {"bias": bias, "lengths": jnp.array([5, keys], jnp.int32), "soft_cap": 1.5}
+    assert_agree(qkv(tokens=11, keys=keys, kv_heads=2), **given)
+
+
+def test_a_window_is_of_the_last_tokens():
+    q, k, v = qkv(tokens=12, keys=12)
+    got = attention(q, k, v, "xla", causal=True, window=4)
+    want = attention(q[:, -1:], k[:, -4:], v[:, -4:], "xla")
+    np.testing.assert_allclose(got[:, -1:], want, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
     keys = 2 * CHUNK + 1
@@ -196,12 +219,18 @@ def test_best_attention():
     assert best("gpu", "bfloat16", head_size=12) == "xla"
     assert best("gpu", "bfloat16", head_size=256, tokens=SHORT + 1) == "chunked"
     assert best("cpu", "float32", tokens=SHORT + 1) == "chunked"
+    assert best("gpu", "bfloat16", tokens=SHORT + 1, in_cudnn=False) == "chunked"
 
 
 def test_errors():
     q, k, v = qkv()
     with pytest.raises(ValueError, match="'flash', accepted are"):
         attention(q, k, v, "flash")  # pyright: ignore[reportArgumentType]
+    for given in ({"soft_cap": 2.0}, {"window": 3, "causal": True}):
+        with pytest.raises(ValueError, match="implementation: expected 'xla' or 'chunked' for a"):
+            attention(q, k, v, "cudnn", **given)
+    with pytest.raises(ValueError, match="attention: window: expected None without causal"):
+        attention(q, k, v, "xla", window=3)
     with pytest.raises(ValueError, match="a divisor of 4"):
         attention(q, k[:, :, :3], v[:, :, :3], "chunked")
     with pytest.raises(ValueError, match=r"bias has shape \(9, 9\)"):

@@ -86,6 +86,23 @@ def test_plan_of_a_model_of_ones_own(run, tmp_path):
 
 
 @gpu_compiler
+def test_how_to_get_a_row_of_compress(run, tmp_path):
+    """The note says it, and what it says works."""
+    status, out, _ = run("plan", "--model", f"{FILE}:mlp", "--batch", 64)
+    assert status == 0
+    assert "Note: there is no row of lm.compress, because mlp takes no argument `method`" in out
+    assert (
+        "no row of lm.compress"
+        not in run("plan", "--model", f"{FILE}:fixed", "--method", "default")[1]
+    )
+    target = tmp_path / "plan.json"
+    status, out, _ = run("plan", "--model", f"{FILE}:with_compress", "--json", target)
+    assert status == 0 and "no row of lm.compress" not in out
+    default, ours = (one["plan"]["parts"] for one in json.loads(target.read_text())["methods"])
+    assert ours["intermediates"] < 0.6 * default["intermediates"]
+
+
+@gpu_compiler
 @pytest.mark.parametrize("function", ["jitted", "nnx_mlp"])
 def test_what_a_step_donates_holds_for_each_method(run, tmp_path, function):
     out_json = tmp_path / "plan.json"

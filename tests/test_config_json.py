@@ -15,7 +15,10 @@ VALUES = (None, "8", 1.5, True, -1, 0, math.nan, math.inf, 10**30, [], [1.5] * 2
 ACCEPTED = {
     **{"id2label": (None, {}), "rope_scaling": (None, {}), "pad_token_id": (0,)},
     **dict.fromkeys(("num_key_value_heads", "head_dim"), (None,)),
-    **dict.fromkeys(("rope_theta", "mlp_ratio"), (1.5,)),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "mlp_ratio"), (1.5,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (None, 1.5)),
+    **{"query_pre_attn_scalar": (1.5,), "layer_types": (None,), "use_sliding_window": (0,)},
+    "use_bidirectional_attention": (None, 0),
     **dict.fromkeys(("qkv_bias", "tie_word_embeddings"), (True,)),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_absolute_embeddings"), (0,)),
 }
@@ -70,9 +73,19 @@ def test_wrong_values(tmp_path, family):
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key"),
         ("llama", {"head_dim": 11}, "head_dim must be even for rotary positions, found 11"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling must be .*llama3"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling must be null.*yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling must be null, .*yarn"),
         ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a number .*'x'"),
-        ("llama", {"rope_parameters": ["yarn"]}, "rope_scaling must be null, found .'yarn'."),
+        ("llama", {"rope_parameters": ["yarn"]}, "rope_scaling must be null, .*found .'yarn'."),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling must be .*'linear'"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window must be False, found True"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must have one entry for each"),
+        ("gemma2", {"layer_types": ["a", "b"]}, "layer_types must be a list of 1 to 1000, each 's"),
+        ("gemma2", {"hidden_activation": "gelu"}, "must be 'gelu_pytorch_tanh', found 'gelu'"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": 1, "full_attention": {}}},
+            "rope_parameters must not scale sliding_attention, found 1",
+        ),
     ],
 )
 def test_values_that_no_model_has(tmp_path, family, change, message):
@@ -122,3 +135,22 @@ def test_config_of_transformers_5(tmp_path):
     content = given("llama") | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     del content["rope_theta"], content["rope_scaling"]
     assert read(tmp_path, "llama", content).rope_theta == 5e5
+    content = given("gemma3_text")
+    del content["rope_theta"], content["rope_local_base_freq"], content["rope_scaling"]
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0}
+    local = {"rope_type": "default", "rope_theta": 10.0}
+    content["rope_parameters"] = {"sliding_attention": local, "full_attention": full}
+    assert read(tmp_path, "gemma3_text", content) == read(
+        tmp_path, "gemma3_text", given("gemma3_text")
+    )
+
+
+def test_layers_that_see_a_window(tmp_path):
+    """Where a config.json does not list them, as those that Google published."""
+    for family, every in (("gemma2", 2), ("gemma3_text", 6)):
+        content = given(family) | {"num_hidden_layers": 12}
+        del content["layer_types"]
+        content.pop("_sliding_window_pattern", None)
+        config = read(tmp_path, family, content)
+        assert [*config.is_local] == [layer % every != 0 for layer in range(1, 13)]
+        assert read(tmp_path, family, config.to_json()) == config

@@ -3,13 +3,32 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
-from lowmembp_examples.planning import MODELS
+from lowmembp_examples.data.files import DataError
+from lowmembp_examples.models.decoder_configs import CONFIGS
+from lowmembp_examples.planning import MODELS, of_config_json
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+
+TINY = Path(__file__).parent / "data" / "hf_tiny"
+#: As Google published it, without what concerns images and generation alone.
+GEMMA_3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "image_token_index": 262144,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
@@ -32,6 +51,59 @@ def test_layers():
     assert jax.tree.structure(MODELS["llama-tiny"]().args[0].params) == jax.tree.structure(scanned)
     with pytest.raises(ValueError, match="layers='rolled': accepted for swin are unrolled, scan"):
         MODELS["swin-t"](layers="rolled")
+
+
+def written(folder, content):
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["llama_rope", "qwen3", "gemma2", "gemma3_text"])
+def test_a_model_by_its_config_json(name):
+    path = str(TINY / name / "config.json")
+    given, (title, make) = json.loads(Path(path).read_text()), of_config_json(path)
+    state = make(batch=2, tokens=16).args[0]
+    embedding = state.params["word_embeddings"]["embedding"]
+    assert title == path and embedding.shape == (given["vocab_size"], given["hidden_size"])
+    assert ("lm_head" in state.params) == (name == "qwen3")
+
+
+def test_the_text_model_of_gemma_3(tmp_path):
+    path = written(tmp_path, GEMMA_3_4B)
+    title, make = of_config_json(path)
+    assert title == f"{path} (only text_config)"
+    assert make.args[1] == CONFIGS["gemma-3-4b-text"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type: expected one of vit, .*, got 'mixtral'"),
+        ({"model_type": None}, "model_type: expected one of vit, .*, got None"),
+        ({"architectures": ["LlamaModel"]}, "architectures: expected .'LlamaForCausalLM'., got"),
+        ({"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
+        (
+            {"quantization_config": {"load_in_4bit": True}},
+            "quantization_config: expected no such key, because llama has none here, got",
+        ),
+        ({"attention_bias": True}, "attention_bias must be False, found True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling must be .*yarn"),
+    ],
+)
+def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, message):
+    path = written(tmp_path, json.loads((TINY / "llama/config.json").read_text()) | change)
+    with pytest.raises(DataError, match=message):
+        of_config_json(path)
+    assert cli.main(["plan", "--model", path]) == 2
+    assert f"lowmembp: error: --model: {path}: " in capsys.readouterr().err
+
+
+def test_the_command_counts_a_model_by_its_config_json(tmp_path, capsys):
+    out, path = tmp_path / "sizes.json", written(tmp_path, GEMMA_3_4B)
+    assert cli.main(["plan", "--model", path, "--no-compile", "--json", str(out)]) == 0
+    assert "config.json (only text_config), batch 4, default" in capsys.readouterr().out
+    assert json.loads(out.read_text())["parts"]["parameters"]["elements"] == 3_880_263_168
 
 
 @pytest.mark.gpu_compiler

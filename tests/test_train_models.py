@@ -59,7 +59,12 @@ def write(path, model, **options):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "swin")) for n in FAMILIES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "swin"))
+        for name, family in FAMILIES.items()
+        if family.merges_norms(None)
+    ],
 )
 def test_a_trained_merged_model_is_exported_as_the_same_function(name, tmp_path):
     family, config, inputs, params = load(TINY / name)
@@ -152,7 +157,8 @@ def test_only_a_model_of_bytes_needs_no_tokenizer():
 
 def test_models_have_attention_that_runs():
     for name, (family, config) in MODELS.items():
-        assert choose_attention(config, "gpu", jnp.bfloat16, 128) == "cudnn", name
+        if not family.name.startswith("gemma"):  # cuDNN has no windows and soft caps here
+            assert choose_attention(config, "gpu", jnp.bfloat16, 128) == "cudnn", name
         assert choose_attention(config, "gpu", jnp.float32, 128) in ("xla", "chunked")
         assert choose_attention(config, "cpu", jnp.float16, 128) == "chunked"
         assert find_source(name, None, family.task).config is config

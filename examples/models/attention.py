@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,11 @@ def attention(
     lengths: Int[Array, " batch"] | None = None,
     causal: bool = False,
     bias: Float[Array, "#batch #heads tokens keys"] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "batch tokens heads head_size"]:
-    """softmax(q k^T / sqrt(head_size) + bias) v.
+    """softmax(q k^T scale + bias) v.
 
     Args:
       q: `[batch, tokens, heads, head_size]`.
@@ -40,19 +44,34 @@ def attention(
       lengths: int32, 1 to keys: how many keys of each sequence there are, the rest is padding.
       causal: token i sees keys up to i.
       bias: in q's dtype, broadcast over batch and heads.
+      scale: of the scores; None for 1 / sqrt(head_size).
+      soft_cap: scores are soft_cap tanh(scores / soft_cap), before the bias.
+      window: token i sees keys above i - window; with `causal` alone. It is a mask: the scores
+        outside the window are computed too.
 
     Returns:
       `[batch, tokens, heads, head_size]` in q's dtype.
 
     Raises:
-      ValueError: no such implementation, or shapes that do not fit.
+      ValueError: no such implementation, or shapes that do not fit; `soft_cap` or `window` for
+        "cudnn".
     """
+    if window is not None and not causal:
+        raise ValueError("attention: window: expected None without causal")
     if implementation == "chunked":
-        return _checked_chunked(q, k, v, lengths, causal, bias)
+        how = _How(causal, scale or q.shape[-1] ** -0.5, soft_cap)
+        return _checked_chunked(how, q, k, v, lengths, bias, window)
     if implementation not in ("xla", "cudnn"):
         raise ValueError(
             f"implementation={implementation!r}, accepted are 'xla', 'cudnn' and 'chunked'"
         )
+    if implementation == "cudnn" and not (soft_cap is None and window is None):
+        raise ValueError(
+            "attention: implementation: expected 'xla' or 'chunked' for a soft cap or a window, "
+            "got 'cudnn'"
+        )
+    if soft_cap is not None:
+        return _capped(q, k, v, lengths, causal, bias, scale, soft_cap, window)
     tokens = q.shape[1]
     if implementation == "cudnn" and (tokens % 2 or k.shape[1] % 2):
         q, k, v, lengths, bias = _even(q, k, v, lengths, bias)
@@ -61,6 +80,10 @@ def attention(
         k,
         v,
         bias,
+        None
+        if window is None
+        else _seen(tokens, jnp.arange(k.shape[1]), window=window)[None, None],
+        scale=scale,
         is_causal=causal,
         key_value_seq_lengths=lengths,
         implementation=implementation,
@@ -84,8 +107,39 @@ def _even(q, k, v, lengths, bias):
     return q, k, v, lengths, bias
 
 
+def _capped(q, k, v, lengths, causal, bias, scale, soft_cap, window):
+    """As `jax.nn.dot_product_attention` computes it, which has no soft cap."""
+    batch, tokens, heads, size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    q_grouped = _grouped(q, kv_heads)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q_grouped, k, preferred_element_type=jnp.float32)
+    scores = soft_cap * jnp.tanh(scores * np.float32((scale or size**-0.5) / soft_cap))
+    scores = scores.reshape(batch, heads, tokens, keys)
+    if bias is not None:
+        scores += bias.astype(jnp.float32)
+    position = jnp.arange(keys)
+    seen = _seen(tokens, position, causal, window)[None, None]
+    if lengths is not None:
+        seen &= (position[None] < lengths[:, None])[:, None, None]
+    p = jax.nn.softmax(jnp.where(seen, scores, _UNSEEN), axis=-1).astype(v.dtype)
+    p = p.reshape(batch, kv_heads, heads // kv_heads, tokens, keys)
+    return jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
+
+
+def _seen(tokens, position, causal=False, window=None):
+    """Which keys, those at `position`, each token sees."""
+    own, position = jnp.arange(tokens)[:, None], position[None]
+    seen = jnp.ones((tokens, position.shape[1]), bool) if not causal else position <= own
+    return seen if window is None else seen & (position > own - window)
+
+
 def best_attention(
-    platform: str, dtype: jax.typing.DTypeLike, head_size: int, tokens: int
+    platform: str,
+    dtype: jax.typing.DTypeLike,
+    head_size: int,
+    tokens: int,
+    *,
+    in_cudnn: bool = True,
 ) -> Attention:
     """The leanest implementation that runs.
 
@@ -93,8 +147,9 @@ def best_attention(
       platform: "gpu" for NVIDIA's of compute capability 8.0 or more, "cpu", or another.
       dtype: of q, k and v.
       head_size, tokens: the sizes; `tokens` of keys, if there are more keys.
+      in_cudnn: whether cuDNN has it: not with a soft cap or a window, see `attention`.
     """
-    fits = jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
+    fits = in_cudnn and jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
     if platform == "gpu" and fits:
         return "cudnn"
     # JAX has no float16 product with a float32 sum on a CPU, and XLA's attention asks for it.
@@ -111,7 +166,20 @@ def attention_platform(device: jax.Device) -> str:
     return "gpu" if is_number and float(capability) >= 8 else "another"
 
 
-def _checked_chunked(q, k, v, lengths, causal, bias):
+class _How(NamedTuple):
+    """What "chunked" does with the scores."""
+
+    causal: bool
+    scale: float
+    soft_cap: float | None
+
+
+#: In place of the scores of keys that a token does not see. -inf would make a difference of
+#: infinities where a token sees none of the first chunks.
+_UNSEEN = float(jnp.finfo(jnp.float32).min)
+
+
+def _checked_chunked(how, q, k, v, lengths, bias, window):
     batch, tokens, heads, size = q.shape
     keys, kv_heads = k.shape[1:3]
     if k.shape != (batch, keys, kv_heads, size) or v.shape != k.shape or heads % kv_heads:
@@ -129,16 +197,19 @@ def _checked_chunked(q, k, v, lengths, causal, bias):
             f"bias has shape {bias.shape}, accepted is [1 or {batch}, 1 or {heads}, {tokens}, "
             f"{keys}]"
         )
-    return _chunked(causal, q, k, v, lengths, bias)
+    window = None if window is None else jnp.asarray(window)
+    return _chunked(how, q, k, v, lengths, bias, window)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(causal, q, k, v, lengths, bias):
-    return _chunked_forward(causal, q, k, v, lengths, bias)[0]
+def _chunked(how, q, k, v, lengths, bias, window):
+    return _chunked_forward(how, q, k, v, lengths, bias, window)[0]
 
 
-def _chunks(q, k, v, lengths, bias, causal):
-    """The number of chunks, and what chunk i is: keys, values and scores of its own."""
+def _chunks(how, q, k, v, lengths, bias, window):
+    """The number of chunks, and what chunk i is: keys, values and scores of its own, and the slope
+    of the soft cap.
+    """
     tokens, keys = q.shape[1], k.shape[1]
     q_grouped = _grouped(q, k.shape[2])
     chunk = min(CHUNK, keys)
@@ -153,16 +224,20 @@ def _chunks(q, k, v, lengths, bias, causal):
     def chunk_of(i):
         k_i, v_i = (lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in (k, v))
         scores = jnp.einsum("btkgh,bskh->bkgts", q_grouped, k_i, preferred_element_type=jnp.float32)
-        scores *= np.float32(q.shape[-1] ** -0.5)
+        scores *= np.float32(how.scale)
+        slope = None
+        if how.soft_cap is not None:
+            capped = jnp.tanh(scores / np.float32(how.soft_cap))
+            scores, slope = capped * np.float32(how.soft_cap), 1 - jnp.square(capped)
         if bias is not None:
             bias_i = lax.dynamic_slice_in_dim(bias, i * chunk, chunk, axis=4)
             scores += bias_i.astype(jnp.float32)
-        position = i * chunk + jnp.arange(chunk)[None]
+        position = i * chunk + jnp.arange(chunk)
         last = jnp.full((1,), keys) if lengths is None else lengths
-        seen = (position < last[:, None])[:, None, None, None]
-        if causal:
-            seen &= (position <= jnp.arange(tokens)[:, None])[None, None, None]
-        return k_i, v_i, jnp.where(seen, scores, -jnp.inf)
+        seen = (position[None] < last[:, None])[:, None, None, None]
+        if how.causal:
+            seen &= _seen(tokens, position, True, window)[None, None, None]
+        return k_i, v_i, jnp.where(seen, scores, _UNSEEN), slope
 
     return chunk, count, chunk_of
 
@@ -178,16 +253,16 @@ def _loop(count, body, carry):
     return lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), carry))[1]
 
 
-def _chunked_forward(causal, q, k, v, lengths, bias):
-    _, count, chunk_of = _chunks(q, k, v, lengths, bias, causal)
+def _chunked_forward(how, q, k, v, lengths, bias, window):
+    _, count, chunk_of = _chunks(how, q, k, v, lengths, bias, window)
     batch, tokens, heads, size = q.shape
     rows = (batch, k.shape[2], heads // k.shape[2], tokens)
 
     def body(i, carry):
         biggest, total, out = carry
-        _, v_i, scores = chunk_of(i)
+        _, v_i, scores, _ = chunk_of(i)
         new = jnp.maximum(biggest, scores.max(-1))
-        # The first key is never masked, so that from chunk 0 on no maximum is -inf.
+        # Where a token has seen no key yet, this is 1 and `shrink` becomes 0 with the first one.
         p = jnp.exp(scores - new[..., None])
         shrink = jnp.exp(biggest - new)
         out_i = jnp.einsum(
@@ -198,13 +273,13 @@ def _chunked_forward(causal, q, k, v, lengths, bias):
     start = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((*rows, size))
     biggest, total, out = _loop(count, body, start)
     out = jnp.moveaxis(out / total[..., None], 3, 1).reshape(q.shape).astype(q.dtype)
-    return out, (q, k, v, lengths, bias, out, biggest + jnp.log(total))
+    return out, (q, k, v, lengths, bias, window, out, biggest + jnp.log(total))
 
 
-def _chunked_backward(causal, residuals, g):
-    q, k, v, lengths, bias, out, logsumexp = residuals
-    chunk, count, chunk_of = _chunks(q, k, v, lengths, bias, causal)
-    kv_heads, scale = k.shape[2], np.float32(q.shape[-1] ** -0.5)
+def _chunked_backward(how, residuals, g):
+    q, k, v, lengths, bias, window, out, logsumexp = residuals
+    chunk, count, chunk_of = _chunks(how, q, k, v, lengths, bias, window)
+    kv_heads, scale = k.shape[2], np.float32(how.scale)
     q_grouped, g_grouped = _grouped(q, kv_heads), _grouped(g, kv_heads)
     # sum_s p_s (g v_s) = g out: one number a row stands for all keys.
     row = jnp.einsum(
@@ -214,7 +289,7 @@ def _chunked_backward(causal, residuals, g):
 
     def body(i, carry):
         dq, dk, dv, dbias = carry
-        k_i, v_i, scores = chunk_of(i)
+        k_i, v_i, scores, slope = chunk_of(i)
         p = jnp.exp(scores - logsumexp[..., None])
         dscores = p * (dot("btkgh,bskh->bkgts", g_grouped, v_i) - row[..., None])
         if bias is not None:
@@ -222,6 +297,7 @@ def _chunked_backward(causal, residuals, g):
             summed = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
             dbias_i = dbias_i.sum(summed, keepdims=True).astype(bias.dtype)
             dbias = lax.dynamic_update_slice_in_dim(dbias, dbias_i, i * chunk, axis=3)
+        dscores = dscores if slope is None else dscores * slope
         dscores = (dscores * scale).astype(q.dtype)
         dq += dot("bkgts,bskh->btkgh", dscores, k_i)
         dk_i = dot("bkgts,btkgh->bskh", dscores, q_grouped).astype(k.dtype)
@@ -236,7 +312,8 @@ def _chunked_backward(causal, residuals, g):
     start = jnp.zeros(q_grouped.shape), zeros, zeros, dbias
     dq, dk, dv, dbias = _loop(count, body, start)
     dq = dq.astype(q.dtype).reshape(q.shape)
-    return dq, dk[:, :keys], dv[:, :keys], None, None if bias is None else dbias[..., :keys]
+    dbias = None if bias is None else dbias[..., :keys]
+    return dq, dk[:, :keys], dv[:, :keys], None, dbias, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -1,7 +1,8 @@
 """What the models share: one name decides which ops they run and what they recompute."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -115,8 +116,21 @@ def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = Tr
     )
 
 
-def rms_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
-    """An RMSNorm module; `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`."""
+def rms_norm(
+    compute: Compute,
+    epsilon: float,
+    name: str,
+    *,
+    affine: bool = True,
+    zero_centered: bool = False,
+    **kwargs,
+):
+    """An RMSNorm module; `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`.
+
+    `zero_centered`: it multiplies by 1 + scale, as Gemma's do, and has no other `affine`.
+    """
+    if zero_centered:
+        return ZeroCenteredRMSNorm(compute, epsilon, name=name, **kwargs)
     return _norm(compute, nn.RMSNorm, lm.MSRMSNorm, kwargs)(
         epsilon=epsilon,
         dtype=compute.dtype,
@@ -133,6 +147,33 @@ def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
     return nn.remat(flax_norm) if compute.checkpointed else flax_norm
 
 
+class ZeroCenteredRMSNorm(nn.Module):
+    """x / rms(x) (1 + scale), in float32."""
+
+    compute: Compute
+    epsilon: float
+    residual: NormResidual = "auto"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        compute = self.compute
+        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:], compute.param_dtype)
+        fields = {"epsilon": self.epsilon, "dtype": compute.dtype}
+        if compute.lowmembp:
+            norm = partial(lm.ms_rms_norm, **fields, residual=self.residual)
+        else:
+            norm = partial(_rms_norm, **fields)
+            norm = jax.checkpoint(norm) if compute.checkpointed else norm
+        return norm(x, 1 + scale.astype(jnp.float32))
+
+
+def _rms_norm(x, scale, *, epsilon, dtype):
+    x = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+    return (x * jax.lax.rsqrt(mean + epsilon) * scale).astype(dtype)
+
+
 def gelu(
     compute: Compute, x: Float[Array, "*shape"], *, approximate: bool
 ) -> Float[Array, "*shape"]:
@@ -146,6 +187,12 @@ def swiglu(
     compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     return lm.swiglu(gate, up) if compute.lowmembp else _activation(compute, nn.silu, gate) * up
+
+
+def geglu(
+    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    return lm.geglu(gate, up) if compute.lowmembp else _activation(compute, nn.gelu, gate) * up
 
 
 def _activation(compute: Compute, function, x):
@@ -169,28 +216,37 @@ def remat_layer(
     return layer
 
 
-def run_layers(layer: Callable[..., nn.Module], count: int, scan: bool, x: Any, *args: Any) -> Any:
+def run_layers(
+    layer: Callable[..., nn.Module],
+    count: int,
+    scan: bool,
+    x: Any,
+    *args: Any,
+    each: Sequence[Any] = (),
+) -> Any:
     """x after all layers; call it inside a compact module.
 
     Args:
-      layer: of a `name`. What it returns the next one takes, with `args`.
+      layer: of a `name`. What it returns the next one takes, with `args` and its own of `each`.
       count: of layers.
       scan: in one `nn.scan`, which compiles in the time of one layer: parameters are stacked, under
         "layers", in place of "layer_0", "layer_1", ...
       x: what the first one takes.
+      *args: what all take.
+      each: arrays whose leading axis is that of layers.
     """
     if not scan:
         for index in range(count):
-            x = layer(name=f"layer_{index}")(x, *args)
+            x = layer(name=f"layer_{index}")(x, *args, *(rows[index] for rows in each))
         return x
     run = nn.scan(
         lambda module, x, *args: (module(x, *args), None),
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=nn.broadcast,
+        in_axes=(nn.broadcast,) * len(args) + (0,) * len(each),
         length=count,
     )
-    return run(layer(name="layers"), x, *args)[0]
+    return run(layer(name="layers"), x, *args, *map(jnp.asarray, each))[0]
 
 
 def checkpoint_index(name: str) -> str:

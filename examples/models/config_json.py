@@ -36,6 +36,27 @@ Epsilon = Annotated[float, 1e-20, 1]
 
 _ITEMS = 8  # of a list
 
+#: Keys that change nothing of what a step of training computes.
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("model_type", "architectures", "transformers_version", "_name_or_path"),
+        *("torch_dtype", "dtype", "use_cache", "cache_implementation", "tokenizer_class"),
+        *("initializer_range", "initializer_factor", "pretraining_tp", "return_dict"),
+        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
+        *("_attn_implementation", "attn_implementation", "encoder_stride"),
+        *("pooler_act", "pooler_output_size"),
+    )
+)
+#: Keys that change something, unless they have this value.
+_NEUTRAL = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), 0),
+    **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate"), 0),
+    **dict.fromkeys(("is_decoder", "is_encoder_decoder", "add_cross_attention"), False),
+    **dict.fromkeys(("use_bidirectional_attention", "tie_encoder_decoder"), False),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceConfig:
@@ -50,6 +71,8 @@ class HuggingFaceConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    #: Keys that `from_keys` reads or may ignore, besides the fields.
+    other_keys: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> Self:
@@ -84,6 +107,29 @@ class HuggingFaceConfig:
             elif field.default is dataclasses.MISSING:
                 raise ValueError(f"{name} is missing, it must be {_rule(hints[name])[1]}")
         return cls(**values)
+
+    @classmethod
+    def check_keys(cls, given: Mapping[str, Any]) -> None:
+        """Checks that no key asks for a model that this config cannot describe.
+
+        Raises:
+          ValueError: the file is of another architecture, or has a key that is not known here.
+        """
+        if given.get("architectures") not in (None, [], [cls.architecture]):
+            found = reprlib.repr(given["architectures"])
+            raise ValueError(f"architectures: expected ['{cls.architecture}'], got {found}")
+        known = {field.name for field in dataclasses.fields(cls)} | {*cls.other_keys}
+        for name, value in given.items():
+            if value is None or name in known | _WITHOUT_EFFECT:
+                continue
+            found = reprlib.repr(value)
+            if name not in _NEUTRAL:
+                raise ValueError(
+                    f"{name}: expected no such key, because {cls.model_type} has none here, got "
+                    f"{found}; remove it if it does not change what the model computes"
+                )
+            if value != _NEUTRAL[name]:
+                raise ValueError(f"{name}: expected {_NEUTRAL[name]!r}, got {found}")
 
     def to_json(self) -> dict[str, Any]:
         """What transformers needs in a config.json beside the tensors."""
@@ -125,15 +171,12 @@ def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
         number, low, high = parts
+        if get_origin(number) is tuple:
+            return _list_rule(get_args(number)[0], low, high)
         words = f"{'an integer' if number is int else 'a number'} from {low} to {high}"
         return lambda value: type(value) in {int, number} and low <= value <= high, words
     if kind is tuple:
-        accepts, words = _rule(parts[0])
-
-        def accepts_all(value):
-            return isinstance(value, list) and 0 < len(value) <= _ITEMS and all(map(accepts, value))
-
-        return accepts_all, f"a list of 1 to {_ITEMS}, each {words}"
+        return _list_rule(parts[0], 1, _ITEMS)
     if kind in (Union, types.UnionType):
         rules = [_rule(part) for part in parts]
         words = " or ".join(words for _, words in rules)
@@ -142,3 +185,12 @@ def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
         return lambda value: value in parts, " or ".join(map(repr, parts))
     words = {bool: "true or false", types.NoneType: "null"}[hint]
     return lambda value: type(value) is hint, words
+
+
+def _list_rule(item: Any, low: int, high: int) -> tuple[Callable[[Any], bool], str]:
+    accepts, words = _rule(item)
+
+    def accepts_all(value):
+        return isinstance(value, list) and low <= len(value) <= high and all(map(accepts, value))
+
+    return accepts_all, f"a list of {low} to {high}, each {words}"

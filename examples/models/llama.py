@@ -3,103 +3,42 @@
 Touvron et al. 2023 (arXiv:2302.13971), as Hugging Face's `LlamaForCausalLM` computes it:
 pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, the head tied to the
 embedding or not. Text is padded on the right: no token sees the padding behind it.
+
+The configs of `models.decoder_configs` make it Qwen 3 (arXiv:2505.09388), Gemma 2
+(arXiv:2408.00118) or the text model of Gemma 3 (arXiv:2503.19786) as well.
 """
 
-import dataclasses
+import math
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import (
     Compute,
     NormResidual,
     checkpoint_index,
+    geglu,
     remat_layer,
     rms_norm,
     run_layers,
     swiglu,
 )
-from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
+from lowmembp_examples.models.decoder_configs import CONFIGS, LlamaConfig
 from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
 
 import lowmembp_jax as lm
-
-
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig(HuggingFaceConfig):
-    """Sizes, under the names of Hugging Face's config.json.
-
-    Scaled rotary positions (those of LLaMA 3.1 and later among them) are not supported.
-    """
-
-    hidden_size: Size
-    num_hidden_layers: Layers
-    num_attention_heads: Size
-    intermediate_size: Size
-    num_key_value_heads: Size | None = None  # as many as num_attention_heads
-    head_dim: Size | None = None  # hidden_size / num_attention_heads
-    vocab_size: Size = 32000
-    max_position_embeddings: Size = 2048
-    rms_norm_eps: Epsilon = 1e-6
-    rope_theta: Annotated[float, 1, 1e15] = 10000.0
-    tie_word_embeddings: bool = False
-    hidden_act: Literal["silu"] = "silu"
-    attention_bias: Literal[False] = False
-    mlp_bias: Literal[False] = False
-    rope_scaling: None = None
-
-    model_type: ClassVar[str] = "llama"
-    architecture: ClassVar[str] = "LlamaForCausalLM"
-
-    def __post_init__(self):
-        if self.head_dim is None:
-            self._check_multiple("hidden_size", "num_attention_heads")
-        if self.num_key_value_heads is not None:
-            self._check_multiple("num_attention_heads", "num_key_value_heads")
-        if self.head_size % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, found {self.head_size}")
-
-    @classmethod
-    def from_keys(cls, given: dict[str, Any]) -> Self:
-        scaling = given.get("rope_parameters") or given.get("rope_scaling")
-        if isinstance(scaling, dict):  # rope_parameters, of transformers 5, have rope_theta too
-            scaling, given = dict(scaling), {"rope_theta": cls.rope_theta, **given}
-            given["rope_theta"] = scaling.pop("rope_theta", given["rope_theta"])
-        plain = ({}, {"rope_type": "default"}, {"type": "default"})
-        return super().from_keys({**given, "rope_scaling": None if scaling in plain else scaling})
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_key_value_heads or self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest text that the positions are for."""
-        return self.max_position_embeddings
-
-
-CONFIGS = {
-    "llama-tiny": LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=256),
-    # TinyLlama's sizes (arXiv:2401.02385).
-    "llama-1b": LlamaConfig(2048, 22, 32, 5632, num_key_value_heads=4),
-    "llama-7b": LlamaConfig(4096, 32, 32, 11008),
-    "llama-13b": LlamaConfig(5120, 40, 40, 13824),
-}
 
 
 def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:
     """For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
 
     For layers of their own and for scanned ones. The last norm in front of a tied head keeps its
-    scale: the embedding cannot take it.
+    scale: the embedding cannot take it. Gemma's norms keep all of theirs.
     """
+    if config.is_gemma:
+        return []
     rules = [
         lm.MergeRule("{layer}/norm1", ["{layer}/query", "{layer}/key", "{layer}/value"]),
         lm.MergeRule("{layer}/norm2", ["{layer}/gate", "{layer}/up"]),
@@ -112,8 +51,8 @@ NORM_RULES = norm_rules(CONFIGS["llama-7b"])
 
 
 class LlamaLayer(nn.Module):
-    """Self-attention and SwiGLU, each behind a norm; fields as for `Llama`, and `scanned`: whether
-    it is the body of a loop.
+    """Self-attention and a gated MLP, each behind a norm; fields as for `Llama`, and `scanned`:
+    whether it is the body of a loop.
     """
 
     config: LlamaConfig
@@ -123,10 +62,22 @@ class LlamaLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "batch tokens hidden"], rotation: Rotation
+        self,
+        x: Float[Array, "batch tokens hidden"],
+        rotation: Rotation,
+        local_rotation: Rotation | None = None,
+        is_local: Bool[Array, ""] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
+        """The residual stream after the layer.
+
+        Args:
+          x: the residual stream before it.
+          rotation: positions, see `rotary_positions`.
+          local_rotation: those of a layer whose tokens see a window.
+          is_local: whether this is one; None in models that have none.
+        """
         config, compute = self.config, self.compute
-        norm = partial(_norm, self, affine=not compute.merged)
+        norm = partial(_norm, self)
         dense = partial(
             nn.DenseGeneral,
             use_bias=False,
@@ -134,29 +85,56 @@ class LlamaLayer(nn.Module):
             param_dtype=compute.param_dtype,
         )
         heads, kv_heads, size = config.num_attention_heads, config.kv_heads, config.head_size
+        window = None
+        if local_rotation is not None and is_local is not None:
+            both = zip(local_rotation, rotation, strict=True)
+            cos, sin = (jnp.where(is_local, local, other) for local, other in both)
+            rotation, window = (cos, sin), jnp.where(is_local, config.sliding_window, x.shape[1])
+
+        def turned(name, count):
+            z = dense((count, size), name=name)(y)
+            if config.normalizes_heads:
+                z = norm(name=f"{name}_norm", into_dense=False)(z)
+            return rotate(z, rotation)
+
         y = norm(name="norm1")(x)
-        q = rotate(dense((heads, size), name="query")(y), rotation)
-        k = rotate(dense((kv_heads, size), name="key")(y), rotation)
+        q, k = turned("query", heads), turned("key", kv_heads)
         v = dense((kv_heads, size), name="value")(y)
-        h = attention(q, k, v, compute.attention, causal=True)
+        h = attention(
+            *(q, k, v, compute.attention),
+            causal=True,
+            scale=config.query_scale,
+            soft_cap=config.attn_logit_softcapping,
+            window=window,
+        )
         # Contracts over (head, head size): a reshape before it would be kept a second time.
-        x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
-        y = norm(name="norm2")(x)
+        h = dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
+        x = x + (norm(name="post_attention_norm")(h) if config.is_gemma else h)
+        y = norm(name="pre_mlp_norm" if config.is_gemma else "norm2")(x)
         gate = dense(config.intermediate_size, name="gate")(y)
         up = dense(config.intermediate_size, name="up")(y)
 
         def down(layer, gate, up):
-            h = swiglu(compute, gate, up)
+            h = (geglu if config.is_gemma else swiglu)(compute, gate, up)
             return dense(config.hidden_size, name="down", parent=layer)(h)
 
         if compute.lowmembp:  # gate and up are kept, and not their product
             down = nn.remat(down, prevent_cse=not self.scanned)
-        return x + down(self, gate, up)
+        h = down(self, gate, up)
+        return x + (norm(name="post_mlp_norm")(h) if config.is_gemma else h)
 
 
-def _norm(module: "LlamaLayer | Llama", *, name: str, affine: bool) -> nn.Module:
-    config, residual = module.config, module.norm_residual
-    return rms_norm(module.compute, config.rms_norm_eps, name, affine=affine, residual=residual)
+def _norm(module: "LlamaLayer | Llama", *, name: str, into_dense: bool = True) -> nn.Module:
+    """A norm. `into_dense`: Denses alone read its output, so that its scale can be merged."""
+    config, compute = module.config, module.compute
+    return rms_norm(
+        compute,
+        config.rms_norm_eps,
+        name,
+        affine=not (compute.merged and into_dense),
+        zero_centered=config.is_gemma,
+        residual=module.norm_residual,
+    )
 
 
 class Llama(nn.Module):
@@ -189,21 +167,34 @@ class Llama(nn.Module):
             float32, without the logits in memory. Negative targets are left out.
         """
         config, compute = self.config, self.compute
+        if config.is_gemma and compute.merged:
+            raise ValueError(
+                f"Llama: compute: expected merged=False for {config.model_type}, whose norms "
+                "multiply by 1 + scale"
+            )
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
         embed = nn.Embed(config.vocab_size, config.hidden_size, **dtypes, name="word_embeddings")
         x = embed(input_ids)
-        rotation = rotary_positions(input_ids.shape[1], config.head_size, config.rope_theta)
+        if config.is_gemma:
+            x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+        rotations = partial(rotary_positions, input_ids.shape[1], config.head_size)
+        shared, each = (rotations(config.rope_theta, config.rope_scaling),), ()
+        if config.is_local is not None:
+            shared, each = (*shared, rotations(config.local_rope_theta)), (config.is_local,)
         scan = self.scan_layers
         layer = remat_layer(LlamaLayer, compute, scanned=scan)
         layer = partial(layer, config, compute, self.norm_residual, scan)
-        x = run_layers(layer, config.num_hidden_layers, scan, x, rotation)
-        tied = config.tie_word_embeddings
-        x = _norm(self, name="norm", affine=tied or not compute.merged)(x)
+        x = run_layers(layer, config.num_hidden_layers, scan, x, *shared, each=each)
+        tied, cap = config.tie_word_embeddings, config.final_logit_softcapping
+        x = _norm(self, name="norm", into_dense=not tied)(x)
         head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")
         if targets is None or self.is_initializing():
-            return (embed.attend(x) if tied else head(x)).astype(jnp.float32)
+            logits = (embed.attend(x) if tied else head(x)).astype(jnp.float32)
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
         # In the dtype of x, as the modules compute it.
-        loss = partial(lm.linear_cross_entropy, x, labels=targets, reduction="sum")
+        loss = partial(
+            lm.linear_cross_entropy, x, labels=targets, reduction="sum", logit_soft_cap=cap
+        )
         if tied:
             return loss(None, embedding=embed.embedding.astype(x.dtype))
         return loss(head.variables["params"]["kernel"].astype(x.dtype))
@@ -223,7 +214,12 @@ _MODULES = {
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
     "attention_output": "self_attn.o_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
     "norm2": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
@@ -231,7 +227,9 @@ _MODULES = {
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor of Hugging Face's `LlamaForCausalLM` for a parameter of `Llama`."""
+    """The tensor of Hugging Face's `LlamaForCausalLM`, and of the other families' classes, for a
+    parameter of `Llama`.
+    """
     *layer, module, _ = path
     name = f"{_MODULES[module]}.weight"
     return f"model.layers.{checkpoint_index(layer[0])}.{name}" if layer else name

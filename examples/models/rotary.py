@@ -1,7 +1,10 @@
 """Rotary positions: Su et al. 2021 (arXiv:2104.09864)."""
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+from lowmembp_examples.models.decoder_configs import RopeScaling
 
 #: Cosine and sine.
 Rotation = tuple[
@@ -9,12 +12,29 @@ Rotation = tuple[
 ]
 
 
-def rotary_positions(tokens: int, head_size: int, theta: float) -> Rotation:
-    """Cosine and sine of position * theta^(-2j / head_size), j below head_size / 2, float32."""
+def rotary_positions(
+    tokens: int, head_size: int, theta: float, scaling: RopeScaling | None = None
+) -> Rotation:
+    """Cosine and sine of position * theta^(-2j / head_size), j below head_size / 2, float32.
+
+    With `scaling` the frequencies are other ones, see `RopeScaling`.
+    """
     half = head_size // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
     angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies[None]
     return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+
+
+def _scaled(frequencies, scaling):
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    # How many times they turn in a text of the length that the model was first trained for.
+    turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    plain = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequencies * (plain + (1 - plain) / scaling.factor)
 
 
 def rotate(

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 from lowmembp_examples.data.tasks import TaskName
-from lowmembp_examples.models import bert, llama, roberta, swin, vit
+from lowmembp_examples.models import bert, decoder_configs, llama, roberta, swin, vit
 from lowmembp_examples.models.attention import best_attention
 from lowmembp_examples.models.common import Attention, Compute, NormResidual
 
@@ -30,10 +30,18 @@ class Family(NamedTuple):
     @property
     def layers(self) -> tuple[Layers, ...]:
         """How its layers can be run: first as the trainer does."""
-        return ("scan", "unrolled") if self.name == "llama" else ("unrolled", "scan")
+        return ("scan", "unrolled") if self.module is llama else ("unrolled", "scan")
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """Its sizes by name."""
+        named = self.module.CONFIGS.items()
+        return {name: config for name, config in named if type(config) is self.config}
 
     def merges_norms(self, layers: Layers | None) -> bool:
         """Whether a model whose layers run so takes norms merged into Denses."""
+        if issubclass(self.config, llama.LlamaConfig):
+            return not self.config.is_gemma
         return not (layers == "scan" and issubclass(self.config, bert.BertConfig))
 
     def build(
@@ -54,7 +62,7 @@ class Family(NamedTuple):
 
     def norm_rules(self, config: Any, layers: Layers | None = None) -> Any:
         """For `lm.merge_norm_affine`; `layers` as for `build`."""
-        if self.name == "llama":  # depends on whether the head is tied
+        if self.module is llama:  # depends on whether the head is tied
             return llama.norm_rules(config)
         if self.name == "swin":
             return swin.norm_rules(layers == "scan")
@@ -67,6 +75,10 @@ _SWIN = swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_
 _BERT = (8192, 128, 2, 4, 512)
 _ROBERTA = roberta.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
 _LLAMA = llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256)
+_QWEN3 = decoder_configs.Qwen3Config(128, 4, 4, 352, 2, head_dim=32, vocab_size=256)
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "vocab_size": 256, "sliding_window": 64}
+_GEMMA2 = decoder_configs.Gemma2Config(128, 4, 4, 352, 2, **_GEMMA)
+_GEMMA3 = decoder_configs.Gemma3Config(128, 4, 4, 352, 2, sliding_window_pattern=4, **_GEMMA)
 _HEADS = ("pooler", "classifier"), ("dense", "classifier")
 FAMILIES = {
     family.name: family
@@ -79,14 +91,17 @@ FAMILIES = {
         Family(
             roberta, roberta.RobertaClassifier, roberta.RobertaConfig, _TEXT, _HEADS[1], _ROBERTA
         ),
-        Family(llama, llama.Llama, llama.LlamaConfig, "language-modelling", (), _LLAMA),
+        *(
+            Family(llama, llama.Llama, type(toy), "language-modelling", (), toy)
+            for toy in (_LLAMA, _QWEN3, _GEMMA2, _GEMMA3)
+        ),
     )
 }
 #: Family and sizes by name.
 MODELS = {
     name: (family, config)
     for family in FAMILIES.values()
-    for name, config in {f"{family.name}-toy": family.toy, **family.module.CONFIGS}.items()
+    for name, config in {f"{family.name}-toy": family.toy, **family.configs}.items()
 }
 
 
@@ -100,4 +115,7 @@ def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Att
         head_size = getattr(config, "head_size", head_size)
     if isinstance(config, vit.ViTConfig):
         length = (config.image_size // config.patch_size) ** 2 + 1
-    return best_attention(platform, dtype, head_size, length)
+    plain = True
+    if isinstance(config, llama.LlamaConfig):
+        plain = config.attn_logit_softcapping is None and config.is_local is None
+    return best_attention(platform, dtype, head_size, length, in_cudnn=plain)

@@ -69,7 +69,11 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     family, dtype = source.family, jnp.dtype(config.dtype)
+    can_merge = family.merges_norms(None)
+    if config.merge and not can_merge:
+        raise UsageError(f"--merge: expected no for {family.name}, whose norms cannot be merged")
     merged = config.method.startswith("lowmembp") if config.merge is None else config.merge
+    merged = merged and can_merge
     param_dtype = config.optimizer.param_dtype if config.train == "full" else dtype
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)

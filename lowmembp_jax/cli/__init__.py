@@ -3,6 +3,8 @@ step tables for activations.
 
 lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
 
+lowmembp plan --model path/to/config.json --train lora-all --budget 24GB
+
 lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --json plan.json
 
 lowmembp residuals --model vit-b16 --method lowmembp
@@ -89,7 +91,3 @@ def _interrupted() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_INTERRUPTED)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -42,6 +42,22 @@ class Factory:
         return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
 
     @property
+    def without_compress(self) -> str | None:
+        """Why there is no method "compress", and how to get it; None where there may be one.
+
+        Which modules are the model's blocks cannot be told from outside.
+        """
+        if self.takes("method"):
+            return None
+        name = self.name.rpartition(":")[2]
+        return (
+            f"there is no row of lm.compress, because {name} takes no argument `method`. Add one, "
+            f"set {name}.methods = ('default', 'compress'), and for 'compress' return "
+            "lm.patch(compress='layers_*')(step) in place of step, with the paths of your linen "
+            "blocks. For NNX, use lm.nnx.compress"
+        )
+
+    @property
     def default_batch(self) -> int | None:
         """The batch size where none is given, if it says so."""
         batch = self._names().get("batch")
@@ -109,11 +125,14 @@ def load_factory(model: str) -> Factory:
     """The factory that `--model` names.
 
     Args:
-      model: a model of the examples, or `path/to/file.py:function`, see `function_of_file`.
+      model: a model of the examples, the path of a Hugging Face config.json, or
+        `path/to/file.py:function`, see `function_of_file`.
 
     Raises:
       WorkloadError: no such file, function or model.
     """
+    if model.endswith(".json"):
+        return _config_json(model)
     if ":" not in model:
         return _example(model)
     try:
@@ -122,11 +141,28 @@ def load_factory(model: str) -> Factory:
         raise WorkloadError(str(error)) from error
 
 
+def _examples() -> Any:
+    """The module that plans the examples' models; None where the examples are not installed."""
+    if importlib.util.find_spec("lowmembp_examples") is None:
+        return None
+    return importlib.import_module("lowmembp_examples.planning")
+
+
 def example_models() -> Mapping[str, Callable[..., Any]]:
     """The models of the examples by name; none where the examples are not installed."""
-    if importlib.util.find_spec("lowmembp_examples") is None:
-        return {}
-    return importlib.import_module("lowmembp_examples.planning").MODELS
+    examples = _examples()
+    return {} if examples is None else examples.MODELS
+
+
+def _config_json(path: str) -> Factory:
+    examples = _examples()
+    if examples is None:
+        raise WorkloadError(f"--model: {path} needs the examples, which are not installed")
+    try:
+        name, function = examples.of_config_json(path)
+    except ValueError as error:
+        raise WorkloadError(f"--model: {error}") from error
+    return Factory(function, name, is_example=True)
 
 
 def _example(model: str) -> Factory:
@@ -134,6 +170,6 @@ def _example(model: str) -> Factory:
     if model in models:
         return Factory(models[model], model, is_example=True)
     raise WorkloadError(
-        f"model={model!r} is not known: accepted are {', '.join(models)} "
-        f"or path/to/file.py:function"
+        f"model={model!r} is not known: accepted are {', '.join(models)}, "
+        f"path/to/config.json or path/to/file.py:function"
     )

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
     model: str
-    """An example's model, or path/to/file.py:function, which is called with method, train, batch
-    and --options, as it takes them, and returns a step and the tuple of its abstract arguments."""
+    """A name, such as llama-3-8b, qwen3-8b, gemma-2-9b or vit-b16; or path/to/config.json of a
+    Hugging Face model of these families; or path/to/file.py:function, which is called with method,
+    train, batch and --options, as it takes them, and returns a step and the tuple of its abstract
+    arguments."""
     train: str | None = None
     """What is trained: full, lora-qv, lora-all, ... (of the examples' models)."""
     batch: int | None = None

@@ -24,6 +24,7 @@ class _Prepared(NamedTuple):
     batch: int | None
     budget: int | None
     title: str
+    notes: tuple[str, ...]  # below the table of all methods
     options: dict[str, Any]  # of `lm.memory.plan`
 
 
@@ -85,11 +86,11 @@ class PlanCommand(ModelOptions):
             return self._estimate()
         if self.device == "all":
             return self._sweep()
-        comparison, title = self._compare(self.device)
+        comparison, title, notes = self._compare(self.device)
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
         self._draw(comparison, f"{title}, {self.device}")
-        print_report(self._report(comparison, title), self.json)
+        print_report(self._report(comparison, title, notes), self.json)
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
     def _estimate(self) -> int:
@@ -126,7 +127,7 @@ class PlanCommand(ModelOptions):
         found, refused, title = [], {}, ""
         for device in sorted(DEVICES, key=lambda name: get_device(name).memory_bytes):
             try:
-                comparison, title = self._compare(device)
+                comparison, title, _ = self._compare(device)
                 found += comparison
             except StepError as error:  # such as bfloat16 on a T4
                 refused[device] = str(error)
@@ -172,7 +173,10 @@ class PlanCommand(ModelOptions):
             methods=factory.methods if self.method is None else tuple(self.method.split(",")),
             batch=batch,
             budget=budget,
-            title=", ".join(filter(None, (self.model, self.train, size, *self.options))),
+            title=", ".join(filter(None, (factory.name, self.train, size, *self.options))),
+            notes=()
+            if self.method or not factory.without_compress
+            else (factory.without_compress,),
             options={
                 "device": device,
                 "mesh": self.devices if self.devices > 1 else None,
@@ -199,7 +203,7 @@ class PlanCommand(ModelOptions):
             cache=self.cache,
             **step.options,
         )
-        return comparison, step.title
+        return comparison, step.title, step.notes
 
     def _draw(self, comparison, title: str) -> None:
         from lowmembp_jax.memory.plot import plot_comparison, plot_plan, plot_timeline
@@ -210,9 +214,9 @@ class PlanCommand(ModelOptions):
             if path is not None and self._one is not None:
                 plot(comparison[self._one].plan, path, f"{title}, {self._one}")
 
-    def _report(self, comparison, title: str):
+    def _report(self, comparison, title: str, notes: tuple[str, ...]):
         from lowmembp_jax.memory.report import comparison_report, plan_report
 
         if self._one is None:
-            return comparison_report(comparison, title)
+            return comparison_report(comparison, title, notes)
         return plan_report(comparison[self._one], f"{title}, {self._one}")

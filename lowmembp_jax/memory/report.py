@@ -92,10 +92,12 @@ def _work(cost) -> tuple[str, str, str, str]:
     )
 
 
-def comparison_report(comparison: Comparison, title: str) -> RenderableType:
+def comparison_report(
+    comparison: Comparison, title: str, notes: Sequence[str] = ()
+) -> RenderableType:
     """One row a method: peak, its largest parts, bytes moved, FLOPs, time, rate and largest batch.
 
-    Below are what the numbers leave out, and the fastest method that fits.
+    Below are what the numbers leave out, `notes`, and the fastest method that fits.
     """
     first = comparison.methods[0].plan
     counted = {"examples/s": comparison.batch, "tokens/s": comparison.tokens}
@@ -131,7 +133,7 @@ def comparison_report(comparison: Comparison, title: str) -> RenderableType:
         outcome = str(fastest_of(comparison))
     except NothingFitsError as error:
         outcome = str(error)
-    return Group(table, _notes(*comparison.notes), Text(f"\n{outcome}"))
+    return Group(table, _notes(*comparison.notes, *notes), Text(f"\n{outcome}"))
 
 
 def difference_report(before: Plan, after: Plan, title: str, largest: int = 15) -> RenderableType:

@@ -48,7 +48,11 @@ def named_norm(module: nn.Module) -> str | None:
 
 
 def own_nnx_norms(root: nnx.Module) -> Iterator[tuple[str, str, str]]:
-    """Norms in an NNX model that are named so and are not Flax's: operator, path and why."""
+    """Norms in an NNX model that are named so and are not Flax's: operator, path and why.
+
+    Flax has no interceptors for NNX modules. Their calls cannot be exchanged before the first one
+    has run, so that such norms are only named.
+    """
     for path, module in nnx.iter_modules(root):
         op, is_flax = _op_of_name(type(module)), isinstance(module, nnx.LayerNorm | nnx.RMSNorm)
         if (
@@ -57,7 +61,9 @@ def own_nnx_norms(root: nnx.Module) -> Iterator[tuple[str, str, str]]:
             and not any(isinstance(one, nnx.Module) for _, one in nnx.iter_children(module))
         ):
             whose = f"{type(module).__module__}.{type(module).__qualname__}"
-            yield op, "/".join(map(str, path)), f"{whose} has a __call__ of its own"
+            ours = {"layer_norm": "MSLayerNorm", "rms_norm": "MSRMSNorm"}[op]
+            reason = f"{whose} has a __call__ of its own; in NNX, write lm.nnx.{ours} in its place"
+            yield op, "/".join(map(str, path)), reason
 
 
 def _op_of_name(cls: type) -> str | None:

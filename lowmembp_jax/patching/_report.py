@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lowmembp_jax.memory.sizes import format_bytes
+from lowmembp_jax.patching._settings import ACTIVATIONS
 
 
 class PatchMemory(NamedTuple):
@@ -22,22 +23,34 @@ class PatchMemory(NamedTuple):
         as it does where layers are not scanned. A saving against `before` overstates there.
       after: what they keep now. The output of a norm is among it, which the Dense behind keeps
         anyway where it has the dtype of that Dense.
+      outputs: the outputs of the swapped activations, which are in none of the others. A product,
+        a convolution and a Dense that trains save their input. Before, XLA could recompute it from
+        the activation's input; now it is saved besides `after`. A frozen Dense saves nothing.
     """
 
     before: int
     recomputed: int
     after: int
+    outputs: int
 
     def __str__(self) -> str:
-        before, recomputed, after = map(format_bytes, self)
-        return (
+        before, recomputed, after, outputs = map(format_bytes, self)
+        text = (
             f"kept by what was swapped: {after}; before: {before} in scanned layers, and no less "
             f"than {recomputed} where XLA computes elementwise results again, in layers that are "
             f"not scanned"
         )
+        if not self.outputs:
+            return text
+        return (
+            f"{text}. In those layers, up to {outputs} of activations' outputs are saved besides, "
+            "where a product, a convolution or a trained Dense reads them. lm.memory.plan tells "
+            "what the compiled step saves"
+        )
 
 
 class _Call(NamedTuple):
+    op: str
     plain: Callable[..., Any]
     ours: Callable[..., Any]
     args: tuple[Any, ...]  # abstract; the last is the operator's input
@@ -79,14 +92,15 @@ class PatchReport:
         if call:
             plain, ours, *args = call
             args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(args))
-            self._calls.append(_Call(plain, ours, args))
+            self._calls.append(_Call(op, plain, ours, args))
 
     def memory(self) -> PatchMemory:
         """The bytes kept for the backward, before and after. Call it outside the patch."""
-        total = PatchMemory(0, 0, 0)
+        total = PatchMemory(0, 0, 0, 0)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            for plain, ours, args in self._calls:
-                call = _kept(plain, args), _bytes(args[-1]), _kept(ours, args)
+            for op, plain, ours, args in self._calls:
+                x = _bytes(args[-1])  # an activation's output is like its input
+                call = _kept(plain, args), x, _kept(ours, args), x if op in ACTIVATIONS else 0
                 total = PatchMemory(*map(sum, zip(total, call, strict=True)))
         return total
 

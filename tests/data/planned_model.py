@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import lowmembp_jax as lm
+
 
 class Mlp(nn.Module):
     width: int
@@ -136,3 +138,33 @@ def no_results(batch=8):
         step(*args)
 
     return forgets, args
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(256, dtype=jnp.bfloat16)(x))
+        return x + nn.Dense(64, dtype=jnp.bfloat16)(h)
+
+
+class Blocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = Block()(x)
+        return x
+
+
+def with_compress(batch=4096, method="default"):
+    """As the note below the table says."""
+    model = Blocks()
+
+    def step(params, x):
+        return jax.grad(lambda p: jnp.square(model.apply(p, x)).astype(jnp.float32).mean())(params)
+
+    x = jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16)
+    args = (jax.eval_shape(model.init, jax.random.key(0), x), x)
+    return (lm.patch(compress="Block_*")(step) if method == "compress" else step), args
+
+
+with_compress.methods = ("default", "compress")

@@ -3,7 +3,8 @@
     pip install torch transformers==4.55.4
     python tests/data/hf_tiny/make.py [NAME ...]
 
-Made with torch 2.15.0; no network, a few seconds on a CPU. For each of `CASES` a directory with
+Made with torch 2.15.0, and the decoders from `llama_rope` on with 2.13.0; no network, a few seconds
+on a CPU. For each of `CASES` a directory with
 
     config.json         as `save_pretrained` writes it
     model.safetensors   float32, under Hugging Face's tensor names
@@ -12,10 +13,14 @@ Made with torch 2.15.0; no network, a few seconds on a CPU. For each of `CASES` 
 Dropout is off (`eval()`), attention is the eager one, everything is float32. Values are drawn, not
 trained, so that no mistake hides: norm scales around 1 and norm biases around 0 with a spread of
 0.3, other biases with 0.1, matrices with 0.75 / sqrt(inputs). Texts of BERT and RoBERTa have
-padding on the right and BERT's two token types; two cases are here for what the five plain ones
-leave out:
+padding on the right and BERT's two token types. Some cases are here for what the plain ones leave
+out:
 
     llama_gqa     2 key-value heads for 4 query heads, head tied to the embedding
+    llama_rope    the rotary positions of Llama 3.1 and later, head tied to the embedding
+    qwen3         norms of queries and keys, a head size of its own
+    gemma2        every other layer sees a window of 5 tokens, low soft caps
+    gemma3_text   two kinds of rotary positions; layers see windows but for the second
     swin_padded   maps of 9 x 9 and 5 x 5 patches: padded to the windows of 4, and before merging
 
 The same machine and versions give the same bytes; others the same values within rounding.
@@ -27,7 +32,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import BertConfig, LlamaConfig, RobertaConfig, SwinConfig, ViTConfig
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    RobertaConfig,
+    SwinConfig,
+    ViTConfig,
+)
 
 _TEXT = {
     "vocab_size": 120,
@@ -38,6 +52,15 @@ _TEXT = {
 }
 _IMAGE = {"image_size": 32, "num_labels": 5}
 _LLAMA = {**_TEXT, "max_position_embeddings": 64}
+_DECODER = {
+    **_TEXT,
+    "hidden_size": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+_GEMMA = {**_DECODER, "query_pre_attn_scalar": 12, "sliding_window": 5}
 _SWIN = {"patch_size": 2, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
 
 #: Directory name -> architecture, config, seed.
@@ -57,6 +80,39 @@ CASES = {
         "LlamaForCausalLM",
         LlamaConfig(**_LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
         4,
+    ),
+    "llama_rope": (
+        "LlamaForCausalLM",
+        LlamaConfig(
+            **_DECODER,
+            tie_word_embeddings=True,
+            rope_theta=100.0,
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+        8,
+    ),
+    "qwen3": ("Qwen3ForCausalLM", Qwen3Config(**_DECODER), 9),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        Gemma2Config(**_GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+        10,
+    ),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        Gemma3TextConfig(
+            **{**_GEMMA, "num_hidden_layers": 3},
+            sliding_window_pattern=2,
+            rope_theta=1000.0,
+            rope_local_base_freq=10.0,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+        11,
     ),
     "vit": (
         "ViTForImageClassification",
@@ -82,7 +138,11 @@ def fill(model: torch.nn.Module, generator: np.random.Generator) -> None:
         for name, parameter in sorted(model.named_parameters()):
             value = generator.standard_normal(parameter.shape)
             if "norm" in name.lower() and parameter.ndim == 1:
-                value = 0.3 * value + (1.0 if name.endswith("weight") else 0.0)
+                # Gemma's norms multiply by 1 + scale.
+                is_scale = name.endswith("weight") and not model.config.model_type.startswith(
+                    "gemma"
+                )
+                value = 0.3 * value + (1.0 if is_scale else 0.0)
             elif parameter.ndim == 1:
                 value = 0.1 * value
             else:
@@ -99,8 +159,10 @@ def make_inputs(config, generator: np.random.Generator) -> dict[str, np.ndarray]
             "pixel_values": pixels.astype(np.float32),
             "labels": generator.integers(config.num_labels, size=3),
         }
-    if isinstance(config, LlamaConfig):
-        ids = generator.integers(config.vocab_size, size=(3, 19))
+    if isinstance(config, (LlamaConfig, Qwen3Config, Gemma2Config, Gemma3TextConfig)):
+        # PyTorch leaves the gradient of the padding's embedding out; Gemma's padding is token 0.
+        first = 0 if config.pad_token_id is None else config.pad_token_id + 1
+        ids = generator.integers(first, config.vocab_size, size=(3, 19))
         # The model shifts the labels itself.
         return {"input_ids": ids, "attention_mask": np.ones_like(ids), "labels": ids}
     mask = (np.arange(17) < np.array([[17], [11], [5]])).astype(np.int64)
