@@ -120,7 +120,7 @@ def without_compiler_options(fn: Callable[..., Any]) -> tuple[Callable[..., Any]
 
 
 def lower_without_callbacks(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, list[str]]:
-    """Lowers with zeros in place of the results of callbacks, and names the callbacks.
+    """Lowers with zeros instead of the callbacks' results, and names the callbacks.
 
     Args:
       traced: the result of `jax.jit(fn).trace(...)`.

@@ -15,7 +15,7 @@ from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
 from lowmembp_jax.patching._patch import patch
 
-_GOOD = "(plain bfloat16: 0.01 to 0.03; a few percent train as well as the exact gradient)"
+_GOOD = "(plain bfloat16: 0.01 to 0.03; errors of a few percent train as well as exact gradients)"
 
 
 @dataclass(frozen=True)

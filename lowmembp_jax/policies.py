@@ -51,8 +51,8 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     `jax.checkpoint_policies.dots_saveable` recomputes attention kernels and ragged products, too.
 
     Inside `jax.shard_map` it also saves the results of `lax.psum`, `lax.psum_scatter`,
-    `lax.ppermute` and `lax.all_to_all`, so that the backward pass does not communicate again. Such
-    a result replaces the product that the collective reads. `lax.all_gather` runs again, because
+    `lax.ppermute` and `lax.all_to_all`, so that the backward pass does not communicate again. This
+    result replaces the product that the collective reads. `lax.all_gather` runs again, because
     its result is larger than its operand by the number of devices.
     """
     return prim.name in _PRODUCTS

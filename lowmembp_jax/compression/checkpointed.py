@@ -74,8 +74,8 @@ def compress(
 
     - parameters, and values computed only from parameters or from undifferentiated values;
     - discrete choices (`top_k`, comparisons, branches), with booleans in 2 bits;
-    - arrays that the backward reads in a function whose slope has no bound, such as `log`, in a
-      divisor, or in a primitive that this library does not know.
+    - arrays that the backward reads as a divisor, in a function whose slope has no bound, such as
+      `log`, or in a primitive that this library does not know.
 
     Args:
       fun: any function that JAX can differentiate, or a callable pytree such as an Equinox module,

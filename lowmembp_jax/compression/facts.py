@@ -55,7 +55,7 @@ class Fact(NamedTuple):
     at_hand: bool = False
 
     def flags(self) -> dict[str, bool]:
-        """The facts that say on what the variable depends."""
+        """The facts about the variable's dependencies."""
         return {name: getattr(self, name) for name in ("activation", "varied", "linear", "random")}
 
     @property

@@ -78,10 +78,7 @@ def _split(saveable, unknown, instantiated, eqn):
     times, aval = len(results), x.aval
     if unknown[0]:
         return None, eqn, [True] * times, [True] * times, []
-    if saveable(store_p, aval, **eqn.params) in (
-        False,
-        Recompute,
-    ):  # an outer checkpoint recomputes
+    if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # an outer checkpoint
         is_new = isinstance(x, core.Var) and not instantiated[0]
         return eqn, eqn, [False] * times, [True] * times, [x] * is_new
     if format.storage is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):

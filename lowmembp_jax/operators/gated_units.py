@@ -119,8 +119,8 @@ def swiglu(
       up: `[*shape]`; gate and up are promoted to one dtype, as in `gate * up`.
       dtype: None saves the arrays themselves, without a copy. A format of `lm.compress`, such as
         "float8", stores both arrays in that format; the gradients then have its rounding error. Use
-        a format if the next Dense is frozen. Inside `jax.checkpoint` a format has no effect; use
-        `lm.compress` for whole blocks.
+        a format if the next Dense is frozen. A `jax.checkpoint` around the call would save gate and
+        up unrounded; use `lm.compress` for whole blocks.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:

@@ -221,7 +221,7 @@ def compress_state(
                 f"compress_state: state: expected the state that init gives, got "
                 f"{type(state).__name__}"
             )
-        # The new scales come from a second update, of which XLA computes only the scales. With one
+        # The new scales come from a second update; XLA drops all of it but the scales. With one
         # update, XLA would write the whole state to memory before it computes the codes. The
         # maximum keeps XLA from merging both: it does not know that scales are never negative.
         again = tuple(None if scale is None else jnp.maximum(scale, 0) for scale in state.scales)
