@@ -242,8 +242,8 @@ def _array(rule: MergeRule, path: str, module: Mapping, name: str) -> Any:
 def _check(rule: MergeRule, norm: str, dense: str, modules: Mapping) -> tuple[list, int, int]:
     """Checks a norm and a Dense.
 
-    Returns scale, bias, kernel and the Dense's bias; the number of the kernel's axes that are
-    layers, and that are layers or inputs.
+    Returns scale, bias, kernel and the Dense's bias; the axis of the kernel where the layers end;
+    the axis where the inputs end.
     """
     leaves = [_array(rule, norm, modules[norm], name) for name in ("scale", "bias")]
     leaves += [_array(rule, dense, modules[dense], name) for name in ("kernel", "bias")]

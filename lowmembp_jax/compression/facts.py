@@ -115,7 +115,7 @@ def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Fact
             infinite.add(eqn.outvars[0])
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
-            # The numbers are the numbers of the operand that is not infinite.
+            # The bounds come from the operand that is not infinite.
             results = [read[1]._replace(**of_any(read).flags())]
         else:
             is_saved = _saves(policy, eqn)

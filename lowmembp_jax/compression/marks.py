@@ -167,7 +167,7 @@ class _Decisions:
 
     def need(self, atom: Any, need: Need) -> None:
         if isinstance(atom, core.Var):
-            # The loop starts at the last equation, so this reader comes before the earlier ones.
+            # The loop starts at the last equation, so this reader runs before the others.
             self.needs[atom] = need.join(self.needed(atom))
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:

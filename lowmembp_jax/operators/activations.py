@@ -143,8 +143,8 @@ def step_activation(
     Returns:
       `[*shape]` in x's dtype. The residual is the codes, `[*shape]` in `table.dtype`. At -inf and
       +inf the gradient is `levels[0]` and `levels[-1]` times the cotangent. A NaN in x is NaN in
-      the result. Its code is 0, and its gradient is NaN if the cotangent is NaN. Every loss that is
-      not linear makes the cotangent NaN.
+      the result. Its code is 0, and its gradient is NaN if the cotangent is NaN, as it is for a
+      loss that is not linear.
 
     Raises:
       TypeError: x is complex; table is not a StepTable; x is float64 and the implementation is a

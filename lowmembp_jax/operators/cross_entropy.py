@@ -3,7 +3,7 @@
 With z = x K + b, the loss of a token with label y is logsumexp(z) - z_y. The gradient with respect
 to z is g = softmax(z) - onehot(y); with respect to x and K it is g K^T and x^T g. A tile has the
 whole rows of some tokens. If the loss is one number, the forward also computes the gradients, and
-the backward multiplies them by the cotangent. This takes three products, the same as without tiles.
+the backward multiplies them by the cotangent. This takes three products, as many as without tiles.
 Sources: Liger-Kernel (arXiv:2410.10989), section 3.2; Cut Cross-Entropy (arXiv:2411.09009),
 section 4.
 """
@@ -286,7 +286,7 @@ def linear_cross_entropy(
     `optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, labels)`.
 
     With reduction "mean" or "sum" the forward also computes the gradients, and the backward
-    multiplies them by the cotangent. This takes three products, the same as plain JAX. The
+    multiplies them by the cotangent. This takes three products, as many as plain JAX. The
     residuals are the gradients of hidden, in its dtype, and of kernel, in float32. Unneeded
     gradients, such as the gradient of a frozen kernel, are not computed. With reduction "none" the
     backward recomputes each tile's logits, which is a fourth product.
