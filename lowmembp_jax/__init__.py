@@ -1,4 +1,4 @@
-"""Training memory for JAX and Flax: store what waits for the backward pass in few bits."""
+"""Cuts the memory of training in JAX and Flax: stores residuals in few bits."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowmembp_jax import memory as memory  # isort: skip
     from lowmembp_jax import nnx as nnx  # isort: skip
 
-# Where the public names are, the cheapest import first.
+# The modules that hold the public names, the cheapest import first.
 _MODULES = (
     *("policies", "kernels", "_exactness", "operators", "compression", "optimizers"),
     *("merging", "linen", "patching", "gradients"),
@@ -73,7 +73,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports JAX and Flax with the first name that is used: `lowmembp --help` needs neither."""
+    """Imports JAX and Flax at the first use of a name: `lowmembp --help` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("memory", "nnx"):

@@ -1,4 +1,4 @@
-"""What every operator does to its arguments before it computes."""
+"""Checks and conversions of the operators' arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,30 +13,30 @@ from lowmembp_jax._jax_internals import varying
 
 
 def compute_dtype(dtype) -> jnp.dtype:
-    """The dtype that operators compute in: float32, and float64 for float64."""
+    """The dtype that operators compute in: float64 for float64, float32 for all others."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def real_array(x: ArrayLike, name: str = "x") -> Float[Array, "*shape"]:
-    """The argument `name` as a floating array; numbers, integers and booleans as in `jax.nn`.
+    """Converts the argument `name` to a floating array; promotes integers as `jax.nn` does.
 
     Raises:
-      TypeError: x is complex, or no array.
+      TypeError: x is complex, or is not an array.
     """
     try:
         x = jnp.asarray(x)
     except TypeError as error:
         given = type(x).__name__
-        raise TypeError(f"{name} must be an array of real numbers, got {given}") from error
+        raise TypeError(f"{name}: expected an array of real numbers, got {given}") from error
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name} must be a real array, got {x.dtype}")
+        raise TypeError(f"{name}: expected a real array, got {x.dtype}")
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
 
 
 def undifferentiated(function: Callable[..., Any], message: str) -> Callable[..., Any]:
-    """`function`, which raises NotImplementedError with `message` where it is differentiated.
+    """Makes `function` raise NotImplementedError with `message` when it is differentiated.
 
-    Inside the rules of a custom VJP it is so by a second derivative alone.
+    Inside the rules of a custom VJP, only a second derivative differentiates it.
     """
     once = jax.custom_jvp(function)
 
@@ -48,25 +48,24 @@ def undifferentiated(function: Callable[..., Any], message: str) -> Callable[...
 
 
 def call_custom_vjp(name: str, rule: Callable[..., Any], *args: Any) -> Any:
-    """`rule(*args)`. Names the operator in JAX's error for `jax.jvp` of a custom VJP."""
+    """Calls `rule(*args)`; adds the operator's name to JAX's error for `jax.jvp`."""
     try:
         return rule(*args)
     except TypeError as error:
         if "forward-mode" in str(error):
-            error.add_note(f"{name} has a rule for gradients alone: jax.grad, not jax.jvp")
+            error.add_note(f"{name} has a rule for gradients only: use jax.grad, not jax.jvp")
         raise
     except NotImplementedError as error:
-        # Outside jit, shard_map takes no rule that asks which arguments are differentiated.
+        # Outside jit, shard_map refuses rules that ask which arguments are differentiated.
         if "symbolic_zeros support with shard_map" not in str(error):
             raise
     return jax.jit(rule)(*args)
 
 
 def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """The arrays, inside shard_map as varying along the axes that one of them varies along.
+    """Casts arrays inside shard_map to vary along every axis that one of them varies along.
 
-    The transpose of this cast sums the gradient of an array that is the same on every device over
-    the devices.
+    The transpose of this cast sums the gradient of a replicated array over the devices.
     """
     axes = varying(*(a for a in arrays if a is not None))
     return tuple(
@@ -78,11 +77,11 @@ def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
 
 
 def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32[Array, "*shape"]:
-    """Bits of each element's value, group and place in it, mixed as by MurmurHash3's last steps.
+    """Hashes each element's value, group and position with the last steps of MurmurHash3.
 
-    Not `jax.random`: bits that depend on no data are hoisted out of a `lax.scan`, at full size, and
-    where layers are unrolled XLA makes one kernel of all that read them, at the end of the forward.
-    Places are a constant for that reason.
+    `jax.random` would cost memory. XLA hoists bits that depend on no data out of a `lax.scan`, at
+    full size. In unrolled layers it fuses all readers of them into one kernel at the end of the
+    forward. Positions are a constant for the same reason.
     """
     value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
     bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)

@@ -1,5 +1,5 @@
-"""Errors of what was given, which a command shows in one line."""
+"""Errors about the user's input, which a command shows in one line."""
 
 
 class GivenError(ValueError):
-    """What was given does not work; the message names it and says what is accepted."""
+    """An input is wrong; the message names it and says what was expected."""

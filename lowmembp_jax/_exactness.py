@@ -1,10 +1,10 @@
-"""A context in which nothing of this library approximates."""
+"""A context in which every operator of this library is exact."""
 
 import contextlib
 
 import jax
 
-# Part of the key of JAX's caches: nothing that is traced inside serves outside.
+# JAX's caches have this in their key: outside the context, JAX traces the code again.
 _exact = jax.make_user_context(False)
 
 
@@ -14,7 +14,7 @@ def exact() -> contextlib.AbstractContextManager[None]:
         with lm.exact():
             gradients = jax.grad(loss)(params, batch)
 
-    `lm.compress` and its variants store residuals as they are, activations keep their own
+    `lm.compress` and its variants store residuals unrounded, activations have their exact
     derivative, and `lm.patch` swaps nothing. Only calls that are traced inside the context, in the
     same thread, are exact; JAX traces a jitted function again when it is called inside.
     """
@@ -22,5 +22,5 @@ def exact() -> contextlib.AbstractContextManager[None]:
 
 
 def is_exact() -> bool:
-    """Whether the code that runs is inside `exact`."""
+    """Whether the current code is traced inside `exact`."""
     return bool(_exact.value)

@@ -1,4 +1,4 @@
-"""What the norms of both of Flax's APIs have in common: their fields, and what these mean."""
+"""The fields that the norms of linen and NNX share, and their meaning."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float
 from lowmembp_jax.kernels.implementations import check_implementation, choose_implementation
 from lowmembp_jax.operators.norms import NormSpec, check_residual, normalize
 
-#: What `check_norm` and `normalize_as` read of a norm, besides residual and implementation.
+#: The fields of a norm that `check_norm` and `normalize_as` read, without residual and
+#: implementation.
 FIELDS = (
     "axis_name", "axis_index_groups", "reduction_axes", "feature_axes", "epsilon",
     "use_fast_variance", "dtype",
@@ -18,7 +19,7 @@ FIELDS = (
 
 
 def all_axes(rank: int, axes: int | Iterable[int]) -> tuple[int, ...]:
-    """Axes as numbers from 0 on, ascending."""
+    """Returns non-negative axes in ascending order."""
     axes = axes if isinstance(axes, Iterable) else (axes,)
     return tuple(sorted({axis + rank if axis < 0 else axis for axis in axes}))
 
@@ -35,8 +36,8 @@ def check_norm(norm: Any) -> None:
     for field, (given, accepted) in unsupported.items():
         if given != accepted:
             raise ValueError(
-                f"{field}={given!r} is not supported, only {accepted!r}: statistics are always "
-                f"float32, and jit combines those of devices"
+                f"{field}={given!r} is not supported: expected {accepted!r}; statistics are always "
+                f"float32, and jit combines the statistics of all devices"
             )
 
 
@@ -48,7 +49,7 @@ def normalize_as(
     mask: Bool[Array, "..."] | None,
     center: bool,
 ) -> Float[Array, "*shape"]:
-    """`normalize` by the fields of a norm of linen or NNX."""
+    """Calls `normalize` with the fields of a linen or NNX norm."""
     features = all_axes(x.ndim, norm.feature_axes)
     shape = tuple(size if axis in features else 1 for axis, size in enumerate(x.shape))
     scale, bias = (None if p is None else p.reshape(shape) for p in (scale, bias))

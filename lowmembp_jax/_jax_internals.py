@@ -1,4 +1,4 @@
-"""What the library uses of JAX that is not public, and why. All of it is tested."""
+"""The private parts of JAX that the library uses, and why. Tests cover all of them."""
 
 from collections.abc import Callable
 from types import CellType
@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# A callback is lowered for GPUs of this process only, of which there may be none.
+# JAX lowers a callback only for the GPUs of this process, which may have none.
 from jax._src.callback import io_callback_p, pure_callback_p
 
-# A kernel does not say along which axes of the mesh its results differ: inside a shard_map that
-# checks this, it must be called unchecked.
+# A kernel does not say along which axes of the mesh its results differ. A shard_map that checks
+# this must call it unchecked.
 from jax._src.config import _check_vma as check_vma  # noqa: F401
 from jax._src.core import NamedAxisEffect
 from jax._src.debugging import debug_callback_p, debug_print_p
 
-# JAX looks only into jaxprs for primitives that must know their devices when they are lowered.
+# JAX searches only jaxprs for primitives that need their devices for lowering. A primitive that is
+# lowered from a Python function must register here.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # noqa: F401
 from jax._src.interpreters import batching
 from jax._src.interpreters.mlir import LoweringParameters
@@ -25,15 +26,15 @@ from jax._src.state.types import AbstractRef
 from jax.extend import core
 from jax.interpreters import mlir
 
-#: Files of JAX, as tracebacks name them: the planner names the line of the user's that called
-#: them, and the public function of theirs that was called.
+#: Patterns of JAX's files in tracebacks. The planner names the user's line that called such a
+#: file, and the public function of JAX that it called.
 SOURCE = "/jax/_src/"
 WHOLE = rf"{SOURCE}(nn|cudnn|scipy|image)/|/jax/experimental/pallas/"
 FUNCTIONS = rf"{SOURCE}(numpy/|lax/(?!control_flow)|random)"
 
 
 def varying(*arrays: jax.Array) -> frozenset[str]:
-    """The axes of the mesh along which one of the arrays differs, inside shard_map.
+    """The axes of the mesh along which at least one array differs, inside shard_map.
 
     A custom VJP must sum the gradient of a parameter over the axes along which only x differs.
     """
@@ -41,10 +42,10 @@ def varying(*arrays: jax.Array) -> frozenset[str]:
 
 
 def operation(eqn: Any) -> str:
-    """The name of what an equation computes: of its primitive, or of JAX's own function.
+    """The name of an equation's primitive, or of the JAX function that it calls.
 
-    JAX 0.12's high-level primitives share one primitive, and `jax.nn` and `jax.lax` have custom
-    JVPs, such as `logaddexp`. A custom JVP of other code keeps the primitive's name.
+    JAX 0.12's high-level primitives share one primitive. Functions of `jax.nn` and `jax.lax` such
+    as `logaddexp` are custom JVPs. A custom JVP in other code has the primitive's name.
     """
     if "_prim" in eqn.params:
         name = type(eqn.params["_prim"]).__name__
@@ -56,23 +57,23 @@ def operation(eqn: Any) -> str:
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a variable or a literal is a mutable array, `jax.new_ref`."""
+    """Whether a variable or a literal is a mutable array (`jax.new_ref`)."""
     return isinstance(atom.aval, AbstractRef)
 
 
 def checkpoint_name_of(eqn: Any) -> str | None:
-    """The name that an equation gives its operand, by `checkpoint_name`."""
+    """The name that an equation gives its operand with `checkpoint_name`, or None."""
     if operation(eqn) != "name":
         return None
     return eqn.params["_prim"].name if "_prim" in eqn.params else eqn.params["name"]
 
 
 def batched_jaxpr(jaxpr: Any, axis_data: Any, dims: Any) -> tuple[Any, list[bool]]:
-    """A jaxpr over a batch, closed, and which of its results are batched, along axis 0.
+    """Batches a jaxpr along axis 0: returns it closed, and which of its results are batched.
 
     Args:
       axis_data: the axis, as a rule of `batching.fancy_primitive_batchers` gets it.
-      dims: of the inputs; None for one that is not batched.
+      dims: the batched axis of each input; None for an input without one.
     """
     closed = core.ClosedJaxpr(jaxpr, ())
     to = [batching.zero_if_mapped] * len(jaxpr.outvars)
@@ -80,7 +81,7 @@ def batched_jaxpr(jaxpr: Any, axis_data: Any, dims: Any) -> tuple[Any, list[bool
 
 
 def run_backward(eqn: Any, *args: Any) -> list[Any]:
-    """The gradients by the backward of a custom VJP, those that are not zero.
+    """Runs the backward of a custom VJP and returns its nonzero gradients.
 
     Args:
       eqn: the equation `custom_lin`, which `jax.jvp` makes of a custom VJP.
@@ -88,28 +89,28 @@ def run_backward(eqn: Any, *args: Any) -> list[Any]:
     """
     found = jax.tree.leaves(eqn.params["bwd"].call_wrapped(*args))
     if len(found) < eqn.params["in_zeros"].count(False):
-        raise TypeError(f"custom_lin: {len(found)} gradients: this version of JAX is not known")
+        raise TypeError(f"custom_lin: got {len(found)} gradients: this version of JAX is unknown")
     return [x for x in found if isinstance(x, jax.Array)]  # the others are symbolic zeros
 
 
 def has_effects(eqn: Any) -> bool:
-    """Whether an equation does something besides its results: callbacks, references."""
+    """Whether an equation has side effects, such as callbacks and references."""
     return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
 def cache_miss(jitted: Any) -> CellType:
-    """The cell of the function that a jitted function calls for what is not in its cache.
+    """The cell of the function that a jitted function calls when its cache misses.
 
-    It returns the results, None to be called the next time too, and False. Other code holds
-    references to `jax.nn.silu`, which is jitted: only here `lm.patch` sees each of its calls.
+    To be called again next time, the function returns the results, None and False. Other code
+    holds references to the jitted `jax.nn.silu`, so only here `lm.patch` sees every call.
     """
     return jitted._cache_miss.__closure__[0]
 
 
 def without_compiler_options(fn: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A function in `jax.jit` as it would be without its `compiler_options`, and these.
+    """Splits a jitted function into the same function without `compiler_options`, and the options.
 
-    JAX refuses them in any `jax.jit` but the outermost. Other functions stay what they are.
+    JAX accepts them only in the outermost `jax.jit`. Other functions are returned unchanged.
     """
     info = getattr(fn, "_jit_info", None)
     if info is None or not info.compiler_options_kvs:
@@ -119,13 +120,13 @@ def without_compiler_options(fn: Callable[..., Any]) -> tuple[Callable[..., Any]
 
 
 def lower_without_callbacks(traced: jax.stages.Traced) -> tuple[jax.stages.Lowered, list[str]]:
-    """Lowers with zeros for what callbacks return, and tells which callbacks there were.
+    """Lowers with zeros instead of the callbacks' results, and names the callbacks.
 
     Args:
-      traced: by `jax.jit(fn).trace(...)`.
+      traced: the result of `jax.jit(fn).trace(...)`.
 
     Returns:
-      What `traced.lower()` does but for the callbacks; and their names, such as "debug_print".
+      The lowered program without callbacks, and the callbacks' names, such as "debug_print".
     """
     found: list[str] = []
 
@@ -133,7 +134,7 @@ def lower_without_callbacks(traced: jax.stages.Traced) -> tuple[jax.stages.Lower
         found.append(ctx.primitive.name)
 
         def results(*args):
-            # What the callback would read stays alive until here.
+            # The barrier keeps the callback's operands alive until here.
             made = [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]
             return jax.lax.optimization_barrier((made, args))[0]
 

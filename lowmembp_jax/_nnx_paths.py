@@ -1,6 +1,6 @@
-"""Where in an NNX model an operator is called: NNX modules do not know where they are.
+"""Finds the path of the NNX module that calls an operator: NNX modules do not know their path.
 
-The modules whose methods are running are the first arguments in the frames of the Python stack.
+The first arguments in the frames of the Python stack are the modules whose methods are running.
 """
 
 import sys
@@ -23,9 +23,9 @@ def running_modules() -> list[nnx.Module]:
 
 
 def attribute_path(modules: list[nnx.Module]) -> str:
-    """The path of the first of `modules` from the last that holds it, such as "blocks/0/norm".
+    """The path of the first module within the last one that holds it, such as "blocks/0/norm".
 
-    Inside NNX's transformations modules are copies, that those outside do not hold: the path then
+    NNX's transformations run on copies, which the modules outside do not hold. The path then
     begins with the class of the outermost copy.
     """
     if not modules:
@@ -40,7 +40,10 @@ def attribute_path(modules: list[nnx.Module]) -> str:
 
 
 def kernel_shapes(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
-    """Shapes of the kernels of the innermost module that holds any: an activation's neighbours."""
+    """The shapes of the kernels in the innermost module that has kernels.
+
+    These are the kernels beside an activation.
+    """
     for module in modules:
         children = [child for _, child in nnx.iter_children(module)]
         lists = [child for child in children if isinstance(child, nnx.List | nnx.Dict)]

@@ -1,4 +1,4 @@
-"""Which files of a program its user did not write."""
+"""Tells the user's source files from the files of frameworks and of Python."""
 
 import functools
 import importlib.util
@@ -14,13 +14,13 @@ _ROOTS = tuple(
     for spec in map(importlib.util.find_spec, _PACKAGES)
     if spec is not None and spec.origin is not None
 )
-# Python's own library, console scripts, and what `runpy` runs.
+# Python's own library, console scripts, and code that `runpy` runs.
 _PYTHON = (*(sysconfig.get_path(name) + os.sep for name in ("scripts", "stdlib")), "<frozen ")
 
 
 @functools.cache
 def is_framework(path: str) -> bool:
-    """Whether it is JAX's, Flax's and their like, ours, or Python's own."""
-    # Without a virtual environment, this folder is in that of Python's library.
+    """Whether a file belongs to JAX, Flax and related packages, to this library, or to Python."""
+    # Without a virtual environment, site-packages is inside the folder of Python's library.
     _, installed, rest = path.rpartition("-packages/")
     return rest.split("/")[0] in _PACKAGES if installed else path.startswith(_ROOTS + _PYTHON)

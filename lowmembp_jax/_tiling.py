@@ -1,4 +1,4 @@
-"""How arrays are cut into tiles that no device shares with another."""
+"""Cuts arrays into tiles so that no two devices share a tile."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ def type_of(x: Any) -> ShapedArray:
 
 
 def explicit_spec(x: Any) -> PartitionSpec | None:
-    """The spec of an array, or of its type, that is sharded over a mesh of explicit axes."""
+    """The spec of an array or type that is sharded over a mesh with explicit axes, or None."""
     spec = type_of(x).sharding.spec
     return spec if any(axis is not None for axis in spec) else None
 
 
 def mesh_parts(array: Any) -> set[int]:
-    """Into how many equal parts an axis may be sharded, as far as the type of an array tells."""
+    """The numbers of equal parts into which an axis may be sharded, from the array's type."""
     mesh = type_of(array).sharding.mesh
     sizes = [
         size
@@ -33,10 +33,11 @@ def mesh_parts(array: Any) -> set[int]:
 
 
 def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:
-    """The largest divisor up to `most` of an axis, and of each of its parts.
+    """The largest number up to `most` that divides an axis and each of its shards.
 
-    Types do not show shardings that only `jax.jit` is told: for them also of a half, a quarter, ...
-    up to a 16th, none of them smaller than `least`.
+    `parts` has the numbers of shards that are known from types. Types do not show shardings that
+    only `jax.jit` gets. So the tile also divides a half, a quarter, an 8th and a 16th of the axis,
+    where these are at least `least`.
     """
     if not isinstance(size, int):  # a symbolic dimension of `jax.export`
         return 1

@@ -1,4 +1,4 @@
-"""Warnings that name the line of the user's code."""
+"""Warnings that point to the line of the user's code."""
 
 import os
 import sys
@@ -7,14 +7,14 @@ import warnings
 import flax
 import jax
 
-# The frames of these packages lie between the user's call and what warns.
+# Frames of these packages lie between the user's call and the code that warns.
 _PACKAGES = tuple(
     os.path.dirname(file) + os.sep for file in (__file__, jax.__file__, flax.__file__) if file
 )
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the first line outside of this library, JAX and Flax."""
+    """Warns at the first line outside this library, JAX and Flax."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame, level = frame.f_back, level + 1

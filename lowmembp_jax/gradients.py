@@ -1,4 +1,4 @@
-"""How near an approximate gradient is to the exact one."""
+"""The distance of an approximate gradient from the exact gradient."""
 
 import os
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
 from lowmembp_jax.patching._patch import patch
 
-_GOOD = "(plain bfloat16: 0.01 to 0.03; a few percent train as well as the exact gradient)"
+_GOOD = "(plain bfloat16: 0.01 to 0.03; errors of a few percent train as well as exact gradients)"
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The distance of a gradient g from the exact one, g*.
+    """The distance of a gradient g from the exact gradient g*.
 
     Attributes:
-      error: |g - g*| / |g*|, over all parameters at once; 0 where both are 0.
-      cosine: of the angle between them; 1 where both are 0.
-      groups: the same by group of parameters, without groups of their own.
-      stored: by array that `lm.compress` stored in fewer bits, the largest magnitude and the shares
-        of elements that were clipped and flushed to zero; only from `gradient_fidelity`.
+      error: |g - g*| / |g*| over all parameters together; 0 if both are 0.
+      cosine: the cosine of the angle between g and g*; 1 if both are 0.
+      groups: a `Fidelity` for each group of parameters, without `groups` of its own.
+      stored: for each array that `lm.compress` stored in fewer bits, the largest magnitude and the
+        shares of elements that were clipped and flushed to zero; only from `gradient_fidelity`.
     """
 
     error: float
@@ -52,15 +52,15 @@ class Fidelity:
 
 
 def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
-    """How near the gradient `got` is to `exact`, in float64.
+    """Computes the distance of the gradient `got` from `exact`, in float64.
 
     Args:
       got: a tree of arrays.
-      exact: a tree of arrays of the same structure.
-      depth: a group is the parameters whose paths begin with the same `depth` keys.
+      exact: a tree of arrays of the same structure and shapes.
+      depth: parameters whose paths begin with the same `depth` keys are one group.
 
     Raises:
-      ValueError: the trees are not alike.
+      ValueError: the trees differ in structure.
     """
     groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
 
@@ -80,32 +80,32 @@ def gradient_fidelity(
     depth: int = 1,
     **settings: Any,
 ) -> Fidelity:
-    """Measures how far a model's gradient is from the exact one.
+    """Measures how far a model's gradient is from the exact gradient.
 
         print(lm.gradient_fidelity(loss, params, batch))                      # the model as it is
         print(lm.gradient_fidelity(loss, params, batch, compress="layer_*"))  # under lm.patch
 
-    The loss runs once as it is, or under `lm.patch` where there are settings, and once under
-    `lm.exact()`, in which `lm.compress`, the operators and `lm.patch` are exact.
+    The loss runs once unchanged, or under `lm.patch` if there are `settings`, and once under
+    `lm.exact()`, which makes `lm.compress`, the operators and `lm.patch` exact.
 
     Args:
-      loss: of the parameters and `args`; a scalar. It runs in a `jax.jit` of its own each time.
-      params: what the gradient is taken by.
+      loss: a function of `params` and `args` that returns a scalar. Each run has its own `jax.jit`.
+      params: the parameters of the gradient.
       args: the other arguments of the loss.
-      depth: a group is the parameters whose paths begin with the same `depth` keys.
-      settings: of `lm.patch`.
+      depth: parameters whose paths begin with the same `depth` keys are one group.
+      settings: the arguments of `lm.patch`.
 
     Returns:
-      Relative error and cosine, of all parameters and by group, and what `lm.compress` did to the
-      arrays that it stored; as text, tables. Training in plain bfloat16 has an error of 0.01 to
-      0.03.
+      The relative error and cosine, for all parameters and by group, and statistics of the arrays
+      that `lm.compress` stored. Printed, they are tables. Training in plain bfloat16 has an error
+      of 0.01 to 0.03.
 
     Raises:
       TypeError: `loss` is not callable.
-      ValueError: under these settings `lm.patch` swaps nothing in the loss.
+      ValueError: `lm.patch` with these settings swaps nothing in the loss.
     """
     if not callable(loss):
-        raise TypeError(f"gradient_fidelity: loss must be callable, got {loss!r}")
+        raise TypeError(f"gradient_fidelity: loss: expected a callable, got {loss!r}")
 
     def gradient(params, args):
         return jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
@@ -123,7 +123,7 @@ def gradient_fidelity(
 
 
 def _name(place: Place) -> str:
-    """An array's type, and the line of the user's code that computes it."""
+    """Names an array by its type and the line of the user's code that computes it."""
     kind, lines = place
     own = next(((file, line) for file, line in lines if not is_framework(file)), None)
     return kind if own is None else f"{kind} {os.path.basename(own[0])}:{own[1]}"

@@ -1,4 +1,4 @@
-"""Flax linen modules over the operators: the fields and parameters of those they replace."""
+"""Flax linen modules with the fields and parameters of the modules that they replace."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from lowmembp_jax.policies import products_saveable
 
 
 class ReGELU2(nn.Module):
-    """`lm.regelu2` as a module: GELU that keeps 2 bits an element for the backward.
+    """`lm.regelu2` as a module: GELU that saves 2 bits an element for the backward pass.
 
     Attributes:
       approximate: the tanh form (True) or the erf form.
@@ -36,7 +36,7 @@ class ReGELU2(nn.Module):
 
 
 class ReSiLU2(nn.Module):
-    """`lm.resilu2` as a module: SiLU that keeps 2 bits an element for the backward.
+    """`lm.resilu2` as a module: SiLU that saves 2 bits an element for the backward pass.
 
     Attributes:
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
@@ -67,12 +67,12 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
 class MSLayerNorm(nn.LayerNorm):
     """`nn.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
-    Fields, parameters, initial values and automatic names (`LayerNorm_0`) are those of
-    `nn.LayerNorm`; a checkpoint loads unchanged. Set `dtype` to the dtype of the next Dense, or
-    nothing is shared with it.
+    It has the fields, parameters, initial values and automatic names (`LayerNorm_0`) of
+    `nn.LayerNorm`, so a checkpoint loads unchanged. Set `dtype` to the dtype of the next Dense.
+    Otherwise the two share no residual.
 
     Attributes:
-      residual: "auto", "normalized" or "output": what is kept where there is an affine.
+      residual: "auto", "normalized" or "output": which array to save if there is a scale or bias.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Raises:
@@ -95,7 +95,8 @@ class MSLayerNorm(nn.LayerNorm):
 class MSRMSNorm(nn.RMSNorm):
     """`nn.RMSNorm`, differentiated from its output: see `lm.ms_rms_norm`.
 
-    Fields, parameters, initial values, automatic names and errors as for `MSLayerNorm`.
+    It has the fields, parameters, initial values and automatic names of `nn.RMSNorm`. The added
+    attributes and the errors are the same as for `MSLayerNorm`.
     """
 
     residual: str = "auto"
@@ -110,13 +111,13 @@ class MSRMSNorm(nn.RMSNorm):
         return _apply_norm(self, x, mask, center=False, use_bias=False)
 
 
-# Flax names a module without a name after its class: as LayerNorm_0, an existing checkpoint loads.
+# Flax names a module after its class. Named LayerNorm_0, an existing checkpoint loads.
 MSLayerNorm.__name__ = "LayerNorm"
 MSRMSNorm.__name__ = "RMSNorm"
 
 
 def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], name: str):
-    """`function(scope, *args)` of Flax's core, compressed; its variables are parameters."""
+    """Compresses a `function(scope, *args)` of Flax's core; its variables are parameters."""
 
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
         def run(variables, rngs, *args, **kwargs):
@@ -139,26 +140,26 @@ def compress_module(
     prevent_cse: bool = True,
     methods: Iterable[str] | None = None,
 ) -> Any:
-    """Wraps a linen module class so that its call is compressed by `lm.compress`, as `nn.remat`.
+    """Wraps a linen module class, as `nn.remat` does, so that `lm.compress` compresses its call.
 
         x = lm.compress_module(Block)(features)(x)
 
-    Parameters, their names, automatic names of modules, random numbers and collections are those of
-    the class itself, so checkpoints load unchanged. All variables are parameters: they are never
-    rounded. The arguments of the call are activations.
+    Parameters, module names, random numbers and collections stay the same, so checkpoints load
+    unchanged. All variables are parameters: they are never rounded. The arguments of the call are
+    activations.
 
     Args:
       target: a subclass of `nn.Module`, or a function of a module and other arguments. Without it,
         `compress_module` is a decorator with arguments.
       dtype: see `lm.compress`.
       policy: see `lm.compress`.
-      static_argnums: positions of arguments that are not traced; 0 is `self`, as for `nn.remat`.
+      static_argnums: positions of arguments that are not traced; 0 is `self`, as in `nn.remat`.
         Arguments that are neither arrays nor floats are never traced.
       prevent_cse: see `lm.compress`.
       methods: names of the methods to compress, `__call__` by default; ignored for a function.
 
     Returns:
-      A subclass, or a function of the same arguments.
+      A subclass of `target`, or a function of the same arguments.
 
     Raises:
       ValueError, TypeError: see `lm.compress`.
@@ -174,8 +175,8 @@ def compress_module(
     numbers = positions("compress_module", "static_argnums", static_argnums)
     if 0 in numbers:
         raise ValueError(
-            f"compress_module: static_argnums: expected positions from 1 on, 0 is the module, got "
-            f"{static_argnums!r}"
+            f"compress_module: static_argnums: expected positions from 1 on (0 is the module), "
+            f"got {static_argnums!r}"
         )
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
     transformed: Any = transforms.lift_transform(
@@ -187,6 +188,6 @@ def compress_module(
         methods=None if methods is None else tuple(methods),
     )
     if isinstance(target, type):
-        # Flax names a module without a name after its class: an existing checkpoint loads.
+        # Flax names a module after its class, so an existing checkpoint loads.
         transformed.__name__ = target.__name__
     return transformed

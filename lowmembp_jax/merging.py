@@ -1,4 +1,4 @@
-"""The affine of a norm, folded into the Denses that follow, for whole parameter trees."""
+"""Folds the scale and bias of norms into the following Denses, for whole parameter trees."""
 
 import difflib
 import math
@@ -12,26 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-# {name}, or {name+1} and {name-1} on the Denses' side.
+# {name}, or in a Dense's path also {name+1} and {name-1}.
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)([+-]\d+)?\}")
 
 
 @dataclass(frozen=True)
 class MergeRule:
-    """One norm, or one pattern of norms, and the Denses that consume its output.
+    """Names one norm, or a pattern of norms, and the Denses that read its output.
 
     Attributes:
-      norm: path of the norm's module in the parameter tree, joined by "/". `{name}` stands for
-        one or more characters other than "/".
-      denses: paths of the Denses, or one of them. `{name}` is what it was in the norm's path;
-        `{name+1}` and `{name-1}` count on from it, as the norm that ends a post-LN layer feeds
-        the next one; a name that the norm's path does not have stands for anything.
-      keep: leave scale and bias where they are, for a residual branch that applies them itself
-        (post-LN); the Denses must still get the output without them.
-      add_bias: give a bias, in the kernel's dtype, to Denses that have none and follow a norm
-        with one.
-      skip_unconsumed: pass over norms that have none of their Denses, such as the last layer's
-        in front of `{i+1}`. At least one norm must have them.
+      norm: path of the norm's module in the parameter tree, joined by "/". `{name}` matches one or
+        more characters other than "/".
+      denses: path or paths of the Denses. `{name}` has its value from the norm's path; `{name+1}`
+        and `{name-1}` are the next and the previous number, because the last norm of a post-LN
+        layer feeds the next layer. A name that is not in the norm's path matches anything.
+      keep: leaves scale and bias in the tree, for a residual branch that applies them itself
+        (post-LN). The Denses must still read the output without them.
+      add_bias: adds a bias, in the kernel's dtype, to Denses without one if the norm has a bias.
+      skip_unconsumed: skips norms without any of their Denses, such as the last layer's norm
+        before `{i+1}`. At least one norm must have its Denses.
     """
 
     norm: str
@@ -43,7 +42,7 @@ class MergeRule:
     def __post_init__(self):
         denses = (self.denses,) if isinstance(self.denses, str) else tuple(self.denses)
         if not denses:
-            raise self.error("names no Dense, expected one path or more")
+            raise self.error("denses: expected one path or more, got none")
         object.__setattr__(self, "denses", denses)
 
     def error(self, message: str) -> ValueError:
@@ -51,23 +50,23 @@ class MergeRule:
 
 
 def as_rules(rules) -> list[MergeRule]:
-    """Rules, or a mapping from norms to Denses, as rules."""
+    """Converts `rules`, or a mapping from norms to Denses, to a list of rules."""
     if isinstance(rules, Mapping):
         rules = [MergeRule(norm, denses) for norm, denses in rules.items()]
     rules = [rules] if isinstance(rules, MergeRule) else list(rules)
     for rule in rules:
         if not isinstance(rule, MergeRule):
             raise TypeError(
-                f"merge_norm_affine: rules must be a mapping from norm to Denses or "
+                f"merge_norm_affine: rules: expected a mapping from norm to Denses or "
                 f"lm.MergeRule objects, got {rule!r}"
             )
     if not rules:
-        raise ValueError("merge_norm_affine: no rules given, expected one or more")
+        raise ValueError("merge_norm_affine: rules: expected one or more, got none")
     return rules
 
 
 def resolve(rule: MergeRule, modules: Mapping) -> Iterator[tuple[str, list[str]]]:
-    """The norms that a rule names among modules by their paths, each with its Denses."""
+    """Yields the path of each norm that a rule matches, and the paths of its Denses."""
     norms = [match for match in map(_regex(rule, rule.norm).fullmatch, modules) if match]
     if not norms:
         raise rule.error(f"no module of that path in params; {_near(rule.norm, modules)}")
@@ -79,7 +78,7 @@ def resolve(rule: MergeRule, modules: Mapping) -> Iterator[tuple[str, list[str]]
             continue
         if not all(found):
             missing = patterns[found.index([])]
-            hint = "" if any(found) else " (skip_unconsumed=True passes it over)"
+            hint = "" if any(found) else " (skip_unconsumed=True skips it)"
             raise rule.error(
                 f"norm {norm[0]!r}{hint}: no Dense {missing!r} in params; {_near(missing, modules)}"
             )
@@ -87,7 +86,7 @@ def resolve(rule: MergeRule, modules: Mapping) -> Iterator[tuple[str, list[str]]
         yield norm[0], [dense for denses in found for dense in denses]
     if not consumed:
         raise rule.error(
-            f"none of the {len(norms)} norms it matches has any of the Denses {rule.denses}"
+            f"none of the {len(norms)} matching norms has any of the Denses {rule.denses}"
         )
 
 
@@ -98,12 +97,12 @@ def _regex(rule: MergeRule, pattern: str) -> re.Pattern[str]:
     for text, name, offset in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         if "{" in text or "}" in text:
             raise rule.error(
-                f"braces in {pattern!r} must hold a name, {{i}}, or {{i+1}} in a Dense"
+                f"expected a name in the braces of {pattern!r}: {{i}}, or {{i+1}} in a Dense"
             )
         if offset:
             raise rule.error(
-                f"{{{name}{offset}}} in {pattern!r}: expected {{{name}}} without {offset}; only "
-                f"Denses count on from a name in the norm's path"
+                f"{{{name}{offset}}} in {pattern!r}: expected {{{name}}} without {offset}; offsets "
+                f"work only in Denses, for names in the norm's path"
             )
         regex += re.escape(text)
         if name:
@@ -113,7 +112,7 @@ def _regex(rule: MergeRule, pattern: str) -> re.Pattern[str]:
 
 
 def _substitute(rule: MergeRule, pattern: str, captured: Mapping[str, str]) -> str:
-    """A Dense's pattern with the names that the norm's path gave a value."""
+    """Fills the values of the norm's path into a Dense's pattern."""
 
     def value(capture: re.Match) -> str:
         name, offset = capture.groups()
@@ -121,7 +120,7 @@ def _substitute(rule: MergeRule, pattern: str, captured: Mapping[str, str]) -> s
         if name not in captured or not offset:
             return given
         if not given.isdecimal():
-            raise rule.error(f"{capture[0]} in {pattern!r}: {given!r} is not a number")
+            raise rule.error(f"{capture[0]} in {pattern!r}: expected a number, got {given!r}")
         return str(int(given) + int(offset)).zfill(len(given))
 
     return _CAPTURE.sub(value, pattern)
@@ -137,9 +136,9 @@ def merge_norm_affine(
 ) -> Any:
     """Folds scale and bias of LayerNorm or RMSNorm into the Denses that follow.
 
-    (y s + b) W + c = y (s W) + (b W + c), so that the norm needs no affine and its output is all
-    that its backward keeps (`lm.ms_layer_norm`). Source: LowMemoryBP (arXiv:2406.16282),
-    section 5, merging the affine of MS-LN.
+    Because (y s + b) W + c = y (s W) + (b W + c), the norm needs no scale and bias. Then
+    `lm.ms_layer_norm` saves nothing but the norm's output. Source: LowMemoryBP
+    (arXiv:2406.16282), section 5, merging the affine of MS-LN.
 
         params = lm.merge_norm_affine(params, {
             "layer_{i}/norm1": ["layer_{i}/query", "layer_{i}/key", "layer_{i}/value"],
@@ -147,7 +146,7 @@ def merge_norm_affine(
             "norm": "head",
         })
 
-    Post-LN, where the residual branch applies the affine again:
+    In a post-LN model, the residual branch applies scale and bias itself:
 
         params = lm.merge_norm_affine(params, [
             lm.MergeRule("layer_{i}/attn_norm", "layer_{i}/fc1", keep=True),
@@ -156,43 +155,46 @@ def merge_norm_affine(
                          keep=True, skip_unconsumed=True),
         ])
 
-    The merged model has `use_scale=False, use_bias=False` at the norms: their parameters, and
-    modules left with none, are gone from the tree unless the rule says `keep`. Between a norm and
-    its Denses only what commutes with an affine per feature may happen (slicing, transposing or
-    rolling tokens), and every consumer of the output must be named. Zero padding does not
-    commute: where Swin fills up its windows, the merged model must pad with -bias / scale (`keep`).
-    Merge before adding LoRA or quantizing; this runs outside jit.
+    The merged model needs norms with `use_scale=False, use_bias=False`. The norms' parameters are
+    removed from the tree unless the rule sets `keep`, and so are modules that become empty.
+
+    Name every reader of the norm's output. Between a norm and its Denses, the model may only slice,
+    transpose or roll tokens. Zero padding is different: where Swin fills up its windows, the merged
+    model must pad with -bias / scale (`keep`). Merge outside jit, before you add LoRA or quantize.
 
     Args:
-      params: `{"params": ..., ...}` or the tree inside it, which is what rules' paths start from;
-        nested dicts, FrozenDicts or an `nnx.State`. Norms hold `scale` and/or `bias`, floating,
-        `[D]`, or `[L, D]` where `nn.scan` stacked L layers (all axes but the last are layers;
-        where only that fits the Denses, they are features). Denses hold `kernel`
-        `[D, *outputs]` and perhaps `bias` `[*outputs]`, with the same L in front when stacked;
-        D may be split into several leading axes, as by DenseGeneral. Leaves are NumPy or JAX
-        arrays, `jax.ShapeDtypeStruct`s, or boxes around one, `nn.Partitioned` or `nnx.Param`.
-        Integers in paths, as of an `nnx.List`, are written like names: "blocks/{i}/norm1".
-      rules: norm path -> Dense path(s), or `MergeRule`s, which say what the paths may hold.
+      params: `{"params": ..., ...}` or the tree inside it, where the rules' paths start. Nested
+        dicts, FrozenDicts or an `nnx.State`. Norms hold `scale`, `bias` or both, floating, `[D]`,
+        or `[L, D]` if `nn.scan` stacked L layers. All axes but the last are layers, unless only
+        features fit the Denses. Denses hold `kernel` `[D, *outputs]` and optionally `bias`
+        `[*outputs]`, with L in front if stacked. D may be several leading axes, as in DenseGeneral.
+        Leaves are NumPy or JAX arrays, `jax.ShapeDtypeStruct`s, or one of these in a box such as
+        `nn.Partitioned` or `nnx.Param`. Integers in paths, as in an `nnx.List`, are written like
+        names: "blocks/{i}/norm1".
+      rules: a mapping from a norm's path to the path or paths of its Denses, or `MergeRule`s. See
+        `MergeRule` for patterns in paths.
 
     Returns:
       A new tree of the same containers. Changed leaves are computed in float64, rounded once to
-      their own dtype and stay on their devices; all others are those of `params`.
+      their own dtype and stay on their devices. All other leaves are the leaves of `params`.
 
     Raises:
       TypeError: params is not a mapping, or rules are not rules.
-      ValueError: a norm or a Dense that is not there; a norm without affine; shapes that do not
-        fit; a Dense without a bias after a norm with one (see `add_bias`); a norm or a Dense
-        named twice; leaves other than floating kernel and bias (LoRA, quantized); a result too
-        large for its dtype.
+      ValueError: a norm or a Dense does not exist; a norm has no scale and no bias; shapes do not
+        fit; a Dense has no bias after a norm with one (see `add_bias`); a norm or a Dense is named
+        twice; a Dense has leaves other than a floating kernel and bias (LoRA, quantized); a result
+        is too large for its dtype.
     """
     if not isinstance(params, Mapping):
-        raise TypeError(f"merge_norm_affine: params must be a mapping, got {type(params).__name__}")
-    if isinstance(params, nnx.State):  # states in a state are another tree than dicts in it
+        raise TypeError(
+            f"merge_norm_affine: params: expected a mapping, got {type(params).__name__}"
+        )
+    if isinstance(params, nnx.State):  # a State of States has another tree than a State of dicts
         return nnx.State(merge_norm_affine(_as_dicts(params), rules))
     if isinstance(params.get("params"), Mapping):
         return _like(params, {**params, "params": merge_norm_affine(params["params"], rules)})
     modules = dict(_modules(params, ""))
-    # Every check comes before the arithmetic, which takes minutes on a large model.
+    # All checks run before the arithmetic, which takes minutes on a large model.
     norms, merges = {}, {}
     for rule in as_rules(rules):
         for norm, denses in resolve(rule, modules):
@@ -225,49 +227,56 @@ def _modules(node: Mapping, prefix: str) -> Iterator[tuple[str, Mapping]]:
 
 
 def _array(rule: MergeRule, path: str, module: Mapping, name: str) -> Any:
-    """The leaf of that name, out of its box, or None."""
+    """The leaf `name` of a module without its box, or None."""
     if name not in module:
         return None
-    # A box such as nn.Partitioned or nnx.Param is a pytree of one array; a quantized one of more.
+    # A box such as nn.Partitioned or nnx.Param has one array; a quantized kernel has several.
     leaves = jax.tree.leaves(module[name])
     if len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
-        raise rule.error(f"{path}/{name} must be one array, got {type(module[name]).__name__}")
+        raise rule.error(f"{path}/{name}: expected one array, got {type(module[name]).__name__}")
     if not jnp.issubdtype(leaves[0].dtype, np.floating):
-        raise rule.error(f"{path}/{name} has dtype {leaves[0].dtype}, expected a floating one")
+        raise rule.error(f"{path}/{name}: expected a floating dtype, got {leaves[0].dtype}")
     return leaves[0]
 
 
 def _check(rule: MergeRule, norm: str, dense: str, modules: Mapping) -> tuple[list, int, int]:
-    """Scale, bias, kernel and the Dense's bias; where layers end and inputs end in the kernel."""
+    """Checks a norm and a Dense.
+
+    Returns scale, bias, kernel and the Dense's bias; the axis of the kernel where the layers end;
+    the axis where the inputs end.
+    """
     leaves = [_array(rule, norm, modules[norm], name) for name in ("scale", "bias")]
     leaves += [_array(rule, dense, modules[dense], name) for name in ("kernel", "bias")]
     scale, bias, kernel, shift = leaves
     extra = sorted(map(str, modules[norm].keys() - {"scale", "bias"}))
     if extra or (scale is None and bias is None):
         raise rule.error(
-            f"norm {norm!r} holds {extra or 'nothing'}, expected a scale, a bias or both only"
+            f"norm {norm!r}: expected a scale, a bias or both and nothing else, got "
+            f"{extra or 'nothing'}"
         )
     if kernel is None:
         raise rule.error(
-            f"{dense!r} has no kernel, it holds {sorted(map(str, modules[dense]))}; expected a "
-            f"Dense (a head tied to the embedding must be untied first)"
+            f"{dense!r}: expected a Dense with a kernel, got {sorted(map(str, modules[dense]))} "
+            f"(untie a head that is tied to the embedding first)"
         )
     if extra := sorted(map(str, modules[dense].keys() - {"kernel", "bias"})):
         raise rule.error(
-            f"Dense {dense!r} has the leaf {extra[0]!r}, expected kernel and bias only: what else "
-            f"takes the norm's output, as LoRA does, must be added after merging"
+            f"Dense {dense!r}: expected only kernel and bias, got the leaf {extra[0]!r}; add LoRA "
+            f"and other readers of the norm's output after merging"
         )
     if bias is not None and shift is None and not rule.add_bias:
         raise rule.error(
-            f"norm {norm!r} has a bias and Dense {dense!r} has none to fold it into; "
+            f"norm {norm!r} has a bias, but Dense {dense!r} has no bias to fold it into; "
             f"add_bias=True in its lm.MergeRule adds one"
         )
     if scale is not None and bias is not None and scale.shape != bias.shape:
         raise rule.error(
-            f"{norm}/scale has shape {scale.shape} and {norm}/bias {bias.shape}, expected the same"
+            f"{norm}: expected the same shape, got scale {scale.shape} and bias {bias.shape}"
         )
     if len({isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves if leaf is not None}) > 1:
-        raise rule.error(f"{norm!r} and {dense!r} hold arrays and ShapeDtypeStructs, expected one")
+        raise rule.error(
+            f"{norm!r} and {dense!r}: expected only arrays or only ShapeDtypeStructs, got both"
+        )
     affine: Any = bias if scale is None else scale
     features, shape = affine.shape, kernel.shape
     for stack in reversed(range(len(features))):
@@ -289,7 +298,7 @@ def _check(rule: MergeRule, norm: str, dense: str, modules: Mapping) -> tuple[li
 def _fold(
     rule: MergeRule, dense: str, module: Mapping, leaves: list, stack: int, stop: int
 ) -> Mapping:
-    """What a Dense holds after the affine of the norm before it."""
+    """The parameters of a Dense after its norm's scale and bias are folded in."""
     scale, bias, kernel, shift = leaves
     shape = kernel.shape
     out_shape = shape[:stack] + shape[stop:]
@@ -312,7 +321,7 @@ def _fold(
 
 
 def _boxed(kernel: Any, bias: Any) -> Any:
-    """A bias that is new, in a variable where its kernel is in one; not with its shardings."""
+    """A new bias, in a variable if the kernel is in one; the kernel's sharding is not copied."""
     return type(kernel)(bias) if isinstance(kernel, nnx.Variable) else bias
 
 
@@ -321,11 +330,11 @@ def _float64(leaf: Any) -> np.ndarray:
 
 
 def _replace(rule: MergeRule, path: str, box: Any, like: Any, value: np.ndarray) -> Any:
-    """`value` in the box and the dtype of `like`, and where that is a JAX array, on its devices."""
+    """Returns `value` in `box`, in the dtype and on the devices of `like`."""
     with np.errstate(over="ignore"):
         if like.dtype not in (np.float64, np.float32, np.float16):
-            # ml_dtypes rounds to float32 first, which rounds twice. Rounded to odd on the way,
-            # the second rounding sees on which side of a tie the value was.
+            # ml_dtypes rounds to float32 first, which rounds twice. Rounding to odd tells the
+            # second rounding on which side of a tie the value was.
             near = value.astype(np.float32)
             even = (near != value) & (near.view(np.uint32) & 1 == 0)
             toward = np.where(value > near, np.inf, -np.inf).astype(np.float32)
@@ -334,7 +343,7 @@ def _replace(rule: MergeRule, path: str, box: Any, like: Any, value: np.ndarray)
             rounded = value.astype(like.dtype)
     if not np.all(np.isfinite(rounded) | ~np.isfinite(value)):
         raise rule.error(
-            f"{path} reaches {np.abs(value).max():.3g}, too large for its dtype {like.dtype}"
+            f"{path} reaches {np.abs(value).max():.3g}, which is too large for {like.dtype}"
         )
     if isinstance(like, jax.Array):
         rounded = jax.device_put(rounded, like.sharding if like.committed else None)
@@ -350,7 +359,7 @@ def _rebuild(node: Mapping, path: str, edits: Mapping[str, Mapping]) -> Any:
     for key, child in edits.get(path, node).items():
         if isinstance(child, Mapping):
             new = _rebuild(child, f"{path}/{key}" if path else str(key), edits)
-            # Flax makes no entry for a module without parameters.
+            # Flax has no entry for a module without parameters.
             if child and not new:
                 continue
             child = new

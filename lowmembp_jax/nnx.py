@@ -34,7 +34,11 @@ class ReGELU2(nnx.Module):
 
 
 class ReSiLU2(nnx.Module):
-    """`lm.resilu2` as a module; `implementation` as of `ReGELU2`."""
+    """`lm.resilu2` as a module.
+
+    Attributes:
+      implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
+    """
 
     def __init__(self, *, implementation: str | None = None):
         check_implementation(implementation)
@@ -45,7 +49,7 @@ class ReSiLU2(nnx.Module):
 
 
 class _KeepsOutput:
-    """The arguments that a norm of NNX gets besides its own."""
+    """Adds the arguments `residual` and `implementation` to a norm of NNX."""
 
     def __init__(
         self,
@@ -62,10 +66,10 @@ class _KeepsOutput:
 class MSLayerNorm(_KeepsOutput, nnx.LayerNorm):
     """`nnx.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
-    Arguments, parameters and state are those of `nnx.LayerNorm`. Besides:
+    It has the arguments, parameters and state of `nnx.LayerNorm`, and two more arguments.
 
     Args:
-      residual: "auto", "normalized" or "output": what is kept where there is an affine.
+      residual: "auto", "normalized" or "output": which array to save if there is a scale or bias.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Raises:
@@ -80,7 +84,11 @@ class MSLayerNorm(_KeepsOutput, nnx.LayerNorm):
 
 
 class MSRMSNorm(_KeepsOutput, nnx.RMSNorm):
-    """`nnx.RMSNorm`, differentiated from its output; arguments and errors as of `MSLayerNorm`."""
+    """`nnx.RMSNorm`, differentiated from its output: see `lm.ms_rms_norm`.
+
+    It has the arguments, parameters and state of `nnx.RMSNorm`. The added arguments and the errors
+    are the same as for `MSLayerNorm`.
+    """
 
     def __call__(
         self, x: Float[Array, "*shape"], mask: Bool[Array, "..."] | None = None
@@ -89,10 +97,10 @@ class MSRMSNorm(_KeepsOutput, nnx.RMSNorm):
 
 
 def apply_norm(fields: Any, holder: Any, x: Array, mask: Array | None, center: bool) -> Array:
-    """`normalize` by the fields of a norm, with the scale and the bias that `holder` has."""
+    """Calls `normalize` with the fields of a norm and the scale and bias of `holder`."""
     params = (getattr(holder, name, None) for name in ("scale", "bias"))
     scale, bias = (None if param is None else param[...] for param in params)
-    # NNX rounds x and the parameters to the dtype first; linen only its result.
+    # NNX rounds x and the parameters to the dtype first; linen rounds only the result.
     x, *given = fields.promote_dtype(
         (real_array(x), *(p for p in (scale, bias) if p is not None)), dtype=fields.dtype
     )
@@ -109,7 +117,7 @@ def compress(
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
 ) -> Any:
-    """Compresses a function of NNX modules and other arguments, as `lm.compress`; see `nnx.remat`.
+    """Compresses a function of NNX modules and other arguments, as `lm.compress` does.
 
         y = lm.nnx.compress(lambda block, x: block(x))(block, x)
 
@@ -118,12 +126,12 @@ def compress(
             def __call__(self, x): ...
 
     All variables of all modules among the arguments are parameters: they are never rounded. All
-    other arrays are activations. What the function writes into any module, such as statistics,
-    counts of random numbers and new variables, is written, as by `nnx.remat`.
+    other arrays are activations. As with `nnx.remat`, the function may write into modules:
+    statistics, counts of random numbers and new variables.
 
     Args:
-      function: of modules and arrays, or a bound method of a module. Without it, `compress` is a
-        decorator with arguments.
+      function: a function of modules and arrays, or a bound method of a module. Without it,
+        `compress` is a decorator with arguments.
       dtype: see `lm.compress`.
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced. Arguments that are neither arrays
@@ -172,7 +180,7 @@ def compress(
     return nnx.update_context(_TAG)(compressed)
 
 
-#: What `nnx.to_tree` knows the modules outside and inside of `compress` as one by.
+#: The tag by which `nnx.to_tree` identifies modules outside `compress` with their copies inside.
 _TAG = "lowmembp_compress"
 
 

@@ -1,4 +1,4 @@
-"""Names of the residuals, and `jax.checkpoint` policies that keep them."""
+"""Names of the residuals, and `jax.checkpoint` policies that save them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,16 +8,17 @@ from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
 NORM_OUTPUT = "lowmembp_norm_output"
-#: The same with a scale or a bias, of which the backward takes it free again.
+#: The output of a norm with a scale or a bias, which the backward removes again.
 NORM_AFFINE_OUTPUT = "lowmembp_norm_affine_output"
 NORM_RSTD = "lowmembp_norm_rstd"
 
-#: The `checkpoint_name` of every residual that the operators of this library keep.
+#: The `checkpoint_name` of every residual that this library's operators save.
 RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_AFFINE_OUTPUT, NORM_RSTD)
 
 
-# Primitives whose results take a matrix product, a convolution, a kernel or a collective to compute
-# again. Not `all_gather`: what it gives is as many times larger as there are devices.
+# Primitives whose results are expensive to recompute: they take a matrix product, a convolution, a
+# kernel or a collective. `all_gather` is missing because its result is larger than its operand by
+# the number of devices.
 _PRODUCTS = frozenset(
     (
         "all_to_all",
@@ -43,15 +44,16 @@ _PRODUCTS = frozenset(
 
 
 def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
-    """A `jax.checkpoint` policy: products and attention are kept, what is elementwise is not.
+    """A `jax.checkpoint` policy that saves products and attention and recomputes the rest.
 
-    Kept are the results of matrix products, ragged ones included, of convolutions and of kernels:
-    attention's with their statistics. Norms, activations and softmax are computed again.
-    `jax.checkpoint_policies.dots_saveable` runs attention kernels and ragged products again.
+    It saves the results of matrix products (also ragged ones), convolutions and kernels, and the
+    statistics of attention kernels. The backward pass recomputes norms, activations and softmax.
+    `jax.checkpoint_policies.dots_saveable` recomputes attention kernels and ragged products, too.
 
-    Inside `jax.shard_map` what `lax.psum`, `lax.psum_scatter`, `lax.ppermute` and `lax.all_to_all`
-    give is kept too, in place of the product that they read, or the backward would send it again.
-    `lax.all_gather` is run again, for it makes arrays larger by the number of devices.
+    Inside `jax.shard_map` it also saves the results of `lax.psum`, `lax.psum_scatter`,
+    `lax.ppermute` and `lax.all_to_all`, so that the backward pass does not communicate again. This
+    result replaces the product that the collective reads. `lax.all_gather` runs again, because
+    its result is larger than its operand by the number of devices.
     """
     return prim.name in _PRODUCTS
 
@@ -59,27 +61,27 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
 def everything_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     """A policy for `lm.compress` that saves what JAX saves without `jax.checkpoint`.
 
-    Nothing is recomputed but casts, reshapes and what is as cheap.
+    The backward pass recomputes only cheap operations such as casts and reshapes.
     """
     return True
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
-    """A `jax.checkpoint` policy that keeps this library's residuals and what `policies` keep.
+    """Returns a `jax.checkpoint` policy that saves this library's residuals.
 
-    Inside `jax.checkpoint(block, policy=lm.checkpoint_policy())` the backward finds the 2-bit
-    codes, the norms' outputs and `rstd` in memory and recomputes everything else. A value is kept
-    where one policy or more keeps it: `lm.checkpoint_policy(jax.checkpoint_policies.dots_saveable)`
-    also keeps matrix products. What a policy offloads is offloaded, this library's residuals
-    included:
+    `jax.checkpoint(block, policy=lm.checkpoint_policy())` saves the 2-bit codes, the norms' outputs
+    and `rstd`, and recomputes everything else. The policy also saves every value that one of
+    `policies` saves: `lm.checkpoint_policy(jax.checkpoint_policies.dots_saveable)` also saves
+    matrix products. If one of `policies` offloads a value, it is offloaded. This holds for this
+    library's residuals, too:
 
         lm.checkpoint_policy(jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[], names_which_can_be_offloaded=lm.RESIDUAL_NAMES,
             offload_src="device", offload_dst="pinned_host"))
 
     Args:
-      *policies: policies of `jax.checkpoint_policies`, or any callable of the same kind,
-        offloading ones included.
+      *policies: policies of `jax.checkpoint_policies`, or any callables of the same kind. They may
+        offload.
 
     Raises:
       TypeError: one of `policies` is not callable.
@@ -89,8 +91,8 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
     for policy in policies:
         if not callable(policy):
             raise TypeError(
-                f"checkpoint_policy: policies must be callables such as those of "
-                f"jax.checkpoint_policies, got {policy!r}"
+                f"checkpoint_policy: policies: expected callables such as "
+                f"jax.checkpoint_policies.dots_saveable, got {policy!r}"
             )
     keep_ours = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
@@ -100,8 +102,8 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
         if other := [answer for answer in kept if answer != kept[0]]:
             raise ValueError(
                 f"checkpoint_policy: policies disagree on a result of {prim} "
-                f"{params.get('name', '')!r}: one answers {_name(kept[0])}, another "
-                f"{_name(other[0])}; accepted is one answer besides Recompute"
+                f"{params.get('name', '')!r}: expected one answer besides Recompute, got "
+                f"{_name(kept[0])} and {_name(other[0])}"
             )
         return kept[0] if kept else keep_ours(prim, *args, **params)
 

@@ -1,7 +1,7 @@
 """Checks this installation: `python -m lowmembp_jax.selftest`, under a minute on a CPU.
 
-Each operator runs against what it replaces. A line for each check; the exit status is 1 where one
-fails.
+It compares each operator with the function that the operator replaces, and prints one line for
+each check. The exit status is 1 if a check fails.
 """
 
 import sys
@@ -17,7 +17,7 @@ import lowmembp_jax as lm
 
 
 class _Block(linen.Module):
-    """A model as somebody else would write it."""
+    """A plain Flax model, without this library."""
 
     @linen.compact
     def __call__(self, x):
@@ -40,8 +40,10 @@ def _layer_norm(x, scale, bias):
 
 
 def checks() -> dict[str, tuple[Any, Any, tuple[Any, ...], float, float | None]]:
-    """By name: ours, what it replaces, arguments, the largest error of gradients, and how many
-    bytes ours may keep for one that the other keeps.
+    """The checks by name.
+
+    Each has the operator, the function that it replaces, their arguments, the largest error of the
+    gradients, and the largest ratio of saved bytes (None: unchecked).
     """
     x, up = jax.random.normal(jax.random.key(0), (2, 128, 64))
     affine = 1 + up[0], up[1]
@@ -70,10 +72,10 @@ def checks() -> dict[str, tuple[Any, Any, tuple[Any, ...], float, float | None]]
 
 
 def check(ours, plain, args, most: float, share: float | None) -> str:
-    """One check; says how near the gradients are.
+    """Runs one check; returns the gradients' error and the saved bytes as text.
 
     Raises:
-      AssertionError: values, gradients or bytes are not right.
+      AssertionError: values, gradients or saved bytes are wrong.
     """
 
     @partial(jax.jit, static_argnums=0)
@@ -84,18 +86,20 @@ def check(ours, plain, args, most: float, share: float | None) -> str:
     (y, got), (y_plain, exact) = run(ours, *args), run(plain, *args)
     errors = [lm.gradient_distance(y, y_plain).error, lm.gradient_distance(got, exact).error]
     for what, error, bound in zip(("values", "gradients"), errors, (1e-5, most), strict=True):
-        if not error <= bound:  # NaN is no pass
-            raise AssertionError(f"{what}: error {error:.2g}, at most {bound:.2g} is right")
+        if not error <= bound:  # NaN fails, too
+            raise AssertionError(f"{what}: expected an error up to {bound:.2g}, got {error:.2g}")
     kept, before = (
         lm.memory.saved_bytes(lambda *args, f=f: jnp.sum(f(*args)), *args) for f in (ours, plain)
     )
     if share is not None and kept > share * before:
-        raise AssertionError(f"keeps {kept:,} bytes of {before:,}, at most {share:.0%} is right")
-    return f"gradients {errors[1]:.2g} off, keeps {kept:,} bytes of {before:,}"
+        raise AssertionError(
+            f"residuals: expected at most {share:.0%} of {before:,} bytes, got {kept:,}"
+        )
+    return f"gradients {errors[1]:.2g} off, residuals {kept:,} bytes instead of {before:,}"
 
 
 def check_planner() -> str:
-    """Compiles a step for a GPU; says for which."""
+    """Compiles a step for a GPU; returns the GPU's name as text."""
     if missing := lm.memory.missing_wheels():
         return f"not checked, without {', '.join(missing)} (the planner extra)"
     shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
@@ -106,7 +110,7 @@ def check_planner() -> str:
 
 
 def main() -> int:
-    """Runs all checks and prints what they found; returns the exit status."""
+    """Runs all checks and prints their results; returns the exit status."""
     start, failed = time.monotonic(), []
     every = {name: partial(check, *case) for name, case in checks().items()}
     for name, run in {**every, "planner": check_planner}.items():

@@ -1,7 +1,7 @@
 """Step activations in one pass: y and packed codes forward, the gradient backward.
 
-In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of 2-bit codes) and the
-backward as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+In bfloat16 with 2-bit codes, the forward moves 4.25 bytes an element (x 2, y 2, codes 1/4), and so
+does the backward. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
@@ -50,23 +50,25 @@ def activation_forward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
-    """`function(x)` and the codes of x, in one pass.
+    """Computes `function(x)` and the codes of x in one pass.
 
     Args:
       x: `[*shape]`, n elements, float32, bfloat16 or float16.
-      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as by `jax.nn`; the value at
-        -inf is that at the lowest finite number, -0.
-      thresholds: at most 15, ascending. An element's code is how many are strictly below
-        float32(x); 0 for NaN. Up to 3 thresholds make codes of 2 bits, more make codes of 4.
-      cores: multiprocessors of the device that is compiled for; None for 132.
+      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as in `jax.nn`. At -inf the
+        value is -0, as at the lowest finite number.
+      thresholds: 1 to 15 numbers, ascending. The code of an element is the number of thresholds
+        strictly below float32(x), and 0 for NaN. Up to 3 thresholds make 2-bit codes, more make
+        4-bit codes.
+      cores: multiprocessors of the target device; None for 132.
       interpret: run on the CPU, without Triton.
 
     Returns:
-      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]` or `[ceil(n / 2)]`, the first of
-      each byte in its lowest bits, unused bits 0.
+      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]` or `[ceil(n / 2)]`. The first
+      code of each byte is in its lowest bits, and unused bits are 0.
 
     Raises:
-      TypeError: another dtype. ValueError: another function, more than 15 thresholds.
+      TypeError: x has another dtype.
+      ValueError: the function is unknown; there are more than 15 thresholds.
     """
     check_float("x", x.dtype)
     check_activation(function, thresholds)
@@ -106,19 +108,20 @@ def activation_backward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*shape"]:
-    """`g` times the level of every code.
+    """Multiplies `g` with the level of each code.
 
     Args:
-      packed: the codes as `activation_forward` returned them.
+      packed: the codes that `activation_forward` returned.
       g: `[*shape]`, n elements, float32, bfloat16 or float16; multiplied in float32.
-      levels: the slope for each code, at most 16.
+      levels: the slope for each code, 2 to 16 numbers.
       cores, interpret: as for `activation_forward`.
 
     Returns:
-      `[*shape]` in g's dtype. NaN wherever g is, at a level of 0 too.
+      `[*shape]` in g's dtype. It is NaN wherever g is NaN, also at a level of 0.
 
     Raises:
-      TypeError: another dtype. ValueError: `packed` of another shape, more than 16 levels.
+      TypeError: g has another dtype.
+      ValueError: `packed` has another dtype or shape; there are more than 16 levels.
     """
     check_float("g", g.dtype)
     check_codes(packed, g.size, levels)

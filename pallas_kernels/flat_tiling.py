@@ -1,4 +1,4 @@
-"""How a flat array is cut into blocks, and which of the last block's elements exist."""
+"""Cuts a flat array into blocks, and masks the last block's missing elements."""
 
 from typing import NamedTuple
 
@@ -11,17 +11,19 @@ from jaxtyping import Array
 from pallas_kernels.interface import DEFAULT_CORES
 
 _BLOCKS = (2048, 1024, 512)
-_BYTES_PER_THREAD = 32  # two loads of 16 in flight; twice as many cost gelu_erf 125 registers
-# See launch.py: an array of single bytes is indexed rightly up to this many, then one of pairs is.
+_BYTES_PER_THREAD = 32  # two loads of 16 bytes; with four loads gelu_erf takes 125 registers
+# Up to this size, arrays of single bytes are indexed correctly (see launch.py). Larger arrays hold
+# pairs of bytes.
 _MOST_BYTES = 2**31
-# A masked array is one row of blocks, the last of which starts below 2^31.
+# A masked array is one row of blocks; its last block must start below 2^31.
 _MOST_MASKED = 2**31 - _BLOCKS[0]
 
 
 class FlatTiling(NamedTuple):
-    """A flat array of `size` in blocks: of rows that they fill, or of one row, masked.
+    """Blocks of a flat array of `size`: either blocks that fill it, or one masked row of blocks.
 
-    With it goes an array of codes of `bits`, in words of one or two bytes, where a kernel has one.
+    If a kernel has codes, their array has the same blocks, with codes of `bits` in words of one or
+    two bytes.
     """
 
     size: int
@@ -49,7 +51,7 @@ class FlatTiling(NamedTuple):
         return self.block * jnp.dtype(dtype).itemsize // (32 * _BYTES_PER_THREAD)
 
     def shape(self, each: int) -> tuple[int, int]:
-        """Two axes for an array that has one entry for `each` elements."""
+        """The shape, two axes, of an array that has one entry for `each` elements."""
         if self.masked:
             return 1, pl.cdiv(self.size, each)
         return self.programs, self.block // each
@@ -59,7 +61,7 @@ class FlatTiling(NamedTuple):
         return pl.BlockSpec((None, self.block // each), index)
 
     def mask(self, each: int) -> Array | None:
-        """Within a kernel: which of the block's entries exist."""
+        """Inside a kernel: which entries of the block exist."""
         if not self.masked:
             return None
         length = self.block // each
@@ -68,7 +70,7 @@ class FlatTiling(NamedTuple):
 
 
 def flat_tiling(size: int, cores: int | None, bits: int = 8) -> FlatTiling:
-    """The largest block that divides `size` and leaves work for every multiprocessor."""
+    """Chooses the largest block that divides `size` and leaves work for every multiprocessor."""
     cores = cores or DEFAULT_CORES
     word_bytes = 1 if pl.cdiv(size, 8 // bits) <= _MOST_BYTES else 2
     fitting = [block for block in _BLOCKS if size >= 4 * cores * block] or _BLOCKS[-1:]
@@ -77,17 +79,17 @@ def flat_tiling(size: int, cores: int | None, bits: int = 8) -> FlatTiling:
 
 
 def padded(size: int) -> int:
-    """The size to pad to: its own, but for an array too large for masks."""
+    """The padded size: only arrays that are too large for masks are padded."""
     return size if size <= _MOST_MASKED else pl.cdiv(size, _BLOCKS[-1]) * _BLOCKS[-1]
 
 
 def pad(flat: Array, size: int, value: float = 0) -> Array:
-    """`flat` with as many of `value` behind it as make `size`."""
+    """Pads `flat` with `value` to `size`."""
     if flat.size == size:
         return flat
     return jnp.pad(flat, (0, size - flat.size), constant_values=value)
 
 
 def load(ref, mask) -> Array:
-    """Within a kernel: the block, 0 where masked."""
+    """Inside a kernel: loads the block, 0 where masked."""
     return plgpu.load(ref, mask=mask, other=None if mask is None else 0)

@@ -34,7 +34,7 @@ def _backward_kernel(gate_ref, up_ref, g_ref, d_gate_ref, d_up_ref, *, tiling, f
 
 
 def _run(kernel, name, function, outputs, cores, interpret, *arrays):
-    """`kernel` over flat arrays; `outputs` arrays of the first one's shape and dtype."""
+    """Runs `kernel` on flat arrays; all `outputs` have the first array's shape and dtype."""
     first = arrays[0]
     size = padded(first.size)
     tiling = flat_tiling(size, cores)
@@ -62,21 +62,22 @@ def gated_forward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*shape"]:
-    """`function(gate) * up`, in one pass.
+    """Computes `function(gate) * up` in one pass.
 
     Args:
       gate: `[*shape]`, float32, bfloat16 or float16.
-      up: of gate's shape and dtype.
-      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as by `jax.nn`; the value at
-        -inf is that at the lowest finite number, -0.
-      cores: multiprocessors of the device that is compiled for; None for 132.
+      up: has gate's shape and dtype.
+      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as in `jax.nn`. At -inf the
+        value is -0, as at the lowest finite number.
+      cores: multiprocessors of the target device; None for 132.
       interpret: run on the CPU, without Triton.
 
     Returns:
       `[*shape]` in gate's dtype, multiplied in float32.
 
     Raises:
-      TypeError: another dtype. ValueError: another function; shapes or dtypes that differ.
+      TypeError: an array has another dtype.
+      ValueError: the function is unknown; shapes or dtypes differ.
     """
     check_gated(function, gate=gate, up=up)
     if gate.size == 0:
@@ -93,18 +94,18 @@ def gated_backward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """Gradients of gate and up, in one pass.
+    """Computes the gradients of gate and up in one pass.
 
     Args:
       gate, up, function, cores, interpret: as for `gated_forward`.
-      g: the cotangent of its result, of gate's shape and dtype; multiplied in float32.
+      g: the cotangent of the result, with gate's shape and dtype; multiplied in float32.
 
     Returns:
       `g * up` times the derivative of `function` at gate, and `g * function(gate)`, both
-      `[*shape]` in gate's dtype. NaN wherever g is, at a slope of 0 too.
+      `[*shape]` in gate's dtype. They are NaN wherever g is NaN, also at a slope of 0.
 
     Raises:
-      TypeError, ValueError: as `gated_forward`.
+      TypeError, ValueError: as for `gated_forward`.
     """
     check_gated(function, gate=gate, up=up, g=g)
     if gate.size == 0:

@@ -1,4 +1,4 @@
-"""What the Pallas and the Triton kernels have in common: arguments, their checks, results."""
+"""The interface of the Pallas and the Triton kernels: arguments, their checks, and results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from pallas_kernels.step_table import code_bits
 
-#: Multiprocessors assumed where the caller does not say: H100, H200.
+#: The default number of multiprocessors, from H100 and H200.
 DEFAULT_CORES = 132
 
 #: Activations that have a kernel.
@@ -16,7 +16,7 @@ FUNCTIONS = ("gelu_tanh", "gelu_erf", "silu")
 
 
 class NormForward(NamedTuple):
-    """Results of `norm_forward`; `normalized` is None where not asked for."""
+    """Results of `norm_forward`; `normalized` is None without `keep_normalized`."""
 
     out: Array  # [rows, width], dtype
     rstd: Array  # [rows], float32
@@ -24,57 +24,67 @@ class NormForward(NamedTuple):
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is at least `size`, and at least 1."""
+    """The smallest power of two that is at least `size` and at least 1."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def check_float(name: str, dtype) -> jnp.dtype:
-    """The dtype; raises TypeError unless the kernels compute with it."""
+    """Returns the dtype; raises TypeError if the kernels do not support it."""
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+        raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
     return dtype
 
 
 def _check_function(function: str) -> None:
     if function not in FUNCTIONS:
-        raise ValueError(f"function={function!r} is not one of {FUNCTIONS}")
+        raise ValueError(f"function: expected one of {FUNCTIONS}, got {function!r}")
 
 
 def check_gated(function: str, **arrays: Array) -> None:
-    """Raises unless the arrays are floating, of one shape and dtype; as `check_activation`."""
+    """Checks the function, and that the arrays are floating with one shape and dtype.
+
+    Raises:
+      TypeError: an array has another dtype.
+      ValueError: the function has no kernel; shapes or dtypes differ.
+    """
     _check_function(function)
     kinds = {name: (check_float(name, a.dtype), a.shape) for name, a in arrays.items()}
     if len(set(kinds.values())) > 1:
         given = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape) in kinds.items())
-        raise ValueError(f"{' and '.join(kinds)} must have one shape and dtype, got {given}")
+        raise ValueError(f"{' and '.join(kinds)}: expected one shape and dtype, got {given}")
 
 
 def check_activation(function: str, thresholds: Sequence[float]) -> None:
-    """Raises ValueError for a function without a kernel or more thresholds than 4 bits count."""
+    """Raises ValueError for a function without a kernel, or for too many thresholds for 4 bits."""
     _check_function(function)
     if not 1 <= len(thresholds) <= 15:
-        raise ValueError(f"thresholds must be 1 to 15 numbers, got {thresholds}")
+        raise ValueError(f"thresholds: expected 1 to 15 numbers, got {thresholds}")
 
 
 def check_codes(packed: Array, size: int, levels: Sequence[float]) -> None:
-    """Raises ValueError unless `packed` has the codes of `size` elements, `levels` 2 to 16."""
+    """Raises ValueError if `packed` cannot hold `size` codes, or `levels` are not 2 to 16."""
     if not 2 <= len(levels) <= 16:
-        raise ValueError(f"levels must be 2 to 16 numbers, got {levels}")
+        raise ValueError(f"levels: expected 2 to 16 numbers, got {levels}")
     shape = (-(-size // (8 // code_bits(len(levels)))),)
     if packed.dtype != jnp.uint8 or packed.shape != shape:
         raise ValueError(
-            f"packed must be uint8 {shape} for {size} elements, got {packed.dtype} {packed.shape}"
+            f"packed: expected uint8 {shape} for {size} elements, got {packed.dtype} {packed.shape}"
         )
 
 
 def check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
-    """Raises unless arrays are floating, `[rows]` for rstd, `[width]` for scale and bias."""
+    """Checks dtypes and shapes: `[rows]` for rstd, `[width]` for scale and bias.
+
+    Raises:
+      TypeError: an array has another dtype.
+      ValueError: an array has another shape.
+    """
     if len(rows_width) != 2:
-        raise ValueError(f"the first argument must be [rows, width], got {rows_width}")
+        raise ValueError(f"first argument: expected [rows, width], got {rows_width}")
     expected = {"scale": rows_width[1:], "bias": rows_width[1:], "rstd": rows_width[:1]}
     for name, array in arrays.items():
         if array is not None:
             check_float(name, array.dtype)
             if array.shape != (shape := expected.get(name, rows_width)):
-                raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+                raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")

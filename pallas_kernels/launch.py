@@ -1,12 +1,12 @@
-"""How a Pallas kernel is launched: the one call of Pallas, and tile sizes.
+"""Launches Pallas kernels: the only call of Pallas.
 
-Pallas-Triton adds byte offsets in 32 bits, signed, for arrays up to 2^32 bytes and in 64 bits for
-larger ones, and block starts (program index times block size) in 32 bits, always. Kernels here
-therefore index arrays of two axes, so that no block starts beyond 2^31 along either, and hold no
-array of single bytes of 2^31 to 2^32 elements (but what vmap makes of them may).
+Pallas-Triton adds byte offsets in signed 32-bit integers for arrays up to 2^32 bytes, and in 64
+bits for larger arrays. Block starts (program index times block size) always have 32 bits. So the
+kernels here index arrays with two axes, and no block starts beyond 2^31 along either axis. They
+have no array of 2^31 to 2^32 single bytes (but `jax.vmap` may make one).
 
-JAX 0.11 and later warn (DeprecationWarning) when a Pallas-Triton kernel is lowered: in
-`jit(...).lower`, when the call below is long over, so that it cannot be silenced here.
+JAX 0.11 and later give a DeprecationWarning when they lower a Pallas-Triton kernel. This happens
+in `jit(...).lower`, long after the call below, so it cannot be silenced here.
 """
 
 import functools
@@ -30,7 +30,7 @@ def launch(
     interpret: bool,
     **static,
 ) -> Callable[..., tuple[Array, ...]]:
-    """`kernel` over a one-dimensional grid; `name` is found in the compiled program's HLO."""
+    """Runs `kernel` on a one-dimensional grid; `name` appears in the compiled program's HLO."""
     return pl.pallas_call(
         functools.partial(kernel, **static),
         out_shape=tuple(out_shape),

@@ -1,9 +1,9 @@
 """LayerNorm and RMSNorm over rows: one pass forward, one pass backward from (y, rstd).
 
-A program holds whole rows in registers. Without parameter gradients there is a program for every
-few rows. With them there are a few programs a multiprocessor, each adds the gradients of its rows
-up in registers and writes one row of partial sums; no atomics, so that results are the same in
-every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+A program holds whole rows in registers. Without parameter gradients, each program has a few rows.
+With them, each multiprocessor has a few programs. Each program sums the gradients of its rows in
+registers and writes one row of partial sums. There are no atomics, so results are the same in every
+run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
 """
 
 import jax
@@ -33,7 +33,7 @@ def _store(ref, values: Array, mask) -> None:
 
 
 def _parameters(scale_ref, bias_ref, mask, policy=None) -> tuple[Array | None, Array | None]:
-    """Scale and bias, `[1, columns]`, padded with 1 and 0."""
+    """Loads scale and bias, `[1, columns]`, padded with 1 and 0."""
     scale = None if scale_ref is None else _load(scale_ref, mask, 1.0, policy)
     return scale, None if bias_ref is None else _load(bias_ref, mask, policy=policy)
 
@@ -60,7 +60,7 @@ def _backward_kernel(kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, cent
     shape = (tiling.tile_rows, tiling.columns)
     scale_ref, bias_ref = (refs.pop(0) if given else None for given in (scale, bias))
     dx_ref, *sum_refs = refs
-    program = pl.program_id(0)  # here, as there is none in a loop that is interpreted
+    program = pl.program_id(0)  # read here, because an interpreted loop has no program id
     if not tiling.read_twice:
         parameters = _parameters(scale_ref, bias_ref, columns)
 
@@ -112,24 +112,24 @@ def norm_forward(
     cores: int | None = None,
     interpret: bool = False,
 ) -> NormForward:
-    """The norm of every row of x, in one pass.
+    """Normalizes every row of x in one pass.
 
     Args:
-      x: `[rows, width]`, float32, bfloat16 or float16, as are the other arrays.
+      x: `[rows, width]`. All arrays are float32, bfloat16 or float16.
       scale, bias: `[width]` or None.
-      center: LayerNorm (True) or RMSNorm.
+      center: True for LayerNorm, False for RMSNorm.
       epsilon: added to the variance.
-      dtype: of the output.
-      keep_normalized: return the normalized x before the affine, if there is one.
-      cores: multiprocessors of the device that is compiled for; None for 132.
+      dtype: the dtype of the output.
+      keep_normalized: also return the normalized x if there is a scale or bias.
+      cores: multiprocessors of the target device; None for 132.
       interpret: run on the CPU, without Triton.
 
     Returns:
       A `NormForward`.
 
     Raises:
-      TypeError: another dtype.
-      ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
+      TypeError: an array has another dtype.
+      ValueError: shapes do not fit, or x is larger than `row_tiling.MOST_ROWS` by `MOST_COLUMNS`.
     """
     dtype = check_float("dtype", dtype)
     check_rows(x.shape, x=x, scale=scale, bias=bias)
@@ -175,28 +175,29 @@ def norm_backward(
 ) -> tuple[
     Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
 ]:
-    """Gradients of `norm_forward` from what it kept, in one pass.
+    """Computes the gradients of `norm_forward` from its saved results in one pass.
 
     Args:
-      kept: `[rows, width]`: `normalized`, or `out` where there was no affine or `recover` is set.
+      kept: `[rows, width]`: `normalized`, or `out` without scale and bias or with `recover`.
       rstd: float32 `[rows]`.
-      g: `[rows, width]`, cotangent of `out`.
+      g: `[rows, width]`, the cotangent of `out`.
       scale, bias: as in the forward.
-      center: LayerNorm (True) or RMSNorm.
-      x_dtype: dtype of dx.
-      recover: kept is the output; y = (kept - bias) / scale is computed from it, by
+      center: True for LayerNorm, False for RMSNorm.
+      x_dtype: the dtype of dx.
+      recover: `kept` is the output; y = (kept - bias) / scale is computed with
         `row_norm.recovery`.
-      cores: multiprocessors of the device that is compiled for; None for 132. The order in which
-        parameter gradients are summed depends on it, and on nothing else.
+      cores: multiprocessors of the target device; None for 132. The order of the sums of parameter
+        gradients depends only on this number.
       interpret: run on the CPU, without Triton.
 
     Returns:
-      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes,
-      None for those that are None.
+      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes, or
+      None for a parameter that is None.
 
     Raises:
-      TypeError: another dtype.
-      ValueError: shapes that do not fit or exceed `row_tiling.MOST_COLUMNS`.
+      TypeError: an array has another dtype.
+      ValueError: shapes do not fit, or kept is larger than `row_tiling.MOST_ROWS` by
+        `MOST_COLUMNS`.
     """
     x_dtype = check_float("x_dtype", x_dtype)
     check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)

@@ -1,8 +1,8 @@
-"""The mathematics of a norm over rows, in float32, the backward written in the norm's output.
+"""The mathematics of a norm over rows, in float32, with a backward in terms of the norm's output.
 
 With y = (x - mean) r and r = 1 / std, dx = r (g - mean(g) - y mean(g y)); an RMSNorm has no mean.
-Blocks are [rows, columns], the columns padded to a power of two; what is padded is 0 in every
-input and masked where it would not stay so. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+Blocks are [rows, columns], with columns padded to a power of two. The padding is 0 in every input,
+and masked where it would not stay 0. Source: LowMemoryBP (arXiv:2406.16282), section 5.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def standardize(
     center: bool,
     epsilon: float,
 ) -> tuple[Float32[Array, "rows columns"], Float32[Array, "rows 1"]]:
-    """x - mean and 1 / std."""
+    """Computes x - mean and 1 / std."""
     if center:
         x = x - _mean(x, width)
         x = x if mask is None else jnp.where(mask, x, 0.0)
@@ -35,7 +35,7 @@ def affine(
     scale: Float32[Array, "1 columns"] | None,
     bias: Float32[Array, "1 columns"] | None,
 ) -> Float32[Array, "rows columns"]:
-    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    """Computes the output from centered x, multiplied in the order of `nn.LayerNorm`."""
     y = x * (rstd if scale is None else rstd * scale)
     return y if bias is None else y + bias
 
@@ -43,11 +43,11 @@ def affine(
 def recovery(
     scale: Float32[Array, "1 columns"] | None, bias: Float32[Array, "1 columns"] | None, dtype
 ) -> Float32[Array, "1 columns"] | None:
-    """What (output of `affine` - bias) is multiplied with to get y, the output being of `dtype`.
+    """The factor that turns (output of `affine` - bias) into y, for an output in `dtype`.
 
-    The output of a channel is y scale + bias + n, and the noise n of its rounding is up to eps / 2
-    of it. Times 1 / scale it would be without bound. This is the least squares estimate for y of
-    variance 1: 1 / scale where the noise is small, and 0 where it is large.
+    The output of a channel is y scale + bias + n, where the rounding noise n is up to eps / 2 of
+    the output. The factor 1 / scale could amplify the noise without bound. So this is the least
+    squares estimate for y of variance 1: 1 / scale if the noise is small, and 0 if it is large.
     """
     if scale is None:
         return None
@@ -65,7 +65,7 @@ def gradient_means(
     *,
     center: bool,
 ) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None]:
-    """mean(g y) and, of a LayerNorm, mean(g): all that a row's backward needs of the whole row."""
+    """Computes the row means that the backward needs: mean(g y), and mean(g) for a LayerNorm."""
     return _mean(g * y, width), _mean(g, width) if center else None
 
 
@@ -75,7 +75,7 @@ def input_gradient(
     g: Float32[Array, "rows columns"],
     means: tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None],
 ) -> Float32[Array, "rows columns"]:
-    """Cotangent of x from that of y, `g`."""
+    """Computes the cotangent of x from the cotangent `g` of y."""
     along_y, along_one = means
     inner = g - y * along_y
     return rstd * (inner if along_one is None else inner - along_one)

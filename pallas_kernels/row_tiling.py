@@ -1,4 +1,4 @@
-"""How a matrix is cut into tiles of whole rows, and which of a tile's rows and columns exist."""
+"""Cuts a matrix into tiles of whole rows, and masks a tile's missing rows and columns."""
 
 from typing import NamedTuple
 
@@ -9,24 +9,31 @@ from jaxtyping import Array
 
 from pallas_kernels.interface import DEFAULT_CORES, power_of_two
 
-#: Columns that a program holds (above 16384 it spills registers), and rows that 32 bits count;
-#: more are an error.
+#: The largest number of columns that a program holds (above 16384 it spills registers), and the
+#: largest number of rows for 32-bit offsets. Larger arrays are an error.
 MOST_COLUMNS = 65536
 MOST_ROWS = 2**30
 
 _TILE = 2048
 _PER_THREAD = 16
 _MOST_WARPS = 16
-# Programs a multiprocessor, in warps: at 16 elements of two inputs and two sums a thread, as many
-# as the registers hold.
+# Warps of all programs on a multiprocessor. Each thread holds 16 elements of two inputs and two
+# sums, so the registers hold no more warps.
 _RESIDENT_WARPS = 16
-# Above, sums leave no room in the registers for a row's two inputs between its means and its
-# gradient: they are read again, from the cache.
+# Above this, the sums leave no registers to hold a row's two inputs from its means to its gradient.
+# The inputs are then read again from the cache.
 _COLUMNS_READ_ONCE = 8192
 
 
 class RowTiling(NamedTuple):
-    """Rows and columns: of the array, of a tile, and tiles of rows a program."""
+    """The tiles of a matrix.
+
+    Attributes:
+      rows, width: the shape of the matrix.
+      tile_rows, columns: the shape of a tile.
+      steps: the number of tiles of a program.
+      read_twice: read the inputs again instead of holding them in registers.
+    """
 
     rows: int
     width: int
@@ -48,7 +55,7 @@ class RowTiling(NamedTuple):
         return pl.BlockSpec((self.tile_rows * self.steps, self.columns), lambda i: (i, 0))
 
     def vector(self) -> pl.BlockSpec:
-        """One number a row."""
+        """The spec of an array with one number a row."""
         return pl.BlockSpec((self.tile_rows * self.steps,), lambda i: (i,))
 
     def parameter(self) -> pl.BlockSpec:
@@ -58,13 +65,13 @@ class RowTiling(NamedTuple):
         return pl.BlockSpec((1, self.columns), lambda i: (i, 0))
 
     def column_mask(self) -> Array | None:
-        """Within a kernel: `[1, columns]`, which columns exist."""
+        """Inside a kernel: which columns exist, `[1, columns]`."""
         if self.columns == self.width:
             return None
         return lax.broadcasted_iota(jnp.int32, (1, self.columns), 1) < self.width
 
     def row_mask(self, program: Array, step: Array | int) -> Array | None:
-        """Within a kernel: `[tile_rows, 1]`, which rows exist."""
+        """Inside a kernel: which rows exist, `[tile_rows, 1]`."""
         if self.rows % (self.tile_rows * self.steps) == 0:
             return None
         start = (program * self.steps + step) * self.tile_rows
@@ -72,14 +79,15 @@ class RowTiling(NamedTuple):
 
 
 def row_tiling(rows: int, width: int, cores: int | None, *, sums: bool) -> RowTiling:
-    """Tiles for a kernel that reads rows, and with `sums` adds up over them, a program at a time.
+    """Chooses the tiles of a kernel that reads rows and, with `sums`, sums over a program's rows.
 
-    Raises ValueError for more than `MOST_ROWS` or `MOST_COLUMNS`.
+    Raises:
+      ValueError: there are more rows than `MOST_ROWS` or more columns than `MOST_COLUMNS`.
     """
     if width > MOST_COLUMNS or rows > MOST_ROWS:
         raise ValueError(
-            f"[{rows}, {width}] is too large: these kernels take up to {MOST_ROWS} rows "
-            f"of up to {MOST_COLUMNS}"
+            f"first argument: expected up to {MOST_ROWS} rows of up to {MOST_COLUMNS} columns, got "
+            f"[{rows}, {width}]"
         )
     columns = power_of_two(width)
     tile_rows = max(min(_TILE // columns, power_of_two(rows)), 1)
@@ -93,6 +101,6 @@ def row_tiling(rows: int, width: int, cores: int | None, *, sums: bool) -> RowTi
 
 
 def both(rows: Array | None, columns: Array | None, shape) -> Array | None:
-    """The mask of what both masks keep, in `shape`; None keeps all."""
+    """Combines two masks to one of `shape`; None masks nothing."""
     masks = [jnp.broadcast_to(mask, shape) for mask in (rows, columns) if mask is not None]
     return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 from pallas_kernels.step_table import erfc
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-# Beyond it every derivative is 0 or 1, and no power of x is infinite before.
+# Beyond this number every derivative is 0 or 1; up to it no power of x is infinite.
 _FLAT = 1000.0
 _TANH = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -18,11 +18,12 @@ _CUBIC = 0.044715
 def value_and_slope(
     function: str, x: Float32[Array, "*shape"]
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-    """The activation, and its derivative; both at -inf as at the lowest finite number, 0.
+    """Computes the activation and its derivative; both are 0 at -inf.
 
-    Each is x times a weight that goes from 0 to 1, and what that weight's derivative adds.
+    The activation is x times a weight from 0 to 1. Its derivative is the weight plus x times the
+    weight's derivative.
     """
-    # Not a maximum and a minimum: Pallas-Triton's take the number where the other is NaN.
+    # Maximum and minimum of Pallas-Triton would turn NaN into the other number.
     near = jnp.where(x < -_FLAT, -_FLAT, jnp.where(x > _FLAT, _FLAT, x))
     if function == "silu":
         weight = jax.nn.sigmoid(near)

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-# Cephes' erff and erfcf, highest power first, by which XLA expands `lax.erfc` too: in x^2 for
-# abs(x) < 1, in 1 / x^2 below and above 2.
+# The polynomials of Cephes' erff and erfcf, highest power first, which XLA also uses for
+# `lax.erfc`: in x^2 for abs(x) < 1, in 1 / x^2 below and above 2.
 _ERF = (
     7.853861353153693e-5,
     -8.010193625184903e-4,
@@ -55,7 +55,7 @@ def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
 
 
 def erfc(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """`lax.erfc` in float32, which Pallas-Triton does not have, out of operations it has."""
+    """`lax.erfc` in float32, from operations that Pallas-Triton supports."""
     square, absolute = x * x, jnp.abs(x)
     near = 1.0 - x * _polynomial(square, _ERF)
     inverse = 1.0 / square
@@ -72,7 +72,7 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def _gelu_erf(x: Array) -> Array:
-    # As `jax.nn.gelu(x, approximate=False)`: written out only for its erfc.
+    # `jax.nn.gelu(x, approximate=False)`, written out because it needs this erfc.
     return 0.5 * x * erfc(-x * np.sqrt(0.5).astype(np.float32))
 
 
@@ -84,19 +84,19 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activate(function: str, x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """The activation; at -inf, where x times 0 would be NaN, that of the lowest finite number."""
+    """Computes the activation; uses the lowest number for -inf, because -inf times 0 is NaN."""
     lowest = float(jnp.finfo(jnp.float32).min)
-    # Not a maximum: Pallas-Triton's takes the number where the other is NaN.
+    # The maximum of Pallas-Triton would turn NaN into the other number.
     return FUNCTIONS[function](jnp.where(x < lowest, lowest, x))
 
 
 def code_bits(levels: int) -> int:
-    """Bits of a code for so many levels: 2 or 4."""
+    """The number of bits of a code for this number of levels: 2 or 4."""
     return 2 if levels <= 4 else 4
 
 
 def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Array, "*shape"]:
-    """How many thresholds are strictly below x; 0 for NaN."""
+    """Counts the thresholds strictly below x; 0 for NaN."""
     codes = jnp.zeros(x.shape, jnp.int32)
     for threshold in thresholds:
         codes = codes + (x > threshold).astype(jnp.int32)
@@ -106,26 +106,26 @@ def encode(x: Float32[Array, "*shape"], thresholds: Sequence[float]) -> Int32[Ar
 def slopes(
     codes: Int[Array, "*shape"], levels: Sequence[float], dtype=jnp.float32
 ) -> Float[Array, "*shape"]:
-    """The level of every code."""
+    """Returns the level of every code."""
     count = code_bits(len(levels))
-    # Scalars, not full arrays: under an explicit mesh those would not be sharded as the codes.
+    # Levels are scalars, because under an explicit mesh full arrays would lack the codes' sharding.
     slopes = [jnp.asarray(level, dtype) for level in levels]
     slopes += [slopes[-1]] * (2**count - len(levels))
-    for k in range(count):  # by bits: 16 levels take 19 operations, and compared with each 30
+    for k in range(count):  # bit by bit: 19 operations for 16 levels; comparing with each takes 30
         bit = (codes & codes.dtype.type(2**k)) != 0
         slopes = [jnp.where(bit, b, a) for a, b in zip(slopes[::2], slopes[1::2], strict=True)]
     return slopes[0]
 
 
 def pack(codes: Int32[Array, " n"], per_word: int, bits: int) -> Int32[Array, " n//per_word"]:
-    """`per_word` codes to a word, the first in the lowest bits."""
+    """Packs `per_word` codes in each word, the first code in the lowest bits."""
     words = codes.reshape(codes.size // per_word, per_word)
     shifts = bits * lax.broadcasted_iota(jnp.int32, words.shape, 1)
     return jnp.sum(words << shifts, axis=1, dtype=jnp.int32)
 
 
 def unpack(words: Int32[Array, " n"], per_word: int, bits: int) -> Int32[Array, " n*per_word"]:
-    """Inverse of `pack`."""
+    """Unpacks the codes: the inverse of `pack`."""
     shape = (words.size, per_word)
     shifts = bits * lax.broadcasted_iota(jnp.int32, shape, 1)
     codes = (jnp.broadcast_to(words[:, None], shape) >> shifts) & (2**bits - 1)

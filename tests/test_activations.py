@@ -288,23 +288,27 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: lm.regelu2("x"), TypeError, "x must be an array of real numbers, got str"),
-        (lambda: lm.regelu2(jnp.ones(2, jnp.complex64)), TypeError, "x must be a real.*complex64"),
+        (lambda: lm.regelu2("x"), TypeError, "x: expected an array of real numbers, got str"),
+        (
+            lambda: lm.regelu2(jnp.ones(2, jnp.complex64)),
+            TypeError,
+            "x: expected a real.*complex",
+        ),
         (
             lambda: lm.regelu2(jnp.ones(2), implementation="cuda"),
             ValueError,
-            "implementation='cuda'",
+            "implementation: .*got 'cuda'",
         ),
         (lambda: lm.StepTable((1.0, 0.0), (0.0, 1.0, 2.0)), ValueError, "ascending.*1.0, 0.0"),
         (lambda: lm.StepTable((1.0,) * 16, (0.0,) * 17), ValueError, "1 to 15"),
-        (lambda: lm.StepTable((1.0,), (0.0,)), ValueError, "levels must be one more"),
+        (lambda: lm.StepTable((1.0,), (0.0,)), ValueError, "levels: expected one more"),
         (lambda: lm.StepTable((float("nan"),), (0.0, 1.0)), ValueError, "finite"),
-        (lambda: lm.gelu(jnp.ones(2), "none"), TypeError, "approximate must be True or.*'none'"),
-        (lambda: lm.step_activation(jnp.ones(2), jnp.tanh, "t"), TypeError, "table must be.*'t'"),
+        (lambda: lm.gelu(jnp.ones(2), "none"), TypeError, "approximate: expected True or.*'none'"),
+        (lambda: lm.step_activation(jnp.ones(2), jnp.tanh, "t"), TypeError, "table: expected.*'t'"),
         (
             lambda: lm.step_activation(jnp.ones(2), jnp.sum, lm.STEP_TABLES["silu", 2]),
             ValueError,
-            r"function must be elementwise, got \(\) of x of \(2,\)",
+            r"function: expected an elementwise .*, got the shape \(\) for x of \(2,\)",
         ),
     ],
 )

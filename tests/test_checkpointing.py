@@ -25,7 +25,9 @@ ARGS = (
 def kept(policy):
     op = jax.checkpoint(block, policy=policy)
     residuals = saved_residuals(op, *ARGS)
-    return sorted(str(a.dtype) + str(a.shape) for a, where in residuals if "argument" not in where)
+    return sorted(
+        str(a.dtype) + str(a.shape) for a, where in residuals if "from the argument" not in where
+    )
 
 
 OURS = ["float32(16, 1)", "float32(16, 128)", "uint2(16, 512)"]
@@ -74,7 +76,7 @@ def test_offloading_composes():
     [
         (
             (OFFLOAD, jax.checkpoint_policies.everything_saveable),
-            "name '.*dst='pinned_host'.*, another Saveable",
+            "name '.*dst='pinned_host'.*.* and Saveable",
         ),
         (
             (OFFLOAD, offload(*lm.RESIDUAL_NAMES, to="unpinned_host")),
@@ -82,7 +84,7 @@ def test_offloading_composes():
         ),
         (
             (DOTS, jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
-            "dot_general .*Saveable, another Offloadable",
+            "dot_general .*Saveable and Offloadable",
         ),
     ],
 )
@@ -167,5 +169,5 @@ def test_products_of_every_kind_are_kept(product, x, kernel, by_dots_policy):
 
 
 def test_error_names_the_argument():
-    with pytest.raises(TypeError, match=r"policies must be callables.*got 'dots'"):
+    with pytest.raises(TypeError, match=r"policies: expected callables.*got 'dots'"):
         lm.checkpoint_policy("dots")

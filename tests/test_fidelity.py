@@ -55,7 +55,7 @@ def test_a_loss_in_which_nothing_is_swapped_is_an_error(problem):
 
 
 def test_a_loss_that_is_no_function_is_an_error():
-    with pytest.raises(TypeError, match="loss must be callable, got 3"):
+    with pytest.raises(TypeError, match="loss: expected a callable, got 3"):
         lm.gradient_fidelity(3, jnp.ones(2))  # pyright: ignore[reportArgumentType]
 
 

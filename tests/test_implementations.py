@@ -48,7 +48,7 @@ def test_the_context_is_part_of_the_cache_of_jit():
 def test_a_kernel_that_cannot_run_here_says_why(op):
     with (
         lm.set_implementation("pallas"),
-        pytest.raises(ValueError, match=r"implementation='pallas' runs on CUDA GPUs.*cpu"),
+        pytest.raises(ValueError, match=r"implementation: 'pallas' runs only on CUDA GPUs.*cpu"),
     ):
         jax.jit(jax.grad(lambda x: op(x).sum()))(jnp.ones((4, 256)))
 
@@ -61,24 +61,24 @@ def test_triton_missing_says_what_to_install(monkeypatch):
 
 
 def test_errors_name_the_argument(monkeypatch):
-    with pytest.raises(ValueError, match=r"implementation='cuda' is not known.*'xla', 'pallas'"):
+    with pytest.raises(ValueError, match=r"implementation: expected .*'pallas'.*, got 'cuda'"):
         lm.regelu2(jnp.ones(4), implementation="cuda")
     with (
-        pytest.raises(ValueError, match="implementation='cuda' is not known"),
+        pytest.raises(ValueError, match=r"implementation: expected .*, got 'cuda'"),
         lm.set_implementation("cuda"),
     ):
         pass
     monkeypatch.setenv("LOWMEMBP_IMPLEMENTATION", "cuda")
-    with pytest.raises(ValueError, match="LOWMEMBP_IMPLEMENTATION='cuda'"):
+    with pytest.raises(ValueError, match=r"LOWMEMBP_IMPLEMENTATION: expected .*, got 'cuda'"):
         lm.ms_layer_norm(jnp.ones((2, 4)))
 
 
 def test_no_kernel_for_other_functions_axes_or_float64():
     pallas = {"implementation": "pallas_interpret"}
-    with pytest.raises(ValueError, match="no kernel for function="):
+    with pytest.raises(ValueError, match="function: implementation='pallas"):
         lm.step_activation(jnp.ones(4), jnp.tanh, lm.REGELU2_TABLE, **pallas)
     with pytest.raises(ValueError, match=r"reduction axes \(0, 1\)"):
         norm = lm.MSLayerNorm(reduction_axes=(0, 1), feature_axes=(0, 1), **pallas)
         norm.init(jax.random.key(0), jnp.ones((2, 4)))
-    with jax.enable_x64(True), pytest.raises(TypeError, match=r"x must be float32.*float64"):
+    with jax.enable_x64(True), pytest.raises(TypeError, match=r"x.* float32.*float64"):
         partial(lm.regelu2, **pallas)(jnp.ones(4, jnp.float64))

@@ -76,5 +76,5 @@ def test_errors_name_the_path():
         lm.merge_norm_affine(state, {"blocks/{i}/norm1": "blocks/{i}/up"})
     with pytest.raises(ValueError, match="no Dense 'blocks/12/up' in params"):
         lm.merge_norm_affine(state, {"blocks/{i}/norm": "blocks/{i+1}/up"})
-    with pytest.raises(TypeError, match="params must be a mapping, got Model"):
+    with pytest.raises(TypeError, match="params: expected a mapping, got Model"):
         lm.merge_norm_affine(Model(), RULES)

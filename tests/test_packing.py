@@ -54,11 +54,11 @@ def test_under_jit_and_vmap():
 
 
 def test_errors_name_the_argument():
-    with pytest.raises(TypeError, match="codes must be integers, got float32"):
+    with pytest.raises(TypeError, match="codes: expected integers, got float32"):
         lm.pack_2bit(jnp.ones(3))
-    with pytest.raises(TypeError, match="packed must be uint8, got int32"):
+    with pytest.raises(TypeError, match="packed: expected uint8, got int32"):
         lm.unpack_2bit(jnp.ones(3, jnp.int32), 9)
-    with pytest.raises(ValueError, match=r"size=9 needs packed of shape \(3,\), got \(2,\)"):
+    with pytest.raises(ValueError, match=r"packed: expected .*\(3,\) for size=9, got \(2,\)"):
         lm.unpack_2bit(jnp.ones(2, jnp.uint8), 9)
     with pytest.raises(ValueError, match="size=-1"):
         lm.unpack_2bit(jnp.zeros(0, jnp.uint8), -1)

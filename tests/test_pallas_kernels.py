@@ -139,10 +139,10 @@ def test_gated_units_of_any_size(monkeypatch, size, masked):
 def test_gated_arguments():
     x = jnp.zeros((4, 32))
     for args, error, message in (
-        ((x, x, "relu"), ValueError, "function='relu'"),
-        ((x, x.astype(int), "silu"), TypeError, "up must be float32"),
-        ((x, x[1:], "silu"), ValueError, "gate and up must have one shape.*up float32 .3, 32."),
-        ((x, x, x.astype(jnp.float16), "silu"), ValueError, "gate and up and g must have.*float16"),
+        ((x, x, "relu"), ValueError, "function: expected .*'relu'"),
+        ((x, x.astype(int), "silu"), TypeError, "up: expected float32"),
+        ((x, x[1:], "silu"), ValueError, "gate and up: expected one shape.*up float32 .3, 32."),
+        ((x, x, x.astype(jnp.float16), "silu"), ValueError, "gate and up and g: expected.*float16"),
     ):
         with pytest.raises(error, match=message):
             (gated.gated_forward if len(args) == 3 else gated.gated_backward)(*args)
@@ -162,18 +162,22 @@ def test_erfc_is_that_of_jax():
 def test_activation_arguments():
     x = jnp.zeros((4, 32))
     for call, error, message in (
-        (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function='relu'"),
+        (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function: expected .*'relu'"),
         (lambda: activation_forward(x, "silu", (0.0,) * 16), ValueError, "thresholds"),
-        (lambda: activation_forward(x.astype(int), "silu", (0.0,)), TypeError, "must be float32"),
+        (
+            lambda: activation_forward(x.astype(int), "silu", (0.0,)),
+            TypeError,
+            "x: expected float32",
+        ),
         (
             lambda: activation_backward(jnp.zeros(3, jnp.uint8), x, (0.0, 1.0)),
             ValueError,
-            r"packed must be uint8 \(32,\)",
+            r"packed: expected uint8 \(32,\)",
         ),
         (
             lambda: activation_backward(jnp.zeros(32, jnp.uint8), x, (0.0,)),
             ValueError,
-            "levels must be 2 to 16",
+            "levels: expected 2 to 16",
         ),
     ):
         with pytest.raises(error, match=message):
@@ -250,9 +254,9 @@ def test_what_cannot_be_recovered_is_finite():
     ("args", "error", "message"),
     [
         ([(4,)], ValueError, r"\[rows, width\]"),
-        ([(4, 8), (4,)], ValueError, r"scale must have shape \(8,\)"),
-        ([(1, 65537)], ValueError, "too large"),
-        ([(4, 8), (8,), (8,), jnp.int32], TypeError, "x must be float32"),
+        ([(4, 8), (4,)], ValueError, r"scale: expected shape \(8,\)"),
+        ([(1, 65537)], ValueError, r"expected up to .* columns, got \[1, 65537\]"),
+        ([(4, 8), (8,), (8,), jnp.int32], TypeError, "x: expected float32"),
     ],
 )
 def test_norm_arguments(args, error, message):

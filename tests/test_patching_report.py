@@ -63,8 +63,8 @@ def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
     with lm.patch() as report:
         assert_close(run(X), expected)
     assert report.swapped == {"layer_norm": ["masked", "block/calling", "swapped"]}
-    only, why = "is not supported, only", ": statistics are always float32, and jit combines those"
-    why += " of devices"
+    only, why = "is not supported: expected", "; statistics are always float32, and jit combines"
+    why += " the statistics of all devices"
     assert report.skipped == {
         "layer_norm": {
             "distributed": f"axis_name='devices' {only} None{why}",

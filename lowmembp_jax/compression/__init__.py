@@ -1,4 +1,4 @@
-"""`lm.compress`: residuals of any function in 8 bits."""
+"""`lm.compress`: stores the residuals of any function in 8 bits."""
 
 from lowmembp_jax.compression.checkpointed import StorageFormat as StorageFormat
 from lowmembp_jax.compression.checkpointed import check_options as check_options

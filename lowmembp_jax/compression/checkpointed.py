@@ -1,4 +1,4 @@
-"""`jax.checkpoint` with a place to store things."""
+"""`lm.compress`: `jax.checkpoint` that stores its residuals in fewer bits."""
 
 import functools
 import operator
@@ -22,7 +22,7 @@ StorageFormat = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike 
 
 
 class Options(NamedTuple):
-    """What `compress` is asked for, checked."""
+    """The checked options of `compress`."""
 
     formats: Mapping[str | None, str | None]  # see `format_names`
     policy: Callable[..., Any]
@@ -32,13 +32,13 @@ class Options(NamedTuple):
 def check_options(
     name: str, dtype: StorageFormat, policy: Any, prevent_cse: bool = True
 ) -> Options:
-    """The options of the function `name`; raises what `compress` raises for them."""
+    """Checks the options of the function `name`; raises the errors of `compress`."""
     formats = format_names(dtype, f"{name}: dtype")
     if policy is None:
         raise ValueError(
-            f"{name}: policy: expected a policy, got None; lm.everything_saveable is what None "
-            f"meant here before, and jax.checkpoint_policies.nothing_saveable is what it means in "
-            f"jax.checkpoint"
+            f"{name}: policy: expected a policy, got None; use lm.everything_saveable for the "
+            f"earlier meaning of None here, and jax.checkpoint_policies.nothing_saveable for its "
+            f"meaning in jax.checkpoint"
         )
     if not callable(policy):
         raise TypeError(f"{name}: policy: expected a callable, got {policy!r}")
@@ -56,44 +56,45 @@ def compress(
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
 ) -> Callable[..., Any]:
-    """Stores the residuals of `fun` in 8 bits, and is otherwise `jax.checkpoint`.
+    """Stores the residuals of `fun` in 8 bits; otherwise it behaves as `jax.checkpoint`.
 
         block = lm.compress(block)
         x = block(params, x)         # the parameters first: they are never rounded
 
-    The first argument holds the parameters. All other arguments are activations, which are stored
-    in 8 bits; `params_argnums` says so of other positions. Arrays that `fun` closes over are
+    The first argument holds the parameters; `params_argnums` selects other positions. All other
+    arguments are activations, which are stored in 8 bits. Arrays that `fun` closes over are
     parameters.
 
-    Wrap each block of a model, as with `jax.checkpoint`, and not the whole model: the backward of a
-    block has all of its residuals in their own dtype while it runs.
+    Wrap each block of a model, as with `jax.checkpoint`, instead of the whole model. While the
+    backward of a block runs, all residuals of this block are in memory in their own dtype.
 
     `policy` says which results are saved. Each saved array that the backward needs is stored once,
     in `dtype`, and everything else is recomputed from the stored arrays. The forward is exact.
-    Gradients have the rounding error of the stored arrays, and nothing else: parameters, and values
-    computed only from parameters or from what is not differentiated, are never rounded; discrete
-    choices (`top_k`, comparisons, branches) are stored exactly, booleans in 2 bits; and an array is
-    stored unrounded if the backward reads it in a function whose slope has no bound, such as
-    `log`, a divisor or a primitive that this library does not know.
+    Gradients have only the rounding error of the stored arrays. These arrays are never rounded:
+
+    - parameters, and values computed only from parameters or from undifferentiated values;
+    - discrete choices (`top_k`, comparisons, branches), with booleans in 2 bits;
+    - arrays that the backward reads as a divisor, in a function whose slope has no bound, such as
+      `log`, or in a primitive that this library does not know.
 
     Args:
       fun: any function that JAX can differentiate, or a callable pytree such as an Equinox module,
         whose arrays are parameters. Without it, `compress` is a decorator with arguments.
-      dtype: the format in which residuals are stored. "float8", the default, is right at any scale
-        and offset: an array that the function normalizes is stored by the rows of the norm, every
+      dtype: the format in which residuals are stored. "float8", the default, works at any scale
+        and offset. It stores an array that the function normalizes by the rows of the norm; every
         other array has a scale for each tile of up to 64 by 32. The scale comes from a sample, so
-        an element that is more than 56 times the largest sampled one is clipped. "int8" has a scale
-        for each row of the last axis. "int4" has a scale and a least value for each group of 32 or
-        more, and rounds at random. "unscaled_float8_e4m3fn" clips at +-448 and flushes values under
-        0.001 to zero; "unscaled_float8_e5m2" has the range of float16 and two mantissa bits. None
-        stores residuals as they are. A mapping from `checkpoint_name` to one of these stores array
-        by array, with None as the key for all other arrays; an array that it does not name is
-        stored as it is. A format that is given by name holds also where the rules above would store
-        the array unrounded. The dtypes of these formats are accepted, too.
+        an element that is more than 56 times the largest sampled element is clipped. "int8" has a
+        scale for each row of the last axis. "int4" has a scale and a minimum for each group of 32
+        or more, and rounds at random. "unscaled_float8_e4m3fn" clips at +-448 and flushes values
+        under 0.001 to zero; "unscaled_float8_e5m2" has the range of float16 and two mantissa bits.
+        None stores residuals unrounded. A mapping from `checkpoint_name` to formats stores array by
+        array; its key None stands for all other arrays, which are unrounded without it. A format
+        for a name applies even if the rules above would not round the array. You can also pass the
+        dtypes of these formats.
       policy: which results are saved, as in `jax.checkpoint`. `lm.everything_saveable` saves what
-        JAX saves by itself; `jax.checkpoint_policies.nothing_saveable` saves the arguments alone.
+        JAX saves by itself; `jax.checkpoint_policies.nothing_saveable` saves only the arguments.
       params_argnums: positions of the arguments that hold parameters, counted as in
-        `static_argnums`; `()` if none does.
+        `static_argnums`; `()` if there are none.
       static_argnums: positions of arguments that are not traced, as in `jax.checkpoint`. Leaves
         that are neither arrays nor floats, such as `deterministic=True`, are never traced.
       prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside `lax.scan`.
@@ -103,16 +104,16 @@ def compress(
       composes with jit, vmap, scan, `jax.checkpoint` and shardings. `jax.jvp` of it is exact.
 
     Warns:
-      UserWarning: every argument holds parameters, so that there is nothing to store; an argument
+      UserWarning: every argument holds parameters, so nothing is stored in fewer bits; an argument
         that is not in `params_argnums` is a tree of several arrays, which may be parameters;
         `dtype` names an array that is not stored.
-      DeprecationWarning: `dtype` is a dtype of float8, which meant a format without a scale.
+      DeprecationWarning: `dtype` is a float8 dtype, which stands for a format without a scale.
 
     Raises:
-      ValueError: `dtype` is not a format; `policy` is None, or offloads, which is seen when
-        `fun` is differentiated; a position is out of range, or both static and a parameter.
+      ValueError: `dtype` is not a format; `policy` is None, or offloads (this error comes when
+        `fun` is differentiated); a position is out of range, or both static and a parameter.
       TypeError: `fun` or `policy` is not callable; `fun` is a class or a Flax module.
-      NotImplementedError: a second derivative was asked for.
+      NotImplementedError: a second derivative is used.
     """
     options = check_options("compress", dtype, policy, prevent_cse)
     if fun is None:
@@ -137,7 +138,7 @@ def compress(
             raise ValueError(
                 f"compress: params_argnums={params_argnums!r} and static_argnums="
                 f"{static_argnums!r} both hold {', '.join(map(str, sorted(both)))}: name the "
-                f"arguments that hold parameters in params_argnums; () if none does"
+                f"arguments that hold parameters in params_argnums, or () if there are none"
             )
         if not warned:
             warned = _warn(name, args, kwargs, is_param, is_static)
@@ -165,7 +166,7 @@ def _check_function(fun: Any) -> None:
 
 
 def _of_pytree(module: Any, options: Options, static: Sequence[int]) -> Callable[..., Any]:
-    """A callable pytree: its arrays are the parameters, and every argument is an activation."""
+    """Compresses a callable pytree: its arrays are parameters, its arguments are activations."""
     call = stored(
         lambda module, *args, **kwargs: module(*args, **kwargs),
         options,
@@ -180,7 +181,7 @@ def _of_pytree(module: Any, options: Options, static: Sequence[int]) -> Callable
 
 
 def positions(function: str, name: str, argnums: int | Iterable[int]) -> tuple[int, ...]:
-    """Positions of arguments, negative ones too, from the argument `name` of a function.
+    """Converts the argument `name` of a function to positions, which may be negative.
 
     Raises:
       TypeError: they are not integers.
@@ -197,10 +198,10 @@ def positions(function: str, name: str, argnums: int | Iterable[int]) -> tuple[i
 
 
 def in_range(function: str, name: str, positions: Sequence[int], args: Sequence[Any]) -> set[int]:
-    """The positions among `args`, from 0 on.
+    """Converts positions in `args` to non-negative positions.
 
     Raises:
-      ValueError: there is no such argument.
+      ValueError: a position is out of range.
     """
     for one in positions:
         if not -len(args) <= one < len(args):
@@ -220,8 +221,8 @@ def _warn(name, args, kwargs, is_param, is_static) -> bool:
     others = [i for i in arrays if i not in is_param and arrays[i]]
     if is_param and not others and any(arrays.values()):
         warn(
-            f"compress: every array that {name} gets is a parameter, so that nothing is stored in "
-            f"fewer bits; params_argnums=() makes the first argument an activation"
+            f"compress: every array that {name} gets is a parameter, so nothing is stored in fewer "
+            f"bits; params_argnums=() makes the first argument an activation"
         )
         return True
     trees = [i for i in others if len(arrays[i]) > 1]
@@ -239,12 +240,12 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 class _Static:
-    """What is not traced of a call, hashed by value where possible, as in `jax.checkpoint`."""
+    """The static values of a call, hashed by value if possible, as in `jax.checkpoint`."""
 
     def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
         self.tree, self.places, self.values = tree, tuple(places), tuple(values)
         values = [v.value if isinstance(v, _Constant) else v for v in values]
-        # 1, 1.0 and True are equal, and not the same.
+        # 1, 1.0 and True are equal, but different static values.
         self.key = tree, self.places, tuple((type(v), _hashable(v)) for v in values)
 
     def __hash__(self):
@@ -285,11 +286,11 @@ def stored(
     owner: str,
     holds_params: Callable[[Any], bool] | None = None,
 ) -> Callable[..., Any]:
-    """`fun`, compressed, as a function of its arguments and of their positions.
+    """Compresses `fun`; returns a function of its arguments and of their positions.
 
     Args:
-      owner: names the function in errors.
-      holds_params: whether a node in the tree of arguments holds parameters, wherever it is.
+      owner: the function's name in errors.
+      holds_params: whether a node anywhere in the tree of arguments holds parameters.
 
     Returns:
       `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
@@ -316,7 +317,7 @@ def stored(
         if holds_params:
             nodes = jax.tree.leaves((args, kwargs), is_leaf=holds_params)
             flags = [holds_params(node) for node in nodes for _ in jax.tree.leaves(node)]
-        given: dict[int, tuple[int, Any, bool]] = {}  # an array that is given twice is one argument
+        given: dict[int, tuple[int, Any, bool]] = {}  # an array that occurs twice is one argument
         places, values = [], []
         for leaf, is_param in zip(leaves, flags, strict=True):
             is_array = _is_traced(leaf)
@@ -347,7 +348,7 @@ def _run(
     is_param: Sequence[bool],
     bind: Callable[..., Any],
 ) -> list[Any]:
-    """The results of a traced call of a jitted function."""
+    """Runs the traced call of a jitted function."""
     outer = closed.jaxpr
     env = dict(zip((*outer.constvars, *outer.invars), (*closed.consts, *args), strict=True))
     flags = dict(zip(outer.invars, is_param, strict=True))
@@ -358,10 +359,10 @@ def _run(
     eqn = outer.eqns[0] if [eqn.primitive.name for eqn in outer.eqns] == ["jit"] else None
     if eqn is None:  # under `jax.disable_jit`
         inner, atoms = closed, outer.invars
-    else:  # the very trace that `jax.jit` keeps for calls with arguments of this kind
+    else:  # `jax.jit` returns the same trace for later calls with arguments of these types
         inner, atoms = eqn.params["jaxpr"], eqn.invars
     values = [*inner.consts, *map(read, atoms)]
-    # What is no argument is closed over, and a parameter.
+    # Values that are not arguments are closed over; they are parameters.
     given = [True] * len(inner.consts)
     given += [isinstance(atom, core.Literal) or flags.get(atom, True) for atom in atoms]
     results = bind(without_consts(inner.jaxpr), values, tuple(given))

@@ -1,11 +1,11 @@
-"""A second copy of a stored array, where it makes XLA's kernels write less.
+"""Decodes a stored array twice, where this makes XLA's kernels write less.
 
-Behind a Dense with a bias, an activation's backward needs three things of the Dense's result: the
-activation itself, for the gradient of the next Dense's kernel; its slope times the cotangent; and
-the sum of that over rows, for the gradient of the bias. XLA makes one kernel of the three. But it
-keeps tanh, erf and their like out of a kernel that sums: it writes what they give to memory and
-reads it back. If what is summed reads a copy of the Dense's result there are two kernels, and they
-write nothing but what is needed.
+After a Dense with a bias, an activation's backward computes three results from the Dense's output:
+the activation, for the gradient of the next Dense's kernel; its slope times the cotangent; and the
+sum of this product over rows, for the gradient of the bias. XLA fuses all three into one kernel.
+But it does not fuse tanh, erf and similar functions into a kernel that sums. So it writes their
+results to memory and reads them back. If the sum reads a copy of the Dense's output, XLA makes two
+kernels, which write only the needed results.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from lowmembp_jax.compression.store import store_p
 
 
 def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:
-    """The jaxpr of a marked function, in which equations on the way to a sum read copies.
+    """Makes the equations of a marked function that lead to a sum read copies.
 
     Args:
-      linear: which of the inputs are tangents. Where a tangent is broadcast, the backward sums.
+      linear: which inputs are tangents. The backward sums where a tangent is broadcast.
     """
     spread = _spread(jaxpr, linear)
     if not spread:
@@ -29,7 +29,7 @@ def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:
     twice = _read_expensively(jaxpr, spread)
     if not twice:
         return jaxpr
-    own: dict[Any, core.Var] = {}  # the copies, and what is computed from them
+    own: dict[Any, core.Var] = {}  # the copies, and the variables computed from them
     new = []
     for number, eqn in enumerate(jaxpr.eqns):
         if number in spread:
@@ -51,7 +51,7 @@ def _get(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _spread(jaxpr: core.Jaxpr, linear: list[bool]) -> set[int]:
-    """Numbers of the elementwise equations that a broadcast tangent passes."""
+    """The numbers of the elementwise equations that read a broadcast tangent."""
     tangents = {var for var, is_one in zip(jaxpr.invars, linear, strict=True) if is_one}
     broadcast, numbers = set[Any](), set[int]()
     for number, eqn in enumerate(jaxpr.eqns):

@@ -1,4 +1,4 @@
-"""What is known of each variable of a differentiated function, from its inputs downwards."""
+"""Facts about each variable of a differentiated function, from its inputs to its outputs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,28 +17,28 @@ from lowmembp_jax.policies import everything_saveable
 Policy = Callable[..., Any]
 
 
-#: A variable, and for each axis of an array made of it which axis of the variable this is, or None
-#: for an axis over which it is broadcast.
+#: A variable, and for each axis of an array with its elements the axis of the variable, or None for
+#: an axis over which the variable is broadcast.
 Place = tuple[Any, tuple[int | None, ...]]
 
 
 class Fact(NamedTuple):
-    """What is known of a variable of the differentiated function.
+    """The facts about a variable of the differentiated function.
 
     Attributes:
-      activation: depends on an argument that is no parameter.
-      varied: depends on what is differentiated.
-      linear: depends on a tangent: the backward computes it, and the forward does not.
+      activation: depends on an argument that is not a parameter.
+      varied: depends on a differentiated input.
+      linear: depends on a tangent, so the backward computes it instead of the forward.
       random: depends on random numbers.
-      bounds: the interval that its elements are in.
+      bounds: the interval that contains its elements.
       source: the variable with the same elements, perhaps in another shape, as a `Place`.
-      above: places whose elements are not larger than those that are here.
-      shifted: the axes of a maximum, if this is x - max(x), or exp of it.
-      normalizer: is the sum of such an exp over these axes, computed again from rounded numbers: it
-        is at least 1, and its error is in proportion.
-      reduced: is made, elementwise, of reductions, such as the statistics of a norm.
-      term: is made without work of results that the policy saves.
-      at_hand: is made, elementwise, of an array of its size that the policy saves.
+      above: places whose elements are not larger than this variable's elements.
+      shifted: the axes of the maximum, if this is x - max(x), or its exp.
+      normalizer: is the sum of such an exp over these axes, recomputed from rounded numbers. It is
+        at least 1, and its error is in proportion.
+      reduced: is computed elementwise from reductions, such as the statistics of a norm.
+      term: is computed cheaply from results that the policy saves.
+      at_hand: is computed elementwise from an array of the same size that the policy saves.
     """
 
     activation: bool = False
@@ -55,23 +55,23 @@ class Fact(NamedTuple):
     at_hand: bool = False
 
     def flags(self) -> dict[str, bool]:
-        """What it depends on."""
+        """The facts about the variable's dependencies."""
         return {name: getattr(self, name) for name in ("activation", "varied", "linear", "random")}
 
     @property
     def lossy(self) -> bool:
-        """Whether it may be made of rounded numbers in the backward."""
+        """Whether the backward may compute it from rounded numbers."""
         return self.activation and self.varied and not self.linear
 
 
 class Facts(NamedTuple):
-    """The facts of a jaxpr's variables.
+    """The facts about a jaxpr's variables.
 
     Attributes:
-      of: by variable.
-      inside: the facts of the bodies of its equations, by number.
+      of: the fact about each variable.
+      inside: the facts of the bodies of its equations, by the equation's number.
       saved: numbers of the equations whose results the policy saves.
-      named: variables that the policy saves under a name that they get later.
+      named: variables that the policy saves because of a name that they get later.
     """
 
     of: dict[Any, Fact]
@@ -115,7 +115,7 @@ def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Fact
             infinite.add(eqn.outvars[0])
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
-            # The numbers are those of what is not infinite.
+            # The bounds come from the operand that is not infinite.
             results = [read[1]._replace(**of_any(read).flags())]
         else:
             is_saved = _saves(policy, eqn)
@@ -140,7 +140,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact
     ]
     back = jaxprs.carried(eqn, bodies[0])
     if policy is everything_saveable and eqn.primitive.name in ("checkpoint", "remat2"):
-        # What JAX saves without `compress`.
+        # A `jax.checkpoint` inside saves what it saves without `compress`.
         policy = eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
     given = [
         of_any([fact]) if is_part or out is not None else fact
@@ -161,7 +161,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact
             break
         given = after
     found.inside[number] = inside
-    if eqn.primitive.name == "cond":  # which branch ran is a fact of the results
+    if eqn.primitive.name == "cond":  # the results also depend on the choice of the branch
         index = of_any([fact_of(found.of, eqn.invars[0])])
         results = [of_any([fact, index]) for fact in results]
     if eqn.primitive.name in ("scan", "shard_map"):
@@ -233,7 +233,7 @@ def _place(var: Any) -> Place:
 
 
 def _moved(eqn: Any, place: Place) -> Place | None:
-    """Where the elements are after an equation that passes them on; None if it is not known."""
+    """The place of the elements after an equation that passes them on; None if unknown."""
     name, (var, axes), [x], [y] = operation(eqn), place, eqn.invars[:1], eqn.outvars
     if name == "transpose":
         return var, tuple(axes[i] for i in eqn.params["permutation"])
@@ -252,7 +252,7 @@ def _moved(eqn: Any, place: Place) -> Place | None:
 
 
 def _over(maxima: frozenset[Place], other: Place) -> list[frozenset[int]]:
-    """The axes of the maxima of elements that those at `other` are among."""
+    """For each maximum over elements that include the elements of `other`, the reduced axes."""
     found = []
     for var, axes in maxima:
         is_same = var is other[0] and len(axes) == len(other[1])
@@ -265,8 +265,8 @@ def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
     answer = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
     if isinstance(answer, Offloadable):
         raise ValueError(
-            f"compress: policy: expected a policy that saves or recomputes, got one that "
-            f"offloads a result of {eqn.primitive} to {answer.dst!r}; use jax.checkpoint for it"
+            f"compress: policy: expected a policy that saves or recomputes, got a policy that "
+            f"offloads a result of {eqn.primitive} to {answer.dst!r}; use jax.checkpoint to offload"
         )
     return answer not in (False, Recompute)
 
@@ -317,7 +317,7 @@ _SAME = (rules.PASSED - {"neg"}) | {"reduce_max", "reduce_min", "pmax", "pmin", 
 
 
 def _bounds(eqn: core.JaxprEqn, given: list[rules.Interval]) -> rules.Interval:
-    """The interval of the first result's elements, from the intervals of the operands."""
+    """The interval of the first result's elements, from the operands' intervals."""
     name = operation(eqn)
     if name in _UNARY:
         return _UNARY[name](given[0])
@@ -345,7 +345,7 @@ def _bounds(eqn: core.JaxprEqn, given: list[rules.Interval]) -> rules.Interval:
 
 
 def _literal_bounds(atom: Any) -> rules.Interval:
-    """The interval of a number in the program."""
+    """The interval of a literal."""
     if np.ndim(atom.val) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
         return rules.ANYWHERE
     return float(atom.val), float(atom.val)

@@ -1,8 +1,8 @@
-"""How a floating array is stored in fewer bits between forward and backward.
+"""Formats that store a floating array in fewer bits between forward and backward.
 
-Every format is an encoder and a decoder of one array. A scale belongs to few elements that lie
-together, so that an array sharded in parts of usual sizes needs no collective. NaN and infinity
-come back as NaN; float8_e5m2 keeps infinity.
+A format is an encoder and a decoder of one array. Each scale belongs to a few adjacent elements, so
+that an array with shards of usual sizes needs no collective. NaN and infinity are decoded as NaN;
+float8_e5m2 keeps infinity.
 """
 
 import math
@@ -19,16 +19,16 @@ from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import scaled_float8
 from lowmembp_jax.compression.scaled_float8 import Rows, to_float8
 
-#: What an error says of the gradient of a gradient, after the function's name.
-NO_SECOND_DERIVATIVE = "has no second derivative: its residuals are rounded"
+#: The error for the gradient of a gradient, after the function's name.
+NO_SECOND_DERIVATIVE = "has no second derivative, because its residuals are rounded"
 
 
 class Storage(NamedTuple):
-    """A format: `decode(encode(x, rows), x.dtype, rows)` is x, rounded; `encode` gives arrays."""
+    """A format: `decode(encode(x, rows), x.dtype, rows)` is x rounded; `encode` returns arrays."""
 
     encode: Callable[[Array, Rows | None], tuple[Array, ...]]
     decode: Callable[[tuple[Array, ...], Any, Rows | None], Array]
-    bits: Callable[[Any, Rows | None], int]  # that an array, or its type, takes
+    bits: Callable[[Any, Rows | None], int]  # the size of an array, or of its type
 
 
 def _unscaled(dtype: Any) -> Storage:
@@ -58,19 +58,19 @@ def _bits_of_int8(array, rows):
 
 
 def _group(width: int) -> int:
-    """Elements a scale: the fewest, from 32 to 128, that divide the last axis; else all of it."""
+    """The smallest group from 32 to 128 elements that divides the last axis, or the whole axis."""
     return next((size for size in range(32, 129) if width % size == 0), width)
 
 
 def _encode_int4(x, rows):
     size = _group(x.shape[-1])
     x = x.reshape(*x.shape[:-1], x.shape[-1] // size, size).astype(jnp.float32)
-    # Between the least and the largest: inputs of activations are not symmetric around 0.
+    # The codes span the minimum to the maximum: inputs of activations are not symmetric around 0.
     least = jnp.min(x, axis=-1, keepdims=True).astype(jnp.bfloat16)
     spread = jnp.max(x, axis=-1, keepdims=True) - least.astype(jnp.float32)
     scale = _divisor((spread / 15).astype(jnp.bfloat16))
     steps = (x - least.astype(jnp.float32)) / scale.astype(jnp.float32)
-    # Rounded at random, up or down so that the mean is x: errors of 4 bits would add up otherwise.
+    # Rounding at random makes the mean x. Otherwise the errors of 4 bits would add up.
     steps = jnp.floor(steps + hashed_bits(x, scale).astype(jnp.float32) * jnp.float32(2**-32))
     return (jnp.clip(steps, 0, 15) - 8).astype(jnp.int4), scale, least
 
@@ -95,8 +95,8 @@ FORMATS: dict[str, Storage] = {
     "unscaled_float8_e5m2": _unscaled(jnp.float8_e5m2),
 }
 
-# As it is a boolean takes a byte. XLA has no 1-bit integers, and without uint8 in between it gives
-# the layout of 2 bits to a boolean where layers are scanned, and refuses it.
+# A plain boolean takes a byte, and XLA has no 1-bit integers. The uint8 in between is needed in
+# scanned layers: there XLA would give the layout of 2 bits to the boolean, and refuse it.
 BOOLEAN = "boolean"
 _STORAGES = FORMATS | {
     BOOLEAN: Storage(
@@ -108,16 +108,16 @@ _STORAGES = FORMATS | {
 
 
 def format_name(dtype: Any, name: str) -> str | None:
-    """The name of the format that an argument `name` of a function asks for.
+    """Converts the argument `name` of a function to the name of a format, or None.
 
     Args:
-      dtype: None, the name of a format, or the dtype of one.
+      dtype: None, the name of a format, or the dtype of a format.
 
     Warns:
-      DeprecationWarning: `dtype` is a dtype of float8, which has no scale.
+      DeprecationWarning: `dtype` is a float8 dtype, which has no scale.
 
     Raises:
-      ValueError: there is no such format.
+      ValueError: the format is unknown.
     """
     if dtype is None or (isinstance(dtype, str) and dtype in FORMATS):
         return dtype
@@ -130,8 +130,8 @@ def format_name(dtype: Any, name: str) -> str | None:
     unscaled = f"unscaled_{given}"
     if unscaled in FORMATS:
         warn(
-            f"{name}: {given} stores without a scale; write {unscaled!r} for that, or 'float8', "
-            f"which is right at any scale",
+            f"{name}: {given} stores without a scale; write {unscaled!r} for this format, or "
+            f"'float8', which works at any scale",
             DeprecationWarning,
         )
         return unscaled
@@ -140,7 +140,7 @@ def format_name(dtype: Any, name: str) -> str | None:
 
 
 def format_names(dtype: Any, name: str) -> Mapping[str | None, str | None]:
-    """The formats by `checkpoint_name`; None is the key for all other arrays."""
+    """Returns the formats by `checkpoint_name`; None is the key for all other arrays."""
     given = dtype if isinstance(dtype, Mapping) else {None: dtype}
     for key in given:
         if not isinstance(key, str | None):
@@ -152,14 +152,14 @@ def format_names(dtype: Any, name: str) -> Mapping[str | None, str | None]:
 
 
 class Format(NamedTuple):
-    """How one array is stored.
+    """The format of one array.
 
     Attributes:
       storage: the name of a storage; None stores the array itself.
-      rows: over which its readers reduce, if "float8" stores it by row.
-      unit: whether all elements are known to lie between 0 and 1, as in a softmax. float8 stores
-        256 times each element, and the integer formats store its square root.
-      owner: names the function in the error for a second derivative.
+      owner: the function's name in the error for a second derivative.
+      rows: the rows over which readers reduce the array, if "float8" stores it by row.
+      unit: whether all elements are between 0 and 1, as in a softmax. float8 stores 256 times each
+        element, and the integer formats store its square root.
     """
 
     storage: str | None
@@ -169,7 +169,7 @@ class Format(NamedTuple):
 
     @classmethod
     def of(cls, array: Any, storage: str | None, owner: str, rows=None, unit=False) -> "Format":
-        """The format of an array; it stays as it is if it is not floating or would not shrink."""
+        """Chooses the format of an array; exact if it is not floating or would not shrink."""
         exact = cls(None, owner)
         if array.dtype == bool:
             return cls(BOOLEAN, owner) if array.shape else exact
@@ -180,18 +180,18 @@ class Format(NamedTuple):
         if unit and storage == "float8":
             storage, rows = "unscaled_float8_e4m3fn", None
         if rows and rows.shape != array.shape and explicit_spec(array):
-            rows = None  # to split a sharded axis needs a spec
+            rows = None  # splitting a sharded axis would need a spec
         bits, own = FORMATS[storage].bits, array.size * jnp.finfo(array.dtype).bits
         kept = rows if storage == "float8" and rows and bits(array, rows) < own else None
         return cls(storage, owner, kept, unit) if bits(array, kept) < own else exact
 
     @property
     def is_exact(self) -> bool:
-        """Whether `decode(encode(x))` is x: of booleans in 2 bits and of what stays as it is."""
+        """Whether `decode(encode(x))` is x: for booleans in 2 bits and for unrounded arrays."""
         return self.storage in (None, BOOLEAN)
 
     def encode(self, x: Array) -> tuple[Array, ...]:
-        """The arrays that are stored. Differentiated it raises NotImplementedError."""
+        """Returns the arrays to store. Its derivative raises NotImplementedError."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.real(x), lax.imag(x)  # JAX cannot save complex residuals
         if self.storage is None:
@@ -202,7 +202,7 @@ class Format(NamedTuple):
         return undifferentiated(lambda x: storage.encode(x, self.rows), message)(x)
 
     def decode(self, stored: tuple[Array, ...], dtype: Any) -> Array:
-        """The array again, in its own dtype."""
+        """Returns the array in its own dtype."""
         if jnp.issubdtype(dtype, jnp.complexfloating):
             return lax.complex(*stored)
         if self.storage is None:

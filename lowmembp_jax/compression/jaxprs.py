@@ -1,4 +1,4 @@
-"""The one way to walk nested jaxprs: which bodies an equation has, and what they read and give."""
+"""The one way to walk nested jaxprs: the bodies of an equation, their inputs and outputs."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 # The primitives that run one jaxpr on their operands. Other primitives with jaxprs, such as
-# `reduce`, `while` and kernels, do something else with theirs and are opaque.
+# `reduce`, `while` and kernels, use them in another way and are opaque.
 _CALLS = frozenset((
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr",
     "jit", "pmap", "remat2", "scan", "shard_map",
@@ -33,7 +33,7 @@ def opened(value: core.ClosedJaxpr | core.Jaxpr) -> core.Jaxpr:
 
 
 def bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The jaxprs that an equation runs on its `operands`: one, or one for each branch of `cond`."""
+    """The jaxprs that an equation runs on its `operands`: one, or the branches of a `cond`."""
     if eqn.primitive.name == "cond":
         return [opened(branch) for branch in eqn.params["branches"]]
     key = _key(eqn)
@@ -41,9 +41,9 @@ def bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def with_bodies(eqn: core.JaxprEqn, new: Sequence[core.Jaxpr]) -> core.JaxprEqn:
-    """The equation with other jaxprs, in the order of `bodies`.
+    """Replaces the jaxprs of an equation, in the order of `bodies`.
 
-    A custom JVP or VJP becomes a plain call: its rule belongs to the function it was.
+    A custom JVP or VJP becomes a plain call, because its rule belongs to the original function.
     """
     key = _key(eqn) or "branches"
     old = eqn.params[key] if key == "branches" else (eqn.params[key],)
@@ -57,14 +57,14 @@ def with_bodies(eqn: core.JaxprEqn, new: Sequence[core.Jaxpr]) -> core.JaxprEqn:
 
 
 def operands(eqn: core.JaxprEqn) -> list[Any]:
-    """What the bodies read, in their order: all operands but the index of a `cond`."""
+    """The operands that the bodies read, in order: all but the index of a `cond`."""
     return list(eqn.invars[1:] if eqn.primitive.name == "cond" else eqn.invars)
 
 
 def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
-    """For each input of a body, which of its outputs is this input in the next step of a scan.
+    """For each input of a scan's body, the output that is this input in the next step, or None.
 
-    JAX's versions name the parts of a scan differently. The ranks tell them apart.
+    JAX's versions name the parts of a scan differently, so this function compares ranks.
     """
     if eqn.primitive.name != "scan":
         return [None] * len(body.invars)
@@ -79,12 +79,12 @@ def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
 
 @functools.lru_cache(maxsize=1024)
 def without_consts(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The jaxpr with its constants as its first inputs; the same object for the same jaxpr."""
+    """Makes the constants the first inputs; returns the same object for the same jaxpr."""
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The equations of a jaxpr and of all jaxprs inside it, whatever their primitives do."""
+    """Yields the equations of a jaxpr and of all jaxprs inside it, also of opaque primitives."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
@@ -95,7 +95,7 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 def with_parameters(
     jaxpr: core.ClosedJaxpr | core.Jaxpr, change: Callable[[Any], Any]
 ) -> core.ClosedJaxpr | core.Jaxpr:
-    """Copies a jaxpr and those inside it, with `change` applied to all leaves of parameters."""
+    """Copies a jaxpr and all jaxprs inside it; applies `change` to all leaves of parameters."""
 
     def changed(value):
         return with_parameters(value, change) if is_jaxpr(value) else change(value)
@@ -109,12 +109,12 @@ def with_parameters(
 
 
 def variables(eqn: core.JaxprEqn) -> list[core.Var]:
-    """What an equation reads, without its literals."""
+    """The variables that an equation reads, without literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
 
 
 def without_calls_of(jaxpr: core.Jaxpr, is_small: Callable[[core.JaxprEqn], bool]) -> core.Jaxpr:
-    """The jaxpr with the equations of jitted functions in place of the calls, where all are small.
+    """Inlines the calls of jitted functions whose equations are all small.
 
     Activations of `jax.nn` are jitted, for example.
     """

@@ -1,11 +1,11 @@
-"""Where `store` goes in a differentiated function: decisions, from its outputs upwards.
+"""Decides which arrays of a differentiated function to store, from its outputs to its inputs.
 
-The function is differentiated first. In the jaxpr of `jax.jvp(fun)` an equation that reads a
-tangent is what the backward runs; all others are the forward. Facts go through that jaxpr
-downwards (facts.py). Decisions go upwards: the backward needs what its equations read, and each of
-these arrays is stored, or computed again from others, which are then needed in turn. Where an
-equation may not read a rounded number (rules.py), the need for exactness is followed up to the
-array that is stored. Then the jaxpr is rewritten.
+The function is differentiated first. In the jaxpr of `jax.jvp(fun)`, the backward runs the
+equations that read a tangent, and the forward runs all others. Facts go through this jaxpr from
+inputs to outputs (facts.py). Decisions go from outputs to inputs. Each array that an equation of
+the backward reads is stored, or recomputed from other arrays, which are then needed in turn. If an
+equation must not read rounded numbers (rules.py), the stored arrays behind its operand must be
+exact. Then the jaxpr is rewritten.
 """
 
 import functools
@@ -29,20 +29,20 @@ from lowmembp_jax.compression.scaled_float8 import Rows
 from lowmembp_jax.compression.store import store_p
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
-#: How the backward needs an array; a higher need includes the lower ones. WHOLE: not in fewer bits
-#: where it is stored, but it may be computed again from rounded numbers.
+#: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
+#: stored in fewer bits, but it may be recomputed from rounded numbers.
 NOT, ROUNDED, WHOLE, EXACT = range(4)
-# The backward of a norm divides the one by its scale; the other is a statistic.
+# The backward of a norm divides its output by its scale; rstd is a statistic.
 _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
 
 
 class Need(NamedTuple):
-    """How a variable is needed.
+    """How the backward needs a variable.
 
     Attributes:
       level: NOT, ROUNDED, WHOLE or EXACT.
-      name: the `checkpoint_name` that it has further on.
-      rows: over which a statistic of it that the backward needs is taken.
+      name: the `checkpoint_name` that it gets later.
+      rows: the rows of the statistic of it that the backward needs.
     """
 
     level: int = NOT
@@ -50,13 +50,13 @@ class Need(NamedTuple):
     rows: Rows | None = None
 
     def join(self, other: "Need") -> "Need":
-        """Combines the needs of two readers; `other` stands later in the function."""
+        """Combines the needs of two readers; `other` reads later in the function."""
         return Need(max(self.level, other.level), self.name or other.name, self.rows or other.rows)
 
 
 @dataclass
 class Plan:
-    """What to store in a jaxpr, by variable, and in the bodies of its equations, by number."""
+    """The formats of stored variables, and a plan for each body of each equation by number."""
 
     stores: dict[Any, Format] = field(default_factory=dict)
     inside: dict[int, list["Plan"]] = field(default_factory=dict)
@@ -70,11 +70,10 @@ class Marker:
     """Marks one function.
 
     Attributes:
-      policy: of `jax.checkpoint`: which results are saved.
-      formats: names of what they are stored in, by `checkpoint_name`; None is the key for all
-        others.
-      owner: names the function in errors.
-      seen: names of what is stored.
+      policy: a policy of `jax.checkpoint`, which says which results are saved.
+      formats: names of the formats by `checkpoint_name`; None is the key for all other arrays.
+      owner: the function's name in errors.
+      seen: the `checkpoint_name`s of stored arrays.
     """
 
     policy: Callable[..., Any]
@@ -86,11 +85,11 @@ class Marker:
         self.formats = _NAMED_EXACT | dict(self.formats)
 
     def mark(self, jaxpr: core.Jaxpr, given: Sequence[Fact], wanted: Sequence[bool]) -> core.Jaxpr:
-        """The jaxpr with `store` behind what its backward reads from memory.
+        """Inserts `store` after each variable that the backward reads from memory.
 
         Args:
-          jaxpr: of the differentiated function.
-          given: facts of its inputs.
+          jaxpr: the jaxpr of the differentiated function.
+          given: the facts about its inputs.
           wanted: which of its outputs are tangents.
         """
         jaxpr = jaxprs.without_calls_of(jaxpr, rules.is_elementwise)
@@ -100,18 +99,18 @@ class Marker:
         for var, need in zip(jaxpr.invars, inputs, strict=True):
             if need.level and facts.of[var].lossy:
                 format = self.format(var, facts.of[var], need)
-                if format.storage is not None:  # an argument is in memory anyway
+                if format.storage is not None:  # unrounded, the argument is in memory anyway
                     decisions.plan.stores[var] = format
         if unseen := self.formats.keys() - self.seen - {None} - _NAMED_EXACT.keys():
             warn(
                 f"{self.owner}: dtype: nothing is saved under the name "
-                f"{', '.join(sorted(map(repr, unseen)))}; let the policy save it, and give the "
-                f"name to the array that the backward reads"
+                f"{', '.join(sorted(map(repr, unseen)))}; use a policy that saves this name, and "
+                f"give the name to the array that the backward reads"
             )
         return with_copies(rewritten(jaxpr, decisions.plan), [fact.linear for fact in given])
 
     def format(self, var: Any, fact: Fact, need: Need) -> Format:
-        """How an array is stored that the backward needs."""
+        """The format of an array that the backward needs."""
         is_named = need.name is not None and need.name in self.formats
         if need.name is not None:
             self.seen.add(need.name)
@@ -124,10 +123,10 @@ class Marker:
 
 
 class _Decisions:
-    """What to store in one jaxpr.
+    """Decides which arrays of one jaxpr to store.
 
     Attributes:
-      plan: what is decided.
+      plan: the decisions.
     """
 
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):
@@ -139,7 +138,7 @@ class _Decisions:
                 self.readers[var] = self.readers.get(var, 0) + 1
 
     def make(self, wanted: Sequence[Need]) -> list[Need]:
-        """Decides, from how the outputs are needed; returns how the inputs are."""
+        """Decides from the needs of the outputs; returns the needs of the inputs."""
         for atom, need in zip(self.jaxpr.outvars, wanted, strict=True):
             self.need(atom, need)
         for number, eqn in reversed([*enumerate(self.jaxpr.eqns)]):
@@ -168,17 +167,17 @@ class _Decisions:
 
     def need(self, atom: Any, need: Need) -> None:
         if isinstance(atom, core.Var):
-            # Equations are seen from the last on: this reader comes before the others.
+            # The loop starts at the last equation, so this reader runs before the others.
             self.needs[atom] = need.join(self.needed(atom))
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
         may = rules.may_round(eqn, [fact.bounds for fact in read])
-        # The sum of a softmax that is computed again must be that of the same numbers.
+        # A recomputed softmax must divide by the sum of the same rounded numbers.
         may = [one or fact.normalizer for one, fact in zip(may, read, strict=True)]
         return [ROUNDED if one else EXACT for one in may]
 
     def of_bodies(self, number: int, eqn: core.JaxprEqn, wanted: list[Need]) -> None:
-        """Decides in the bodies; a step of a scan needs what the step before gave."""
+        """Decides in the bodies; the needs of a scan's step become needs of the step before."""
         bodies, inside = jaxprs.bodies(eqn), self.facts.inside[number]
         back = jaxprs.carried(eqn, bodies[0])
         while True:
@@ -202,7 +201,7 @@ class _Decisions:
             self.need(eqn.invars[0], Need(EXACT))
 
     def of_custom_backward(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> None:
-        """The backward of a custom VJP is traced, and needs its residuals as its equations do."""
+        """Traces the backward of a custom VJP to find how it needs its residuals."""
         count, cotangents = eqn.params["num_res"], eqn.params["out_avals"]
         real = [i for i, aval in enumerate(cotangents) if aval.dtype != jax.dtypes.float0]
 
@@ -227,11 +226,11 @@ class _Decisions:
             self.need(atom, need._replace(name=None))
 
     def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
-        """Stores what is to be stored of the results, or needs the operands to run again."""
+        """Stores results, or needs the operands to recompute the results."""
         rest = [Need(NOT, need.name, need.rows) for need in results]
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
-                # Computed again from rounded numbers a choice could come out differently.
+                # Recomputed from rounded numbers, a choice could come out differently.
                 need = need._replace(level=EXACT if _is_discrete(var) else need.level)
                 format = self.stored(number, eqn, read, var, need)
                 if format is None or not self.may_store:
@@ -240,7 +239,7 @@ class _Decisions:
                     self.plan.stores[var] = format
         most = max(need.level for need in rest)
         if operation(eqn) in rules.PASSED or operation(eqn) == "optimization_barrier":
-            # Each result is the operand in its place.
+            # Each result is the operand with the same number.
             for atom, need in zip(eqn.invars, rest, strict=False):
                 rows = _before(need.rows, eqn, atom)
                 name = checkpoint_name_of(eqn) or need.name
@@ -254,7 +253,7 @@ class _Decisions:
             self.need(atom, Need(EXACT if most == EXACT else level, None, rows))
 
     def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
-        """How a result is stored, None where it is computed again."""
+        """The format of a result, or None if it is recomputed."""
         name, fact = operation(eqn), self.facts.of[var]
         exact = Format.of(var.aval, None, self.marker.owner)
         if _is_discrete(var):
@@ -279,9 +278,10 @@ class _Decisions:
         return None
 
     def replaces_terms(self, eqn: core.JaxprEqn, read: list[Fact], need: Need) -> bool:
-        """Whether to store a sum in place of a saved array that nothing else reads.
+        """Whether to store a sum instead of a saved term that nothing else reads.
 
-        The other term is saved too, or a norm reads the sum, which is then stored by its rows.
+        This holds if the other term is saved, too, or if a norm reads the sum, which is then stored
+        by the norm's rows.
         """
         pairs = zip(eqn.invars, read, strict=True)
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
@@ -292,7 +292,7 @@ class _Decisions:
 
 
 def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
-    """Translates rows of an elementwise equation's result to rows of its operand."""
+    """Converts rows of an elementwise equation's result to rows of its operand."""
     if rows is None or not rules.is_elementwise(eqn) or isinstance(atom, core.Literal):
         return None
     if atom.aval.size != math.prod(rows.shape):
@@ -305,7 +305,7 @@ def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
 
 
 def _outside(rows: Rows | None, atom: Any, var: Any) -> Rows | None:
-    """Translates rows of a body's input to rows of the operand, of which it may be a part."""
+    """Converts rows of a body's input to rows of the operand; the input may be a slice of it."""
     shape, part = atom.aval.shape, var.aval.shape
     if rows is None or shape == part:
         return rows
@@ -324,7 +324,7 @@ def _is_discrete(atom: Any) -> bool:
 
 
 def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
-    """The jaxpr with the stores of a plan; what reads a stored array reads what `store` gives."""
+    """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
     new, stored = [], dict[Any, Any]()
 
     def store(var):

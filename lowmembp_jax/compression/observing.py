@@ -1,4 +1,4 @@
-"""What `store` does to the numbers of each array, seen while a function runs."""
+"""Observes how `store` changes the numbers of each array while a function runs."""
 
 import contextlib
 import itertools
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Part of the key of JAX's caches. Each context has a number of its own, so that nothing that was
-# traced in one reports to another.
+# JAX's caches have this number in their key. Each context has its own number, so code that was
+# traced in one context never reports to another.
 _context = jax.make_user_context(0)
 _numbers = itertools.count(1)
 _observed: dict[int, dict["Place", "Stored"]] = {}
@@ -20,13 +20,13 @@ Place = tuple[str, tuple[tuple[str, int], ...]]
 
 @dataclass
 class Stored:
-    """The numbers of one stored array, over all runs of the code that stores it.
+    """Statistics of one stored array, over all runs of the code that stores it.
 
     Attributes:
       largest: the largest finite magnitude.
-      clipped: the share of elements that were beyond the largest number of the format.
-      flushed: the share of elements that were not 0 and are stored as 0.
-      elements: how many elements were stored.
+      clipped: the share of elements beyond the largest number of the format.
+      flushed: the share of nonzero elements that are stored as 0.
+      elements: the number of stored elements.
     """
 
     largest: float = 0.0
@@ -45,7 +45,7 @@ class Stored:
 
 @contextlib.contextmanager
 def observed() -> Iterator[dict[Place, Stored]]:
-    """Yields what is stored by code that is traced and has run inside, by place."""
+    """Yields the stored arrays, by place, of code that is traced and runs inside the context."""
     number, arrays = next(_numbers), dict[Place, Stored]()
     _observed[number] = arrays
     try:
@@ -57,15 +57,15 @@ def observed() -> Iterator[dict[Place, Stored]]:
 
 
 def observer() -> int:
-    """The number of the context, 0 outside of all."""
+    """The number of the current context, or 0 outside."""
     return int(_context.value)
 
 
 def observe(number: int, at: Place, x: jax.Array, stored: jax.Array, again: jax.Array) -> None:
-    """Reports an array, the array that is stored for it, and what that is read back as."""
+    """Reports an array x, the array that is stored for it, and the decoded array `again`."""
     size, read = jnp.abs(x), jnp.abs(again)
     is_finite = jnp.isfinite(size)
-    is_clipped = is_finite & (read < 0.93 * size)  # rounding alone changes no normal number so much
+    is_clipped = is_finite & (read < 0.93 * size)  # rounding changes normal numbers less than this
     if jnp.issubdtype(stored.dtype, jnp.floating):
         most = float(jnp.finfo(stored.dtype).max)
         is_clipped &= jnp.abs(stored.astype(jnp.float32)).reshape(x.shape) == most
@@ -83,7 +83,7 @@ def observe(number: int, at: Place, x: jax.Array, stored: jax.Array, again: jax.
 
 
 def place(eqn: Any) -> Place:
-    """Where the operand of an equation comes from."""
+    """The place from which the operand of an equation comes."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()
     lines = tuple((frame.file_name, frame.line_num) for frame in frames)

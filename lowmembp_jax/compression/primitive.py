@@ -1,7 +1,7 @@
-"""The primitive `compress`: a jaxpr that is marked where it is differentiated.
+"""The primitive `compress`: a jaxpr that is marked when JAX differentiates it.
 
-Like the primitive of `jax.checkpoint`, it is batched before it is differentiated. Each time that it
-is differentiated, it knows which of its inputs vary.
+Like the primitive of `jax.checkpoint`, it is batched before it is differentiated. Its
+differentiation rule knows which inputs vary.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from lowmembp_jax.compression.store import only_stored
 
 @dataclass(eq=False)
 class How:
-    """How a jaxpr is compressed.
+    """How to compress a jaxpr.
 
     Attributes:
-      marker: puts `store` into its derivative.
-      is_param: which of its inputs are parameters.
-      prevent_cse: as of `jax.checkpoint`.
+      marker: inserts `store` into the jaxpr's derivative.
+      is_param: which inputs are parameters.
+      prevent_cse: as in `jax.checkpoint`.
       marked: the derivatives, by jaxpr, differentiated inputs and types.
-      others: the same for jaxprs with other inputs, by which of these are parameters.
+      others: a `How` for jaxprs with other inputs, by their `is_param`.
     """
 
     marker: Marker
@@ -40,28 +40,30 @@ class How:
     others: dict[tuple[bool, ...], "How"] = field(default_factory=dict)
 
     def bind(self, args, jaxpr):
-        """The results of the jaxpr."""
+        """Runs the jaxpr and returns its results."""
         if any(is_reference(v) for e in every_equation(jaxpr) for v in (*e.invars, *e.outvars)):
-            # Mutable arrays are exact: JAX does not say which numbers they hold in the backward.
+            # Functions with mutable arrays stay exact: JAX does not say what these arrays hold in
+            # the backward.
             return self.checkpoint(args, jaxpr, self.marker.policy)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
     def of(self, is_param):
-        """The same for a jaxpr with other inputs."""
+        """Returns the `How` for a jaxpr with other inputs."""
         is_param = tuple(is_param)
         if is_param not in self.others:
             self.others[is_param] = How(self.marker, is_param, self.prevent_cse)
         return self.others[is_param]
 
     def checkpoint(self, args, jaxpr, policy):
-        # Not `jax.checkpoint`, which under `jax_remat3` asks another table of rules.
+        # Under `jax_remat3`, `jax.checkpoint` uses another table of rules, so this binds `remat_p`.
         params = dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
         return remat_p.bind(*args, jaxpr=jaxpr, **params)
 
 
 compress_p = core.Primitive("compress")
 compress_p.multiple_results = True
-# JAX 0.12 would ask for a rule where an equation inside has one. It is lowered when that runs.
+# JAX 0.12 would demand a rule for this primitive if an equation inside has such a rule. That
+# equation is lowered when it runs, so no rule is needed.
 setattr(compress_p, "is_high", lambda *_, **__: False)  # noqa: B010
 
 
@@ -89,7 +91,7 @@ batching.fancy_primitive_batchers[compress_p] = _batch
 
 
 def _without_unused(used_outputs, *others):
-    eqn = others[-1]  # JAX 0.12 says before it which inputs are live
+    eqn = others[-1]  # JAX 0.12 passes the live inputs before it
     if not any(used_outputs) and not has_effects(eqn):
         return [False] * len(eqn.invars), None
     part, used = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
@@ -107,7 +109,7 @@ partial_eval.dce_rules[compress_p] = _without_unused
 
 
 def _partial_eval(trace, *tracers, jaxpr, how):
-    """Computes the results that depend only on known inputs, as `jax.checkpoint` does."""
+    """Runs the part that depends only on known inputs, as `jax.checkpoint` does."""
     unknown = {v for v, t in zip(jaxpr.invars, tracers, strict=True) if not t.is_known()}
     for eqn in jaxpr.eqns:
         if not unknown.isdisjoint(variables(eqn)):
@@ -133,7 +135,7 @@ def _jvp(primals, tangents, *, jaxpr, how):
     leaves = jax.tree.leaves(given)
     key = id(jaxpr), varied, tuple(map(jax.typeof, leaves))
     if key not in how.marked:
-        # The entry keeps the jaxpr alive, so that no other jaxpr can get its id.
+        # The entry holds the jaxpr, so that no other jaxpr can get its id.
         how.marked[key] = jaxpr, _differentiated(*given, varied, jaxpr, how)
     body, consts, is_real = how.marked[key][1]
     count = len(jaxpr.outvars)
@@ -149,7 +151,7 @@ ad.primitive_jvps[compress_p] = _jvp
 
 
 def _differentiated(primals, tangents, varied, jaxpr, how):
-    """The marked jaxpr of `jax.jvp`, its constants, and which results have a tangent."""
+    """Returns the marked jaxpr of `jax.jvp`, its constants, and which results have a tangent."""
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
 
     def pushed(primals, tangents):

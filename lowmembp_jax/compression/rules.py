@@ -1,9 +1,9 @@
-"""What is known about primitives: which operands an equation may read rounded.
+"""The one table of primitives: which operands an equation may read rounded.
 
-An equation may read a rounded operand where the error stays in proportion: products, what is
-linear, and elementwise functions whose slope is at most about 1 in every range. Steep functions
-may if the operand is known to lie in an interval on which they are not steep. Every other equation
-reads exact numbers, so a primitive that nobody listed here is safe.
+An equation may read a rounded operand if the error stays in proportion. This holds for products,
+linear operations, and elementwise functions whose slope is at most about 1 in every range. It holds
+for steep functions if the operand is in an interval where they are not steep. Every other equation
+reads exact numbers, so an unlisted primitive is safe.
 """
 
 import math
@@ -16,21 +16,21 @@ from lowmembp_jax._jax_internals import operation
 Interval = tuple[float, float]
 ANYWHERE: Interval = (-math.inf, math.inf)
 
-#: Results are the operands in another shape, dtype or memory: nothing is gained by storing them.
+#: The results are the operands in another shape, dtype or memory, so storing them gains nothing.
 PASSED = frozenset((
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "mesh_cast",
     "name", "neg", "pcast", "pvary", "reduce_precision", "reshard",
     "reshape", "rev", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
 ))  # fmt: skip
 
-#: Results hold one number for many that are read.
+#: Each number of the results is computed from many numbers.
 REDUCTIONS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum"))
 
-#: Integers that these give are drawn: to draw them again takes longer than to read 2 bits.
+#: The results are random integers. Drawing them again takes longer than reading 2 bits.
 RANDOM = frozenset(("random_bits", "rng_bit_generator", "threefry2x32"))
 
 _SMOOTH = PASSED | frozenset((
-    # Products, and what is linear in each operand.
+    # Products and other operations that are linear in each operand.
     "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "concatenate",
     "conv_general_dilated", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice",
     "fft", "gather", "imag", "complex", "conj", "mul", "optimization_barrier", "pad", "ppermute",
@@ -38,14 +38,14 @@ _SMOOTH = PASSED | frozenset((
     "real", "reduce_scatter", "reduce_sum", "reduce_window_sum", "scatter", "scatter-add",
     "scatter_add",
     "select_and_scatter_add", "select_n", "slice", "split", "stack", "sub", "tile", "unstack",
-    # Elementwise, with a bounded slope that depends on the ratio of numbers, not on their size.
+    # Elementwise functions whose slope is bounded and depends only on the ratio of numbers.
     "abs", "asinh", "atan", "clamp", "erf", "erfc", "exp_neg_sq", "logaddexp", "logistic", "max",
     "min", "one_minus_square", "pmax", "pmin", "reduce_max", "reduce_min", "square", "tanh",
-    # Attention, which computes its softmax from products.
+    # Attention kernels, which compute their softmax from products.
     "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper",
 ))  # fmt: skip
 
-#: Elementwise functions that XLA does not fuse into a kernel that sums.
+#: Elementwise functions that XLA does not fuse into kernels that sum.
 EXPENSIVE = frozenset((
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf",
     "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1", "log", "log1p", "logaddexp",
@@ -58,7 +58,7 @@ ELEMENTWISE = EXPENSIVE | frozenset((
     "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
 ))  # fmt: skip
 
-# Steep functions, and an interval of the operand on which their slope is at most 1.
+# Steep functions: the operand's number, and its interval in which their slope is at most 1.
 _STEEP: dict[str, tuple[int, Interval]] = {
     "exp": (0, (-math.inf, 0)),
     "exp2": (0, (-math.inf, 0)),
@@ -70,18 +70,18 @@ _STEEP: dict[str, tuple[int, Interval]] = {
     "div": (1, (1, 2)),
 }
 
-# Operands that are statistics of the others, and are stored as they are: the logsumexp of cuDNN's
-# attention.
+# Operands that are statistics of the other operands, which are stored unrounded: the logsumexp of
+# cuDNN's attention.
 _STATISTIC = {"dot_product_attention_bwd_wrapper": -3}
 
 
 def is_known(eqn: core.JaxprEqn) -> bool:
-    """Whether the table has the equation, so that a function of JAX's own needs no look inside."""
+    """Whether the table has the equation, so that the body of a JAX function is not needed."""
     return operation(eqn) in _SMOOTH
 
 
 def is_elementwise(eqn: core.JaxprEqn) -> bool:
-    """Whether each element of the results is computed from those in its place."""
+    """Whether each element of the results depends only on the operands' elements in its place."""
     return operation(eqn) in ELEMENTWISE
 
 
@@ -89,7 +89,7 @@ def may_round(eqn: core.JaxprEqn, bounds: Sequence[Interval]) -> list[bool]:
     """For each operand, whether the equation may read it rounded.
 
     Args:
-      bounds: of each operand, the interval that its elements are in.
+      bounds: for each operand, the interval that contains its elements.
     """
     name, count = operation(eqn), len(eqn.invars)
     if name == "integer_pow":
@@ -104,7 +104,7 @@ def may_round(eqn: core.JaxprEqn, bounds: Sequence[Interval]) -> list[bool]:
 
 
 def is_statistic(eqn: core.JaxprEqn, operand: int) -> bool:
-    """Whether an operand is a statistic of the others, which is not stored in fewer bits."""
+    """Whether an operand is a statistic of the other operands, which is stored unrounded."""
     place = _STATISTIC.get(operation(eqn))
     return place is not None and operand == len(eqn.invars) + place
 

@@ -1,7 +1,7 @@
-"""The primitive `store`: an identity whose value waits for the backward in another format.
+"""The primitive `store`: an identity that saves its value for the backward in another format.
 
-Its rule of partial evaluation, which `jax.checkpoint` asks, turns it into `encode` in the forward
-and `decode` in the backward. Nothing else in the library knows how residuals are stored.
+Its rule of partial evaluation, which `jax.checkpoint` calls, becomes `encode` in the forward and
+`decode` in the backward. No other part of the library knows how residuals are stored.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 from lowmembp_jax.compression.formats import NO_SECOND_DERIVATIVE, Format
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
-#: `times`: how many results there are, all of them x, each read from memory by itself.
+#: `times` is the number of results. All of them are x, and each is decoded from memory separately.
 store_p = core.Primitive("store")
 store_p.multiple_results = True
 store_p.def_impl(lambda x, *, format, times: [x] * times)
@@ -41,7 +41,7 @@ batching.primitive_batchers[store_p] = _batch
 
 
 def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
-    """The policy of `jax.checkpoint` that saves what is stored, and nothing else."""
+    """A policy of `jax.checkpoint` that saves only the results of `store`."""
     return prim is store_p
 
 
@@ -49,7 +49,7 @@ def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
 def _encoding(
     format: Format, times: int, aval: Any, mesh: Any, number: int, at: Place | None
 ) -> core.JaxprEqn:
-    """One equation, a call, that gives x, as often as asked for, and what is stored of it."""
+    """Makes one call equation that returns x `times` times, and the stored arrays."""
 
     def encode(x):
         stored = format.encode(x)
@@ -70,12 +70,15 @@ def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], me
 
 
 def _split(saveable, unknown, instantiated, eqn):
-    """`eqn` in the forward and in the backward; whether results are unknown, staged; residuals."""
+    """Splits `eqn` for the forward and the backward.
+
+    Returns both equations, which results are unknown, which are staged, and the residuals.
+    """
     [x], results, format = eqn.invars, eqn.outvars, eqn.params["format"]
     times, aval = len(results), x.aval
     if unknown[0]:
         return None, eqn, [True] * times, [True] * times, []
-    if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # of another checkpoint
+    if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # an outer checkpoint
         is_new = isinstance(x, core.Var) and not instantiated[0]
         return eqn, eqn, [False] * times, [True] * times, [x] * is_new
     if format.storage is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):

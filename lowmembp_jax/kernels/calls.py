@@ -1,4 +1,4 @@
-"""Calls of the GPU kernels, on arrays of any shape and under any sharding."""
+"""Calls the GPU kernels on arrays of any shape and under any sharding."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from lowmembp_jax.operators.codes import StepTable
 
 
 def _kernels(implementation: str) -> ModuleType:
-    # Imported where they are used: Pallas and Triton are slow to import, Triton is optional.
+    # The imports are here because Pallas and Triton are slow to import and Triton is optional.
     if implementation == "triton":
         import pallas_kernels.triton.activation
         import pallas_kernels.triton.gated
@@ -33,7 +33,7 @@ def _kernels(implementation: str) -> ModuleType:
 
 
 def _prepare(kernel: Callable, implementation: str, **static) -> Callable:
-    """The kernel as a function of arrays, for the device that is compiled for."""
+    """Makes the kernel a function of arrays only, for the device that JAX compiles for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kernel = partial(kernel, cores=getattr(device, "num_cores", None), **static)
     if implementation == "pallas_interpret":
@@ -44,14 +44,14 @@ def _prepare(kernel: Callable, implementation: str, **static) -> Callable:
 
 
 def _axes(rank: int) -> str:
-    """Names for `Partitioned`: of leading axes a letter each, of the last one `m`."""
+    """Axis names for `Partitioned`: a letter for each leading axis, and `m` for the last axis."""
     return "abcdefgh"[: rank - 1] + "m"
 
 
 def activation_forward(
     x: Array, function: str, table: StepTable, implementation: str
 ) -> tuple[Array, Array]:
-    """y and the codes of x, `table.dtype` of x's shape."""
+    """Returns y and the codes of x, both of x's shape; the codes have `table.dtype`."""
     kernel = _prepare(
         _kernels(implementation).activation.activation_forward,
         implementation,
@@ -70,16 +70,16 @@ def activation_forward(
 
 
 def activation_backward(codes: Array, g: Array, table: StepTable, implementation: str) -> Array:
-    """g times the level of every code."""
+    """Multiplies g with the level of each code."""
     kernel = _prepare(
         _kernels(implementation).activation.activation_backward,
         implementation,
         levels=table.levels,
     )
-    each = 8 // jnp.iinfo(table.dtype).bits  # codes of a byte
+    each = 8 // jnp.iinfo(table.dtype).bits  # codes in a byte
 
     def local(codes, g):
-        # As a bitcast: `custom_partitioning` takes no constants, such as those of `pack_2bit`.
+        # A bitcast, because `custom_partitioning` refuses constants, which `pack_2bit` has.
         flat = codes.reshape(codes.size)
         if unused := -flat.size % each:
             flat = lax.pad(flat, table.dtype.type(0), [(0, unused, 0)])
@@ -91,7 +91,7 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
 
 
 def gated_forward(gate: Array, up: Array, function: str, implementation: str) -> Array:
-    """The function of gate, times up."""
+    """Computes `function(gate) * up`."""
     kernel = _prepare(
         _kernels(implementation).gated.gated_forward, implementation, function=function
     )
@@ -102,7 +102,7 @@ def gated_forward(gate: Array, up: Array, function: str, implementation: str) ->
 def gated_backward(
     gate: Array, up: Array, g: Array, function: str, implementation: str
 ) -> tuple[Array, Array]:
-    """Gradients of gate and up."""
+    """Computes the gradients of gate and up."""
     kernel = _prepare(
         _kernels(implementation).gated.gated_backward, implementation, function=function
     )
@@ -122,7 +122,10 @@ def norm_forward(
     implementation: str,
     **static,
 ) -> tuple[Array, Array | None, Array]:
-    """Output, the normalized x where it is kept, and rstd `[..., 1]`; scale and bias `[width]`."""
+    """Returns the output, the normalized x or None, and rstd `[..., 1]`.
+
+    Scale and bias are `[width]`.
+    """
     kernel = _prepare(_kernels(implementation).normalization.norm_forward, implementation, **static)
     given = [p is not None for p in (scale, bias)]
     keeps = static["keep_normalized"] and any(given)
@@ -155,7 +158,10 @@ def norm_backward(
     implementation: str,
     **static,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Gradients of x, scale and bias; rstd is `[..., 1]`, scale and bias are `[width]`."""
+    """Computes the gradients of x, scale and bias.
+
+    rstd is `[..., 1]`; scale and bias are `[width]`.
+    """
     kernel = _prepare(
         _kernels(implementation).normalization.norm_backward, implementation, **static
     )

@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs: jnp operations that XLA compiles, or a GPU kernel."""
+"""Chooses the implementation of an operator: jnp operations that XLA compiles, or a GPU kernel."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,30 +13,30 @@ from jax.interpreters import batching, mlir
 
 import pallas_kernels.triton
 
-#: "xla": jnp operations, everywhere. "pallas" and "triton": one kernel a direction, on CUDA GPUs.
-#: "pallas_interpret": the Pallas kernels in JAX's interpreter, everywhere and slow, for tests.
+#: "xla": jnp operations, on every platform. "pallas" and "triton": one kernel for the forward and
+#: one for the backward, on CUDA GPUs. "pallas_interpret": the Pallas kernels in JAX's interpreter,
+#: on every platform, slow, for tests.
 IMPLEMENTATIONS: tuple[str, ...] = ("xla", "pallas", "triton", "pallas_interpret")
 
-#: Environment variable with the implementation to use where no code names one.
+#: The environment variable that names the implementation if no code does.
 VARIABLE = "LOWMEMBP_IMPLEMENTATION"
 
 _context = jax.make_user_context(default_value=None)
 
 
 def check_implementation(implementation: str | None, name: str = "implementation") -> None:
-    """Raises unless `implementation` is None or one that can run here.
+    """Checks that `implementation` is None or can run here; never replaces it silently.
 
     Raises:
-      ValueError: no such implementation.
-      RuntimeError: it cannot run in this environment, with the reason. Another one never takes
-        its place silently.
+      ValueError: the implementation is unknown.
+      RuntimeError: the implementation cannot run in this environment.
     """
     if implementation is None:
         return
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{name}={implementation!r} is not known: "
-            f"accepted are None and {', '.join(map(repr, IMPLEMENTATIONS))}"
+            f"{name}: expected None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, got "
+            f"{implementation!r}"
         )
     if implementation == "triton" and (reason := pallas_kernels.triton.unavailable_reason()):
         raise RuntimeError(f"{name}='triton' cannot run here: {reason}")
@@ -44,9 +44,9 @@ def check_implementation(implementation: str | None, name: str = "implementation
 
 @contextmanager
 def set_implementation(implementation: str | None) -> Iterator[None]:
-    """Context in which operators use `implementation` where their argument is None.
+    """Makes operators use `implementation` inside the context if their argument is None.
 
-    Acts when a function is traced; `jax.jit` traces again where the context differs.
+    The context acts when a function is traced. `jax.jit` traces again in another context.
 
     Args:
       implementation: one of `lm.IMPLEMENTATIONS`, or None for the default.
@@ -60,10 +60,10 @@ def set_implementation(implementation: str | None) -> Iterator[None]:
 
 
 def choose_implementation(implementation: str | None) -> str:
-    """The implementation for an operator's argument: itself, or the context's, or the
-    environment's (read when a function is traced), or the default.
+    """Chooses the implementation: the argument, or the context's, the environment's, the default.
 
-    The default is "xla" on every platform: no kernel has been measured on a GPU yet.
+    The environment is read when a function is traced. The default is "xla" on every platform,
+    because no kernel has been measured on a GPU yet.
 
     Raises:
       ValueError, RuntimeError: see `check_implementation`.
@@ -81,7 +81,7 @@ def choose_implementation(implementation: str | None) -> str:
 
 
 def only_on_gpu(kernel: Callable, name: str) -> Callable:
-    """`kernel`, lowered for CUDA; lowered for another platform, an error that names it."""
+    """Makes lowering of `kernel` for a platform other than CUDA an error that names it."""
 
     def run(*args):
         refuse = partial(_refuse, name=name, shapes=jax.eval_shape(kernel, *args))
@@ -101,8 +101,8 @@ def _refuse(*args, name, shapes):
 def _refuse_lowering(ctx, *_, name, avals):
     platforms = ctx.platforms or ctx.module_context.platforms
     raise ValueError(
-        f"implementation={name!r} runs on CUDA GPUs, and this is compiled for "
-        f"{', '.join(platforms)}: choose 'xla', or 'pallas_interpret' to test"
+        f"implementation: {name!r} runs only on CUDA GPUs, but JAX compiles for "
+        f"{', '.join(platforms)}; choose 'xla', or 'pallas_interpret' to test"
     )
 
 

@@ -1,9 +1,9 @@
-"""Kernels under shardings: each device runs the kernel on its own part, nothing is gathered.
+"""Kernels under shardings: each device runs the kernel on its own shard, and nothing is gathered.
 
-XLA cannot see into a kernel and would gather a sharded input in front of it. The axes of a
-kernel's arrays are therefore named, one letter an axis as in an einsum, and the kernel runs on the
-parts that the names allow: under meshes with automatic axes through `custom_partitioning` (with a
-Shardy rule), under explicit ones through `shard_map`, inside `shard_map` as it is.
+XLA cannot see into a kernel and would gather its sharded inputs. So the axes of a kernel's arrays
+have names, one letter an axis as in an einsum, and each device runs the kernel on the shards that
+the names allow. Under meshes with automatic axes this uses `custom_partitioning` (with a Shardy
+rule), under meshes with explicit axes `shard_map`. Inside `shard_map` the kernel runs directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ Specs = tuple[P, ...]
 
 
 def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
-    """`run(*arrays)`; under an explicit mesh, of arrays whose last axis is not split.
+    """Calls `run(*arrays)`; under an explicit mesh, gathers the last axis of the arrays first.
 
-    The result is sharded as the first array, gradients as the arguments. Under other meshes
-    `Partitioned` does so by itself.
+    The result is sharded as the first array, and gradients are sharded as the arguments. Under
+    other meshes `Partitioned` does this.
     """
 
     def whole(a: Array | None) -> Array | None:
@@ -44,19 +44,19 @@ def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A function of arrays, with names of their axes.
+    """A function of arrays whose axes have names.
 
     Attributes:
-      local: the function, on whole arrays or on one device's parts.
-      inputs: the names of each argument's axes, a letter an axis. Axes of one name are split
-        alike.
-      outputs: the same of each result. An axis of the arguments that does not occur in a result
-        was summed over by `local`, and is summed over the devices where it is split.
-      whole: names of axes that must not be split.
-      reduced: the name of an axis over whose parts `local` itself reduces, or "". `local` then
-        takes `over`, the axes of the mesh that split it.
-      done: how many results, the first ones, `local` has reduced over the parts of `reduced`.
-      over: `over` inside `shard_map`, where only the caller knows it.
+      local: the function, on whole arrays or on one device's shards.
+      inputs: the names of each argument's axes, a letter an axis. Axes with one name are split the
+        same way.
+      outputs: the names of each result's axes. `local` sums over the axes that a result lacks; if
+        such an axis is split, the results are then summed over the devices.
+      whole: the names of axes that must not be split.
+      reduced: the name of an axis over whose shards `local` reduces by itself, or "". `local` then
+        has the argument `over`, the axes of the mesh that split this axis.
+      done: the number of results, from the first on, that `local` has reduced over `reduced`.
+      over: the value of `over` inside `shard_map`, where only the caller knows it.
     """
 
     local: Callable[..., Sequence[Array]]
@@ -70,7 +70,7 @@ class Partitioned:
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         mesh = jax.sharding.get_abstract_mesh()
         kinds = set(mesh.axis_types) if mesh.axis_names else set()
-        # Where only some axes are manual XLA splits what `local` computes, unless it is a kernel.
+        # If only some axes are manual, XLA splits the work of `local`, unless `local` is a kernel.
         if kinds == {AxisType.Manual} or (self.reduced and AxisType.Manual in kinds):
             return self._manual(*args)
         run = custom_vmap(self._explicit if AxisType.Explicit in kinds else self._auto())
@@ -103,7 +103,7 @@ class Partitioned:
         return local
 
     def _specs(self, given: Sequence[P]) -> tuple[Specs, Specs, Callable[..., Sequence[Array]]]:
-        """Specs of arguments and results, and the function of one device, which sums them."""
+        """The specs of arguments and results, and the function of one device with its sums."""
         split: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for axes, spec in zip(self.inputs, given, strict=True):
@@ -134,10 +134,10 @@ class Partitioned:
 
     def _manual(self, *args: Array) -> tuple[Array, ...]:
         axes = varying(*args)
-        if self.reduced or not axes:  # `local` says itself along which axes its results differ
+        if self.reduced or not axes:  # `local` tells JAX along which axes its results differ
             return tuple(self._local(self.over)(*args))
-        # Kernels know nothing of the axes along which their arrays differ, and would be refused
-        # under check_vma=True: their results differ along those of all arguments.
+        # A kernel does not tell JAX along which axes its results differ, so check_vma=True would
+        # refuse it. Its results differ along the axes of all arguments.
         with check_vma(False):
             results = self.local(*args)
         return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
@@ -153,7 +153,7 @@ class Partitioned:
         return tuple(run(*args))
 
     def _rule(self) -> str:
-        """The axes as a Shardy rule: `abm, ab -> m` is `a b m, a b -> m`."""
+        """Writes the axes as a Shardy rule: `abm, ab -> m` becomes `a b m, a b -> m`."""
         return " -> ".join(", ".join(map(" ".join, side)) for side in (self.inputs, self.outputs))
 
     def _auto(self) -> Callable:

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear layer over the tokens and words of one device, tile by tile.
 
-A tile is the logits of some tokens, all words of the device. Devices that share the words exchange
-numbers per token.
+A tile has the logits of some tokens for all words of the device. Devices that share the vocabulary
+exchange only numbers per token.
 """
 
 import math
@@ -19,14 +19,14 @@ from lowmembp_jax._jax_internals import varying
 
 @dataclass(frozen=True)
 class Spec:
-    """What is static of a loss.
+    """The static arguments of a loss.
 
     Attributes:
       table: the kernel is [vocab, features].
-      summed: the value is the weighted sum of the losses, and not the loss of each token.
-      returns_lse: the caller gets the logsumexp, which may be differentiated.
+      summed: the value is the weighted sum of the losses instead of the loss of each token.
+      returns_lse: the caller gets the logsumexp and may differentiate it.
       over: axes of the mesh that split the vocabulary, inside `shard_map`.
-      wanted: whether hidden, kernel, bias and weights have a gradient.
+      wanted: whether hidden, kernel, bias and weights need a gradient.
     """
 
     table: bool
@@ -46,7 +46,7 @@ def _across(reduce: Any, x: Array, over: tuple[str, ...]) -> Array:
 
 @dataclass(frozen=True)
 class _Words:
-    """The part of the vocabulary that one device has."""
+    """One device's part of the vocabulary."""
 
     spec: Spec
     over: tuple[str, ...]
@@ -66,7 +66,7 @@ class _Words:
         return lax.axis_index(self.over) * self.count if self.over else 0
 
     def product(self, x: Array, axis: int) -> Array:
-        """x with its last axis times the features (0) or the words (1) of the kernel."""
+        """Multiplies x with the kernel over the kernel's features (axis 0) or words (axis 1)."""
         numbers = (((1,), (axis ^ self.spec.table,)), ((), ()))
         return lax.dot_general(
             x, self.kernel, numbers, preferred_element_type=compute_dtype(x.dtype)
@@ -79,7 +79,7 @@ class _Words:
         return z if cap is None else cap * jnp.tanh(z / cap)
 
     def losses(self, z: Array, labels: Array) -> tuple[Array, Array, Array]:
-        """Loss, logsumexp and the likeliest word of each row of logits."""
+        """Returns the loss, the logsumexp and the likeliest word of each row of logits."""
         spec, over = self.spec, self.over
         most = _across(lax.pmax, jnp.max(z, axis=1), over)
         shift = jnp.where(jnp.isfinite(most), most, 0)
@@ -99,7 +99,7 @@ class _Words:
         return jnp.where(labels < self.all, loss, jnp.nan), lse, guess
 
     def slopes(self, z: Array, lse: Array, labels: Array, c: Array, d: Array | None) -> Array:
-        """The gradient by the product, of c times the loss plus d times the logsumexp."""
+        """The gradient of c times the loss plus d times the logsumexp, for the product x K."""
         spec = self.spec
         c = jnp.where(labels < self.all, c, jnp.nan)
         a = c * (1 + 2 * spec.z_loss * lse) if spec.z_loss else c
@@ -111,27 +111,27 @@ class _Words:
         return g if spec.soft_cap is None else g * (1 - jnp.square(z / spec.soft_cap))
 
 
-@jax.named_scope("linear_cross_entropy")  # by which the planner knows it
+@jax.named_scope("linear_cross_entropy")  # the planner finds the loss by this name
 def run_tiles(spec: Spec, given: tuple[bool, ...], *arrays: Array, over: tuple[str, ...]):
-    """Loss and gradients of the tokens and words of one device.
+    """Computes loss and gradients for the tokens and words of one device.
 
     Args:
       given: which of hidden, kernel, labels, c, d and bias are in `arrays`; see `_Words.slopes`.
 
     Returns:
-      The sum of c times the losses; losses, logsumexp and whether the prediction is right, by
-      token; and the gradients that are wanted, those of kernel and bias in float32.
+      The sum of c times the losses; for each token the loss, the logsumexp and whether the
+      prediction is right; and the wanted gradients (kernel and bias in float32).
     """
     rest = iter(arrays)
     arguments: list[Any] = [next(rest) if there else None for there in given]
     h, kernel, labels, c, d, bias = arguments
     shape, features, wide = h.shape[:-1], h.shape[-1], compute_dtype(h.dtype)
     words, size = _Words(spec, over, kernel, bias), math.prod(shape)
-    # Two tiles of logits give one of slopes in 16 bits: the sum of the kernel's gradient is read
+    # Two tiles of float32 logits make one tile of 16-bit slopes. So the kernel's gradient is read
     # and written half as often.
     tiles = max(1, wide.itemsize // h.dtype.itemsize) if spec.wanted[1] else 1
     most = max(1, spec.tile_bytes // (wide.itemsize * max(1, words.count)))
-    if most >= 128:  # what the products of GPUs are cut into
+    if most >= 128:  # GPUs cut products into tiles of this size
         most -= most % 128
     steps = max(1, -(-size // (most * tiles)))
     rows = -(-size // (steps * tiles))
@@ -147,10 +147,11 @@ def run_tiles(spec: Spec, given: tuple[bool, ...], *arrays: Array, over: tuple[s
         return jnp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
 
     h, *rows_of = flat(h), flat(labels, -1), flat(c), flat(d)
-    scale = 2.0**12 if h.dtype == jnp.float16 else 1  # or probabilities would be flushed to zero
+    # Without a scale, float16 would flush small probabilities to zero.
+    scale = 2.0**12 if h.dtype == jnp.float16 else 1
 
     def slices(start: Any, count: int) -> list[Any]:
-        """Hidden, labels, c and d. Whatever an ignored token holds, it reaches nothing."""
+        """Slices hidden, labels, c and d; sets hidden to 0 for ignored tokens."""
         found: list[Any] = [
             None if x is None else lax.dynamic_slice_in_dim(x, start, count) for x in (h, *rows_of)
         ]
@@ -171,7 +172,7 @@ def run_tiles(spec: Spec, given: tuple[bool, ...], *arrays: Array, over: tuple[s
         dh, dk, db, g = carry
         if tiles == 1:
             g, found = tile(g, start, 0)
-        else:  # a loop, or XLA would compute the logits of all tiles first
+        else:  # without a loop XLA would compute the logits of all tiles first
             offsets = jnp.arange(tiles, dtype=jnp.int32) * rows
             g, found = lax.scan(lambda g, offset: tile(g, start, offset), g, offsets)
         if dh is not None:

@@ -1,8 +1,8 @@
-"""Activations whose backward keeps 2 or 4 bits an element.
+"""Activations that save 2 or 4 bits an element for the backward pass.
 
 The forward is exact. The backward multiplies the cotangent with a step function of x, such as the
 derivative of a sum of three ReLUs fitted to the activation (LowMemoryBP, arXiv:2406.16282,
-Approx-BP): which of its levels an element has is kept in place of x.
+Approx-BP). So the forward saves only the number of the level of each element instead of x.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from lowmembp_jax.policies import CODES
 
 
 def not_minus_inf(x: Array) -> Array:
-    """x, the lowest finite number at -inf: where x sigmoid(x) would be -inf * 0, its limit is 0."""
+    """Replaces -inf with the lowest finite number, because x sigmoid(x) is NaN at -inf."""
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
@@ -40,12 +40,13 @@ class _Step:
     implementation: str
 
     def compute(self, x: Array) -> tuple[Array, Array]:
-        """x and the activation of it in float32 (float64 for float64)."""
+        """Returns x and its activation in float32 (float64 for float64)."""
         x = x.astype(compute_dtype(x.dtype))
         y = self.function(not_minus_inf(x))
         if jnp.shape(y) != x.shape:
             raise ValueError(
-                f"{self.name}: function must be elementwise, got {jnp.shape(y)} of x of {x.shape}"
+                f"{self.name}: function: expected an elementwise function, got the shape "
+                f"{jnp.shape(y)} for x of {x.shape}"
             )
         return x, y
 
@@ -65,13 +66,13 @@ def _differentiated_once(name: str, x: Array) -> Array:
 @_differentiated_once.defjvp
 def _differentiated_twice(name: str, primals, tangents):
     raise NotImplementedError(
-        f"{name} keeps codes of x for its backward, not x, and has no second derivative: "
-        "where a gradient is differentiated, use the exact activation"
+        f"{name} has no second derivative, because it saves codes of x instead of x; use the exact "
+        "activation where you differentiate a gradient"
     )
 
 
 def _forward(step: _Step, x: Array):
-    # JAX differentiates this function only where it differentiates the gradient.
+    # JAX differentiates this function only when it differentiates the gradient.
     x = _differentiated_once(step.name, x)
     if step.implementation != "xla":
         y, codes = kernel_calls.activation_forward(
@@ -79,8 +80,8 @@ def _forward(step: _Step, x: Array):
         )
         return y, checkpoint_name(codes, CODES)
     wide, y = step.compute(x)
-    # Without the barrier XLA recomputes codes and y in the backward from an x that is still
-    # there, and then keeps x (ViT-B block, full tuning, unrolled: 16 units in place of 10.5).
+    # Without the barrier XLA keeps x and recomputes codes and y from it in the backward (ViT-B
+    # block, full tuning, unrolled: 16 units instead of 10.5).
     codes, y = lax.optimization_barrier((encode(wide, step.table), y.astype(x.dtype)))
     return y, checkpoint_name(codes, CODES)
 
@@ -108,11 +109,11 @@ def _activate(
     x, implementation = real_array(x), choose_implementation(implementation)
     if implementation != "xla" and function not in _NAMES:
         raise ValueError(
-            f"implementation={implementation!r} has no kernel for function={function!r}, only for "
-            f"those of lm.gelu and lm.silu: choose 'xla'"
+            f"{name}: function: implementation={implementation!r} has kernels only for the "
+            f"functions of lm.gelu and lm.silu, got {function!r}; choose 'xla'"
         )
     if not isinstance(table, StepTable):
-        raise TypeError(f"{name}: table must be a StepTable, got {table!r}")
+        raise TypeError(f"{name}: table: expected a StepTable, got {table!r}")
     if is_exact():
         return jnp.asarray(function(not_minus_inf(x.astype(compute_dtype(x.dtype))))).astype(
             x.dtype
@@ -128,34 +129,35 @@ def step_activation(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*shape"]:
-    """`function(x)`, differentiated as the step function `table`.
+    """Computes `function(x)` and uses the step function `table` as its derivative.
 
     Args:
       x: `[*shape]`, any floating dtype; integers are promoted as in `jax.nn`.
-      function: the elementwise activation. It gets float32 (float64 for float64 x) and the
-        result is rounded to x's dtype. At -inf it is called with the lowest finite number.
-        Hashable, and the same object in every call, or each call compiles again.
-      table: thresholds and levels of the derivative, for instance of `lm.fit_step_table`.
-      implementation: None or one of `lm.IMPLEMENTATIONS`; the kernels are for the functions of
-        `lm.gelu` and `lm.silu`.
+      function: the elementwise activation. It gets float32 (float64 for float64 x), and the result
+        is rounded to x's dtype. For -inf it gets the lowest finite number. It must be hashable;
+        pass the same object in every call, because another object compiles again.
+      table: thresholds and levels of the derivative, for example from `lm.fit_step_table`.
+      implementation: None or one of `lm.IMPLEMENTATIONS`. Only the functions of `lm.gelu` and
+        `lm.silu` have kernels.
 
     Returns:
-      `[*shape]` in x's dtype. Kept for the backward: the codes, `[*shape]` in `table.dtype`. The
-      gradient is `levels[0]` and `levels[-1]` times the cotangent at -inf and +inf. A NaN in x is
-      NaN in the result; its code is 0, and its gradient is NaN where the cotangent is, as it is for
-      a loss that is not linear.
+      `[*shape]` in x's dtype. The residual is the codes, `[*shape]` in `table.dtype`. At -inf and
+      +inf the gradient is `levels[0]` and `levels[-1]` times the cotangent. A NaN in x is NaN in
+      the result. Its code is 0, and its gradient is NaN if the cotangent is NaN, as it is for a
+      loss that is not linear.
 
     Raises:
-      TypeError: x is complex; table is no StepTable; a kernel is asked for and x is float64.
-      ValueError: function is not elementwise.
-      ValueError, RuntimeError: no such implementation, or it cannot run here, and why.
+      TypeError: x is complex; table is not a StepTable; x is float64 and the implementation is a
+        kernel.
+      ValueError: function is not elementwise; the implementation is unknown.
+      RuntimeError: the implementation cannot run here.
       NotImplementedError: the gradient is differentiated with respect to x.
     """
     return _activate("lm.step_activation", x, function, table, implementation)
 
 
 def own_copy(function: Any) -> Callable[..., Array]:
-    """A copy of a function, whose body `lm.patch` does not exchange."""
+    """Copies a function so that `lm.patch` does not replace the copy's body."""
     function = inspect.unwrap(function)
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__
@@ -164,7 +166,7 @@ def own_copy(function: Any) -> Callable[..., Array]:
     return copy
 
 
-#: Those of `jax.nn` that have a kernel, by its name for them.
+#: The functions of `jax.nn` that have a kernel, by the kernel's name for them.
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": partial(own_copy(jax.nn.gelu), approximate=True),
     "gelu_erf": partial(own_copy(jax.nn.gelu), approximate=False),
@@ -180,13 +182,13 @@ def gelu_name(approximate: bool) -> str:
       TypeError: `approximate` is a string, such as PyTorch's "none", which would count as true.
     """
     if isinstance(approximate, str):
-        raise TypeError(f"approximate must be True or False, got {approximate!r}")
+        raise TypeError(f"approximate: expected True or False, got {approximate!r}")
     return "gelu_tanh" if approximate else "gelu_erf"
 
 
 def _shipped(name: str, bits: int) -> StepTable:
     if bits not in (2, 4):
-        raise ValueError(f"bits must be 2 or 4, got {bits!r}")
+        raise ValueError(f"bits: expected 2 or 4, got {bits!r}")
     return STEP_TABLES[name, bits]
 
 
@@ -197,11 +199,11 @@ def gelu(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*shape"]:
-    """GELU that keeps 2 or 4 bits an element for its backward.
+    """GELU that saves 2 or 4 bits an element for the backward pass.
 
     Forward: `jax.nn.gelu` in float32, rounded to x's dtype. Backward: the cotangent times the
     slope of `STEP_TABLES["gelu_tanh", bits]` or `["gelu_erf", bits]`, the step function that is
-    nearest to the derivative: 13% off under N(0, 1) for 2 bits, 3.9% for 4.
+    nearest to the derivative. Under N(0, 1) it is 13% off for 2 bits and 3.9% off for 4 bits.
 
     Args:
       x: `[*shape]`, any floating dtype.
@@ -210,10 +212,11 @@ def gelu(
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
-      `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
+      `[*shape]` in x's dtype. The residual is the codes, see `step_activation`.
 
     Raises:
-      ValueError: other bits. TypeError: `approximate` is a string. Others: see `step_activation`.
+      ValueError: bits is not 2 or 4. TypeError: `approximate` is a string. For other errors see
+        `step_activation`.
     """
     name = gelu_name(approximate)
     return _activate("lm.gelu", x, FUNCTIONS[name], _shipped(name, bits), implementation)
@@ -222,10 +225,10 @@ def gelu(
 def silu(
     x: Float[Array, "*shape"], bits: int = 2, *, implementation: str | None = None
 ) -> Float[Array, "*shape"]:
-    """SiLU (swish) that keeps 2 or 4 bits an element for its backward.
+    """SiLU (swish) that saves 2 or 4 bits an element for the backward pass.
 
     Forward: `jax.nn.silu` in float32, rounded to x's dtype. Backward: the cotangent times the
-    slope of `STEP_TABLES["silu", bits]`. Arguments, results and errors as of `lm.gelu`.
+    slope of `STEP_TABLES["silu", bits]`. Arguments, results and errors are as for `lm.gelu`.
     """
     return _activate("lm.silu", x, FUNCTIONS["silu"], _shipped("silu", bits), implementation)
 
@@ -235,8 +238,8 @@ def regelu2(
 ) -> Float[Array, "*shape"]:
     """ReGELU2 of LowMemoryBP (arXiv:2406.16282, section 4.2): GELU with a 2-bit backward.
 
-    As `lm.gelu`, with the published table in the backward, `REGELU2_TABLE`, whose slope at 0 is
-    1.0487. It is the nearest to GELU's values, and 36% off its derivative under N(0, 1).
+    It is `lm.gelu` with the published table `REGELU2_TABLE` in the backward. The slope at 0 is
+    1.0487. This table fits GELU's values best, and is 36% off GELU's derivative under N(0, 1).
 
     Args:
       x: `[*shape]`, any floating dtype.
@@ -244,7 +247,7 @@ def regelu2(
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
-      `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
+      `[*shape]` in x's dtype. For the residual and the errors see `step_activation`.
     """
     function = FUNCTIONS[gelu_name(approximate)]
     return _activate("lm.regelu2", x, function, REGELU2_TABLE, implementation)
@@ -255,7 +258,7 @@ def resilu2(
 ) -> Float[Array, "*shape"]:
     """ReSiLU2 of LowMemoryBP (arXiv:2406.16282, section 4.2): SiLU with a 2-bit backward.
 
-    As `lm.silu`, with the published table in the backward, `RESILU2_TABLE`, whose slope at 0 is
+    It is `lm.silu` with the published table `RESILU2_TABLE` in the backward. The slope at 0 is
     1.0403.
 
     Args:
@@ -263,6 +266,6 @@ def resilu2(
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
 
     Returns:
-      `[*shape]` in x's dtype; what is kept for the backward: see `step_activation`.
+      `[*shape]` in x's dtype. For the residual and the errors see `step_activation`.
     """
     return _activate("lm.resilu2", x, FUNCTIONS["silu"], RESILU2_TABLE, implementation)

@@ -1,4 +1,4 @@
-"""Codes of 2 or 4 bits: from values, to slopes; and 2-bit codes four to a byte."""
+"""Codes of 2 or 4 bits: encodes values, decodes slopes, packs four 2-bit codes in a byte."""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +16,19 @@ _SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)
 
 @dataclass(frozen=True)
 class StepTable:
-    """A step function: the derivative that stands in for an activation's own.
+    """A step function that replaces the derivative of an activation.
 
     The slope at x is `levels[k]`, where k counts the thresholds that are strictly below x.
 
     Attributes:
-      thresholds: at most 15, ascending; compared in float32 (float64 for float64 inputs). Up to
-        3 make codes of 2 bits, `jnp.uint2`; more make codes of 4, `jnp.uint4`. XLA has no 1-bit
-        integers.
-      levels: one more than thresholds. The first and last hold for -inf and +inf.
+      thresholds: 1 to 15 numbers, ascending; compared in float32 (float64 for float64 inputs). Up
+        to 3 thresholds make 2-bit codes, `jnp.uint2`; more make 4-bit codes, `jnp.uint4`. XLA has
+        no 1-bit integers.
+      levels: one more than thresholds. The first and the last also apply to -inf and +inf.
 
     Raises:
-      ValueError: too many thresholds for 4 bits, not ascending, or another number of levels.
+      ValueError: thresholds are too many for 4 bits, not finite or not ascending; the number of
+        levels is wrong.
     """
 
     thresholds: tuple[float, ...]
@@ -36,50 +37,47 @@ class StepTable:
     def __post_init__(self):
         if not 1 <= len(self.thresholds) <= 15:
             raise ValueError(
-                f"StepTable: thresholds must be 1 to 15 numbers (2 or 4 bits), got "
+                f"StepTable: thresholds: expected 1 to 15 numbers (2 or 4 bits), got "
                 f"{self.thresholds}"
             )
         if not all(map(math.isfinite, self.thresholds)) or any(
             a >= b for a, b in zip(self.thresholds, self.thresholds[1:], strict=False)
         ):
             raise ValueError(
-                f"StepTable: thresholds must be finite and ascending, got {self.thresholds}"
+                f"StepTable: thresholds: expected finite, ascending numbers, got {self.thresholds}"
             )
         if len(self.levels) != len(self.thresholds) + 1:
             raise ValueError(
-                f"StepTable: levels must be one more than the {len(self.thresholds)} thresholds, "
+                f"StepTable: levels: expected one more than the {len(self.thresholds)} thresholds, "
                 f"got {self.levels}"
             )
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the codes."""
+        """The dtype of the codes."""
         return jnp.dtype(jnp.uint2 if step_table.code_bits(len(self.levels)) == 2 else jnp.uint4)
 
 
 def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shape"]:
-    """The code of every element, in `table.dtype`: how many thresholds are strictly below it.
-
-    It is 0 for NaN.
-    """
-    # Not `step_table.encode`, whose constants in the shape of x `lax.scan` would compute ahead.
+    """Counts for each element the thresholds strictly below it, in `table.dtype`; 0 for NaN."""
+    # `step_table.encode` has constants of x's shape, which `lax.scan` would compute ahead.
     codes = sum((x > threshold).astype(jnp.uint8) for threshold in table.thresholds)
     return jnp.asarray(codes).astype(table.dtype)
 
 
 def slopes(codes: Integer[Array, "*shape"], table: StepTable, dtype) -> Float[Array, "*shape"]:
-    """The level of every code."""
+    """Returns the level of every code."""
     return step_table.slopes(codes.astype(jnp.uint8), table.levels, dtype)
 
 
 def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:
-    """Packs codes 0 to 3 four to a byte, least significant bits first.
+    """Packs four codes from 0 to 3 in each byte, least significant bits first.
 
-    Element i of the flattened array is in byte i >> 2, bits 2 (i & 3) and up; the last byte's
-    unused bits are 0. Only the two low bits of each code are used.
+    Element i of the flattened array is in byte i >> 2, from bit 2 (i & 3) up. Unused bits of the
+    last byte are 0. Only the two low bits of each code are used.
 
     Args:
-      codes: `[*shape]`, any integer dtype, `jnp.uint2` included; any shape and size.
+      codes: `[*shape]`, any integer dtype, also `jnp.uint2`; any shape and size.
 
     Returns:
       uint8 `[ceil(size / 4)]`.
@@ -89,7 +87,7 @@ def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:
     """
     codes = jnp.asarray(codes)
     if not jnp.issubdtype(codes.dtype, jnp.integer):
-        raise TypeError(f"pack_2bit: codes must be integers, got {codes.dtype}")
+        raise TypeError(f"pack_2bit: codes: expected integers, got {codes.dtype}")
     flat = codes.reshape(codes.size).astype(jnp.uint8) & jnp.uint8(3)
     quads = jnp.pad(flat, (0, -flat.size % 4)).reshape((flat.size + 3) // 4, 4)
     return jnp.sum(quads << _SHIFTS, axis=-1, dtype=jnp.uint8)
@@ -100,23 +98,23 @@ def unpack_2bit(packed: UInt8[Array, " bytes"], size: int | Sequence[int]) -> UI
 
     Args:
       packed: uint8 `[ceil(n / 4)]`.
-      size: the number n of codes, or the shape to give them.
+      size: the number n of codes, or their shape.
 
     Returns:
-      uint8 codes, `[n]` or of the shape asked for.
+      The codes, uint8 `[n]` or `[*size]`.
 
     Raises:
       TypeError: packed is not uint8.
-      ValueError: packed does not hold `size` codes.
+      ValueError: packed does not have the shape for `size` codes.
     """
     packed = jnp.asarray(packed)
     if packed.dtype != jnp.uint8:
-        raise TypeError(f"unpack_2bit: packed must be uint8, got {packed.dtype}")
+        raise TypeError(f"unpack_2bit: packed: expected uint8, got {packed.dtype}")
     shape = (size,) if isinstance(size, SupportsIndex) else tuple(size)
     count = math.prod(shape)
     if min(shape, default=0) < 0 or packed.shape != ((count + 3) // 4,):
         raise ValueError(
-            f"unpack_2bit: size={size} needs packed of shape ({(count + 3) // 4},), "
+            f"unpack_2bit: packed: expected the shape ({(count + 3) // 4},) for size={size}, "
             f"got {packed.shape}"
         )
     codes = (packed[:, None] >> _SHIFTS) & jnp.uint8(3)

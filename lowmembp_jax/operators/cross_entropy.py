@@ -1,10 +1,11 @@
 """Cross-entropy of a linear layer's logits, tile by tile: no array of tokens x vocabulary exists.
 
-With z = x K + b, the loss of a token of label y is logsumexp(z) - z_y. Its gradient by z is
-g = softmax(z) - onehot(y), and those of x and K are g K^T and x^T g. A tile is the whole rows of
-some tokens. Where the loss of a batch is one number, the gradients are computed in the forward, up
-to the cotangent of that number: three products in all, as without tiles. Sources: Liger-Kernel
-(arXiv:2410.10989), section 3.2; Cut Cross-Entropy (arXiv:2411.09009), section 4.
+With z = x K + b, the loss of a token with label y is logsumexp(z) - z_y. The gradient with respect
+to z is g = softmax(z) - onehot(y); with respect to x and K it is g K^T and x^T g. A tile has the
+whole rows of some tokens. If the loss is one number, the forward also computes the gradients, and
+the backward multiplies them by the cotangent. This takes three products, as many as without tiles.
+Sources: Liger-Kernel (arXiv:2410.10989), section 3.2; Cut Cross-Entropy (arXiv:2411.09009),
+section 4.
 """
 
 import math
@@ -36,7 +37,7 @@ _NAME = "linear_cross_entropy"
 
 @partial(jax.jit, static_argnums=0, inline=True)
 def _run(spec: Spec, h, kernel, labels, c, d, bias) -> tuple[Any, ...]:
-    """`run_tiles` on arrays that may be sharded; the gradients that are not wanted are None."""
+    """Calls `run_tiles` on arrays that may be sharded; unwanted gradients are None."""
     tokens = ascii_lowercase[: h.ndim - 1]
     named = [
         (h, tokens + "m"),
@@ -56,24 +57,24 @@ def _run(spec: Spec, h, kernel, labels, c, d, bias) -> tuple[Any, ...]:
         done=4,
         over=spec.over,
     )
-    message = f"lm.{_NAME} has no second derivative: differentiate the loss of whole logits"
+    message = f"lm.{_NAME} has no second derivative; differentiate a loss of whole logits instead"
     results = undifferentiated(run, message)(*arrays)
     gradients = iter(results[4:])
     return *results[:4], [next(gradients) if one else None for one in wanted]
 
 
 def _plain(spec: Spec, h, kernel, labels, c, bias) -> tuple[Array, Array, Array]:
-    """The value, logsumexp and right predictions, without gradients."""
+    """Returns the value, the logsumexp and the right predictions, without gradients."""
     spec = replace(spec, wanted=(False,) * 4)
     total, losses, lse, right, _ = _run(spec, h, kernel, labels, c, None, bias)
     return (total if spec.summed else losses), lse, right
 
 
 def _gradients(spec: Spec, h, kernel, labels, c, d, bias):
-    """`_run` with gradients, and the factor of these, which float16 needs."""
+    """Calls `_run` with gradients; returns its results and the gradients' factor for float16."""
     if h.dtype != jnp.float16:
         return _run(spec, h, kernel, labels, c, d, bias), 1.0
-    # Whatever the cotangents are, the slopes are within the range of float16.
+    # Divided by their largest value, cotangents keep the slopes within the range of float16.
     size = jnp.maximum(*(0.0 if x is None else jnp.max(jnp.abs(x), initial=0) for x in (c, d)))
     size = jnp.where(size > 0, size, 1)
     c, d = (None if x is None else x / size for x in (c, d))
@@ -90,7 +91,7 @@ def _forward(spec: Spec, *primals):
         return _plain(spec, *inputs), (inputs, None)
     h, kernel, labels, c, bias = inputs
     (total, losses, lse, right, made), size = _gradients(spec, h, kernel, labels, c, None, bias)
-    # With the dtypes of the gradients, which the sums do not have.
+    # The sums are wider than the gradients. These scalars carry the gradients' dtypes.
     like = [None if x is None else jnp.zeros((), x.dtype) for x in (h, kernel)]
     return (total, lse, right), (inputs if spec.returns_lse else None, (made, size, losses, like))
 
@@ -121,11 +122,11 @@ def _backward(spec: Spec, residuals, cotangents):
 
 _differentiated.defvjp(_forward, _backward, symbolic_zeros=True)
 
-# As `jax.checkpoint`, batched before it is differentiated: losses that share a kernel are the
-# losses of more tokens, and do not get a gradient of the kernel each.
+# Like `jax.checkpoint`, the loss is a primitive, which JAX batches before it differentiates. So
+# losses with one kernel become a loss of more tokens, with a single gradient of the kernel.
 _loss_p = core.Primitive(_NAME)
 _loss_p.multiple_results = True
-prim_requires_devices_during_lowering.add(_loss_p)  # `Partitioned` does
+prim_requires_devices_during_lowering.add(_loss_p)  # because of `Partitioned`
 
 
 @_loss_p.def_impl
@@ -214,10 +215,10 @@ def _floating(name: str, x: Any) -> Array:
 
 
 def _placed(is_table: bool, arrays: list[Any]) -> list[Any]:
-    """The arrays under an explicit mesh: features whole, tokens and words split alike.
+    """Reshards the arrays under an explicit mesh, so that all agree and features are whole.
 
-    Tokens are split as those of hidden, words as those of the kernel where the tokens leave the
-    axes of the mesh to them.
+    The tokens of all arrays are sharded as in hidden. Their words are sharded as in the kernel,
+    unless the tokens use the same axes of the mesh.
     """
     h, kernel, labels, c, bias = arrays
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
@@ -238,15 +239,15 @@ def _placed(is_table: bool, arrays: list[Any]) -> list[Any]:
 
 
 def _along(arrays: list[Any], over: tuple[str, ...]) -> list[Any]:
-    """The arrays, inside `shard_map` as varying along the axes that one of them varies along.
+    """Casts arrays inside `shard_map` to vary along every axis that one of them varies along.
 
-    Tokens are the same along the axes `over`, which split the words.
+    Labels and weights do not vary along the axes `over`, which split the words.
     """
     h, kernel, labels, c, bias = arrays
     axes = varying(*(x for x in arrays if x is not None)) - set(over)
     if over and not set(over) <= varying(kernel):
         raise ValueError(
-            f"{_NAME}: axis_name: expected axes that the kernel varies along in a shard_map with "
+            f"{_NAME}: axis_name: expected axes that the kernel varies along, in a shard_map with "
             f"check_vma=True, got {over}"
         )
 
@@ -278,32 +279,32 @@ def linear_cross_entropy(
     tile_bytes: int = 2**29,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Any:
-    """Mean cross-entropy of `softmax(hidden @ kernel)`, with no array of tokens x vocabulary.
+    """Computes the cross-entropy of `hidden @ kernel` without an array of tokens x vocabulary.
 
-    The logits of some tokens at a time are in memory, forward and backward, in float32 (float64
-    for float64). Loss and gradients are exact: those of
-    `optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, labels)` to rounding.
+    Forward and backward have the logits of some tokens at a time in memory, in float32 (float64
+    for float64). Loss and gradients are exact: up to rounding, they equal
+    `optax.softmax_cross_entropy_with_integer_labels(hidden @ kernel, labels)`.
 
-    With reduction "mean" or "sum" the forward sums the gradients as well, and the backward
-    multiplies them by the cotangent. This takes three products, as many as plain JAX takes, and
-    saves the gradients of hidden, in its dtype, and of kernel, in float32. Gradients that are not
-    asked for, such as that of a frozen kernel, are not computed. With reduction "none" the
-    backward computes each tile's logits again, a fourth product.
+    With reduction "mean" or "sum" the forward also computes the gradients, and the backward
+    multiplies them by the cotangent. This takes three products, as many as plain JAX. The
+    residuals are the gradients of hidden, in its dtype, and of kernel, in float32. Unneeded
+    gradients, such as the gradient of a frozen kernel, are not computed. With reduction "none" the
+    backward recomputes each tile's logits, which is a fourth product.
 
     Sharded tokens and a sharded vocabulary stay sharded, under meshes with automatic or explicit
     axes and inside `jax.shard_map`. Devices that share the vocabulary exchange numbers per token
     and the gradient of hidden. A kernel that is sharded over its features is gathered.
 
-    Under `jax.vmap` tokens that share a kernel are computed as more tokens.
+    Under `jax.vmap`, tokens that share a kernel are computed as one larger batch.
 
     Args:
-      hidden: `[*tokens, features]`, floating. The products run in the dtype that it and the kernel
-        promote to, and accumulate in float32.
-      kernel: `[features, vocab]`, as of `nn.Dense`, or `[vocab, features]`, as of `nn.Embed`. A
-        square one is read as `[features, vocab]`. None if `embedding` is given.
-      labels: `[*tokens]`, integers. A token with a negative label is ignored: it is left out of
-        the mean, its loss is 0, and whatever it holds reaches nothing.
-      embedding: `[vocab, features]`, in place of `kernel`; no transposed copy is made.
+      hidden: `[*tokens, features]`, floating. The products run in the promoted dtype of hidden and
+        kernel, and accumulate in float32.
+      kernel: `[features, vocab]` as in `nn.Dense`, or `[vocab, features]` as in `nn.Embed`. A
+        square kernel is read as `[features, vocab]`. None if `embedding` is given.
+      labels: `[*tokens]`, integers. A token with a negative label is ignored: the mean leaves it
+        out, its loss is 0, and its values affect no result and no gradient.
+      embedding: `[vocab, features]`, instead of `kernel`; it is not copied or transposed.
       bias: `[vocab]`, added to the logits.
       reduction: "mean", "sum", or "none" for a loss per token.
       logit_soft_cap: c in c tanh(logits / c), as in Gemma 2 (arXiv:2408.00118). Above 0.
@@ -312,29 +313,29 @@ def linear_cross_entropy(
         [0, 1).
       weights: `[*tokens]`, multiplies each token's loss. The mean is the weighted sum divided by
         the sum of the weights.
-      ignore_index: labels equal to it are ignored as well.
+      ignore_index: tokens with this label are ignored, too.
       return_logsumexp: also returns the logsumexp of the (capped) logits.
-      return_correct: also returns how many predictions are right: the likeliest word, the first
-        of several, is the label.
-      tile_bytes: the most bytes of logits in memory on each device, at least one token's. The
-        gradient of the logits takes as much again, if the kernel is trained.
+      return_correct: also returns how many predictions are right. The prediction is the likeliest
+        word, or the first of several.
+      tile_bytes: the largest number of bytes of logits in memory on each device, but at least one
+        token's logits. The gradient of the logits takes as much again if the kernel is trained.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
 
     Returns:
       The loss, float32 (float64 for float64): a scalar, or `[*tokens]` with reduction "none".
-      With `return_logsumexp` or `return_correct` a tuple: the loss; the logsumexp, `[*tokens]`, 0
-      where ignored; the count, int32, or booleans `[*tokens]` with reduction "none".
+      With `return_logsumexp` or `return_correct`, a tuple of the loss; the logsumexp, `[*tokens]`,
+      0 for ignored tokens; the count, int32, or booleans `[*tokens]` with reduction "none".
 
       NaN and infinity reach the loss and the gradients as in plain JAX. The mean of no tokens is
-      NaN, and so are loss and gradients where `jax.jit` hides a label beyond the vocabulary.
+      NaN. Under `jax.jit`, a label beyond the vocabulary makes loss and gradients NaN.
 
     Raises:
-      TypeError: hidden, kernel or bias is not floating, labels are not integers, or a number is
-        none. `jax.jvp` is asked for: the loss has gradients only.
-      ValueError: shapes do not match, a number is out of its range, there is no such reduction, or
-        a label, where it can be read, is beyond the vocabulary.
-      NotImplementedError: a second derivative is asked for.
+      TypeError: hidden, kernel or bias is not floating; labels are not integers; a number has
+        another type; `jax.jvp` is used, because the loss has only a reverse-mode derivative.
+      ValueError: shapes do not match; a number is out of range; the reduction is unknown; a label
+        is beyond the vocabulary (outside `jax.jit`).
+      NotImplementedError: a second derivative is used.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(

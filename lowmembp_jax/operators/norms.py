@@ -1,15 +1,15 @@
-"""The custom VJP of the norms: differentiated from their output (MS-BP).
+"""Norms that are differentiated from their output (MS-BP).
 
 With y = (x - mean) r and r = 1 / std, the backward of a LayerNorm
 
     dx = r (g - mean(g) - y mean(g y))            (RMSNorm: without mean(g))
 
-needs y and r but not x. With a mask m, of n positions in the row, the statistics are those of the
-masked positions, and the means become m sum(g) / n and m sum(g y) / n, the sums over the whole
-row. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+needs y and r but not x. A mask m that selects n positions of a row restricts the statistics to
+them. The means become m sum(g) / n and m sum(g y) / n, with sums over the whole row. Source:
+LowMemoryBP (arXiv:2406.16282), section 5.
 
-With a scale and a bias the output is y scale + bias. Then y is computed from it again, or, where
-the gradient of the scale needs y itself, from x or from a copy of y.
+With a scale and a bias the output is y scale + bias, and the backward recomputes y from it. If the
+gradient of the scale needs y, the backward reads x or a copy of y instead.
 """
 
 import math
@@ -37,7 +37,15 @@ RESIDUALS: tuple[str, ...] = get_args(Residual)
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What is static of a norm: `axes` are the reduced ones; dtypes of input and output."""
+    """The static arguments of a norm.
+
+    Attributes:
+      axes: the reduction axes.
+      center: whether to subtract the mean: True for LayerNorm, False for RMSNorm.
+      x_dtype: the dtype of the input.
+      dtype: the dtype of the output.
+      fast_variance: compute the variance as E x^2 - (E x)^2 (`use_fast_variance` of Flax).
+    """
 
     axes: tuple[int, ...]
     center: bool
@@ -50,10 +58,10 @@ class NormSpec:
 
     def __post_init__(self):
         if not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon must be a finite number from 0 on, got {self.epsilon}")
+            raise ValueError(f"epsilon: expected a finite number from 0 on, got {self.epsilon}")
 
     def kept(self, scale, trains_scale: bool) -> Literal["output", "input", "normalized"]:
-        """Which array the backward reads."""
+        """The array that the backward reads."""
         if self.residual == "output" or (self.residual == "normalized" and scale is None):
             return "output"
         x, out = self.x_dtype.itemsize, self.dtype.itemsize
@@ -67,7 +75,7 @@ def check_residual(residual: str) -> None:
     """Raises ValueError unless `residual` is one of `RESIDUALS`."""
     if residual not in RESIDUALS:
         raise ValueError(
-            f"residual={residual!r} is not known: accepted are {', '.join(map(repr, RESIDUALS))}"
+            f"residual: expected one of {', '.join(map(repr, RESIDUALS))}, got {residual!r}"
         )
 
 
@@ -78,29 +86,34 @@ def normalize(
     bias: Array | None,
     mask: ArrayLike | None = None,
 ) -> Array:
-    """The norm of x over `spec.axes`; scale and bias are of x's rank, 1 on other axes.
+    """Normalizes x over `spec.axes`.
 
-    Raises ValueError where `mask` does not broadcast to x, or a kernel has no such norm.
+    Scale and bias have x's rank, with size 1 on all axes that are not features.
+
+    Raises:
+      ValueError: `mask` does not broadcast to x; the kernels do not support this norm.
     """
     if mask is not None:
         given, mask = jnp.shape(mask), jnp.asarray(mask, bool)
         mask = mask.reshape((1,) * (x.ndim - len(given)) + given)
         sizes = zip(mask.shape, x.shape, strict=False)
         if mask.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
-            raise ValueError(f"mask must broadcast to x, {x.shape}, got shape {given}")
+            raise ValueError(
+                f"mask: expected a shape that broadcasts to the shape of x, {x.shape}, got {given}"
+            )
     if spec.implementation != "xla":
         split = any(a is not None and a.size != x.shape[-1] for a in (scale, bias))
         if mask is not None or spec.axes != (x.ndim - 1,) or split:
             raise ValueError(
-                f"implementation={spec.implementation!r} normalizes over the last axis with "
+                f"implementation={spec.implementation!r} normalizes only over the last axis, with "
                 f"parameters of that axis and no mask, got reduction axes {spec.axes} of {x.ndim} "
-                f"and mask={None if mask is None else mask.shape}: choose 'xla'"
+                f"and mask={None if mask is None else mask.shape}; choose 'xla'"
             )
-    if scale is None and bias is not None:  # one case less for the rules
+    if scale is None and bias is not None:  # saves the rules one case
         scale = jnp.ones_like(bias)
     cast = alike(x, scale, bias, mask)
-    # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op, as those
-    # of Flax do: to the same bits.
+    # A kernel is partitioned under jit. Without a kernel, calls outside jit run op by op and give
+    # the same bits as Flax's norms.
     rule = partial(_normalize, spec)
     if spec.implementation != "xla":
         rule = partial(with_whole_rows, partial(_jitted, spec))
@@ -108,7 +121,7 @@ def normalize(
 
 
 def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, Array]:
-    """x - mean, the mean of a LayerNorm and 1 / std, float32 (float64 for float64)."""
+    """Returns x - mean, the mean (None for RMSNorm) and 1 / std, float32 (float64 for float64)."""
     x = x.astype(compute_dtype(x.dtype))
     mean = partial(jnp.mean, axis=spec.axes, keepdims=True, where=mask)
     mu = mean(x) if spec.center else None
@@ -121,7 +134,7 @@ def _standardize(spec: NormSpec, x: Array, mask) -> tuple[Array, Array | None, A
 
 
 def _affine(spec: NormSpec, x: Array, rstd: Array, scale, bias) -> Array:
-    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    """Computes the output from centered x, multiplied in the order of `nn.LayerNorm`."""
     y = x * (rstd if scale is None else rstd * scale.astype(rstd.dtype))
     return (y if bias is None else y + bias.astype(y.dtype)).astype(spec.dtype)
 
@@ -131,7 +144,7 @@ def _row(parameter: Array | None) -> Array | None:
 
 
 def _run_kernel(spec: NormSpec, x: Array, scale, bias, keep_normalized: bool):
-    """Output, the normalized x or None, and rstd."""
+    """Returns the output, the normalized x or None, and rstd."""
     return kernel_calls.norm_forward(
         x,
         _row(scale),
@@ -165,12 +178,12 @@ def _forward(spec: NormSpec, *primals):
         if kind == "normalized":
             normalized = (centered * rstd).astype(spec.dtype)
         if kind != "input":
-            # Without the barrier XLA would compute y again in the backward from x, and keep x.
+            # Without the barrier XLA would keep x and recompute y from it in the backward.
             out, normalized, rstd = lax.optimization_barrier((out, normalized, rstd))
-    if kind == "input":  # without names: a policy that keeps them would keep x twice
+    if kind == "input":  # without names, because a policy that saves them would save x twice
         return out, ({kind: x}, (rstd, mean), scale, bias, mask)
     if kind == "output":
-        # The residual is the very array that is returned: a cast in between would be a copy.
+        # The residual is the returned array itself; a cast would make a copy.
         name = NORM_OUTPUT if scale is None else NORM_AFFINE_OUTPUT
         out = normalized = checkpoint_name(out, name)
     else:
@@ -211,14 +224,14 @@ def _backward(spec: NormSpec, residuals, g: Any):
         g = g if scale is None else g * scale.astype(g.dtype)
         dx = _input_gradient(spec, y, rstd, g, mask).astype(spec.x_dtype)
     if inverse is not None and scale is not None and d_scale is not None:
-        # Half of y at most is in the output: better no gradient than that of the other half.
+        # The output holds at most half of y. A NaN is better than a wrong gradient.
         is_lost = ~(inverse * scale.astype(inverse.dtype) > 0.5)
         d_scale = jnp.where(is_lost, jnp.nan, d_scale).astype(d_scale.dtype)
     return dx, d_scale, d_bias, None
 
 
 def _input_gradient(spec: NormSpec, y: Array, rstd: Array, g: Array, mask) -> Array:
-    """dx from the cotangent of y."""
+    """Computes dx from the cotangent of y."""
     mean = partial(jnp.mean, axis=spec.axes, keepdims=True)
     through_statistics = y * mean(g * y)
     if spec.center:
@@ -242,15 +255,15 @@ def _last_axis_norm(center, x, scale, bias, epsilon, dtype, implementation, resi
     check_residual(residual)
     x = real_array(x)
     if x.ndim == 0:
-        raise ValueError("x must have at least one axis, got a scalar")
+        raise ValueError("x: expected at least one axis, got a scalar")
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating, got {dtype}")
+        raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
     width = x.shape[-1:]
     for name, parameter in (("scale", scale), ("bias", bias)):
         if parameter is not None and jnp.shape(parameter) != width:
             raise ValueError(
-                f"{name} must have shape {width}, the last axis of x, got {jnp.shape(parameter)}"
+                f"{name}: expected shape {width}, the last axis of x, got {jnp.shape(parameter)}"
             )
     scale, bias = (
         None if parameter is None else jnp.asarray(parameter).reshape((1,) * (x.ndim - 1) + width)
@@ -284,46 +297,49 @@ def ms_layer_norm(
     Source: LowMemoryBP (arXiv:2406.16282), section 5. Statistics, sums and parameter gradients
     are computed in float32 (float64 for float64 x).
 
-    The backward keeps `rstd` (float32, one a row), the mask, and one array as large as x:
+    The residuals are `rstd` (float32, one a row), the mask, and one array as large as x:
 
-    - neither scale nor bias: the output, in `dtype`. The next Dense keeps the same array, so it
-      costs nothing, provided that `dtype` is the dtype in which that Dense computes. Merge an
-      affine that exists into that Dense with `lm.merge_norm_affine` to get here.
-    - a scale that is differentiated: x itself, or the normalized x in `dtype` where that is the
-      narrower (and with the kernels). All gradients are exact, whatever the values.
-    - a scale that is not, as in LoRA, or a bias alone: the output, as without an affine. From it
-      y = (output - bias) / scale is computed again. With p = eps abs(bias / scale), and eps that
-      of `dtype`, y is off by at most (eps + min(1, p^2)) abs(y) + min(p, 1 / p): no more than
-      the rounding of the output where p is small, and y itself at a scale of 0. dx is off by
-      rstd mean(g scale y) times that.
+    - Without scale and bias, it is the output, in `dtype`. The next Dense saves the same array, so
+      it costs nothing, provided that the Dense computes in `dtype`. Merge existing scales and
+      biases into that Dense with `lm.merge_norm_affine`.
+    - With a differentiated scale, it is x, or the normalized x in `dtype` if that is narrower (and
+      with the kernels). All gradients are exact for all values.
+    - With a frozen scale, as in LoRA, or with only a bias, it is the output. The backward
+      recomputes y = (output - bias) / scale from it. With p = eps abs(bias / scale) and the eps of
+      `dtype`, the error of y is at most (eps + min(1, p^2)) abs(y) + min(p, 1 / p). If p is small,
+      this is the rounding of the output; at a scale of 0 it is y itself. The error of dx is this
+      error times rstd mean(g scale y).
 
-    Where x is narrower than `dtype`, x is kept in each case, and all gradients are exact.
+    If x is narrower than `dtype`, x is saved in each case, and all gradients are exact.
 
-    `residual="normalized"` keeps the normalized x wherever there is an affine, and "output" the
-    output, a differentiated scale or not. Then the gradient of a channel of the scale is NaN where
-    the output does not hold y any more, eps abs(bias) + tiny >= abs(scale), with the smallest
-    normal number of `dtype` for tiny.
+    With a scale or a bias, `residual="normalized"` saves the normalized x, and "output" saves the
+    output, also for a differentiated scale. With "output", the gradient of a channel of the scale
+    is NaN if the output has lost y: eps abs(bias) + tiny >= abs(scale), where tiny is the smallest
+    normal number of `dtype`.
 
     Args:
       x: `[*rows, features]`, any floating dtype.
       scale: `[features]` or None.
       bias: `[features]` or None.
       epsilon: added to the variance.
-      dtype: of the output, None for x's own. The next Dense's, or nothing is shared with it.
+      dtype: the dtype of the output, None for x's dtype. Use the dtype of the next Dense, or the
+        two share no residual.
       implementation: None or one of `lm.IMPLEMENTATIONS`, see `lm.set_implementation`.
-      residual: "auto", "normalized" or "output": what is kept where there is an affine, see above.
+      residual: "auto", "normalized" or "output": which array to save if there is a scale or bias,
+        see above.
       mask: boolean, broadcastable to x, or None: the positions that count for mean and variance,
-        as in `nn.LayerNorm`. A row without any is NaN.
+        as in `nn.LayerNorm`. A row without such positions is NaN.
 
     Returns:
       `[*rows, features]` in `dtype`.
 
     Raises:
-      TypeError: complex x, or a `dtype` that is not floating; a kernel is asked for and one of
-        them is float64.
-      ValueError: x is a scalar; scale or bias is not `[features]`; epsilon is negative; mask does
-        not broadcast, or a kernel is asked for with one; unknown implementation or residual.
-      RuntimeError: the implementation cannot run here, and why.
+      TypeError: x is complex; `dtype` is not floating; x or `dtype` is float64 and the
+        implementation is a kernel.
+      ValueError: x is a scalar; scale or bias is not `[features]`; epsilon is negative or not
+        finite; mask does not broadcast, or is used with a kernel; implementation or residual is
+        unknown.
+      RuntimeError: the implementation cannot run here.
     """
     return _last_axis_norm(True, x, scale, bias, epsilon, dtype, implementation, residual, mask)
 
@@ -340,7 +356,7 @@ def ms_rms_norm(
 ) -> Float[Array, "*rows features"]:
     """RMSNorm over the last axis, differentiated from its output (MS-RMSNorm).
 
-    As `ms_layer_norm`, arguments, errors and what is kept included, without the mean and
-    without a bias.
+    It is `ms_layer_norm` without the mean and without a bias. Arguments, residuals and errors are
+    the same.
     """
     return _last_axis_norm(False, x, scale, None, epsilon, dtype, implementation, residual, mask)

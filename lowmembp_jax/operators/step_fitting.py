@@ -1,4 +1,4 @@
-"""Step tables for any activation: thresholds and levels that are nearest to its derivative."""
+"""Fits step tables: the thresholds and levels that are nearest to an activation's derivative."""
 
 import itertools
 from collections.abc import Callable
@@ -15,18 +15,19 @@ _NODES = 64
 
 
 def fit_values(function: Callable[[Array], Array], count: int) -> StepTable:
-    """The derivative of the h that is nearest to f, by the integral of (f - h)^2.
+    """Returns the derivative of the h that minimizes the integral of (f - h)^2.
 
-    h(x) = sum a_i relu(x - c_i) is 0 below all c, and x above where sum a = 1 and sum a c = 0.
+    h(x) = sum a_i relu(x - c_i) is 0 below all c. With sum a = 1 and sum a c = 0, it is x above
+    all c.
     """
     end = _end(function)
-    if count == 1:  # the constraints leave the ReLU
+    if count == 1:  # the constraints leave only the ReLU
         return StepTable((0.0,), (0.0, 1.0))
     nodes, node_weights = np.polynomial.legendre.leggauss(_NODES)
     values = jax.vmap(jax.vmap(function))
 
     def error(c):
-        """The integral of (f - h)^2, with the best a, and that a."""
+        """Returns the integral of (f - h)^2 for the best a, and this a."""
         edges = jnp.concatenate([jnp.array([-end]), c, jnp.array([end])])
         half = jnp.diff(edges)[:, None] / 2
         x = edges[:-1, None] + half * (nodes[None] + 1)
@@ -47,7 +48,7 @@ def fit_values(function: Callable[[Array], Array], count: int) -> StepTable:
     )
 
     def descend(c):
-        """Levenberg and Marquardt's method."""
+        """Minimizes the error with the Levenberg-Marquardt method."""
         damping, best = 1e-3, value(c)[0]
         for _ in range(200):
             gradient, hessian = derivatives(c)
@@ -68,19 +69,22 @@ def fit_values(function: Callable[[Array], Array], count: int) -> StepTable:
 
 
 def _end(function: Callable[[Any], Any]) -> float:
-    """Beyond which f is 0 on one side, and x on the other."""
+    """Finds an end such that f is 0 below -end and x above end."""
     for end in (2.0**k for k in range(3, 10)):
         below, above = float(function(-end)), float(function(end)) - end
         if max(abs(below), abs(above)) < 1e-15 * end:
             return end
     raise ValueError(
-        f"fit_step_table: function={function!r} must go to 0 at -inf and to x at +inf for "
-        "objective='function'; 'derivative' takes any"
+        f"fit_step_table: function: expected a function that goes to 0 at -inf and to x at +inf, "
+        f"got {function!r}; objective='derivative' has no such condition"
     )
 
 
 def _starts(function, end: float, count: int) -> list[np.ndarray]:
-    """Thresholds to start from: there are several minima, and most of where f bends is near 0."""
+    """Returns several initial thresholds, because the error has several minima.
+
+    f bends mostly near 0, so most thresholds start there.
+    """
     x = np.linspace(-end, end, 4001)
     bends = np.abs(np.asarray(jax.vmap(jax.grad(jax.grad(function)))(jnp.asarray(x))))
     starts = []
@@ -96,7 +100,7 @@ def _starts(function, end: float, count: int) -> list[np.ndarray]:
     return starts
 
 
-#: Standard deviations of x, by bits: the best for the gradient of a real model.
+#: The standard deviation of x for each number of bits: the best for a real model's gradient.
 WEIGHTS = {1: 1.0, 2: 1.0, 4: 2.0}
 _COARSE, _FINE = 1024, 2**16
 
@@ -110,41 +114,41 @@ def fit_step_table(
     keep_limits: bool = False,
     unbiased: bool = False,
 ) -> StepTable:
-    """The step function of 2^bits levels that is nearest to the derivative of an activation.
+    """Fits the step function with 2^bits levels that is nearest to an activation's derivative.
 
         table = lm.fit_step_table(jax.nn.mish, bits=4)
         y = lm.step_activation(x, jax.nn.mish, table)
 
     Args:
-      function: a scalar activation, of JAX operations that are differentiable.
+      function: a scalar activation f of differentiable JAX operations.
       bits: 1, 2 or 4.
-      objective: "derivative" minimises the weighted mean square of f'(x) - s(x). Each level is the
-        mean of f' between its thresholds, and so within the bounds of f'. "function" minimises
-        the integral of (f - h)^2, where h, whose derivative is s, goes to 0 at -inf and to x at
-        +inf as f does: LowMemoryBP (arXiv:2406.16282, section 4.2). It takes none of the arguments
-        below.
-      weight: of x: the standard deviation of a normal distribution around 0, or a sample of
-        pre-activations of a real model, `[n]`. None: 1, and 2 for 4 bits, whose outermost levels
-        under 1 are far off where real models have values too (docs/activations.md).
-      keep_limits: the first and the last level are the limits of f' at -inf and +inf, as 0 and 1
-        for GELU, and not the means of f' beyond the outer thresholds.
-      unbiased: the mean of s under the weight is that of f'. It is so anyhow where the limits are
-        not kept; with them, the other levels are moved by what is missing.
+      objective: "derivative" minimizes the weighted mean square of f'(x) - s(x). Each level is the
+        mean of f' between its thresholds, and so within the bounds of f'. "function" minimizes
+        the integral of (f - h)^2, where s is the derivative of h. Like f, h goes to 0 at -inf and
+        to x at +inf: LowMemoryBP (arXiv:2406.16282, section 4.2). It ignores the arguments below.
+      weight: the distribution of x: the standard deviation of a normal distribution around 0, or a
+        sample of a real model's pre-activations, `[n]`. None is 1, or 2 for 4 bits. With a
+        deviation of 1, the outermost levels of 4 bits are far off in a range where real models have
+        values (docs/activations.md).
+      keep_limits: the first and the last level are the limits of f' at -inf and +inf, such as 0 and
+        1 for GELU, instead of the means of f' beyond the outer thresholds.
+      unbiased: the weighted means of s and f' are equal. Without `keep_limits` they are equal
+        anyway. With it, `unbiased` shifts the other levels by the difference.
 
     Returns:
-      2^bits - 1 thresholds and a level more, from dynamic programming on a grid, then refined;
-      fewer where they are exact, as for ReLU. Some seconds.
+      2^bits - 1 thresholds and one more level, from dynamic programming on a grid, then refined.
+      The table has fewer if it is exact, as for ReLU. Fitting takes some seconds.
 
     Raises:
-      ValueError: bits or objective is none of these; the weight is no positive number and no finite
-        sample; f or its derivative is not finite; the limits of f are others than 0 and x, for
-        "function"; those of f' are not finite, for `keep_limits`.
+      ValueError: bits or objective is unknown; the weight is neither a positive number nor a finite
+        sample; f or its derivative is not finite; for "function", f does not go to 0 and x; for
+        `keep_limits`, f' has no finite limits.
     """
     if bits not in (1, 2, 4):
-        raise ValueError(f"fit_step_table: bits must be 1, 2 or 4, got {bits!r}")
+        raise ValueError(f"fit_step_table: bits: expected 1, 2 or 4, got {bits!r}")
     if objective not in ("derivative", "function"):
         raise ValueError(
-            f"fit_step_table: objective must be 'derivative' or 'function', got {objective!r}"
+            f"fit_step_table: objective: expected 'derivative' or 'function', got {objective!r}"
         )
     with jax.enable_x64(True):
         if objective == "function":
@@ -156,8 +160,8 @@ def fit_step_table(
         for what, numbers in (("value", value), ("derivative", slope)):
             if not np.isfinite(numbers).all():
                 raise ValueError(
-                    f"fit_step_table: the {what} of function={function!r} at "
-                    f"{x[~np.isfinite(numbers)][0]} is not finite"
+                    f"fit_step_table: function: expected a finite {what}, got {function!r}, whose "
+                    f"{what} at {x[~np.isfinite(numbers)][0]} is not finite"
                 )
         costs = _Costs(w, slope, _limits(derivative, function) if keep_limits else (None, None))
         cuts = _cuts(costs, 2**bits)
@@ -174,15 +178,15 @@ def fit_step_table(
 def derivative_error(
     function: Callable[[Array], Array], table: StepTable, weight: ArrayLike = 1.0
 ) -> float:
-    """How far a step function is from the derivative: the root of E(f' - s)^2 / E f'^2.
+    """The relative error of a step function s: the square root of E(f' - s)^2 / E f'^2.
 
     Args:
-      function: the activation.
-      table: thresholds and levels, compared in float64.
-      weight: as of `fit_step_table`.
+      function: the activation f.
+      table: thresholds and levels of s, compared in float64.
+      weight: the distribution of x, as in `fit_step_table`.
 
     Raises:
-      ValueError: the weight is no positive number and no finite sample.
+      ValueError: the weight is neither a positive number nor a finite sample.
     """
     x, w = _weighted(np.asarray(weight, np.float64))
     with jax.enable_x64(True):
@@ -192,40 +196,44 @@ def derivative_error(
 
 
 def _weighted(weight: Float[np.ndarray, "*n"]):
-    """Points on which the derivative is fitted, ascending, and their weights."""
+    """Returns the points for the fit in ascending order, and their weights."""
     if weight.ndim == 0:
         if not 1e-6 <= weight <= 1e6:  # float32
-            raise ValueError(f"weight must be 1e-06 to 1e+06, got {weight}")
+            raise ValueError(f"weight: expected a number from 1e-06 to 1e+06, got {weight}")
         x = np.linspace(-8 * weight, 8 * weight, _FINE)
         return x, np.exp(-0.5 * np.square(x / weight))
     x = np.sort(weight.ravel())
     if x.size < 2 or not np.isfinite(x).all():
-        raise ValueError("weight must be a sample of finite numbers, 2 or more")
+        raise ValueError("weight: expected a sample of 2 or more numbers, all finite")
     if x.size > _FINE:
         x = x[np.linspace(0, x.size - 1, _FINE).astype(int)]
     return x, np.ones(x.size)
 
 
 def _limits(derivative, function) -> tuple[float, float]:
-    """Of the derivative at -inf and +inf."""
+    """The limits of the derivative at -inf and +inf."""
     near, far = (np.asarray(derivative(end * np.array([-1.0, 1.0]))) for end in (1e3, 1e4))
     if not np.allclose(near, far, rtol=0, atol=1e-6):
         raise ValueError(
-            f"fit_step_table: the derivative of function={function!r} must have limits at -inf "
-            f"and +inf for keep_limits=True; at -1e4 and 1e4 it is {far[0]:.6g} and {far[1]:.6g}"
+            f"fit_step_table: keep_limits: expected a function whose derivative has limits at -inf "
+            f"and +inf, got {function!r}, whose derivative is {far[0]:.6g} at -1e4 and "
+            f"{far[1]:.6g} at 1e4"
         )
     return float(far[0]), float(far[1])
 
 
 class _Costs:
-    """Squared errors of one level for the points from i up to j; the ends may have their own."""
+    """Squared errors of one level for the points from i up to j.
+
+    `ends` may fix the first and the last level.
+    """
 
     def __init__(self, w, d, ends):
         self.w, self.d, self.ends = w, d, ends
         self.sums = [np.concatenate([[0], np.cumsum(w * d**k)]) for k in range(3)]
 
     def levels(self, cuts) -> np.ndarray:
-        """The best, not from differences of sums, of which rounding is large in the tails."""
+        """The best levels, from averages: differences of sums round too much in the tails."""
         parts = itertools.pairwise(cuts)
         levels = np.array([np.average(self.d[i:j], weights=self.w[i:j]) for i, j in parts])
         first, last = self.ends
@@ -247,15 +255,16 @@ class _Costs:
 
 
 def _cuts(costs: _Costs, levels: int) -> np.ndarray:
-    """Which points begin the levels, and the end: by dynamic programming, then each moved."""
+    """Finds the first point of each level by dynamic programming, then moves each alone."""
     size = len(costs.sums[0]) - 1
-    # Where the weight is, for a grid of equal steps would not resolve a sample.
+    # The grid follows the weight, because a grid of equal steps would not resolve a sample.
     share = costs.sums[0] / costs.sums[0][-1]
     grid = np.unique(np.searchsorted(share, np.linspace(0, 1, _COARSE + 1)).clip(0, size))
     grid[0], grid[-1] = 0, size
     if len(grid) <= levels:
         raise ValueError(
-            f"fit_step_table: weight has {len(grid) - 1} different values, for {levels} levels"
+            f"fit_step_table: weight: expected at least {levels} different values, got "
+            f"{len(grid) - 1}"
         )
     table = costs.between(grid[:, None], grid[None, :])
     table[np.tril_indices(len(grid))] = np.inf
@@ -268,7 +277,7 @@ def _cuts(costs: _Costs, levels: int) -> np.ndarray:
     for before in reversed(came):
         cuts.append(before[cuts[-1]])
     cuts = np.array([0, *grid[cuts[:0:-1]], size])
-    while True:  # each cut alone, among all points between its neighbours
+    while True:  # move each cut alone to the best point between its neighbours
         moved = False
         for k in range(1, levels):
             places = np.arange(cuts[k - 1] + 1, cuts[k + 1])
@@ -281,7 +290,7 @@ def _cuts(costs: _Costs, levels: int) -> np.ndarray:
 
 
 def _crossings(derivative, low, high, level) -> np.ndarray:
-    """Where between two points the derivative crosses a level; halfway where it does not."""
+    """Finds where the derivative crosses a level between two points, or else the midpoint."""
     rises = np.asarray(derivative(low)) < level
     crosses = rises != (np.asarray(derivative(high)) < level)
     half = (low + high) / 2
@@ -289,5 +298,5 @@ def _crossings(derivative, low, high, level) -> np.ndarray:
         middle = (low + high) / 2
         before = (np.asarray(derivative(middle)) < level) == rises
         low, high = np.where(before, middle, low), np.where(before, high, middle)
-    # Rounded: a step of the derivative at 0, where it is that of the left, is to be at 0.
+    # Rounding puts a step at 0 exactly at 0: there the derivative has its left value.
     return np.where(crosses, np.round(low, 9) + 0.0, half)

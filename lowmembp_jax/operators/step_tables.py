@@ -1,6 +1,6 @@
 """Step tables that come with the library.
 
-Written by `examples/benchmarks/step_tables.py --source`, but for the published ones.
+`examples/benchmarks/step_tables.py --source` writes all of them but the published tables.
 """
 
 from lowmembp_jax.operators.codes import StepTable
@@ -28,9 +28,9 @@ RESILU2_TABLE = _published(
 )
 
 # fmt: off
-#: By activation and bits: the nearest to the derivative, under N(0, 1) for 2 bits and N(0, 2) for
-#: 4, see `lm.fit_step_table`. Exact for "relu", "relu6" and "leaky_relu". quick_gelu is
-#: x sigmoid(1.702 x).
+#: By activation and bits, the tables that are nearest to the derivative, under N(0, 1) for 2 bits
+#: and N(0, 2) for 4 bits, see `lm.fit_step_table`. Tables of "relu", "relu6" and "leaky_relu" are
+#: exact. quick_gelu is x sigmoid(1.702 x).
 STEP_TABLES: dict[tuple[str, int], StepTable] = {
     ("gelu_tanh", 2): StepTable(
         (-0.49923, 0.0, 0.49923),

@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits and master weights in 24, around any optimizer of optax."""
+"""Optimizer state in 8 bits, master weights in 24 bits, and updates in the backward pass."""
 
 from lowmembp_jax.optimizers.compressed_state import CompressedState as CompressedState
 from lowmembp_jax.optimizers.compressed_state import compress_state as compress_state

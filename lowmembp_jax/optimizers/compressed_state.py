@@ -1,13 +1,13 @@
-"""Optimizer state that is stored in 8 bits between two steps.
+"""Stores optimizer state in 8 bits between steps.
 
-An array is cut into blocks along one axis. A block has a scale, and each element an integer of 8
-bits that is proportional to the fourth root of its magnitude. 8-bit optimizers (Dettmers et al.
-2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too: second moments in one block
-differ by orders of magnitude, and an update divides by their root.
+An array is cut into blocks along one axis. Each block has a scale, and each element an 8-bit
+integer that is proportional to the fourth root of its magnitude. 8-bit optimizers (Dettmers et al.
+2022, arXiv:2110.02861) and FlashOptim (arXiv:2602.23349) compand, too, because second moments in
+one block differ by orders of magnitude, and an update divides by their root.
 
-- A number that is not 0 is never stored as 0.
-- Numbers are rounded up or down at random, so that the mean is right. A second moment changes by
-  less than the distance of two codes in a step: rounded to nearest it would never change.
+- A nonzero number is never stored as 0.
+- Numbers are rounded up or down at random, so that the mean is right. In one step, a second moment
+  changes by less than the distance between two codes. Rounded to nearest, it would never change.
 - An array that is never negative, such as a second moment, has no sign bit.
 """
 
@@ -31,7 +31,7 @@ from lowmembp_jax.compression.jaxprs import variables
 from lowmembp_jax.compression.rules import ANYWHERE, Interval
 
 _BLOCK = 256
-# Scales have the dtype of the array, and those of float16 would be too small for it.
+# Scales have the dtype of the array. Scales of float16 arrays would be too small for float16.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
 
 
@@ -39,11 +39,11 @@ class CompressedState(NamedTuple):
     """The state of `compress_state`.
 
     Attributes:
-      inner_state: of the optimizer, with codes in place of the arrays that are stored in 8 bits:
-        int8, or uint8 if the array is never negative.
+      inner_state: the optimizer's state, with codes instead of the arrays that are stored in 8
+        bits: int8, or uint8 if the array is never negative.
       scales: for each array of `inner_state` the magnitude of code 1 in each block, or None if the
-        array is stored as it is. Scales have the dtype of the array, and its shape with blocks in
-        place of elements along one axis.
+        array is not rounded. Scales have the dtype of the array, and its shape with blocks instead
+        of elements along one axis.
     """
 
     inner_state: Any
@@ -51,17 +51,17 @@ class CompressedState(NamedTuple):
 
 
 def _blocks(array: Any) -> tuple[int, int]:
-    """The axis along which an array has blocks, and how many elements they have."""
+    """Returns the axis along which an array has blocks, and the number of a block's elements."""
     parts = mesh_parts(array)
     shape = array.sharding.shard_shape(array.shape) if explicit_spec(array) else array.shape
     sizes = [tile_size(size, size, _BLOCK, parts) for size in shape]
-    # XLA makes one kernel of an update and its codes only along the last axis.
+    # Only along the last axis, XLA fuses an update and its codes into one kernel.
     axis = len(shape) - 1
     return (axis, sizes[-1]) if sizes[-1] >= 32 else max(enumerate(sizes), key=lambda one: one[1])
 
 
 def _cut(x: Array, axis: int, count: int) -> Array:
-    """`x` with an axis of `count` blocks and one of their elements in place of `axis`."""
+    """Splits `axis` of x into an axis of `count` blocks and an axis of their elements."""
     shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
     spec = explicit_spec(x)
     if spec is not None:
@@ -74,12 +74,12 @@ def _scales(
 ) -> Float[Array, "..."]:
     """The magnitude of code 1 in each block; NaN if an element is not finite."""
     y = _cut(x, axis, count).astype(compute_dtype(x.dtype))
-    # XLA's maximum may leave NaNs out.
+    # XLA's maximum may ignore NaNs.
     largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
     scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
     info = jnp.finfo(y.dtype)
     scales = jnp.where(scales < info.tiny, 0, scales)
-    # The largest magnitude that is read back, which may differ in its last bits, gives it again.
+    # A decoded largest magnitude may differ in its last bits; rounding gives the same scale again.
     bits = min(15, jnp.finfo(x.dtype).nmant)
     return lax.reduce_precision(scales, info.nexp, bits).astype(x.dtype)
 
@@ -89,8 +89,8 @@ def _most(is_signed: bool) -> int:
     return 127 if is_signed else 255
 
 
-# Everything but the scales is computed twice, in a kernel for the new scales and in one for the
-# codes. XLA does that, and keeps no float32 array in memory, only as long as this is cheap.
+# XLA computes everything but the scales twice: in a kernel for the new scales and in a kernel for
+# the codes. Only while this is cheap does XLA recompute instead of writing float32 arrays.
 def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
     axis = _axis(codes, scales)
     c = _cut(codes, axis, scales.shape[axis]).astype(compute_dtype(scales.dtype))
@@ -99,7 +99,7 @@ def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]
 
 
 def _axis(codes: Array, scales: Array) -> int:
-    """The axis along which an array has blocks."""
+    """Finds the axis along which an array has blocks."""
     pairs = zip(codes.shape, scales.shape, strict=True)
     return next(axis for axis, (size, count) in enumerate(pairs) if size != count)
 
@@ -109,7 +109,8 @@ def _encode(
 ) -> Array:
     y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
     scale = jnp.expand_dims(scales, axis + 1).astype(y.dtype)
-    # The two small numbers let a code stay that code, although roots are not exact.
+    # Because of the two small numbers, a decoded code gets the same code again, although roots are
+    # not exact.
     power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
@@ -129,16 +130,17 @@ def _decoded(state: CompressedState) -> Any:
 
 
 def decompress_state(state: Any) -> Any:
-    """The state of the plain optimizer, each array in its own dtype.
+    """Decodes the state of `compress_state` to the state of the plain optimizer.
 
     Args:
       state: the state of `compress_state`, or of a transformation around it.
 
     Returns:
-      The same with the optimizer's own state in place of each `CompressedState`.
+      The state with each `CompressedState` replaced by the optimizer's own state. Each array has
+      its own dtype.
 
     Raises:
-      TypeError: there is none in it.
+      TypeError: `state` contains no `CompressedState`.
     """
     found = jax.tree.leaves(state, is_leaf=_is_compressed)
     if not any(map(_is_compressed, found)):
@@ -162,27 +164,27 @@ def compress_state(
 
         optimizer = lm.compress_state(optax.adamw(1e-4))
 
-    The update itself is computed in the state's own dtypes. In a jitted step XLA decodes, updates
-    and encodes an array in place if the state is donated. AdamW then takes about 2 bytes per
-    parameter for its state, in place of 8.
+    The update is computed in the state's own dtypes. In a jitted step with a donated state, XLA
+    decodes, updates and encodes each array in place. The state of AdamW then takes about 2 bytes
+    per parameter instead of 8.
 
     An array is stored in 8 bits if it is float32, bfloat16 or float64, has at least `min_size`
-    elements, and starts without a value of the parameters. Copies of the parameters (exponential
-    averages, Lookahead, schedule-free optimizers), integers and small arrays stay as they are. If a
-    block gets a NaN or an infinity, all of its elements become NaN.
+    elements, and its initial value does not depend on the parameters. Copies of the parameters
+    (exponential averages, Lookahead, schedule-free optimizers), integers and small arrays are not
+    rounded. If a block gets a NaN or an infinity, all of its elements become NaN.
 
-    The state is a `CompressedState`, whose `inner_state` has the structure of the optimizer's.
-    Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`, and not
-    a transformation that updates in `lax.cond`: that has all arrays of the state in memory at once.
+    The state is a `CompressedState`, whose `inner_state` has the structure of the optimizer's
+    state. Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`. A
+    transformation that updates in `lax.cond` would have all decoded arrays in memory at once.
 
-    Call `init` in `jax.jit` for a large model, so that no array exists in float32.
+    For a large model, call `init` in `jax.jit`, so that no array exists in float32.
 
     Args:
-      optimizer: any transformation of optax.
-      min_size: arrays with fewer elements stay as they are.
+      optimizer: any optax transformation.
+      min_size: arrays with fewer elements are not rounded.
 
     Returns:
-      A transformation with the updates of `optimizer` to the rounding of the state.
+      A transformation with the updates of `optimizer`, up to the rounding of the state.
 
     Raises:
       TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
@@ -206,7 +208,7 @@ def compress_state(
             scale = None
             if is_signed is not None and leaf.size >= max(min_size, 1):
                 axis, size = _blocks(jax.typeof(leaf))
-                if size > 4:  # else the scales outweigh the savings
+                if size > 4:  # otherwise the scales would outweigh the savings
                     scale = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
                     leaf = _encode(leaf, scale, axis, is_signed)
             codes.append(leaf)
@@ -219,9 +221,9 @@ def compress_state(
                 f"compress_state: state: expected the state that init gives, got "
                 f"{type(state).__name__}"
             )
-        # The scales of the new state come from an update of their own, of which XLA computes
-        # nothing else: otherwise it would write the whole state to memory between the two. XLA does
-        # not know that scales are never negative, and so does not see that both are the same.
+        # The new scales come from a second update; XLA drops all of it but the scales. With one
+        # update, XLA would write the whole state to memory before it computes the codes. The
+        # maximum keeps XLA from merging both: it does not know that scales are never negative.
         again = tuple(None if scale is None else jnp.maximum(scale, 0) for scale in state.scales)
         again = _decoded(state._replace(scales=again))
         again = jax.tree.leaves(inner.update(updates, again, params, **extra)[1])
@@ -242,11 +244,11 @@ def compress_state(
 
 
 def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | None]:
-    """For each array of the state whether it can be negative; None if it is not to be rounded.
+    """Tells for each array of the state whether it can be negative; None if it must stay exact.
 
-    The program of `optimizer.init` tells which arrays depend on values of the parameters, and in
-    which interval the numbers of an array start. The program of `optimizer.update` tells whether
-    they stay there, and which arrays become copies of the parameters or of the gradients.
+    The program of `optimizer.init` tells which arrays depend on the parameters, and the interval of
+    an array's initial numbers. The program of `optimizer.update` tells whether the numbers stay in
+    this interval, and which arrays become copies of the parameters or of the gradients.
     """
     closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
     start = closed.jaxpr
@@ -264,7 +266,7 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
             made = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params)
     except TypeError as error:
         warn(
-            f"compress_state: the state of this optimizer stays as it is, because its update needs "
+            f"compress_state: optimizer: the state is not compressed, because the update needs "
             f"more than gradients, state and parameters: {error}"
         )
         return [None] * len(is_rounded)
@@ -283,7 +285,7 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
 
 
 def _widened(before: Interval, after: Interval) -> Interval:
-    """The interval before a step, widened to the positive numbers, or to all, if that is needed."""
+    """Widens the interval before a step to the positive or to all numbers, if the step needs it."""
     if before[0] <= after[0] and after[1] <= before[1]:
         return before
     return (0.0, math.inf) if before[0] >= 0 and after[0] >= 0 else ANYWHERE

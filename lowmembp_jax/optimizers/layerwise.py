@@ -1,4 +1,4 @@
-"""The optimizer's update of a layer inside the backward pass: gradients are never all there.
+"""Updates each layer inside the backward pass, so that all gradients never exist at once.
 
 Source: LOMO (arXiv:2306.09782) updates each parameter as soon as its gradient is known. Here the
 layers are stacked, and one loop runs over them from the last to the first.
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 
 class LayerwiseUpdates(NamedTuple):
-    """Three functions of stacked layers, see `update_in_backward`.
+    """Three functions for stacked layers, see `update_in_backward`.
 
     Attributes:
       init: `state = init(params)`.
@@ -33,7 +33,7 @@ class LayerwiseUpdates(NamedTuple):
 def update_in_backward(
     block: Callable[..., Float[Array, "*shape"]], optimizer: optax.GradientTransformation
 ) -> LayerwiseUpdates:
-    """Updates each layer's parameters inside the backward pass, so that no gradient array is whole.
+    """Updates each layer inside the backward pass, so that only one layer's gradient exists.
 
         layers = lm.update_in_backward(block, optimizer)
         state = jax.jit(layers.init)(params["layers"])
@@ -48,29 +48,29 @@ def update_in_backward(
             (d_embed,) = embed_vjp(dh)
             ...
 
-    The forward pass keeps the input of each layer. The backward pass goes through the layers from
-    the last to the first, recomputes one layer, and applies the optimizer to it before it goes on,
-    as `jax.checkpoint` around each layer and `optax` afterwards do. The results are the same.
-    Parameters and state change in place where `jax.jit` donates them.
+    The forward pass saves the input of each layer. The backward pass goes through the layers from
+    the last to the first. It recomputes one layer, and applies the optimizer to it before it goes
+    on. The results equal `jax.checkpoint` around each layer with an optax update afterwards.
+    Parameters and state change in place if `jax.jit` donates them.
 
-    The optimizer sees one layer at a time. So nothing may depend on all gradients: clipping by the
-    global norm, a loss scale that skips steps, and accumulation are excluded.
+    The optimizer sees one layer at a time, so its update cannot depend on all gradients. You cannot
+    use clipping by the global norm, a loss scale that skips steps, or accumulation.
 
     Args:
       block: `block(layer_params, h, *constants)` returns the next `h`, of the same shape and dtype.
         `constants`, such as positions and masks, get no gradient.
-      optimizer: any transformation of optax whose update of a parameter reads no gradient of
-        another parameter, such as `lm.master_weights(lm.compress_state(optax.adamw(1e-4)))`.
+      optimizer: any optax transformation that updates a parameter without the gradients of other
+        parameters, such as `lm.master_weights(lm.compress_state(optax.adamw(1e-4)))`.
 
     Returns:
-      `LayerwiseUpdates`; their `params` is a pytree of arrays `[layers, ...]`, as `nn.scan` and
-      `jax.vmap(init)` make it.
+      `LayerwiseUpdates`. The argument `params` of its functions is a pytree of arrays
+      `[layers, ...]`, as `nn.scan` and `jax.vmap(init)` make it.
 
     Raises:
-      ValueError: by `init`, if the update of one parameter reads gradients of others, or the
-        optimizer accumulates gradients; by `forward` and `backward`, if the arrays of `params`
+      ValueError: `init` raises it if the update of one parameter reads gradients of others, or if
+        the optimizer accumulates gradients. All three functions raise it if the arrays of `params`
         have no common number of layers.
-      TypeError: by `forward`, if `block` returns another shape or dtype than it gets.
+      TypeError: `forward` raises it if `block` changes the shape or dtype of `h`.
     """
 
     def init(params):
@@ -115,7 +115,7 @@ def update_in_backward(
 
 
 def _count(params: Any) -> int:
-    """The number of layers."""
+    """Returns the number of layers."""
     sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params)}
     if len(sizes) != 1 or 0 in sizes:
         shapes = sorted({str(x.shape) for x in jax.tree.leaves(params)})
@@ -127,7 +127,7 @@ def _count(params: Any) -> int:
 
 
 def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> None:
-    """Raises ValueError if an output of the update reads gradients of two parameters."""
+    """Raises ValueError if the optimizer accumulates or combines gradients of two parameters."""
     state = jax.eval_shape(optimizer.init, layer)
     is_accumulating = jax.tree.leaves(
         jax.tree.map(
@@ -138,8 +138,8 @@ def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> Non
     )
     if any(is_accumulating):
         raise ValueError(
-            "update_in_backward: optimizer: expected one that updates in each step, got "
-            "optax.MultiSteps, which keeps all gradients"
+            "update_in_backward: optimizer: expected an optimizer that updates in each step, got "
+            "optax.MultiSteps, which accumulates all gradients"
         )
     closed = jax.make_jaxpr(optimizer.update)(layer, state, layer)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(layer)]
@@ -150,7 +150,7 @@ def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> Non
         read = [name for name, is_used in zip(names, used[: len(names)], strict=True) if is_used]
         if len(read) > 1:
             raise ValueError(
-                "update_in_backward: optimizer: expected one that updates each parameter from its "
-                f"own gradient, got one that combines the gradients of {', '.join(read)}, as "
-                "clipping by the global norm does"
+                "update_in_backward: optimizer: expected an optimizer that updates each parameter "
+                "from its own gradient, got an optimizer that combines the gradients of "
+                f"{', '.join(read)}, as clipping by the global norm does"
             )

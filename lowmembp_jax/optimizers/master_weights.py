@@ -1,4 +1,4 @@
-"""Master weights in 24 bits: bfloat16 parameters, and 8 more bits in the optimizer's state."""
+"""Master weights in 24 bits: a bfloat16 parameter, and 8 more bits in the optimizer's state."""
 
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ class MasterWeightsState(NamedTuple):
     """The state of `master_weights`.
 
     Attributes:
-      count: steps that were made.
-      low: for each bfloat16 parameter the bits of its master weight that it lacks;
-        `optax.MaskedNode` for others.
-      inner_state: of the optimizer.
+      count: the number of steps so far.
+      low: for each bfloat16 parameter the 8 bits of its master weight that it lacks;
+        `optax.MaskedNode` for other parameters.
+      inner_state: the state of the optimizer.
     """
 
     count: Int32[Array, ""]
@@ -28,7 +28,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def _join(p: BFloat16[Array, "*n"], low: Int8[Array, "*n"]) -> Float32[Array, "*n"]:
-    """The master weight: the parameter's 16 bits, and `low` units of the 24th."""
+    """Returns the master weight: the parameter's 16 bits plus `low` units of the 24th bit."""
     high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 8
     bits = (high + low.astype(jnp.int32)).astype(jnp.uint32) << 8
     return jnp.where(jnp.isnan(p), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
@@ -37,17 +37,17 @@ def _join(p: BFloat16[Array, "*n"], low: Int8[Array, "*n"]) -> Float32[Array, "*
 def _split(
     p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""]
 ) -> tuple[Float32[Array, "*n"], Int8[Array, "*n"]]:
-    """The update that makes `p` the rounded master weight, and the bits that it lacks.
+    """Returns the update that makes `p` the rounded master weight, and the bits that `p` lacks.
 
-    The master weight is first rounded up or down at random to 24 bits, so that its mean is right:
-    rounded to nearest, an update of less than half a unit would be lost in every step.
+    The master weight is first rounded up or down at random to 24 bits, so that its mean is right.
+    Rounded to nearest, every update of less than half a unit would be lost.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     bits = (bits + (hashed_bits(master, count) >> 24)) >> 8
     near = lax.bitcast_convert_type(((bits + 128) >> 8).astype(jnp.uint16), jnp.bfloat16)
     near = jnp.where(jnp.isnan(master), jnp.asarray(jnp.nan, near.dtype), near)
     update = near.astype(jnp.float32) - p.astype(jnp.float32)
-    # What the parameter becomes: `near`, unless it is 2^16 times smaller than before.
+    # The new parameter: `near`, unless it is 2^16 times smaller than before.
     after = (p.astype(jnp.float32) + update).astype(jnp.bfloat16)
     high = lax.bitcast_convert_type(after, jnp.uint16).astype(jnp.int32) << 8
     low = jnp.clip(bits.astype(jnp.int32) - high, -128, 127).astype(jnp.int8)
@@ -72,15 +72,15 @@ def master_weights(
 
     A master weight has the sign, the exponent and 15 bits of the mantissa of a float32 number. Its
     upper 16 bits, rounded to nearest, are the parameter, and the state has the other 8. So no
-    float32 copy exists, and a parameter takes 3 bytes where a bfloat16 copy of a float32 master
-    weight takes 6. `optax.apply_updates` gives the rounded master weight. The optimizer sees
-    gradients and parameters in float32. An update that is smaller than the 24 bits is kept in the
-    mean, by rounding at random.
+    float32 copy exists. A parameter takes 3 bytes instead of 6 for a float32 master weight with a
+    bfloat16 copy. `optax.apply_updates` returns the rounded master weight. The optimizer gets
+    gradients and parameters in float32. Rounding at random preserves the mean of updates that are
+    smaller than the 24 bits resolve.
 
-    Parameters of other dtypes are left to the optimizer.
+    The optimizer updates parameters of other dtypes as usual.
 
     Args:
-      optimizer: any transformation of optax.
+      optimizer: any optax transformation.
 
     Returns:
       A transformation whose updates are float32 for bfloat16 parameters.
@@ -89,8 +89,7 @@ def master_weights(
       UserWarning: `init` gets no bfloat16 parameter.
 
     Raises:
-      TypeError: `optimizer` is not a transformation; `update` gets another state than that of
-        `init`.
+      TypeError: `optimizer` is not a transformation; `update` gets a state that is not from `init`.
       ValueError: `update` is called without `params`.
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -107,7 +106,7 @@ def master_weights(
         leaves = jax.tree.leaves(params)
         if leaves and not any(map(_is_short, leaves)):
             warn(
-                "master_weights: params: no parameter is bfloat16, so that nothing is stored in 24 "
+                "master_weights: params: no parameter is bfloat16, so nothing is stored in 24 "
                 "bits; cast the parameters first"
             )
         low = jax.tree.map(

@@ -1,7 +1,7 @@
-"""The kernels of `pallas_kernels`, with the same functions, in Triton through jax-triton.
+"""The functions of `pallas_kernels` as Triton kernels, called through jax-triton.
 
-Nothing of Triton is imported here. `activation`, `gated` and `normalization` need the package
-`triton`, and `jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter
+This file imports nothing of Triton. `activation`, `gated` and `normalization` need the package
+`triton`. They also need `jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter
 (TRITON_INTERPRET=1).
 """
 
@@ -10,10 +10,10 @@ import os
 
 
 def unavailable_reason() -> str | None:
-    """Why the kernels cannot run in this environment, None if they can.
+    """Returns why the kernels cannot run in this environment, or None if they can.
 
-    It imports what it looks for. That there is a GPU is not asked: it is known where the kernels
-    are lowered, and jax-triton 0.3 raises there without one.
+    It imports the packages that it looks for. It does not look for a GPU: without a GPU, jax-triton
+    0.3 raises an error when it lowers a kernel.
     """
     interpret = os.environ.get("TRITON_INTERPRET") == "1"
     for module, package in (

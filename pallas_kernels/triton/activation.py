@@ -1,7 +1,7 @@
 """Step activations in one pass: y and packed codes forward, the gradient backward.
 
-In bfloat16 the forward moves 4.25 bytes an element (2 of x, 2 of y, 1/4 of 2-bit codes) and the
-backward as many. Source: LowMemoryBP (arXiv:2406.16282), section 4.
+In bfloat16 with 2-bit codes, the forward moves 4.25 bytes an element (x 2, y 2, codes 1/4), and so
+does the backward. Source: LowMemoryBP (arXiv:2406.16282), section 4.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def activation_forward(
     *,
     cores: int | None = None,
 ) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
-    """`function(x)` and the codes of x, in one pass.
+    """Computes `function(x)` and the codes of x in one pass.
 
-    As `pallas_kernels.activation.activation_forward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.activation.activation_forward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.
@@ -57,9 +57,9 @@ def activation_backward(
     *,
     cores: int | None = None,
 ) -> Float[Array, "*shape"]:
-    """`g` times the level of every code.
+    """Multiplies `g` with the level of each code.
 
-    As `pallas_kernels.activation.activation_backward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.activation.activation_backward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.

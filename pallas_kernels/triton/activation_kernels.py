@@ -1,4 +1,4 @@
-"""The kernels of `activation`, on flat arrays, and their blocks, warps and grids."""
+"""The kernels of `activation` for flat arrays, with their blocks, warps and grids."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def _forward_block(
 ):  # fmt: skip
     EACH: tl.constexpr = 8 // BITS
     offsets = tl.arange(0, BLOCK)
-    # Below every threshold: the unused bits of the last byte are 0.
+    # -inf is below every threshold, so the unused bits of the last byte are 0.
     mask, other = (offsets < left, float("-inf")) if MASKED else (None, None)
     x = tl.load(x_ptr + start + offsets, mask=mask, other=other).to(tl.float32)
     y = activate(x, FUNCTION)
@@ -42,7 +42,7 @@ def forward_kernel(
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     left = SIZE - start
-    # Only the last block is masked: a mask would narrow the accesses of all.
+    # Only the last block is masked, because a mask would narrow the memory accesses of all blocks.
     if SIZE % BLOCK != 0:  # noqa: SIM102  (a constant, known when compiled)
         if left < BLOCK:
             _forward_block(x_ptr, y_ptr, packed_ptr, start, left, True, BLOCK,
@@ -82,7 +82,10 @@ def backward_kernel(
 
 
 def flat_block(size: int, cores: int | None) -> tuple[int, int]:
-    """Elements a program and its warps: 16 a thread, fewer where multiprocessors would idle."""
+    """Returns a program's number of elements and of warps.
+
+    Each thread has 16 elements. Programs are smaller if multiprocessors would be idle otherwise.
+    """
     block = 2048
     while block > 512 and size < 4 * (cores or DEFAULT_CORES) * block:
         block //= 2
@@ -90,9 +93,9 @@ def flat_block(size: int, cores: int | None) -> tuple[int, int]:
 
 
 def _floor(threshold: float, dtype) -> float:
-    """The largest number of `dtype` up to float32(threshold): no x of that dtype is in between.
+    """The largest number of `dtype` up to float32(threshold); no x of this dtype is in between.
 
-    A comparison with it can then be done in x's dtype, two elements an instruction.
+    So the kernel can compare in x's dtype, which is two elements an instruction.
     """
     exact = np.float32(threshold)
     floor = exact.astype(dtype)
@@ -104,7 +107,7 @@ def _floor(threshold: float, dtype) -> float:
 def forward_launch(
     size: int, dtype, function: str, thresholds: Sequence[float], cores: int | None = None
 ) -> Launch:
-    """The launch of `forward_kernel`: input x[size]; outputs y, packed."""
+    """Makes the launch of `forward_kernel`: input x[size]; outputs y, packed."""
     block, warps = flat_block(size, cores)
     bits = code_bits(len(thresholds) + 1)
     thresholds = tuple(_floor(c, dtype) for c in thresholds)
@@ -122,7 +125,7 @@ def forward_launch(
 
 
 def backward_launch(size: int, dtype, levels: Sequence[float], cores: int | None = None) -> Launch:
-    """The launch of `backward_kernel`: inputs packed, g[size]; output dx."""
+    """Makes the launch of `backward_kernel`: inputs packed, g[size]; output dx."""
     block, warps = flat_block(size, cores)
     bits = code_bits(len(levels))
     levels = (*map(float, levels), *[float(levels[-1])] * (2**bits - len(levels)))

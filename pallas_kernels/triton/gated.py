@@ -19,9 +19,9 @@ def gated_forward(
     *,
     cores: int | None = None,
 ) -> Float[Array, "*shape"]:
-    """`function(gate) * up`, in one pass.
+    """Computes `function(gate) * up` in one pass.
 
-    As `pallas_kernels.gated.gated_forward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.gated.gated_forward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.
@@ -40,9 +40,9 @@ def gated_backward(
     *,
     cores: int | None = None,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """Gradients of gate and up, in one pass.
+    """Computes the gradients of gate and up in one pass.
 
-    As `pallas_kernels.gated.gated_backward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.gated.gated_backward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.

@@ -1,4 +1,4 @@
-"""The kernels of `gated`, on flat arrays, and their blocks, warps and grids."""
+"""The kernels of `gated` for flat arrays, with their blocks, warps and grids."""
 
 import jax
 import triton
@@ -26,7 +26,7 @@ def forward_kernel(
     gate_ptr, up_ptr, h_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    # Only the last block is masked: a mask would narrow the accesses of all.
+    # Only the last block is masked, because a mask would narrow the memory accesses of all blocks.
     if SIZE % BLOCK != 0:  # noqa: SIM102  (a constant, known when compiled)
         if tl.program_id(0) == SIZE // BLOCK:
             _forward_block(gate_ptr, up_ptr, h_ptr, offsets, offsets < SIZE, FUNCTION)
@@ -62,12 +62,12 @@ def backward_kernel(
 
 
 def forward_launch(size: int, dtype, function: str, cores: int | None = None) -> Launch:
-    """The launch of `forward_kernel`: inputs gate, up[size]; output h."""
+    """Makes the launch of `forward_kernel`: inputs gate, up[size]; output h."""
     return _launch(forward_kernel, FORWARD_NAME, 1, size, dtype, function, cores)
 
 
 def backward_launch(size: int, dtype, function: str, cores: int | None = None) -> Launch:
-    """The launch of `backward_kernel`: inputs gate, up, g[size]; outputs d_gate, d_up."""
+    """Makes the launch of `backward_kernel`: inputs gate, up, g[size]; outputs d_gate, d_up."""
     return _launch(backward_kernel, BACKWARD_NAME, 2, size, dtype, function, cores)
 
 

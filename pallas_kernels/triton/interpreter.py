@@ -1,6 +1,6 @@
-"""A launch on the CPU, in Triton's own interpreter, which works on PyTorch tensors.
+"""Runs a launch on the CPU for tests, in Triton's interpreter, which works on PyTorch tensors.
 
-For tests: TRITON_INTERPRET=1 must be set before `triton` is first imported.
+Set TRITON_INTERPRET=1 before the first import of `triton`.
 """
 
 import jax
@@ -25,11 +25,11 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
-    """The outputs of `launch` for inputs in host memory."""
+    """Returns the outputs of `launch` for inputs in host memory."""
     outputs = [
         torch.empty(out.shape, dtype=getattr(torch, out.dtype.name)) for out in launch.outputs
     ]
-    with np.errstate(all="ignore"):  # infinities and NaNs are what kernels compute with too
+    with np.errstate(all="ignore"):  # kernels compute with infinities and NaNs, too
         launch.kernel[launch.grid](
             *(_tensor(np.asarray(array)) for array in inputs), *outputs, **launch.constants
         )

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched: on a GPU through jax-triton, on the CPU in the interpreter."""
+"""Launches Triton kernels: on a GPU through jax-triton, on the CPU in the interpreter."""
 
 import functools
 import inspect
@@ -14,18 +14,18 @@ from jaxtyping import Array
 
 from pallas_kernels.triton import unavailable_reason
 
-#: Multiply-adds, which are what keeps the kernels at the speed of memory; off by default from
-#: Triton 3.10 on.
+#: Fused multiply-adds, without which the kernels would be slower than memory. They are off by
+#: default from Triton 3.10 on.
 BACKEND_OPTIONS = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all that is static of one launch.
+    """A kernel with the static arguments of one launch.
 
-    Every size is a compile-time constant, as it is in the XLA program around: Triton then knows
-    what divides what, and no integer needs a type. A kernel's parameters are its inputs, its
-    outputs, its constants, in this order, which all versions of jax-triton take.
+    Every size is a compile-time constant, as in the XLA program around it. So Triton knows which
+    sizes divide which, and no integer needs a type. A kernel's parameters are its inputs, outputs
+    and constants, in this order, which all versions of jax-triton accept.
     """
 
     kernel: Any
@@ -36,15 +36,15 @@ class Launch:
     name: str = ""
 
 
-#: For an output that a launch leaves unwritten; an absent input is another input, unread.
+#: Stands for an output that a launch does not write. An absent input is any other input, unread.
 ABSENT = jax.ShapeDtypeStruct((1,), jnp.uint16)
 
 
 def call(launch: Launch, *inputs: Array) -> list[Array]:
-    """The outputs of a launch.
+    """Runs a launch and returns its outputs.
 
     Raises:
-      RuntimeError: Triton or jax-triton cannot be used here, and why.
+      RuntimeError: Triton or jax-triton cannot be used here.
     """
     if reason := unavailable_reason():
         raise RuntimeError(reason)
@@ -57,12 +57,12 @@ def call(launch: Launch, *inputs: Array) -> list[Array]:
         return list(jax.pure_callback(run, launch.outputs, *inputs, vmap_method="sequential"))
     import jax_triton
 
-    # jax-triton 0.4 has other names than 0.3, and warns about an old one.
+    # jax-triton 0.4 has other names than 0.3, and warns about old names.
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
         options = {"out_type": launch.outputs, "backend_options": dict(BACKEND_OPTIONS)}
     else:
         options = {"out_shape": launch.outputs, **BACKEND_OPTIONS}
-    with jax.named_scope(launch.name):  # jax-triton's own name is not in the HLO
+    with jax.named_scope(launch.name):  # the HLO lacks the name that jax-triton gets
         results = jax_triton.triton_call(
             *inputs,
             kernel=launch.kernel,
@@ -76,15 +76,15 @@ def call(launch: Launch, *inputs: Array) -> list[Array]:
 
 
 def batchable(run: Callable[..., Any], fold: Callable[..., Any]) -> Callable[..., Any]:
-    """`run(*arrays)`, of a kernel, under `jax.vmap`.
+    """Makes a kernel's `run(*arrays)` work under `jax.vmap`.
+
+    `custom_vmap` also makes jax-triton 0.4.1 work under jit with JAX 0.12. Its rule for dead code
+    has an old signature, and JAX does not call it for an equation inside `custom_vmap`.
 
     Args:
-      run: a function of arrays or None, positional.
-      fold: `fold(size, batched, *arrays)`, the outputs for arrays with a leading axis of `size`
-        where `batched` (a list of bool) says so; or None, and `run` is then looped over.
-
-    It is also what makes jax-triton 0.4.1 work under jit with JAX 0.12: its rule for the removal
-    of dead code has an old signature, and is not asked about an equation inside `custom_vmap`.
+      run: a function of positional arguments, arrays or None.
+      fold: `fold(size, batched, *arrays)` returns the outputs for a batch, or None to loop over
+        `run`. Arrays have a leading axis of `size` where the list `batched` is True.
     """
     function = custom_vmap(run)
 

@@ -1,23 +1,24 @@
-"""What the kernels compute, free of layout: activations, codes, slopes, norms of rows.
+"""The mathematics of the kernels, without layout: activations, codes, slopes, norms of rows.
 
-All in float32. Blocks of a norm are [rows, columns], with columns padded to a power of two: 0 in
-every input, and masked where they would not stay so. An absent scale, bias or mask is None.
-Source: LowMemoryBP (arXiv:2406.16282), sections 4 and 5.
+All functions compute in float32. Blocks of a norm are [rows, columns], with columns padded to a
+power of two. The padding is 0 in every input, and masked where it would not stay 0. An absent
+scale, bias or mask is None. Source: LowMemoryBP (arXiv:2406.16282), sections 4 and 5.
 """
 
 import triton
 import triton.language as tl
 
-# Constants stand to the right of tensors: Triton 3.9's interpreter makes a constant of the product
-# otherwise.
+# Constants stand to the right of tensors. Otherwise Triton 3.9's interpreter makes the product a
+# constant.
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# tanh-GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)); here times -log2(e).
+# tanh-GELU is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). These are its coefficients times
+# -log2(e).
 _TANH_LINEAR = tl.constexpr(-2.302208198144325)
 _TANH_CUBIC = tl.constexpr(-0.1029432395800235)
-# Of 2 sqrt(2 / pi) (x + 0.044715 x^3) the derivative; exp(-x^2 / 2) / sqrt(2 pi) as a power of 2.
+# The derivative of 2 sqrt(2 / pi) (x + 0.044715 x^3); exp(-x^2 / 2) / sqrt(2 pi) as a power of 2.
 _TANH_SLOPE = tl.constexpr(1.5957691216057308)
 _TANH_SLOPE_SQUARE = tl.constexpr(0.21406444881780076)
 _HALF_LOG2_E = tl.constexpr(-0.7213475204444817)
@@ -28,8 +29,8 @@ _INVERSE_SQRT_TWO_PI = tl.constexpr(0.3989422804014327)
 def _half_erfc(t):
     """erfc(t) / 2 for t >= 0, to 2e-8 before rounding: exp(-t^2) s P(s), s = 1 / (1 + 0.3 t).
 
-    One polynomial for all t, fitted (relative error, minimax) on [0, 10]; at 10 it is 1e-45.
-    Triton's `erf` would lose all digits of 1 + erf(t) at t < -4.
+    P is one polynomial for all t, a minimax fit of the relative error on [0, 10]; at 10 the value
+    is 1e-45. With Triton's `erf`, 1 + erf(t) would lose all digits at t < -4.
     """
     root = tl.rsqrt(1.0 + 0.3 * t)
     s = root * root
@@ -47,13 +48,13 @@ def _half_erfc(t):
 
 @triton.jit
 def activate(x, FUNCTION: tl.constexpr):
-    """The activation; at -inf that of the lowest finite number, as x times 0 would be NaN.
+    """Computes the activation; uses the lowest number for -inf, because -inf times 0 is NaN.
 
-    A kernel at the speed of memory has 25 instructions an element. Hence `exp2`, which is one
-    where `exp` is five, and 1 / d as rsqrt(d)^2 where a division is five: 3 units in the last
-    place are lost at most.
+    At the speed of memory, a kernel has time for 25 instructions an element. So this uses `exp2`,
+    which is one instruction instead of five for `exp`, and rsqrt(d)^2 instead of a division of five
+    instructions. This loses at most 3 units in the last place.
     """
-    # Not a maximum: that would turn NaN into a number.
+    # A maximum would turn NaN into a number.
     x = tl.where(x < _LOWEST, _LOWEST, x)
     if FUNCTION == "gelu_erf":
         tail = _half_erfc(tl.abs(x) * _SQRT_HALF)
@@ -75,7 +76,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
 
     Each is x times a weight that goes from 0 to 1, and what that weight's derivative adds.
     """
-    # Beyond 1000 every derivative is 0 or 1, and no power of x is infinite before.
+    # Beyond 1000 every derivative is 0 or 1; up to 1000 no power of x is infinite.
     near = tl.where(x < -1000.0, -1000.0, tl.where(x > 1000.0, 1000.0, x))
     square = near * near
     if FUNCTION == "gelu_erf":
@@ -85,7 +86,7 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
     else:
         if FUNCTION == "gelu_tanh":
             exponent = near * (square * _TANH_CUBIC + _TANH_LINEAR)
-            # The derivative of what the weight is the sigmoid of.
+            # The derivative of the sigmoid's argument.
             inner = square * _TANH_SLOPE_SQUARE + _TANH_SLOPE
         else:
             tl.static_assert(FUNCTION == "silu")
@@ -99,9 +100,10 @@ def value_and_slope(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def pack(x, THRESHOLDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Codes of x[BLOCK], how many thresholds are strictly below, 0 for NaN, as int32[bytes].
+    """Computes the codes of x[BLOCK] and packs them as int32[bytes].
 
-    8 / BITS codes make a byte, the first in the lowest bits.
+    A code is the number of thresholds strictly below x, and 0 for NaN. 8 / BITS codes make a byte,
+    with the first code in the lowest bits.
     """
     x = tl.reshape(x, (BLOCK * BITS // 8, 8 // BITS))
     shifts = (BITS * tl.arange(0, 8 // BITS))[None, :]
@@ -113,9 +115,9 @@ def pack(x, THRESHOLDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _level(packed, shifts, LEVELS: tl.constexpr, FIRST: tl.constexpr, BIT: tl.constexpr):
-    """LEVELS[FIRST + c], where c are the bits of a code from BIT down.
+    """Returns LEVELS[FIRST + c], where c is the number in the bits of a code from BIT down.
 
-    The bits are tested where they are: the codes themselves would cost a shift and a mask each.
+    It tests the bits in place, because unpacking would cost a shift and a mask for each code.
     """
     if BIT == 0:
         level = tl.full(packed.shape, LEVELS[FIRST], tl.float32)
@@ -130,7 +132,10 @@ def _level(packed, shifts, LEVELS: tl.constexpr, FIRST: tl.constexpr, BIT: tl.co
 
 @triton.jit
 def slopes(packed, LEVELS: tl.constexpr, BITS: tl.constexpr):
-    """The level of every code, float32[bytes, 8 / BITS], from packed[bytes]; 2^BITS levels."""
+    """Returns the level of every code, float32[bytes, 8 / BITS], from packed[bytes].
+
+    LEVELS has 2^BITS numbers.
+    """
     shifts = (BITS * tl.arange(0, 8 // BITS))[None, :]
     packed = tl.broadcast_to(packed[:, None], (packed.shape[0], 8 // BITS))
     return _level(packed, shifts, LEVELS, 0, 2 ** (BITS - 1))
@@ -138,13 +143,13 @@ def slopes(packed, LEVELS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def row_mean(x, WIDTH: tl.constexpr):
-    """Mean of each row, [rows, 1]; what is padded must be 0."""
+    """Computes the mean of each row, [rows, 1]; the padding must be 0."""
     return tl.sum(x, axis=1)[:, None] / WIDTH
 
 
 @triton.jit
 def standardize(x, mask, WIDTH: tl.constexpr, CENTER: tl.constexpr, EPSILON: tl.constexpr):
-    """x - mean, 0 where masked, and 1 / std, [rows, 1]."""
+    """Computes x - mean, 0 where masked, and 1 / std, [rows, 1]."""
     if CENTER:
         x = x - row_mean(x, WIDTH)
         if mask is not None:
@@ -154,7 +159,7 @@ def standardize(x, mask, WIDTH: tl.constexpr, CENTER: tl.constexpr, EPSILON: tl.
 
 @triton.jit
 def affine(x, rstd, scale, bias):
-    """Output from centered x, multiplied in the order of `nn.LayerNorm`."""
+    """Computes the output from centered x, multiplied in the order of `nn.LayerNorm`."""
     if scale is not None:
         rstd = rstd * scale
     y = x * rstd
@@ -165,9 +170,9 @@ def affine(x, rstd, scale, bias):
 
 @triton.jit
 def recovery(scale, bias, DTYPE: tl.constexpr):
-    """What (output of `affine` - bias) is multiplied with to get y, the output being of DTYPE.
+    """The factor that turns (output of `affine` - bias) into y, for an output in DTYPE.
 
-    1 / scale, and less where the rounding of the output has as much of it as y, down to 0.
+    It is 1 / scale, and falls to 0 as the rounding error of the output grows beyond y scale.
     """
     noise = 1.1754943508222875e-38
     eps = 1.1920928955078125e-07
@@ -179,14 +184,14 @@ def recovery(scale, bias, DTYPE: tl.constexpr):
     size = tl.abs(scale)
     noise = noise if bias is None else tl.abs(bias) * eps + noise
     ratio = noise / size
-    # At 0 it is selected away, but not before it is divided.
+    # The result for a scale of 0 is not used, but the division must not fail.
     scale = tl.where(size > 0.0, scale, 1.0)
     return tl.where(ratio < 1e6, 1.0 / (scale * (ratio * ratio + 1.0)), 0.0)
 
 
 @triton.jit
 def recover_normalized(y, inverse, bias):
-    """What `affine` was given, from its output; `inverse` is `recovery`."""
+    """Recovers y from the output of `affine`; `inverse` is the result of `recovery`."""
     if bias is not None:
         y = y - bias
     if inverse is not None:
@@ -196,7 +201,7 @@ def recover_normalized(y, inverse, bias):
 
 @triton.jit
 def input_gradient(y, rstd, g, WIDTH: tl.constexpr, CENTER: tl.constexpr):
-    """Cotangent of x from that of y: r (g - mean(g) - y mean(g y)); RMSNorm has no mean(g)."""
+    """Computes the cotangent of x, r (g - mean(g) - y mean(g y)); RMSNorm has no mean(g)."""
     inner = g - y * row_mean(g * y, WIDTH)
     if CENTER:
         inner = inner - row_mean(g, WIDTH)

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm over rows: one pass forward, one pass backward from (y, rstd).
 
-Parameter gradients are partial sums, one row a program, summed here: there are no atomics, so that
-results are the same in every run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
+Each program writes one row of partial sums of the parameter gradients, which are summed here. There
+are no atomics, so results are the same in every run. Source: LowMemoryBP (arXiv:2406.16282),
+section 5.
 """
 
 import jax
@@ -25,9 +26,9 @@ def norm_forward(
     keep_normalized: bool,
     cores: int | None = None,
 ) -> NormForward:
-    """The norm of every row of x, in one pass.
+    """Normalizes every row of x in one pass.
 
-    As `pallas_kernels.normalization.norm_forward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.normalization.norm_forward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.
@@ -73,9 +74,9 @@ def norm_backward(
 ) -> tuple[
     Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
 ]:
-    """Gradients of `norm_forward` from what it kept, in one pass.
+    """Computes the gradients of `norm_forward` from its saved results in one pass.
 
-    As `pallas_kernels.normalization.norm_backward`, arguments, results and errors. Besides:
+    Arguments, results and other errors are as for `pallas_kernels.normalization.norm_backward`.
 
     Raises:
       RuntimeError: Triton or jax-triton is missing.
@@ -92,9 +93,10 @@ def norm_backward(
 
 
 def _backward(segments, *arrays, center, x_dtype, recover, cores):
-    """`norm_backward` with parameter gradients `[segments, width]`, of as many rows each.
+    """`norm_backward` for segments of equal numbers of rows.
 
-    Under `jax.vmap` an element of the batch becomes a segment.
+    Parameter gradients are `[segments, width]`. Under `jax.vmap`, each element of the batch becomes
+    a segment.
     """
     height, width = arrays[0].shape
 

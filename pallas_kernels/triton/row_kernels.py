@@ -1,6 +1,7 @@
 """The kernels of `normalization`: a program holds whole rows in registers.
 
-Inputs that a launch lacks are other arrays, unread; outputs that it lacks are not written.
+For an absent input, a launch passes another array, which is not read. Absent outputs are not
+written.
 """
 
 import triton
@@ -50,7 +51,7 @@ def backward_kernel(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Without scale and bias."""
+    """The backward without scale and bias."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, BLOCK)
     all_rows: tl.constexpr = ROWS % TILE_ROWS == 0
@@ -71,10 +72,11 @@ def affine_backward_kernel(
     PROGRAMS: tl.constexpr, CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     RECOVER: tl.constexpr,
 ):  # fmt: skip
-    """With scale or bias, whose gradients a program sums over its tiles and writes as one row.
+    """The backward with scale or bias.
 
-    Axis 0 of the grid: PROGRAMS, which take the tiles of a segment in turns; axis 1: segments of
-    ROWS rows, whose sums are separate.
+    A program sums the parameter gradients of its tiles and writes them as one row. Axis 0 of the
+    grid has PROGRAMS programs, which share the tiles of a segment. Axis 1 has the segments of ROWS
+    rows, whose sums are separate.
     """
     program, segment = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -87,7 +89,7 @@ def affine_backward_kernel(
     dscale = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
 
-    # Two stages: the next tile is copied to shared memory while this one's means are computed.
+    # With two stages, the next tile is copied to shared memory during this tile's means.
     for step in tl.range(0, (ROWS + stride - 1) // stride, num_stages=2):
         tile = program.to(tl.int64) + step * PROGRAMS
         rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)

@@ -1,8 +1,8 @@
-"""Which kernel a norm takes, and its blocks, warps and grid, from the row length.
+"""Chooses a norm's kernel, blocks, warps and grid from the row length.
 
-Without parameter gradients there is a program for every row or few rows. With them there are as
-many programs as multiprocessors hold, each adds the gradients of its rows up in registers and
-writes one row of partial sums. Rows too long for registers: see `wide_rows`.
+Without parameter gradients, each program has one row or a few rows. With them, there are as many
+programs as multiprocessors hold. Each program sums the gradients of its rows in registers and
+writes one row of partial sums. For rows that are too long for registers see `wide_rows`.
 """
 
 import jax
@@ -17,9 +17,9 @@ FORWARD_NAME = "lowmembp_norm_forward"
 BACKWARD_NAME = "lowmembp_norm_backward"
 SUMS_NAME = "lowmembp_norm_parameter_gradients"
 
-# Columns of a row in a program, 32 a thread of 16 warps.
+# The largest number of columns in a program: 32 for each thread of 16 warps.
 _MOST_COLUMNS = 16384
-# Warps on a multiprocessor that sum parameter gradients, in one program or several.
+# The warps on a multiprocessor that sum parameter gradients, in one or several programs.
 _RESIDENT_WARPS = 16
 
 
@@ -28,9 +28,10 @@ def _shape(rows: int, width: int, dtype) -> jax.ShapeDtypeStruct:
 
 
 def _tile(rows: int, columns: int) -> tuple[dict[str, int], tuple[int, ...], int]:
-    """Block constants, grid, warps: a row a program, or 1024 elements, 32 of them a thread.
+    """Returns the block constants, the grid and the warps.
 
-    A row of up to 1024 is within a warp, without barriers; a multiprocessor has 32 such programs.
+    A program has one row, or rows of 1024 elements in all, with 32 elements a thread. A row of up
+    to 1024 elements is within one warp, without barriers. A multiprocessor has 32 such programs.
     """
     tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
     grid = (triton.cdiv(rows, tile_rows),)
@@ -41,7 +42,10 @@ def forward_launch(
     rows: int, width: int, dtype, *, scale: bool, bias: bool, center: bool, epsilon: float,
     keep_normalized: bool,
 ) -> Launch:  # fmt: skip
-    """Inputs x, scale, bias; outputs out, normalized (or `ABSENT`), rstd."""
+    """Makes the forward's launch: inputs x, scale, bias; outputs out, normalized, rstd.
+
+    normalized is `ABSENT` without `keep_normalized`.
+    """
     columns = power_of_two(width)
     if columns > _MOST_COLUMNS:
         kernel = wide_rows.forward_kernel
@@ -66,10 +70,11 @@ def backward_launch(
     segments: int, rows: int, width: int, x_dtype, *, scale: bool, bias: bool, center: bool,
     recover: bool, cores: int | None = None,
 ) -> Launch:  # fmt: skip
-    """Inputs kept, rstd, g, scale, bias; outputs dx, partial sums (or `ABSENT`).
+    """Makes the backward's launch: inputs kept, rstd, g, scale, bias; outputs dx, partial sums.
 
-    kept, g and dx are `[segments * rows, width]`, the sums float32 `[segments, programs, width]`.
-    Where rows are too long for sums in registers, there are none: see `sums_launch`.
+    kept, g and dx are `[segments * rows, width]`; the sums are float32
+    `[segments, programs, width]`, or `ABSENT`. If rows are too long for sums in registers, use
+    `sums_launch` for the sums.
     """
     columns = power_of_two(width)
     outputs = (_shape(segments * rows, width, x_dtype), ABSENT, ABSENT)
@@ -100,7 +105,10 @@ def sums_launch(
     segments: int, rows: int, width: int, *, scale: bool, bias: bool, recover: bool,
     cores: int | None = None,
 ) -> Launch:  # fmt: skip
-    """Inputs kept, g, scale, bias; outputs partial sums (or `ABSENT`), as of `backward_launch`."""
+    """Makes the launch for sums of long rows: inputs kept, g, scale, bias; outputs partial sums.
+
+    The outputs are as for `backward_launch`.
+    """
     blocks = triton.cdiv(width, wide_rows.SUM_COLUMNS)
     most = 2 * (cores or DEFAULT_CORES) // blocks
     programs = _share(rows, wide_rows.SUM_ROWS, segments, most)
@@ -119,22 +127,26 @@ def sums_launch(
 
 
 def _per_thread(width: int, recover: bool) -> int:
-    """Elements a thread, of two inputs, two sums and scale, of which 16 warps have registers.
+    """The number of elements of a thread for which 16 warps have registers.
 
-    Half of them where there is bias and 1 / scale too, or an address for each.
+    Each element needs two inputs, two sums and a scale. The number is half if each element also
+    needs a bias and 1 / scale, or an address.
     """
     return 8 if recover or width % 8 else 16
 
 
 def _most_columns(width: int, scale: bool, bias: bool, recover: bool) -> int:
-    """The longest rows of which a program's registers hold all that they must."""
+    """The longest rows for which a program has enough registers."""
     if not (scale or bias):
         return _MOST_COLUMNS
     return 32 * _RESIDENT_WARPS * _per_thread(width, recover)
 
 
 def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
-    """Programs that share a segment's tiles, all in as many steps, `most` in all segments."""
+    """The number of programs that share a segment's tiles; at most `most` in all segments.
+
+    All programs of a segment have about the same number of steps.
+    """
     tiles = triton.cdiv(rows, tile_rows)
     return triton.cdiv(tiles, triton.cdiv(tiles, max(most // segments, 1)))
 

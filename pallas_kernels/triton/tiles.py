@@ -1,4 +1,4 @@
-"""What is read of an array, and under which mask; None is no mask."""
+"""Masks and masked loads; a mask of None masks nothing."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,10 @@ import triton.language as tl
 @triton.jit
 def mask_tile(rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
               ALL_COLUMNS: tl.constexpr):  # fmt: skip
-    """What of rows x columns exists, of a shape that broadcasts; None where it is known to be all.
+    """The mask of rows x columns, in a shape that broadcasts; None if all of them exist.
 
-    Written so that Triton sees that the mask is constant over as many columns as divide WIDTH:
-    elements of one access of 16 bytes must share their mask.
+    The elements of one 16-byte access must share their mask. In this form Triton sees that the mask
+    is constant over groups of columns that divide WIDTH.
     """
     if ALL_ROWS and ALL_COLUMNS:
         mask = None
@@ -25,13 +25,13 @@ def mask_tile(rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALL_ROWS: 
 
 @triton.jit
 def load(pointers, mask):
-    """The values, 0 where masked."""
+    """Loads the values, 0 where masked."""
     return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_parameter(pointer, columns, mask, PAD: tl.constexpr, GIVEN: tl.constexpr):
-    """A scale or bias, float32[columns], PAD where masked; None if not GIVEN."""
+    """Loads a scale or bias, float32[columns], PAD where masked; None if not GIVEN."""
     if not GIVEN:
         values = None
     elif mask is None:

@@ -1,8 +1,8 @@
-"""Kernels for rows too long for a program's registers: the row is read in chunks, more than once.
+"""Kernels for rows too long for a program's registers: they read a row in chunks, repeatedly.
 
-The later reads of a row find it in the L2 cache. Parameter gradients, whose sums would not fit
-either, have a kernel of their own, which reads columns of all rows: two more passes over memory.
-Inputs that a launch lacks are other arrays, unread; outputs that it lacks are not written.
+The later reads of a row find it in the L2 cache. The sums of parameter gradients would not fit into
+registers, so a second kernel reads columns of all rows: two more passes over memory. For an absent
+input, a launch passes another array, which is not read. Absent outputs are not written.
 """
 
 import triton
@@ -24,7 +24,7 @@ def forward_kernel(
     CENTER: tl.constexpr, EPSILON: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP_NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """A program a row; the mean, then the variance around it, then the output."""
+    """One program a row computes the mean, then the variance around it, then the output."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mean = 0.0
@@ -61,7 +61,7 @@ def _cotangents(
     kept_ptr, g_ptr, scale_ptr, bias_ptr, offsets, columns, mask, WIDTH: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, RECOVER: tl.constexpr,
 ):  # fmt: skip
-    """The normalized x, the cotangent of the output, and that of the normalized x."""
+    """Returns the normalized x, the cotangent of the output, and the cotangent of normalized x."""
     y = load(kept_ptr + offsets, mask).to(tl.float32)
     g = load(g_ptr + offsets, mask).to(tl.float32)
     scale = load_parameter(scale_ptr, columns, columns < WIDTH, 1.0, HAS_SCALE)
@@ -81,7 +81,7 @@ def backward_kernel(
     CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     RECOVER: tl.constexpr,
 ):  # fmt: skip
-    """A program a row; the means, then dx."""
+    """One program a row computes the means, then dx."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     along_one = tl.zeros((BLOCK,), tl.float32)
@@ -111,7 +111,10 @@ def sums_kernel(
     PROGRAMS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     RECOVER: tl.constexpr,
 ):  # fmt: skip
-    """Axes of the grid: blocks of columns; PROGRAMS that share a segment's rows; segments."""
+    """Sums the parameter gradients.
+
+    The axes of the grid are blocks of columns, PROGRAMS that share a segment's rows, and segments.
+    """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program, segment = tl.program_id(1), tl.program_id(2).to(tl.int64)
     dscale = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
