@@ -27,7 +27,18 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items):
+    sampled = {}
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            key = item.parent, getattr(item, "originalname", item.name)
+            sampled.setdefault((key, mark.args[0]), []).append(item)
+    for (_, count), cases in sampled.items():
+        cases = [case for case in cases if case.get_closest_marker("slow") is None]
+        by_default = {i * len(cases) // count for i in range(count)}
+        for number in set(range(len(cases))) - by_default:
+            cases[number].add_marker(pytest.mark.slow)
     if missing := lm.memory.missing_wheels():
         skip = pytest.mark.skip(reason=f"no GPU compiler: {', '.join(missing)} not installed")
         for item in items:

@@ -138,6 +138,7 @@ class ModelTests:
     case: Case
     activation = staticmethod(step_gelu)
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("method", EXACT)
     def test_gradients_are_pytorchs(self, method):
         gradients = from_params(self.case.run(Compute(method)), self.case.module.hugging_face_name)
@@ -148,6 +149,7 @@ class ModelTests:
         keys = [g for name, g in gradients.items() if name.endswith("key.bias")]
         assert all(np.abs(key).max() < 1e-6 * largest for key in keys)
 
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("merged", [False, True])
     @pytest.mark.parametrize("method", LOWMEMBP)
     def test_only_the_slope_of_the_activation_is_not_exact(self, method, merged):

@@ -55,7 +55,19 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
     file = directory / mutation.file
     text = file.read_text(encoding="utf-8")
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    options = ["-x", "-q", "-n0", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--durations=0"]
+    # With `-m ""` slow tests run too.
+    options = [
+        "-m",
+        "",
+        "-x",
+        "-q",
+        "-n0",
+        "-rfE",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "--durations=0",
+    ]
     paths = [directory, directory / ".paths", os.environ.get("PYTHONPATH", "")]
     # Bytecode is told from its source by size and second.
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -227,6 +227,7 @@ class TestTriton(StepActivations):
     error = 3e-6
 
 
+@pytest.mark.slow
 def test_triton():
     run_in_triton_interpreter(__file__)
 

@@ -18,6 +18,8 @@ from lowmembp_examples.models.attention import (
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 # `jax.nn.dot_product_attention(implementation="xla")` mixes 16 bits with float32.
 standard_promotion = jax.numpy_dtype_promotion("standard")
 

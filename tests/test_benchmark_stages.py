@@ -24,6 +24,8 @@ from lowmembp_examples.models.common import Compute
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 
 def test_wrong_attention_is_noticed(monkeypatch):
     def fake(q, k, v, implementation, **kwargs):

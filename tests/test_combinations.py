@@ -106,6 +106,7 @@ def matrix_flops(cost, phase):
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "method", "train"), cases(*METHODS))
 def test_combination(compiled, family, method, train):
     args, outputs, memory, cost = compiled(family, method, train)

@@ -17,6 +17,8 @@ from lowmembp_examples.trainer.models import MODELS
 import lowmembp_jax as lm
 from lowmembp_jax.memory.largest_batch import largest_batch
 
+pytestmark = pytest.mark.slow
+
 TINY = Cell("llama-tiny", "lora-qv", "scan", "default", "h200", 2, 32)
 FOUR = cells(["llama-tiny"], ["full"], ["default", "dots"], ["h200", "l4"], ["scan"])
 

@@ -32,6 +32,7 @@ JAX_0_10 = jax.__version_info__ < (0, 11)
 EXTRA_IN_SCANS = 1.1 if (0, 11) <= jax.__version_info__ < (0, 12) else 0.0
 
 
+@pytest.mark.sample(2)
 @each_train
 @each_layout
 def test_block_keeps_what_the_arithmetic_says(train, scan):
@@ -85,6 +86,7 @@ COMPRESSED = [
 ]
 
 
+@pytest.mark.sample(1)
 @each_layout
 @pytest.mark.parametrize(("method", "train", "limit"), COMPRESSED)
 def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
@@ -173,6 +175,7 @@ def mlp_units(wrap, scan):
     return (peaks[1] - peaks[0]) / 4 / (rows * width * 2)
 
 
+@pytest.mark.sample(1)
 @each_layout
 def test_sides_of_a_threshold_take_2_bits(jax_defaults, scan):
     """Half a unit of x, 2 of the product, half a unit of 2 bits."""

@@ -183,6 +183,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("function", "option"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_the_backward_chooses_as_the_forward(function, option, policy):

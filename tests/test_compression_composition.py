@@ -33,6 +33,7 @@ def near(make, *args, argnums=0, bound=0.08):
     assert 0 < error(got, want) < bound
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "through", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f)), lambda f: f]
 )

@@ -37,6 +37,7 @@ def error(got, want):
     return lm.gradient_distance(got, want).error
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")])
 def test_float8_adds_no_collective(mode, spec):
@@ -91,6 +92,7 @@ def softmax_over_a_mesh(p, x):
 SENT = r" (pmax|psum|psum_invariant|reduce_scatter|all_to_all|ppermute)\["
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["compress", "checkpoint"])
 @pytest.mark.parametrize(
     "part", [summed, scattered, to_experts, around_a_ring, softmax_over_a_mesh]
@@ -126,6 +128,7 @@ def test_what_a_block_sends_inside_shard_map_is_not_sent_again(part, mode):
         assert sum(wide) == len(p)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
@@ -161,6 +164,7 @@ def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
             assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 @pytest.mark.parametrize("inside", [True, False])
 def test_replicated_arguments_inside_shard_map(policy, inside):
@@ -200,6 +204,7 @@ def exchanged(compiled):
     return sum(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("norm", ["layer", "rms", "batch"])
 @pytest.mark.parametrize("spec", [P("x"), P("x", None, "y"), P(None, "x", "y"), P(None, "y")])
 @pytest.mark.parametrize("width", [200, 312])

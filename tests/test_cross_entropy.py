@@ -104,6 +104,7 @@ def pair(options, reduction, labels):
     return of(lm.linear_cross_entropy, tile_bytes=TILE), of(reference)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradients(name, reduction):
@@ -152,6 +153,7 @@ def test_float16_keeps_probabilities_below_its_range(factor):
         assert_close(dk[:, 1:], want[1][:, 1:], 2e-3)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("tokens", [(), (1,), (13,), (2, 3, 5), (0,), (3, 0)])
 @pytest.mark.parametrize("tile_bytes", [1, TILE, 2**29])
 def test_shapes_of_tokens(tokens, tile_bytes):

@@ -66,6 +66,7 @@ SPECS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", SPECS)
 def test_no_collective_that_plain_jax_does_not_have(name, kind):

@@ -198,6 +198,7 @@ def test_a_part_is_held_out_where_there_is_no_dev(tmp_path):
     assert (len(task.train), len(task.dev)) == (15, 5)
 
 
+@pytest.mark.slow
 def test_the_default_needs_no_file():
     task = load_task(DataConfig("text-classification"))
     assert len(task.classes) == 8 and "standard library" in task.source

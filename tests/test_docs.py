@@ -89,6 +89,7 @@ def test_the_pages_of_the_site():
     assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", plots.pictures(), ids=lambda path: path.stem)
 def test_pictures_are_of_the_results(path, tmp_path):
     picture = plots.pictures()[path]

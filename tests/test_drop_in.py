@@ -374,7 +374,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["products", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_checkpoint(name, policy):
     function, args, kwargs, argnums, static_argnums = CASES[name]

@@ -24,6 +24,7 @@ def problem():
     return lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2), params, x
 
 
+@pytest.mark.slow
 def test_it_is_the_distance_of_the_two_gradients(problem):
     loss, params, x = problem
     exact = jax.grad(loss)(params, x)
@@ -142,6 +143,7 @@ def test_it_reports_what_each_stored_array_lost():
     assert report("int8").clipped == 0
 
 
+@pytest.mark.slow
 def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
     p, x = jnp.stack([jnp.eye(8)] * 3), jax.random.normal(jax.random.key(0), (16, 8))
 

@@ -50,6 +50,7 @@ def command(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_runs_end_to_end(small, command, tmp_path):
     status, results, printed = command(*small, "--steps", 3, "--seeds", 2, "--no-plan")
     assert status == 0, printed
@@ -115,6 +116,7 @@ def test_gradient_fidelity(small, monkeypatch, tmp_path):
         assert all(found[name]["cosine"] > 0.8 for name in names)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_at_once(small, tmp_path):
     script = Path(finetune.__file__).resolve()
     arguments = (*small, "--steps", 100_000, "--output", tmp_path / "out")
@@ -177,6 +179,7 @@ def test_bad_arguments_are_named(small, command, arguments, message):
     assert message in printed
 
 
+@pytest.mark.slow
 def test_hidden_states_are_pytorchs():
     source = find_source(None, minilm_directory(), None)
     inputs = model_inputs("text-classification", 9, 0)

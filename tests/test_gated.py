@@ -195,6 +195,7 @@ class TestTriton(GatedUnits):
     rounding = 1.01
 
 
+@pytest.mark.slow
 def test_triton():
     run_in_triton_interpreter(__file__)
 

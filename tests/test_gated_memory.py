@@ -72,6 +72,7 @@ def mlp_units(down, trained, layers, scan):
     return compiled.memory_analysis().temp_size_in_bytes / (rows * width * 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def assert_within_one_ulp(a, b):
     np.testing.assert_allclose(a, b, rtol=eps, atol=0)
 
 
+@pytest.mark.sample(14)
 @norms
 @pytest.mark.parametrize(
     "given",
@@ -231,6 +232,7 @@ def _mapped(layer):
     )
 
 
+@pytest.mark.sample(5)
 @norms
 @pytest.mark.parametrize(
     "lift",

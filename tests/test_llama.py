@@ -16,6 +16,8 @@ from tiny_models import TINY
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 LLAMA, GROUPED, SCANNED, SCANNED_GROUPED = (
     Case(name, scan_layers=scan_layers)
     for scan_layers in (False, True)
@@ -36,6 +38,7 @@ class TestScannedGrouped(TestLlama):
     case = SCANNED_GROUPED
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [GROUPED, SCANNED], ids=["grouped", "scanned"])
 @pytest.mark.parametrize("merged", [False, True])
 def test_either_of_the_two(case, merged):
@@ -117,6 +120,7 @@ def test_methods_compiled():
     assert peaks["lowmembp"] < peaks["norm+activation"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("channel", [5e3, 1e5])
 @jax.numpy_dtype_promotion("standard")  # of optax
 def test_a_channel_far_beyond_the_others_does_not_change_the_loss_curve(channel):

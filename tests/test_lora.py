@@ -43,6 +43,7 @@ def test_nf4():
         assert 0.05 < error < 0.1, path
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy():
     """Checkpoints have them. qwix does not know them again as a module's weights."""
     _, _, model, params = make("lora-qv")
@@ -55,6 +56,7 @@ def test_arrays_of_numpy():
         model.apply({"params": given}, IDS)
 
 
+@pytest.mark.slow
 def test_gradients():
     """Those of A and B that follow from the gradient of the weight."""
     plain, _, model, params = make("qlora-all", scan_layers=True)

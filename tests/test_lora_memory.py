@@ -16,6 +16,8 @@ from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 RANK = 4
 
 

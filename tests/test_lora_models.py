@@ -16,6 +16,8 @@ from tiny_models import TINY, inputs
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 4, 12.0
 
 

@@ -90,6 +90,7 @@ def test_other_dtypes_are_left_to_the_optimizer():
     assert not jax.tree.leaves(state.low)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shapes", [[], [()], [(0, 3)], [(), (5,)]])
 def test_scalars_and_empty_trees(shapes):
     params = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]

@@ -29,6 +29,7 @@ def cudnn_attention(x):
     return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device_and_kernel(device):

@@ -28,6 +28,7 @@ def step(model, x):
     return eqx.apply_updates(model, updates)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("donate", "numbers"),

@@ -90,6 +90,7 @@ def test_the_input_of_a_block_that_is_computed_again():
     assert (stack.op, stack.source) == ("sin", f"{__file__}:{line}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "implementation", "scan", "units"),
     [

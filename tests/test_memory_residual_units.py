@@ -117,6 +117,7 @@ def test_rows_say_what_is_shared():
     assert set(output.used_by) == {"chunked", "einsum"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("method", [PAPER, OURS])
 def test_stacks_of_the_compiled_loop(method):

@@ -43,6 +43,7 @@ class Model(nnx.Module):
         return self.head(self.last(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrt", [nnx.Param, ...], ids=["parameters", "everything"])
 @pytest.mark.parametrize("up_bias", [True, False])
 def test_the_merged_model_computes_the_same(wrt, up_bias):

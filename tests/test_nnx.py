@@ -37,6 +37,7 @@ def apply(norm, x, *mask):
     return run(state, x)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("ours", "flax"), PAIRS)
 @pytest.mark.parametrize(
     "given",
@@ -130,6 +131,7 @@ def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_compress_is_used_like_remat(rate):
     """Equal values, statistics and counts of random numbers; the same mask in the backward."""

@@ -18,7 +18,7 @@ from tiny_models import TINY, inputs, small_bert
 
 import lowmembp_jax as lm
 
-pytestmark = pytest.mark.usefixtures("jax_defaults")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("jax_defaults")]
 CONFIG = TINY["bert"]
 
 

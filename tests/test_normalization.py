@@ -80,6 +80,7 @@ class Norms:
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
 
+    @pytest.mark.sample(117)
     @each_op
     @pytest.mark.parametrize("residual", [None, "auto", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
@@ -197,6 +198,7 @@ class TestTriton(Norms):
     implementation = "triton"
 
 
+@pytest.mark.slow
 def test_triton():
     run_in_triton_interpreter(__file__)
 

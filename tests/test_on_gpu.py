@@ -16,6 +16,8 @@ from lowmembp_examples.benchmarks.kernel_cases import SMOKE_KERNELS
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(Path(on_gpu.__file__).resolve())
 
 

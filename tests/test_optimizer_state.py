@@ -100,6 +100,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax(name):
     optimizer, expected = OPTIMIZERS[name]
@@ -208,6 +209,7 @@ def test_nan_and_infinity_are_not_lost(value):
     assert is_nan[3, 5] and not is_nan[:3].any() and not is_nan[4:].any()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "shape", [(7, 1031), (4096,), (3, 5, 512), (50, 129), (0, 4096), (4099, 3)]
@@ -233,6 +235,7 @@ def test_small_arrays_stay():
     assert not any(x.dtype in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(state))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 @pytest.mark.parametrize("width", [1536, 344])

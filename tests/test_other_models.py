@@ -4,6 +4,8 @@ import jax
 import pytest
 from lowmembp_examples.benchmarks import other_models
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", other_models.KINDS)
 def test_gradients_are_within_some_percent(kind):

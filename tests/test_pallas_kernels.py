@@ -91,6 +91,7 @@ def check_activation(function, size, dtype, cores=None):
     assert_same(dx, vjp(g)[0])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("function", "size", "dtype", "cores"),
     [

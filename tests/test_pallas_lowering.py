@@ -68,6 +68,7 @@ def norm_backward(center, recover, kept, rstd, g, scale=None, bias=None):
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(64, 1024), (5, 12)])
 @pytest.mark.parametrize("table", TABLES, ids=["2 bits", "4 bits"])
@@ -85,6 +86,7 @@ def test_activation_compiles_and_its_codes_are_small_integers_for_free(device, s
         assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(64, 1024), (5, 13)])
 def test_gated_units_compile(device, shape):
@@ -98,6 +100,7 @@ def test_gated_units_compile(device, shape):
             assert name in text and "fusion(" not in text and "copy(" not in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(1024, 768), (7, 1023), (300, 16384)])
 def test_norms_compile(device, shape):

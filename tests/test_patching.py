@@ -191,6 +191,7 @@ def test_bad_arguments_are_named(arguments, error, named):
         assert part in str(raised.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "swapped", "skipped"),
     [

@@ -12,6 +12,7 @@ if lm.memory.missing_wheels():
 from lowmembp_examples.benchmarks import third_party
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [pytest.param(t, marks=[pytest.mark.slow] * (t == "full")) for t in third_party.TRAINED],

@@ -134,6 +134,7 @@ class NnxModel(nnx.Module):
         return self.norm(self.own(x))
 
 
+@pytest.mark.slow
 def test_nnx_norms_are_swapped_and_reported_by_attribute():
     model = NnxModel(nnx.Rngs(0))
 

@@ -218,6 +218,7 @@ def test_the_caches_of_scan_and_checkpoint_do_not_leak():
     assert codes() == 0
 
 
+@pytest.mark.slow
 def test_scanned_and_rematerialized_layers():
     def layer_body(block, x):
         return block(x), None

@@ -72,6 +72,7 @@ def relative_error(tree, reference) -> float:
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MODELS]
 )
@@ -155,6 +156,7 @@ BLOCKS = {"Bert": "encoder/layer/*", "Roberta": "encoder/layer/*", "ViT": "encod
 BLOCKS |= {"GPT2": "h/*", "Llama": "layers/*"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in MODELS]
 )

@@ -30,7 +30,7 @@ GEMMA_3_4B = {
     },
 }
 
-pytestmark = pytest.mark.usefixtures("jax_defaults")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("jax_defaults")]
 
 
 def test_every_model_by_name():

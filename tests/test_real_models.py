@@ -1,8 +1,11 @@
 """examples/benchmarks/real_models.py: what gradient_fidelity.py trains."""
 
 import jax
+import pytest
 from lowmembp_examples.benchmarks import real_models
 from lowmembp_examples.models.common import Compute
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_model_runs_from_its_first_parameters():

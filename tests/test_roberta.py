@@ -9,6 +9,8 @@ from lowmembp_examples.models import bert
 from lowmembp_examples.models.roberta import CONFIGS, RobertaClassifier, RobertaConfig
 from model_tests import Case, ClassifierTests
 
+pytestmark = pytest.mark.slow
+
 CASE = Case("roberta", (bert, "gelu"))
 
 

@@ -21,6 +21,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", ["default", "full-remat", "offload", "compress"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_pytorchs(name, method):
@@ -32,6 +33,7 @@ def test_gradients_are_pytorchs(name, method):
     assert_close(gradients, {name: case.io[f"grad.{name}"] for name in gradients})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "merged"),
     [("vit", False), ("vit", True), ("swin", False), ("swin", True), ("bert", False)],
@@ -52,6 +54,7 @@ def test_saved_as_it_was(name):
     jax.tree.map(np.testing.assert_array_equal, saved, floating)
 
 
+@pytest.mark.slow
 def test_pairs_of_a_swin():
     """More pairs than one, against layers that are not scanned."""
     config = swin.SwinConfig(8, (4, 2), (2, 2), window_size=4, patch_size=2, num_labels=5)
@@ -67,6 +70,7 @@ def test_pairs_of_a_swin():
     np.testing.assert_allclose(scanned.apply({"params": params}, images), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_compiler
 def test_one_pair_is_computed_again(mixed_dtypes):
     """A loop of one step, which XLA opens."""

@@ -108,6 +108,7 @@ def collectives_of_flax(name, split, axis_type):
     return collectives(on_a_mesh(theirs, count, split, axis_type)[0])
 
 
+@pytest.mark.sample(15)
 @each_case
 @each_implementation
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -143,6 +144,7 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
+@pytest.mark.sample(15)
 @each_case
 @pytest.mark.parametrize(
     ("check_vma", "implementation"),
@@ -167,6 +169,7 @@ def test_inside_shard_map(name, split, check_vma, implementation):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
 
 
+@pytest.mark.sample(4)
 @each_implementation
 @pytest.mark.parametrize("name", [*OPS, "compress"])
 def test_inside_shard_map_outside_jit(name, implementation):
@@ -208,6 +211,7 @@ def collectives_of_flax_on_h200s(name, split, mapped):
     return collectives(compiled_for_eight_h200s(OPS[name][1], name, split, mapped))
 
 
+@pytest.mark.sample(15)
 @pytest.mark.gpu_compiler
 @each_case
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
@@ -245,6 +249,7 @@ def mesh_of(devices, axis_type=AxisType.Auto):
     return Mesh(np.array(there), ("x",), axis_types=(axis_type,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 @pytest.mark.parametrize(
     ("devices", "implementation"),

@@ -37,6 +37,7 @@ def test_the_error_of_a_derivative_is_an_integral():
     assert lm.derivative_error(GELU, table, x) == pytest.approx(want, rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "k", "s"),
     [
@@ -63,6 +64,7 @@ def test_two_bits_of_gelus_derivative():
     np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("function", [GELU, jax.nn.silu, jax.nn.mish, jax.nn.softplus, jax.nn.elu])
 def test_more_bits_are_nearer(function):
     tables = {bits: lm.fit_step_table(function, bits) for bits in (1, 2, 4)}
@@ -73,6 +75,7 @@ def test_more_bits_are_nearer(function):
     assert lm.derivative_error(function, wide) > errors[2]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize(
     ("function", "limits"), [(GELU, (0, 1)), (jax.nn.softplus, (0, 1)), (jnp.tanh, (0, 0))]
@@ -108,6 +111,7 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
         np.testing.assert_array_equal(got, jax.grad(lambda x: function(x).sum())(x))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shipped_tables_are_the_fitted_ones(name):
     for bits in (2, 4):

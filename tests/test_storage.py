@@ -16,6 +16,7 @@ import lowmembp_jax as lm
 TOO_HEAVY = {"no norm, Cauchy"}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(storage_formats.CASES.keys() - TOO_HEAVY))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
     limit = 0.075 if "logits" in name else 0.05
@@ -37,6 +38,7 @@ def test_errors_of_the_docs(name, format, percent):
     assert 100 * storage_formats.error(name, format) == pytest.approx(percent, rel=0.1)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("exponent", [-30, -12, 0, 12, 30])
 @pytest.mark.parametrize("shape", [(1,), (7,), (96,), (1, 1), (5, 1), (33, 50), (2, 3, 64), (0, 4)])
 def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
@@ -174,6 +176,7 @@ def losses_with_an_outlier(dtype, channel, steps=100):
     return train(layers, jnp.tile(data.reshape(16, 64, width), (steps // 16 + 1, 1, 1))[:steps])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("channel", [5e3, 1e5])
 def test_the_loss_curve_is_that_of_exact_gradients_with_a_channel_of(channel):
     plain = losses_with_an_outlier(None, channel)

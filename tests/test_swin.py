@@ -15,6 +15,8 @@ from model_tests import Case, ClassifierTests, assert_close, step_gelu
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 PADDED, WHOLE = (Case(name, (swin, "gelu")) for name in ("swin_padded", "swin"))
 WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windows(16, 11, 7, 3)]
 

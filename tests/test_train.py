@@ -141,6 +141,7 @@ def wait_for_step(output, step):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, capsys, monkeypatch):
     output = tmp_path / "run"
 
@@ -288,6 +289,7 @@ def test_a_signal_before_the_first_step_ends_with_one_line(texts, tmp_path, name
     assert text.splitlines()[-1] == f"interrupted by {name}"
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch, capsys):
     given = arguments(texts, tmp_path, "--learning-rate", 1e38, "--export", tmp_path / "exported")
     assert run_main(monkeypatch, [*given, "--steps", 1]) == 1

@@ -70,6 +70,7 @@ def empty_file(folder):
 USERS = [checkpoint, notes, lock, results_folder, config_of_another_program, empty_file]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("make", USERS)
 @pytest.mark.parametrize("option", ["--output", "--export", "--resume"])
 def test_a_folder_with_files_of_a_user_stays_as_it_is(texts, tmp_path, make, option, monkeypatch):  # noqa: F811
@@ -174,6 +175,7 @@ def test_every_file_that_is_opened_is_hashed(tmp_path, make):
     assert identity(config, files) == first
 
 
+@pytest.mark.slow
 def test_the_standard_library_and_a_checkpoint_are_hashed():
     with record_files() as files:
         find_source(None, BERT, None)
@@ -288,6 +290,7 @@ def test_checksums_that_are_none_are_damage(two_checkpoints, tmp_path, content):
     assert restore(tmp_path / "copy") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rate"), [("float32", 3e4), ("float16", 30)])
 def test_a_run_that_diverges_keeps_a_good_one(texts, tmp_path, dtype, rate, monkeypatch):  # noqa: F811
     saved, save_state = [], Checkpoints.save

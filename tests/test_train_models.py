@@ -21,6 +21,8 @@ from lowmembp_examples.trainer.source import find_source, fit, initial_params, m
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 LENGTH, SIDE = 12, 24  # of Swin's maps, 12 and 6, the second is padded to windows of 4
 

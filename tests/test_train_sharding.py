@@ -17,6 +17,8 @@ from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.sharding import make_mesh, own_part, put, put_batch, shardings
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
+pytestmark = pytest.mark.slow
+
 MESHES = [
     *(
         pytest.param(axes, marks=pytest.mark.slow)

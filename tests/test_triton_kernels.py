@@ -31,6 +31,7 @@ DTYPES = (np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2**-7, "float16": 2**-10}
 
 
+@pytest.mark.slow
 def test_triton():
     run_in_triton_interpreter(__file__)
 

@@ -21,6 +21,8 @@ from lowmembp_examples.lora import Train
 
 import lowmembp_jax as lm
 
+pytestmark = pytest.mark.slow
+
 
 def test_gpus_by_the_names_of_their_driver():
     assert set(validate._GPUS) == set(lm.memory.DEVICES)

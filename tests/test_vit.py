@@ -17,6 +17,8 @@ from lowmembp_examples.models.vit_npz import (
 )
 from model_tests import Case, ClassifierTests, assert_close
 
+pytestmark = pytest.mark.slow
+
 CASE = Case("vit", (vit, "gelu"))
 
 
