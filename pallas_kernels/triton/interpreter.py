@@ -3,12 +3,13 @@
 Set TRITON_INTERPRET=1 before the first import of `triton`.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import jax
 import ml_dtypes
 import numpy as np
 import torch
-
-from pallas_kernels.triton.launch import Launch
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
@@ -24,13 +25,21 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def interpret(launch: Launch, *inputs: jax.Array) -> tuple[np.ndarray, ...]:
-    """Returns the outputs of `launch` for inputs in host memory."""
-    outputs = [
-        torch.empty(out.shape, dtype=getattr(torch, out.dtype.name)) for out in launch.outputs
-    ]
+def interpret(
+    run: Callable[..., None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    *inputs: jax.Array,
+) -> tuple[np.ndarray, ...]:
+    """Returns the outputs of a kernel for inputs in host memory.
+
+    Args:
+      run: a kernel of Triton with its grid, `kernel[grid]`.
+      outputs: shapes and dtypes of the outputs.
+      constants: its constants by name.
+      *inputs: its inputs.
+    """
+    made = [torch.empty(out.shape, dtype=getattr(torch, out.dtype.name)) for out in outputs]
     with np.errstate(all="ignore"):  # kernels compute with infinities and NaNs, too
-        launch.kernel[launch.grid](
-            *(_tensor(np.asarray(array)) for array in inputs), *outputs, **launch.constants
-        )
-    return tuple(_array(output) for output in outputs)
+        run(*(_tensor(np.asarray(array)) for array in inputs), *made, **constants)
+    return tuple(_array(output) for output in made)

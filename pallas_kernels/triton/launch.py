@@ -53,7 +53,8 @@ def call(launch: Launch, *inputs: Array) -> list[Array]:
     if triton.knobs.runtime.interpret:
         from pallas_kernels.triton.interpreter import interpret
 
-        run = functools.partial(interpret, launch)
+        kernel = launch.kernel[launch.grid]
+        run = functools.partial(interpret, kernel, launch.outputs, launch.constants)
         return list(jax.pure_callback(run, launch.outputs, *inputs, vmap_method="sequential"))
     import jax_triton
 
