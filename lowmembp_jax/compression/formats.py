@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from lowmembp_jax._arguments import hashed_bits, undifferentiated
 from lowmembp_jax._tiling import explicit_spec
 from lowmembp_jax._warnings import warn
-from lowmembp_jax.compression import scaled_float8
-from lowmembp_jax.compression.scaled_float8 import Rows, to_float8
+from lowmembp_jax.compression import _scaled_float8 as scaled_float8
+from lowmembp_jax.compression._scaled_float8 import Rows, to_float8
 
 #: The error for the gradient of a gradient, after the function's name.
 NO_SECOND_DERIVATIVE = "has no second derivative, because its residuals are rounded"

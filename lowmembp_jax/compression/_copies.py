@@ -14,7 +14,7 @@ from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
 from lowmembp_jax.compression import jaxprs, rules
-from lowmembp_jax.compression.store import store_p
+from lowmembp_jax.compression._store import store_p
 
 
 def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:

@@ -12,10 +12,10 @@ from jax.extend import core
 
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._warnings import warn
+from lowmembp_jax.compression._marks import Marker
+from lowmembp_jax.compression._primitive import How
 from lowmembp_jax.compression.formats import format_names
 from lowmembp_jax.compression.jaxprs import without_consts
-from lowmembp_jax.compression.marks import Marker
-from lowmembp_jax.compression.primitive import How
 from lowmembp_jax.policies import products_saveable
 
 StorageFormat = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None

@@ -15,10 +15,10 @@ from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from lowmembp_jax._jax_internals import batched_jaxpr, has_effects, is_reference
+from lowmembp_jax.compression._marks import Marker
+from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
 from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
-from lowmembp_jax.compression.marks import Marker
-from lowmembp_jax.compression.store import only_stored
 
 
 @dataclass(eq=False)

@@ -22,11 +22,11 @@ from jax.extend import core
 from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
-from lowmembp_jax.compression.copies import with_copies
+from lowmembp_jax.compression._copies import with_copies
+from lowmembp_jax.compression._scaled_float8 import Rows
+from lowmembp_jax.compression._store import store_p
 from lowmembp_jax.compression.facts import Fact, Facts, find_facts, of_any
 from lowmembp_jax.compression.formats import Format
-from lowmembp_jax.compression.scaled_float8 import Rows
-from lowmembp_jax.compression.store import store_p
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
