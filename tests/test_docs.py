@@ -19,6 +19,13 @@ _CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 
 
+_TRANSLATED = re.compile(
+    r"(?:^|[.:|] )(?:Of|Not so|Or|Such|So is|That of|Those of) |\b(?:that|those) of\b|\btheirs\b"
+    r"|\bits like\b|\bbut for\b|\bin place of\b",
+    re.MULTILINE,
+)
+
+
 def blocks(page: Path) -> list[str]:
     return _CODE.findall(page.read_text(encoding="utf-8"))
 
@@ -35,6 +42,13 @@ def test_examples_print_what_the_page_says(page, jax_defaults):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runner.run(test, out=failures.append)
     assert test.examples and not failures, "".join(failures)
+
+
+@each_page
+def test_sentences_are_plain(page):
+    """See "Words" in CONTRIBUTING.md."""
+    prose = _CODE.sub("", page.read_text(encoding="utf-8"))
+    assert not _TRANSLATED.findall(prose)
 
 
 def test_pages_with_doctests():
