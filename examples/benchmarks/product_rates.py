@@ -61,8 +61,10 @@ def efficiencies(text: str) -> dict[str, dict[str, tuple[float, ...]]]:
     A dtype that exceeds the published rate was not measured rightly, and is left out.
     """
     found = {}
-    parts = re.split(r'key: "(sm_\w+)"', text)[1:]
+    parts = re.split(r'key: "(\w+)"\s*value \{', text)[1:]
     for name, body in zip(parts[::2], parts[1::2], strict=True):
+        if name not in _GPUS:
+            continue
         rates = lm.memory.get_device(_GPUS[name]).matrix_flops
         by_size: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for *sizes, flops in _ENTRY.findall(body):
