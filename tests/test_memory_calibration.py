@@ -1,9 +1,12 @@
 """What part of its published rates a GPU reaches, against the measurements it comes from."""
 
+from pathlib import Path
+
 import pytest
 from lowmembp_examples.benchmarks.product_rates import efficiencies, plugin, table
 
 import lowmembp_jax as lm
+from lowmembp_jax import cli
 from lowmembp_jax.memory.calibration import _CURVES, SIZES, Calibration, Curve
 
 # TransformerEngine's layer: tokens, and the products' terms and results, forward.
@@ -99,3 +102,12 @@ def test_each_device_says_what_it_was_calibrated_with(tmp_path):
     own = tmp_path / "own.txtpb"
     own.write_text((lm.memory.devices._TARGETS / "h100.txtpb").read_text())
     assert str(lm.memory.get_device(own).calibration).startswith("uncalibrated")
+
+
+@pytest.mark.gpu_compiler
+def test_a_report_says_it_once(capsys, jax_defaults):
+    file = Path(__file__).parent / "data" / "planned_model.py"
+    command = ["plan", "--model", f"{file}:mlp", "--device", "l4", "--no-cache"]
+    assert cli.main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("Rates of l4: products: uncalibrated; bandwidth: gpu-benches") == 1

@@ -100,7 +100,7 @@ KERNEL = 2 * 64 * MIB / 1e12 + LAUNCH_SECONDS
 GATHERED = "%d = u8[8388608]{0} all-gather-done(%s)\n"
 
 
-def overlapped(*lines, link_bandwidth):
+def overlapped(*lines, link_bandwidth=None):
     text = "ENTRY %main (x: u8[1048576], y: u8[67108864]) -> u8[1] {\n" + "".join(lines) + "}\n"
     return cost(text, DEVICE, link_bandwidth=link_bandwidth)
 
@@ -145,3 +145,28 @@ def test_transfers_share_a_link():
 def test_a_transfer_that_nothing_waits_for_ends_with_the_program():
     total = overlapped(GATHER, BESIDE, link_bandwidth=1e10)
     assert total.estimated_seconds == pytest.approx(total.link_bytes / 1e10 + LAUNCH_SECONDS)
+
+
+def test_a_copy_to_the_host_runs_beside_kernels():
+    host = "u8[1048576]{0:S(5)}"
+    start = f"%x = u8[1048576]{{0}} parameter(0)\n%s = ({host}, u8[1048576]{{0}}, u32[]) "
+    start += "copy-start(%x)\n"
+    end = f"ROOT %d = {host} copy-done(%s)\n"
+    beside, alone = overlapped(start, BESIDE, end), overlapped(start, end)
+    assert alone.host_bytes == beside.host_bytes == MIB
+    assert alone.estimated_seconds == pytest.approx(MIB / DEVICE.host_bandwidth + LAUNCH_SECONDS)
+    # 16.4 us of PCIe, 1 of them in the device's memory, beside a kernel of 136 us.
+    own = MIB / 1e12 + LAUNCH_SECONDS
+    assert beside.estimated_seconds == pytest.approx(own + KERNEL)
+
+
+def test_the_body_of_a_loop_overlaps_and_repeats():
+    body = GATHER + BESIDE + GATHERED
+    text = f"%body (x: u8[1048576]) -> u8[1] {{\n{body}}}\n" + (
+        "%condition (x: u8[1048576]) -> pred[] {\n%x = u8[1048576]{0} parameter(0)\n}\n"
+        "ENTRY %main (x: u8[1048576]) -> u8[1] {\n%x = u8[1048576]{0} parameter(0)\n"
+        "ROOT %w = u8[1048576]{0} while(%x), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"7"}}\n}\n'
+    )
+    total = cost(text, DEVICE, link_bandwidth=1e11)
+    assert total.estimated_seconds == pytest.approx(7 * (OWN + KERNEL))
