@@ -20,7 +20,7 @@ PUBLISHED = {
     "h200": (141, 4800, 989.5, 494.5, 1979, 67),
     "h200-nvl": (141, 4800, 835.5, 417.5, 1671, 60),
     "b200": (180, 7700, 2250, 1125, 4500, 75),
-    # Of XLA's description: NVIDIA publishes 2,250 for one of eight in an HGX B300.
+    # XLA's description of it.
     "b300": (288, 7936, 2375, 1188, 4750, 79.5),
 }
 
