@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import AS_PUBLISHED
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import get_device
@@ -16,6 +17,7 @@ DEVICE = dataclasses.replace(
     bandwidth=1e12,
     matrix_flops={"bf16": 1e15, "f32": 5e14},
     vector_flops=5e13,
+    calibration=AS_PUBLISHED,
 )
 BF16 = jnp.bfloat16
 

@@ -1,8 +1,11 @@
 """Arithmetic beside that of 16 and 32 bit floats: counted, or named as left out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import AS_PUBLISHED
 
 import lowmembp_jax as lm
 
@@ -10,9 +13,8 @@ pytestmark = pytest.mark.gpu_compiler
 
 
 def cost(fn, *args, device="h200"):
-    return lm.memory.cost(
-        lm.memory.compile_for(fn, *args, device=device), lm.memory.get_device(device)
-    )
+    rates = dataclasses.replace(lm.memory.get_device(device), calibration=AS_PUBLISHED)
+    return lm.memory.cost(lm.memory.compile_for(fn, *args, device=device), rates)
 
 
 def array(*shape, dtype=jnp.float32):

@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import AS_PUBLISHED
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.memory.devices import get_device, topology
 from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, cost
 
 DEVICE = dataclasses.replace(
-    get_device("h200"), bandwidth=1e12, matrix_flops={"bf16": 1e15}, vector_flops=5e13
+    get_device("h200"),
+    bandwidth=1e12,
+    matrix_flops={"bf16": 1e15},
+    vector_flops=5e13,
+    calibration=AS_PUBLISHED,
 )
 N = 4096
 
@@ -81,3 +86,87 @@ def test_collectives_of_eight_devices():
     gather = max(gathered.kernels, key=lambda kernel: kernel.bytes_moved)
     assert gather.link_bytes == weight * 3 // 4
     assert (gather.bytes_read, gather.bytes_written) == (weight // 4, weight)
+
+
+MIB = 2**20
+# Sends 7 MiB to each of 8 devices, and reads and writes 9 MiB: 9.4 us of the device's own memory.
+GATHER = """%x = u8[1048576]{0} parameter(0)
+%s = (u8[1048576]{0}, u8[8388608]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]
+"""
+OWN = 9 * MIB / 1e12 + LAUNCH_SECONDS
+# Reads and writes 64 MiB each.
+BESIDE = "%y = u8[67108864]{0} parameter(1)\n%n = u8[67108864]{0} negate(%y)\n"
+KERNEL = 2 * 64 * MIB / 1e12 + LAUNCH_SECONDS
+GATHERED = "%d = u8[8388608]{0} all-gather-done(%s)\n"
+
+
+def overlapped(*lines, link_bandwidth=None):
+    text = "ENTRY %main (x: u8[1048576], y: u8[67108864]) -> u8[1] {\n" + "".join(lines) + "}\n"
+    return cost(text, DEVICE, link_bandwidth=link_bandwidth)
+
+
+def waits(*lines, link_bandwidth):
+    """Seconds of a program, and of the collectives in it."""
+    total = overlapped(*lines, link_bandwidth=link_bandwidth)
+    return total.estimated_seconds, total.by("kind")["collective"].estimated_seconds
+
+
+def test_a_transfer_runs_beside_kernels():
+    # 7 MiB at 100 GB/s take 73.4 us, 9.4 of them in the device's memory; the kernel takes 136.2.
+    total, collective = waits(GATHER, BESIDE, GATHERED, link_bandwidth=1e11)
+    assert 7 * MIB / 1e11 < KERNEL
+    assert (total, collective) == pytest.approx((OWN + KERNEL, OWN))
+
+
+def test_the_step_waits_for_what_is_left_of_a_transfer():
+    transfer = 7 * MIB / 1e10
+    total, collective = waits(GATHER, BESIDE, GATHERED, link_bandwidth=1e10)
+    assert total == pytest.approx(transfer + LAUNCH_SECONDS)
+    assert total > OWN + KERNEL
+    assert collective == pytest.approx(total - KERNEL)
+
+
+def test_a_transfer_with_nothing_beside_it_takes_its_whole_time():
+    total, collective = waits(GATHER, GATHERED, BESIDE, link_bandwidth=1e11)
+    assert collective == pytest.approx(7 * MIB / 1e11 + LAUNCH_SECONDS)
+    assert total == pytest.approx(collective + KERNEL)
+
+
+def test_transfers_share_a_link():
+    second = GATHER.splitlines()[1].replace("%s", "%s2") + "\n"
+    ends = GATHERED + GATHERED.replace("%s", "%s2").replace("%d", "%d2")
+    total, _ = waits(GATHER, second, BESIDE, ends, link_bandwidth=1e10)
+    # The second begins when the first ends; the device's own part of the first is before both.
+    link = 7 * MIB / 1e10 - 9 * MIB / 1e12
+    assert total == pytest.approx(OWN + 2 * link, rel=0.01)
+    assert total > 1.9 * 7 * MIB / 1e10
+
+
+def test_a_transfer_that_nothing_waits_for_ends_with_the_program():
+    total = overlapped(GATHER, BESIDE, link_bandwidth=1e10)
+    assert total.estimated_seconds == pytest.approx(total.link_bytes / 1e10 + LAUNCH_SECONDS)
+
+
+def test_a_copy_to_the_host_runs_beside_kernels():
+    host = "u8[1048576]{0:S(5)}"
+    start = f"%x = u8[1048576]{{0}} parameter(0)\n%s = ({host}, u8[1048576]{{0}}, u32[]) "
+    start += "copy-start(%x)\n"
+    end = f"ROOT %d = {host} copy-done(%s)\n"
+    beside, alone = overlapped(start, BESIDE, end), overlapped(start, end)
+    assert alone.host_bytes == beside.host_bytes == MIB
+    assert alone.estimated_seconds == pytest.approx(MIB / DEVICE.host_bandwidth + LAUNCH_SECONDS)
+    # 16.4 us of PCIe, 1 of them in the device's memory, beside a kernel of 136 us.
+    own = MIB / 1e12 + LAUNCH_SECONDS
+    assert beside.estimated_seconds == pytest.approx(own + KERNEL)
+
+
+def test_the_body_of_a_loop_overlaps_and_repeats():
+    body = GATHER + BESIDE + GATHERED
+    text = f"%body (x: u8[1048576]) -> u8[1] {{\n{body}}}\n" + (
+        "%condition (x: u8[1048576]) -> pred[] {\n%x = u8[1048576]{0} parameter(0)\n}\n"
+        "ENTRY %main (x: u8[1048576]) -> u8[1] {\n%x = u8[1048576]{0} parameter(0)\n"
+        "ROOT %w = u8[1048576]{0} while(%x), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"7"}}\n}\n'
+    )
+    total = cost(text, DEVICE, link_bandwidth=1e11)
+    assert total.estimated_seconds == pytest.approx(7 * (OWN + KERNEL))

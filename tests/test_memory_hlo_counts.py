@@ -3,12 +3,17 @@
 import dataclasses
 
 import pytest
+from helpers import AS_PUBLISHED
 
 from lowmembp_jax.memory.devices import get_device
 from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, cost
 
 DEVICE = dataclasses.replace(
-    get_device("h200"), bandwidth=1e9, matrix_flops={"bf16": 1e12}, vector_flops=1e10
+    get_device("h200"),
+    bandwidth=1e9,
+    matrix_flops={"bf16": 1e12},
+    vector_flops=1e10,
+    calibration=AS_PUBLISHED,
 )
 
 

@@ -28,6 +28,7 @@ def test_gpus_by_the_names_of_their_driver():
     assert set(validate._GPUS) == set(lm.memory.DEVICES)
     names = {
         "NVIDIA H200": "h200",
+        "NVIDIA H200 NVL": "h200-nvl",
         "NVIDIA A100-SXM4-80GB": "a100-80gb",
         "NVIDIA A100-PCIE-40GB": "a100-40gb",
         "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx6000pro",
@@ -35,7 +36,7 @@ def test_gpus_by_the_names_of_their_driver():
     assert {name: device_of(name) for name in names} == names
 
 
-@pytest.mark.parametrize("other", ["NVIDIA H200 NVL", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 D"])
+@pytest.mark.parametrize("other", ["NVIDIA H100 PCIe", "NVIDIA L40S", "NVIDIA GeForce RTX 4090 D"])
 def test_gpus_that_the_planner_does_not_know(other):
     with pytest.raises(ValueError, match=rf"gpu: .* h200.*, got '{other}'"):
         device_of(other)

@@ -286,6 +286,28 @@ def loss_curve() -> Rows:
     return [heads, [f"{curve['steps']} steps", *numbers, difference]]
 
 
+def published(kind: str) -> Rows:
+    """What others measured on GPUs, beside what the planner says; one row a quantity.
+
+    Args:
+      kind: "memory", "time" or "change", see `published.Case`.
+    """
+    is_change = kind == "change"
+    heads = [*(["unit"] if not is_change else []), "published", "planned"]
+    rows = [["step", "quantity", *heads, *([] if is_change else ["difference"]), "measured on"]]
+    for row in read("published")["rows"]:
+        if row["kind"] != kind:
+            continue
+        for quantity, measured in row["published"].items():
+            planned = row["planned"][quantity]
+            cells = [f"{measured:+.0f}%", f"{planned:+.0f}%"]
+            if not is_change:
+                cells = [row["unit"], f"{measured:,.4g}", f"{planned:,.4g}"]
+                cells.append(f"{planned / measured - 1:+.1%}")
+            rows.append([row["what"], quantity, *cells, f"{row['gpu']}, {row['source']}"])
+    return rows
+
+
 _ALL = tuple(FIDELITY_METHODS)
 _STEPS = ("operators, 2 bits as published", "operators, 2 bits", "operators, 4 bits")
 _COMPRESS = {"compress": "`lm.patch(compress=...)`", "compress, int8": "the same, int8"}
@@ -306,6 +328,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "loss_models": loss_models,
     "loss_curve": loss_curve,
     "finetune": partial(finetune, "finetune"),
+    **{f"published_{kind}": partial(published, kind) for kind in ("memory", "time", "change")},
     "nnx_finetune": partial(finetune, "nnx_finetune"),
     **compare_tables.TABLES,
     **quality_report.TABLES,

@@ -27,7 +27,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.classification.arguments import Argument, arguments
 
 #: The device in `lm.memory.DEVICES` for the name that a GPU's driver gives it. Variants with
-#: another bandwidth or clock, such as the H100 PCIe and the H200 NVL, are missing on purpose.
+#: another bandwidth or clock, such as the H100 PCIe, are missing on purpose.
 _GPUS = {
     "t4": r"Tesla T4",
     "l4": r"NVIDIA L4",
@@ -38,7 +38,9 @@ _GPUS = {
     "a100-80gb": r"NVIDIA A100-SXM\d-80GB",
     "h100": r"NVIDIA H100 80GB HBM3",
     "h200": r"NVIDIA H200",
+    "h200-nvl": r"NVIDIA H200 NVL",
     "b200": r"NVIDIA B200",
+    "b300": r"NVIDIA B300.*",
 }
 #: Batch size, and tokens of a text, by model: the most telling first.
 SIZES = {

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from jax.experimental import topologies
 
+from lowmembp_jax.memory.calibration import Calibration, calibration
+
 _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
 _SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -25,7 +27,9 @@ _SOURCES = {
     "a100-80gb": "NVIDIA A100 datasheet, 2021",
     "h100": "NVIDIA H100 datasheet, 2023, SXM",
     "h200": "NVIDIA H200 datasheet, 2024, SXM",
+    "h200-nvl": "NVIDIA H200 datasheet, 2024, NVL",
     "b200": "NVIDIA HGX B200 datasheet, 2024, one of eight GPUs",
+    "b300": "XLA's description of an NVIDIA B300 (openxla/xla, target_config/specs/b300.txtpb)",
 }
 
 #: Names that `device=` takes; a path to a target description of your own is taken too.
@@ -37,6 +41,8 @@ DEVICES: tuple[str, ...] = tuple(_SOURCES)
 _INT8 = ("s8", "u8")
 _AMPERE = ("f16", "bf16", "f32", *_INT8)
 _HOPPER = (*_AMPERE, "f8e4m3fn", "f8e5m2")
+# What Blackwell Ultra kept of int8 is not known here: it counts as without matrix units.
+_BLACKWELL_ULTRA = ("f16", "bf16", "f32", "f8e4m3fn", "f8e5m2")
 _MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...], int]] = {
     (7, 0): (1024, ("f16",), 64),
     (7, 5): (1024, ("f16", *_INT8), 4),
@@ -45,10 +51,16 @@ _MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...], int]] = {
     (8, 9): (1024, _HOPPER, 4),
     (9, 0): (4096, _HOPPER, 256),
     (10, 0): (8192, _HOPPER, 128),
+    (10, 3): (8192, _BLACKWELL_ULTRA, 4),
     (12, 0): (1024, _HOPPER, 4),
 }
 # GHz behind the published matrix rates where the highest clock is above it.
-_MATRIX_CLOCK = {(9, 0): 1.83, (10, 0): 1.856}
+_MATRIX_CLOCK = {(9, 0): 1.83, (10, 0): 1.856, (10, 3): 1.8353}
+# Of a card with less power than others of its capability.
+_OWN_MATRIX_CLOCK = {"NVIDIA H200 NVL": 1.545}
+
+# At whose rate other types are multiplied.
+_RATED = {"c64": "f32 highest", "c128": "f64"}
 
 # JAX 0.11 lowers Pallas kernels for GPUs on a list of names: one there of each capability.
 _PALLAS_KINDS = {
@@ -57,6 +69,7 @@ _PALLAS_KINDS = {
     (8, 9): "NVIDIA L4",
     (9, 0): "NVIDIA H100",
     (10, 0): "NVIDIA B200",
+    (10, 3): "NVIDIA B300",
     (12, 0): "NVIDIA RTX PRO 6000",
 }
 
@@ -96,6 +109,7 @@ class Device:
         `vector_flops`.
       vector_flops: float32 FLOP/s of everything else, a fused multiply-add counted as two.
       source: where the numbers are published.
+      calibration: what part of them the GPU reaches.
     """
 
     name: str
@@ -106,6 +120,23 @@ class Device:
     matrix_flops: Mapping[str, float]
     vector_flops: float
     source: str
+    calibration: Calibration
+
+    def product_seconds(self, flops: float, dtype: str) -> float:
+        """Seconds that a matrix product is estimated to take, by FLOPs and dtype of the factors."""
+        return self.calibration.product_seconds(dtype, flops / self._rate(dtype))
+
+    def attention_seconds(self, flops: float, dtype: str, head_size: int) -> float:
+        """Seconds that flash attention is estimated to take."""
+        return self.calibration.attention_seconds(dtype, flops / self._rate(dtype), head_size)
+
+    def _rate(self, dtype: str) -> float:
+        return self.matrix_flops.get(_RATED.get(dtype, dtype), self.vector_flops)
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes/s of the memory that kernels are estimated to reach."""
+        return self.bandwidth * self.calibration.bandwidth
 
     @property
     def host_bandwidth(self) -> float:
@@ -208,7 +239,8 @@ def get_device(device: str | os.PathLike[str]) -> Device:
     if "GeForce" in description:
         per_clock //= 2
         relative |= dict.fromkeys(_INT8, 4.0)  # integers are accumulated at the full rate
-    matrix = cores * per_clock * min(clock, _MATRIX_CLOCK.get(capability, float("inf")) * 1e9)
+    most = _OWN_MATRIX_CLOCK.get(description, _MATRIX_CLOCK.get(capability, float("inf")))
+    matrix = cores * per_clock * min(clock, most * 1e9)
     rates = {dtype: matrix * relative.get(dtype, 1.0) for dtype in dtypes}
     return Device(
         name=str(device),
@@ -219,6 +251,7 @@ def get_device(device: str | os.PathLike[str]) -> Device:
         matrix_flops=rates | {"f64": float(cores * per_clock_f64 * clock)},
         vector_flops=2.0 * cores * int(field("fpus_per_core")) * clock,
         source=_SOURCES.get(str(device), f"target description {device}"),
+        calibration=calibration(str(device)),
     )
 
 

@@ -15,7 +15,7 @@ from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.totals import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
 
-_ESTIMATE = "Times are estimates by the roofline, not measured; memory is XLA's buffer assignment."
+_ESTIMATE = "Times are estimates by the roofline; memory is XLA's buffer assignment."
 
 
 def _table(title: str, *columns: str, left: Iterable[str] = ()) -> Table:
@@ -31,8 +31,9 @@ def _limit(plan: Plan) -> str:
     return f"{plan.device.times(plan.device_count)} ({capacity}), {format_bytes(plan.limit)} {what}"
 
 
-def _notes(*notes: str) -> Text:
-    return Text("\n".join((_ESTIMATE, *(f"Note: {note}." for note in notes))))
+def _notes(devices: Iterable[Device], *notes: str) -> Text:
+    rates = (f"Rates of {device.name}: {device.calibration}." for device in devices)
+    return Text("\n".join((_ESTIMATE, *rates, *(f"Note: {note}." for note in notes))))
 
 
 def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableType:
@@ -70,7 +71,7 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
         phases.add_row(name, *_work(part))
     phases.add_section()
     phases.add_row("step", *_work(cost))
-    return Group(parts, live, phases, _notes(*plan.notes, *cost.notes))
+    return Group(parts, live, phases, _notes([plan.device], *plan.notes, *cost.notes))
 
 
 def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
@@ -133,7 +134,7 @@ def comparison_report(
         outcome = str(fastest_of(comparison))
     except NothingFitsError as error:
         outcome = str(error)
-    return Group(table, _notes(*comparison.notes, *notes), Text(f"\n{outcome}"))
+    return Group(table, _notes([first.device], *comparison.notes, *notes), Text(f"\n{outcome}"))
 
 
 def difference_report(before: Plan, after: Plan, title: str, largest: int = 15) -> RenderableType:
@@ -186,14 +187,15 @@ def sweep_report(
         )
     notes = dict.fromkeys(note for one in found for note in (*one.plan.notes, *one.plan.cost.notes))
     notes.update(dict.fromkeys(refused.values()))
-    return Group(table, _notes(*notes), Text(f"\n{outcome}"))
+    notes["`lowmembp devices` says where the rates of each GPU come from"] = None
+    return Group(table, _notes((), *notes), Text(f"\n{outcome}"))
 
 
 def devices_report(devices: Iterable[Device]) -> RenderableType:
-    """One row a GPU: memory, bandwidth and matrix rates."""
+    """One row a GPU: memory, bandwidth, matrix rates, and who measured products."""
     table = _table(
         "GPUs to plan for", "name", "GPU", "memory", "usable at 0.75", "bandwidth",
-        "bf16 or f16", "tf32", left=("GPU",),
+        "bf16 or f16", "tf32", "products measured by", left=("GPU", "products measured by"),
     )  # fmt: skip
     for device in devices:
         rates = device.matrix_flops
@@ -206,5 +208,6 @@ def devices_report(devices: Iterable[Device]) -> RenderableType:
             f"{device.bandwidth / 1e9:,.0f} GB/s",
             f"{half / 1e12:,.0f} TFLOP/s",
             f"{rates['f32'] / 1e12:,.0f} TFLOP/s" if "f32" in rates else "",
+            device.calibration.products_source,
         )
     return table

@@ -100,6 +100,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return {
             "device": self.device.name,
+            "calibration": str(self.device.calibration),
             "memory_bytes": self.device.memory_bytes,
             "usable": self.usable,
             "budget": self.budget,

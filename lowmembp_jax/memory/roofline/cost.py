@@ -1,13 +1,16 @@
 """What a compiled program moves and computes, kernel by kernel, and a roofline estimate of time.
 
 Counted from the program's own instructions, with no GPU: `hlo_traffic` says what is assumed of the
-bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes at
-the device's full bandwidth or its FLOPs at the full matrix rate, whichever is longer (the roofline
-model, Williams et al. 2009), and one runs after another, also where XLA lets a collective overlap.
-Real kernels reach a part of either rate, so this compares programs better than it times them.
+bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes or
+its FLOPs, whichever is longer (the roofline model, Williams et al. 2009), at the rates that
+`calibration.py` has measurements of. One kernel runs after another. A transfer between devices, or
+to the host's memory, that XLA starts early waits for its link beside the kernels up to its end, and
+takes the time of its bytes in the device's own memory from them. Transfers of one kind run one
+after another.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 
 import jax
@@ -24,14 +27,51 @@ from lowmembp_jax.memory.roofline.traffic import bytes_moved, result_shapes
 #: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
 LAUNCH_SECONDS = 2e-6
 
-# At whose rate other types are multiplied.
-_RATED = {"c64": "f32 highest", "c128": "f64"}
-
 # Instructions that launch nothing.
 _FREE = {
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-tuple-element",
     "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 }  # fmt: skip
+
+
+class _Transfers:
+    """Transfers that run beside the kernels of one computation, which are collected here."""
+
+    def __init__(self, bandwidth: float):
+        self.kernels: list[Kernel] = []
+        self._bandwidth = bandwidth  # of the device's own memory
+        self._now = 0.0
+        self._free: dict[str, float] = defaultdict(float)  # when the last of a kind ends
+        self._running: dict[str, list[tuple[int, float]]] = {}  # places in `kernels`, and ends
+
+    def run(self, *kernels: Kernel) -> None:
+        """One after another."""
+        self.kernels += kernels
+        self._now += Cost(kernels).estimated_seconds
+
+    def start(self, name: str, *kernels: Kernel) -> None:
+        """Transfers that `end` waits for."""
+        self._running[name] = []
+        for kernel in kernels:
+            own = kernel.bytes_moved / self._bandwidth + LAUNCH_SECONDS
+            beside = max(kernel.estimated_seconds - own, 0.0)
+            self.run(dataclasses.replace(kernel, estimated_seconds=own))
+            end = max(self._now, self._free[kernel.kind]) + beside
+            self._free[kernel.kind] = end
+            self._running[name].append((len(self.kernels) - 1, end))
+
+    def end(self, name: str) -> None:
+        """Waits for what was started under this name, if anything was."""
+        for place, end in self._running.pop(name, ()):
+            kernel, wait = self.kernels[place], max(end - self._now, 0.0)
+            seconds = kernel.estimated_seconds + wait
+            self.kernels[place] = dataclasses.replace(kernel, estimated_seconds=seconds)
+            self._now += wait
+
+    def end_all(self) -> None:
+        """Waits for what this computation does not wait for itself."""
+        for name in tuple(self._running):
+            self.end(name)
 
 
 class _Counter:
@@ -44,22 +84,35 @@ class _Counter:
         self.notes: dict[str, None] = {}  # ordered, once each
         self.uncounted: dict[str, None] = {}  # whose arithmetic is
 
-    def kernels(self, computation: Computation) -> Iterator[Kernel]:
+    def kernels(self, computation: Computation) -> list[Kernel]:
+        transfers = _Transfers(self.device.reached_bandwidth)
         for instruction in computation.instructions.values():
-            opcode = instruction.opcode
-            if opcode in _FREE or opcode.endswith("-done") or _allocates(instruction):
+            if instruction.opcode in _FREE or _allocates(instruction):
                 continue
-            if opcode == "while":
-                yield from self._loop(instruction)
-            elif opcode == "conditional":
-                branches = [tuple(self.kernels(self._called(name))) for name in instruction.calls]
-                yield from max(branches, key=lambda branch: Cost(branch).estimated_seconds)
-                self.notes["of each conditional, the branch that takes longest is counted"] = None
-            elif opcode in ("call", "async-start"):
-                for name in instruction.calls:
-                    yield from self.kernels(self._called(name))
+            if instruction.opcode.endswith("-done"):
+                transfers.end(instruction.operands[0])
+                continue
+            kernels = tuple(self._kernels(computation, instruction))
+            starts = instruction.opcode.endswith("-start")
+            if starts and all(kernel.link_bytes or kernel.host_bytes for kernel in kernels):
+                transfers.start(instruction.name, *kernels)
             else:
-                yield self._kernel(computation, instruction)
+                transfers.run(*kernels)
+        transfers.end_all()
+        return transfers.kernels
+
+    def _kernels(self, computation: Computation, instruction: Instruction) -> Iterator[Kernel]:
+        if instruction.opcode == "while":
+            yield from self._loop(instruction)
+        elif instruction.opcode == "conditional":
+            branches = [self.kernels(self._called(name)) for name in instruction.calls]
+            yield from max(branches, key=lambda branch: Cost(tuple(branch)).estimated_seconds)
+            self.notes["of each conditional, the branch that takes longest is counted"] = None
+        elif instruction.opcode in ("call", "async-start"):
+            for name in instruction.calls:
+                yield from self.kernels(self._called(name))
+        else:
+            yield self._kernel(computation, instruction)
 
     def _called(self, name: str) -> Computation:
         return self.program.computations[name]
@@ -89,13 +142,19 @@ class _Counter:
         else:
             read -= min(read, on_host)
         matrix_flops, dtype = flops(self.program, computation, instruction)
-        rate = self.device.matrix_flops.get(_RATED.get(dtype, dtype), self.device.vector_flops)
-        seconds = max((read + written) / self.device.bandwidth, matrix_flops / rate)
+        kind = "copy" if on_host else _kind(instruction, matrix_flops)
+        seconds = (read + written) / self.device.reached_bandwidth
+        if kind == "attention":
+            head_size = operands[0][0].dims[-1]
+            products = self.device.attention_seconds(matrix_flops, dtype, head_size)
+        else:
+            products = self.device.product_seconds(matrix_flops, dtype)
+        seconds = max(seconds, products)
         if on_host:
             seconds = max(seconds, on_host / self.device.host_bandwidth)
             self.notes[
                 f"arrays go to the host's memory and back, by PCIe at "
-                f"{self.device.host_bandwidth / 1e9:.0f} GB/s; XLA overlaps some of that time"
+                f"{self.device.host_bandwidth / 1e9:.0f} GB/s"
             ] = None
         if sent and self.link_bandwidth:
             seconds = max(seconds, sent / self.link_bandwidth)
@@ -109,7 +168,7 @@ class _Counter:
             opcode=instruction.opcode,
             op_name=self.program.op_name(instruction),
             source=instruction.source,
-            kind="copy" if on_host else _kind(instruction, matrix_flops),
+            kind=kind,
             bytes_read=read,
             bytes_written=written,
             link_bytes=sent,

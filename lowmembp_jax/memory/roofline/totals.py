@@ -47,7 +47,8 @@ class Kernel:
       flops: on the matrix units; 0 for custom calls whose insides the program does not show.
       dtype: the type of the factors, "bf16", "f32" (TF32), "f32 highest", ..., or "".
       count: how often it runs: loops are multiplied out.
-      estimated_seconds: by the roofline, launch included.
+      estimated_seconds: by the roofline, launch included; of a transfer that runs beside other
+        kernels, what the step waits for it.
       host_bytes: moved to or from the host's memory.
     """
 
@@ -134,7 +135,7 @@ class Cost:
 
     @property
     def estimated_seconds(self) -> float:
-        """An estimate, by the roofline: rather too short."""
+        """An estimate, by the roofline."""
         return float(self._total("estimated_seconds"))
 
     def by(self, key: Literal["kind", "phase", "module", "source", "dtype"]) -> dict[str, "Cost"]:
