@@ -6,7 +6,7 @@
 XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for each GPU; you need
 none. A cell is a model, what is trained, how its layers run, a method and a GPU. A finished cell is
 a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs of the compiled
-kernels, and a roofline estimate of the time. Start it again to go on with what is missing; what
+kernels, and an estimate of the time. `datasheet_seconds` are older estimates, by datasheet rates. Start it again to go on with what is missing; what
 failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours. The most telling come
 first. Several processes with other models may write to one file.
 
@@ -198,7 +198,10 @@ def run(todo: Iterable[Cell], output: Path, columns: Columns) -> int:
     bar = tqdm(work, unit="cell", mininterval=0.5)
     for _, cell, lacking in bar:
         bar.set_postfix_str(f"{cell.name} on {cell.device}")
+        found: dict[str, Any] = {}
         for name in lacking:
+            if name in found:  # one compilation finds several columns
+                continue
             try:
                 found = columns[name](cell)
             except Exception as error:  # The error is a result, and the other cells go on.
@@ -224,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
-    columns: Columns = {"status": planned}
+    columns: Columns = {"status": planned, "estimated_seconds": planned}
     if config.largest_batch:
         columns["largest_batch"] = largest_batch
     try:

@@ -63,11 +63,12 @@ def _peak(row: dict[str, Any]) -> str:
 
 
 def _time(row: dict[str, Any]) -> str:
-    return f"{1e3 * row['estimated_seconds']:.1f}"
+    seconds = row.get("estimated_seconds")
+    return "" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def _both(row: dict[str, Any]) -> str:
-    return f"{_peak(row)}, {_time(row)}"
+    return ", ".join(filter(None, (_peak(row), _time(row))))
 
 
 def _largest_batch(row: dict[str, Any]) -> str:

@@ -94,15 +94,15 @@ def model_picture(model: str) -> Picture:
                 round(row["peak"] / GIB, 3),
             )
             for method, row in done[model, train].items()
-            if method in COMPARE_LABELS
+            if method in COMPARE_LABELS and "estimated_seconds" in row
         }
     time = "a training step, estimated for an H200 [ms]"
     return Picture(panels, time, "peak of all memory [GiB]")
 
 
 def pictures() -> dict[Path, Picture]:
-    """Returns all pictures by their file."""
-    models = dict.fromkeys(model for model, _ in compared())
+    """Returns all pictures by their file: of models whose times are estimated, and the blocks'."""
+    models = [m for m in COMPARED if all(len(p) > 5 for p in model_picture(m).panels.values())]
     folder = ROOT / "docs" / "compare"
     return {BLOCK: block_picture()} | {folder / f"{m}.svg": model_picture(m) for m in models}
 
