@@ -7,8 +7,9 @@ XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for ea
 none. A cell is a model, what is trained, how its layers run, a method and a GPU. A finished cell is
 a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs of the compiled
 kernels, and an estimate of the time. `datasheet_seconds` are older estimates, by datasheet rates.
-Start it again to go on with what is missing; what failed comes last. A cell takes 5 to 60 seconds, all of them some 5 hours. The most telling come
-first. Several processes with other models may write to one file.
+Start it again to go on with what is missing; what failed comes last. A cell takes 5 to 60 seconds,
+all of them some 5 hours. The most telling come first. Several processes with other models may
+write to one file.
 
 --largest-batch also finds the largest batch in 24 and in 80 GB, with up to 16 compilations each.
 Delete lines of the file to have them again. The operators as in the paper (2 bits by the published
