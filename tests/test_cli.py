@@ -127,7 +127,7 @@ def test_one_method_in_detail(run, tmp_path):
         status, _, err = run(*plan, "--timeline", picture, *more)
         assert status == 2 and "--timeline takes --method and one --device" in err
     status, _, err = run(*plan, "--method", "default", "--timeline", "a.txt")
-    assert status == 2 and "--timeline must end in .png, .svg, .pdf, got a.txt" in err
+    assert status == 2 and "--timeline must end in one of .png, .svg, .pdf, got a.txt" in err
     for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
         assert text in out
 
@@ -265,11 +265,11 @@ def test_fit(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--function", "jax.nn.mash"], "--function jax.nn.mash is none that can be imported"),
-        (["--function", "mish"], "--function mish is none that can be imported"),
+        (["--function", "jax.nn.mash"], "--function: jax.nn.mash cannot be imported"),
+        (["--function", "mish"], "--function: mish cannot be imported"),
         (["--function", "nowhere.py:f"], "there is no file nowhere.py"),
-        (["--function", "jax.nn.softmax_"], "is none that can be imported"),
-        (["--function", "jax.numpy.concatenate"], "no differentiable function of one number"),
+        (["--function", "jax.nn.softmax_"], "cannot be imported"),
+        (["--function", "jax.numpy.concatenate"], "not a differentiable function of one number"),
         (["--function", "jax.nn.mish", "--weight", "wide"], "could not convert string"),
         (["--function", "jax.nn.mish", "--weight", "x.npy"], "No such file"),
         (["--function", "jax.nn.mish", "--weight", "1e300"], "weight must be 1e-06 to"),
@@ -332,15 +332,15 @@ def test_options_of_the_examples_are_checked(run, option):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "vit-b17"], "model='vit-b17' is not known: accepted are vit-ti16, vit-b16"),
+        (["--model", "vit-b17"], "--model: expected one of vit-ti16, vit-b16"),
         (["--model", "nowhere.py:step"], "there is no file nowhere.py"),
         (["--model", f"{FILE}:gelu"], "has no function 'gelu'; it has mlp, loss_only, jitted"),
         (["--model", f"{FILE}:nothing"], "nothing must return a lm.memory.Workload or a pair"),
         (["--model", f"{FILE}:mlp", "--batch", "0"], "--batch must be at least 1, got 0"),
         (["--model", f"{FILE}:mlp", "--method", "dots"], "it can have only default and lowmembp"),
-        (["--model", f"{FILE}:mlp", "--method", "magic"], "method='magic'"),
+        (["--model", f"{FILE}:mlp", "--method", "magic"], "got 'magic'"),
         (["--model", f"{FILE}:mlp", "--train", "full"], "takes no argument train; it takes batch"),
-        (["--model", f"{FILE}:mlp", "--options", "width"], "--options takes name=value"),
+        (["--model", f"{FILE}:mlp", "--options", "width"], "--options: expected name=value"),
         (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
         (
             ["--model", f"{FILE}:mlp", "--link-bandwidth", "50"],
@@ -355,7 +355,7 @@ def test_options_of_the_examples_are_checked(run, option):
         (["--model", f"{FILE}:mlp", "--budget", "24"], "with one of B, KB, KiB, MB, MiB, GB, GiB"),
         (["--model", f"{FILE}:fixed", "--largest-batch"], "--batch is needed"),
         (["--model", f"{FILE}:mlp", "--devices", "3"], "multiple of --devices 3, which share it"),
-        (["--model", f"{FILE.parent}/no_python.txt:f"], "is no Python file"),
+        (["--model", f"{FILE.parent}/no_python.txt:f"], "is not a Python file"),
         (["--model", f"{FILE}:keywords"], "keywords.<locals>.step(params, *, x)"),
         (["--model", f"{FILE}:mlp", "--plot", "/nowhere/plan.png"], "no folder /nowhere"),
         (["--model", f"{FILE}:mlp", "--plot", "plan.doc"], "--plot must end in"),
