@@ -39,7 +39,7 @@ class Factory:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that it knows. `lm.patch` works on any model, other methods need its help."""
+        """Its methods. `lm.patch` works on any model; others need the argument `method`."""
         return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
 
     @property

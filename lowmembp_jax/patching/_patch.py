@@ -51,8 +51,8 @@ def patch(
 
     Operators whose swap would not save memory are left alone. The report gives the reason. An
     activation whose output is multiplied by another Dense's, as in a SwiGLU, is recomputed exactly
-    from its input; the kernels of its module tell. The report also names custom norms and
-    activations: classes with such a name, and functions that a linen module holds.
+    from its input. `lm.patch` recognizes it by the kernels of its module. The report also names
+    custom norms and activations: classes with such a name, and functions that a linen module holds.
 
     With `compress="encoder/layer/*"`, `lm.compress_module` wraps the linen modules at these paths
     instead. Their values do not change, and gelu, silu and norms are not swapped. Name the blocks
@@ -71,11 +71,11 @@ def patch(
     Args:
       function: the function that `@lm.patch` decorates. It must not be a generator or a coroutine,
         because these run later.
-      activations: True swaps gelu and silu, "gelu" or "silu" only one. None means True unless
-        `compress` is given.
+      activations: True swaps gelu and silu; the name "gelu" or "silu" swaps only that one. None
+        means True unless `compress` is given.
       bits: bits that a swapped activation saves for each element, 2 or 4.
-      norms: True swaps "layer_norm" and "rms_norm", one of these names only one. None means True
-        unless `compress` is given.
+      norms: True swaps both norms; the name "layer_norm" or "rms_norm" swaps only that one. None
+        means True unless `compress` is given.
       norm_dtype: output dtype of the swapped norms; None leaves the model's choice. Many models
         have norms with a float32 output in front of bfloat16 Denses. The Denses save a bfloat16
         copy, which the norm shares only with `norm_dtype=jnp.bfloat16`.

@@ -1,8 +1,8 @@
 """Recognizes LayerNorms and RMSNorms under other names by what they compute.
 
 A linen module is a candidate if its parameters are one or two vectors and it holds no other module.
-It is called on large and small random numbers. It is a norm if its results are those that a norm
-over the last axis computes.
+It is called on large and small random numbers, and is a norm if its results agree with a norm over
+the last axis.
 """
 
 import functools
