@@ -55,9 +55,9 @@ def patch(
     custom norms and activations: classes with such a name, and functions that a linen module holds.
 
     With `compress="encoder/layer/*"`, `lm.compress_module` wraps the linen modules at these paths
-    instead. Their values do not change, and gelu, silu and norms are not swapped. Name the blocks
-    of the model, with one pattern for each kind. For an NNX model you need no patch:
-    `Block.__call__ = lm.nnx.compress(Block.__call__)`.
+    instead. Their values do not change. Then gelu, silu and norms are swapped only if `activations`
+    or `norms` asks for it. Name the blocks of the model, with one pattern for each kind. An NNX
+    model needs no patch: `Block.__call__ = lm.nnx.compress(Block.__call__)`.
 
     Only calls that are traced inside the context, in the same thread, are patched. JAX traces a
     jitted function again if it was traced outside and is called inside, or the reverse. So decorate

@@ -77,8 +77,8 @@ def roles(jaxpr: Any) -> list[Role | None]:
     """Finds the role of each input of a training step, or None if the program does not show it.
 
     - "trained": the input reaches the loss, and the step returns it in the same shape, changed by
-      the backward. Inputs whose gradient is returned, or that are made again from master weights,
-      are trained, too.
+      the backward. Inputs of the loss whose gradient is returned, or that are made again from
+      master weights, are trained, too.
     - "frozen": the input is floating, reaches the loss and is returned unchanged.
     - "optimizer_state": the step returns the input in the same shape, changed by the backward, and
       the input does not reach the loss.

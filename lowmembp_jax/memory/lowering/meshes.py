@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lowmembp_jax.memory.devices import COUNTS, is_count, topology
 from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
 
-#: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. They form
-#: the mesh of the arguments or the step, or else one axis "data".
+#: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. These
+#: GPUs form the mesh of the arguments or the step, or else one axis "data".
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh | int
 
 _ONE_GPU = ("devices",)
