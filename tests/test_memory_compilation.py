@@ -116,20 +116,18 @@ def test_arguments_bring_their_mesh():
 
 
 def test_meshes_that_do_not_exist():
-    message = (
-        r"mesh={'data': 4, 'model': 3} has 12 devices: .* 1 to 8, or whole hosts of 8 up to 512"
-    )
+    message = r"mesh: .* 1 to 8, or whole hosts of 8 up to 512 .*{'data': 4, 'model': 3} with 12"
     with pytest.raises(ValueError, match=message):
         lm.memory.compile_for(loss, X, mesh={"data": 4, "model": 3})
 
 
 @pytest.mark.gpu_compiler
 def test_axes_that_the_mesh_lacks():
-    with pytest.raises(ValueError, match=r"args\[0\] has .*'model'.*accepted .* axes 'data'"):
+    with pytest.raises(ValueError, match=r"args\[0\] has .*'model'.*expected .* axes 'data'"):
         lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=P("model"))
-    with pytest.raises(ValueError, match=r"in_shardings=\(.*\) is no pytree prefix of the 1 arg"):
+    with pytest.raises(ValueError, match=r"in_shardings: expected a pytree prefix of the 1 arg"):
         lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=(P(), P()))
-    with pytest.raises(ValueError, match=r"out_shardings has .*'model'.*accepted .* axes 'data'"):
+    with pytest.raises(ValueError, match=r"out_shardings has .*'model'.*expected .* axes 'data'"):
         lm.memory.compile_for(loss, X, mesh={"data": 2}, out_shardings=P("model"))
 
 

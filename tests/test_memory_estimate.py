@@ -49,7 +49,7 @@ def test_by_hand_and_as_in_the_plan():
     assert (plan.optimizer_state, plan.batch) == (found.optimizer_state.bytes, found.batch.bytes)
     assert found.arguments < plan.peak
     assert "2,048 elements in 1 array\n" in str(found)
-    assert str(found).endswith("outputs are not in it: only compiling tells them")
+    assert str(found).endswith("outputs are not counted: only a compiled plan has them")
     assert json.loads(json.dumps(found.to_dict()))["parts"]["batch"]["bytes"] == found.batch.bytes
 
 

@@ -110,10 +110,10 @@ def two_meshes(p, x):
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (step, {"in_shardings": (P(), P("dp"))}, r"args\[1\] has .*'dp'.*no mesh was given: give"),
-        (constrained, {"mesh": 4}, r"4 GPUs are asked for.* the mesh {'dp': 8}: accepted are 8"),
-        (constrained, {"mesh": {"x": 8}}, r"mesh={'x': 8} and the step names .*{'dp': 8}: give no"),
-        (two_meshes, {}, r"names the meshes {'dp': 8}, {'other': 8}: accepted is one"),
+        (step, {"in_shardings": (P(), P("dp"))}, r"args\[1\] has .*'dp'.*no mesh was given: pass"),
+        (constrained, {"mesh": 4}, r"mesh: .* the mesh {'dp': 8}: expected 8 GPUs, got 4"),
+        (constrained, {"mesh": {"x": 8}}, r"mesh: the step names .*{'dp': 8}: .* got {'x': 8}"),
+        (two_meshes, {}, r"expected one mesh, got the meshes {'dp': 8}, {'other': 8}"),
     ],
 )
 def test_meshes_that_do_not_go_together(step, options, message):
@@ -122,14 +122,14 @@ def test_meshes_that_do_not_go_together(step, options, message):
 
 
 def test_what_is_no_mesh():
-    with pytest.raises(TypeError, match="mesh='8': accepted are axis sizes by name"):
+    with pytest.raises(TypeError, match=r"mesh: expected axis sizes by name.* got '8'"):
         lm.memory.plan(step, W, X, mesh="8")
 
 
 def test_explicit_axes():
     mesh = cpu_mesh(axis_types=(AxisType.Explicit,))
     with pytest.raises(
-        ValueError, match=r"{'dp': 8}, whose axes are explicit: give it to the plan"
+        ValueError, match=r"{'dp': 8}, whose axes are explicit: pass it to the plan"
     ):
         lm.memory.plan(jitted_over(mesh), W, X)
 

@@ -268,7 +268,7 @@ def test_what_is_offloaded_is_in_the_hosts_memory():
     assert kept.most_intermediates - offloaded.most_intermediates >= 0.9 * stack
     assert (offloaded.cost.host_bytes, kept.cost.host_bytes) == (2 * stack, 0)
     assert offloaded.cost.estimated_seconds > 2 * stack / offloaded.device.host_bandwidth
-    assert "of the host's memory" in str(offloaded) and "of the host's memory" not in str(kept)
+    assert "in the host's memory" in str(offloaded) and "in the host's memory" not in str(kept)
     assert offloaded.notes == ()  # the sums agree: memory_analysis() has the host's apart too
     (note,) = offloaded.cost.notes
     assert note.startswith("arrays go to the host's memory and back, by PCIe at 64 GB/s")

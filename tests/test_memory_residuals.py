@@ -193,8 +193,8 @@ def test_shard_map_counts_all_devices():
             TypeError,
             r"floating array, got int32\[3\]",
         ),
-        (lambda x: x, (jnp.ones(3),), 1, ValueError, "argnums=1 .* the 1 arguments"),
-        (lambda x: x, (jnp.ones(3),), "x", ValueError, "argnums='x'"),
+        (lambda x: x, (jnp.ones(3),), 1, ValueError, "argnums: .* the 1 arguments, got 1"),
+        (lambda x: x, (jnp.ones(3),), "x", ValueError, "argnums: .* got 'x'"),
     ],
 )
 def test_errors_name_the_argument(fn, args, argnums, error, message):

@@ -174,14 +174,19 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "named"),
     [
-        ((True,), TypeError, ["True is not accepted", "settings by name"]),
-        ({"activations": "relu"}, TypeError, ["activations='relu'", "True and False", "'silu'"]),
-        ({"norms": 1}, TypeError, ["norms=1", "True and False"]),
+        ((True,), TypeError, ["function: ", "got True", "settings by name"]),
+        ({"activations": "relu"}, TypeError, ["activations: ", "'silu'", "got 'relu'"]),
+        ({"norms": 1}, TypeError, ["norms: ", "True, False", "got 1"]),
         ({"activations": False, "norms": False}, ValueError, ["activations=False", "norms=False"]),
-        ({"norm_dtype": "bf16"}, TypeError, ["norm_dtype='bf16'", "None and floating"]),
-        ({"norm_dtype": jnp.int8}, TypeError, ["norm_dtype=", "int8", "None and floating"]),
-        ({"include": 3}, TypeError, ["include=3", "paths of modules"]),
-        ({"norm_residual": "input"}, ValueError, ["norm_residual='input'", "'normalized'"]),
+        ({"norm_dtype": "bf16"}, TypeError, ["norm_dtype: ", "None or a floating", "got 'bf16'"]),
+        ({"norm_dtype": jnp.int8}, TypeError, ["norm_dtype: ", "None or a floating", "int8"]),
+        ({"include": 3}, TypeError, ["include: ", "paths of modules", "got 3"]),
+        (
+            {"norm_residual": "input"},
+            ValueError,
+            ["norm_residual: ", "'normalized'", "got 'input'"],
+        ),
+        ({"bits": 3}, ValueError, ["bits: ", "2 or 4", "got 3"]),
     ],
 )
 def test_bad_arguments_are_named(arguments, error, named):

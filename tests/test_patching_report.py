@@ -68,11 +68,11 @@ def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
     assert report.skipped == {
         "layer_norm": {
             "distributed": f"axis_name='devices' {only} None{why}",
-            "own": f"{__name__}.Own has a __call__ of its own",
+            "own": f"{__name__}.Own has its own __call__",
         },
         "rms_norm": {
             "narrow": f"force_float32_reductions=False {only} True{why}",
-            "foreign": f"{__name__}.ForeignRMSNorm has a __call__ of its own",
+            "foreign": f"{__name__}.ForeignRMSNorm has its own __call__",
         },
         "gelu": {"": "weakly typed input, as Python numbers are"},
         "silu": {"": "complex64 input"},
@@ -153,8 +153,7 @@ def test_nnx_norms_are_swapped_and_reported_by_attribute():
         "layer_norm": ["blocks/0/norm", "blocks/1/norm"],
         "rms_norm": ["norm"],
     }
-    own = f"{__name__}.OwnRMSNorm has a __call__ of its own; in NNX, write lm.nnx.MSRMSNorm in "
-    own += "its place"
+    own = f"{__name__}.OwnRMSNorm has its own __call__; in NNX, write lm.nnx.MSRMSNorm instead"
     assert report.skipped == {"rms_norm": {"own": own}}
     with lm.patch(include="blocks/1") as report:
         fn(model, X)
@@ -184,8 +183,8 @@ def test_activations_of_their_own_are_named():
 
     with lm.patch() as report:
         Layer(partial(quick_gelu)).init_with_output(jax.random.key(0), X)
-    assert report.skipped["quick_gelu"] == {"": f"{__name__}.quick_gelu is a function of its own"}
-    assert "is a class of its own" in report.skipped["OwnGELU"]["own"]
+    assert report.skipped["quick_gelu"] == {"": f"{__name__}.quick_gelu is a custom function"}
+    assert "is a custom class" in report.skipped["OwnGELU"]["own"]
 
 
 def test_report_has_the_bytes():
@@ -198,7 +197,7 @@ def test_report_has_the_bytes():
     )  # three activations of twice the width, four norms
     assert memory.after < memory.recomputed < memory.before
     assert memory.outputs == 3 * 2 * x
-    assert "kept by what was swapped" in str(memory)
+    assert "residuals of the swapped operators" in str(memory)
 
 
 class StateSpace(nn.Module):
@@ -245,7 +244,7 @@ def test_outputs_that_others_read_are_not_promised():
     assert report.swapped.keys() == {"silu"} and memory.after < memory.recomputed / 8
     assert patched > 0.97 * plain, (plain, patched)
     assert memory.after + memory.outputs >= memory.recomputed
-    assert "are saved besides, where a product, a convolution or a trained Dense" in str(memory)
+    assert "now also save up to" in str(memory) and "or a trained Dense reads them" in str(memory)
 
 
 class Whole(nnx.Module):

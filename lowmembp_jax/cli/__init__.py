@@ -1,5 +1,5 @@
-"""The `lowmembp` command: what a training step takes of a GPU, on a machine that has none; and
-step tables for activations.
+"""Plan the GPU memory of a training step on a machine without a GPU, and fit step tables for
+activations.
 
 lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
 
@@ -17,7 +17,7 @@ lowmembp devices
 
 lowmembp fit --function jax.nn.mish --bits 4 --plot fit.png
 
-Exit statuses: 0 done, and it fits; 1 the model's own code failed; 2 an argument does not work;
+Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an argument is wrong;
 3 no method fits; 4 a package is missing; 130 interrupted.
 """
 
@@ -41,7 +41,7 @@ _NEEDED = ("matplotlib", "rich", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status. Ctrl-C ends the process."""
+    """Runs the command and returns its exit status. Ctrl-C ends the process."""
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         return _fail(
             f"lowmembp needs {', '.join(missing)}: pip install 'lowmembp_jax[planner]'",
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
-        # A GPU that is there is left alone, and none is needed.
+        # The command needs no GPU, and does not occupy one.
         import jax
 
         jax.config.update("jax_platforms", "cpu")
         return command.run()
     except SystemExit as error:
-        return _fail(f"the model's own code ended the program, with {error.code!r}", _MODEL_FAILED)
+        return _fail(f"the model's own code ended the program with {error.code!r}", _MODEL_FAILED)
     except GivenError as error:
         return _fail(str(error), _USAGE)
     except ImportError as error:
@@ -84,7 +84,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _interrupted() -> NoReturn:
-    """Ends the process: Python would wait for XLA, which compiles on, and leaves its dumps."""
+    """Deletes XLA's dumps and ends the process. Python would wait until XLA has compiled."""
     _fail("interrupted", _INTERRUPTED)
     for folder in Path(tempfile.gettempdir()).glob(f"lowmembp_jax-{os.getpid()}-*"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`python -m lowmembp_jax.cli`, which is the `lowmembp` command."""
+"""Runs the `lowmembp` command as `python -m lowmembp_jax.cli`."""
 
 import sys
 

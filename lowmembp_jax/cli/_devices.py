@@ -1,4 +1,4 @@
-"""`lowmembp devices`: the GPUs that can be planned for."""
+"""`lowmembp devices`: lists the GPUs that the planner knows."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from lowmembp_jax.cli._output import print_report
 
 @dataclasses.dataclass(frozen=True)
 class DevicesCommand:
-    """List the GPUs that can be planned for."""
+    """List the GPUs that the planner knows."""
 
     def run(self) -> int:
         """Returns the exit status."""

@@ -1,4 +1,4 @@
-"""`lowmembp diff`: what grew between two plans."""
+"""`lowmembp diff`: shows what grew between two plans."""
 
 import dataclasses
 from pathlib import Path
@@ -13,11 +13,11 @@ class DiffCommand:
     """Show what grew and what shrank between two plans, by part and by module."""
 
     before: tyro.conf.Positional[Path]
-    """A file of `lowmembp plan --json`."""
+    """A file that `lowmembp plan --json` wrote."""
     after: tyro.conf.Positional[Path]
-    """Another."""
+    """A second file."""
     method: str | None = None
-    """Of files with several methods, the one to compare."""
+    """The method to compare, if the files have several."""
 
     def run(self) -> int:
         """Returns the exit status."""

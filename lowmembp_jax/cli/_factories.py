@@ -1,4 +1,4 @@
-"""Where `--model` finds the functions that make workloads."""
+"""Finds the function that `--model` names, which makes workloads."""
 
 import contextlib
 import dataclasses
@@ -24,12 +24,13 @@ from lowmembp_jax.patching._patch import patch
 
 @dataclass(frozen=True)
 class Factory:
-    """A function that makes workloads, with the arguments it takes.
+    """A function that makes workloads.
 
     Attributes:
-      function: takes options by name, `method` and `batch` perhaps among them.
-      name: for messages.
-      is_example: its ValueErrors are about the options; those of others' code are shown whole.
+      function: takes options by name, which may include `method` and `batch`.
+      name: its name in messages.
+      is_example: whether the examples define it. Then its ValueErrors are about the options and are
+        shown as one line. Errors from other code are shown in full.
     """
 
     function: Callable[..., Any]
@@ -38,14 +39,14 @@ class Factory:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What it can be asked for. Any model can be patched; to recompute, it must help."""
+        """Its methods. `lm.patch` works on any model; others need the argument `method`."""
         return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
 
     @property
     def without_compress(self) -> str | None:
-        """Why there is no method "compress", and how to get it; None where there may be one.
+        """Says why there is no method "compress" and how to add it; None if the function decides.
 
-        Which modules are the model's blocks cannot be told from outside.
+        The planner cannot tell which modules are the model's blocks.
         """
         if self.takes("method"):
             return None
@@ -53,13 +54,13 @@ class Factory:
         return (
             f"there is no row of lm.compress, because {name} takes no argument `method`. Add one, "
             f"set {name}.methods = ('default', 'compress'), and for 'compress' return "
-            "lm.patch(compress='layers_*')(step) in place of step, with the paths of your linen "
+            "lm.patch(compress='layers_*')(step) instead of step, with the paths of your linen "
             "blocks. For NNX, use lm.nnx.compress"
         )
 
     @property
     def default_batch(self) -> int | None:
-        """The batch size where none is given, if it says so."""
+        """The default of the argument `batch`, if it is a number."""
         batch = self._names().get("batch")
         return batch.default if batch and isinstance(batch.default, int) else None
 
@@ -71,19 +72,19 @@ class Factory:
         return inspect.signature(self.function).parameters
 
     def __call__(self, method: str, batch: int | None, **options: Any) -> Workload:
-        """The workload of a method and a batch size.
+        """Makes the workload of a method and a batch size.
 
         Raises:
-          WorkloadError: the function does not take an option, or not this method.
+          WorkloadError: the function does not take one of the options, or this method.
         """
         names = self._names()
         if method not in {*METHODS, *self.methods}:
             accepted = self.methods if self.takes("method") else METHODS
-            raise WorkloadError(f"method={method!r}: accepted are {', '.join(accepted)}")
+            raise WorkloadError(f"method: expected one of {', '.join(accepted)}, got {method!r}")
         if not self.takes("method") and method not in self.methods:
             raise WorkloadError(
-                f"method={method!r}: {self.name} takes no argument `method`, so that it can have "
-                f"only {' and '.join(self.methods)} (its ops patched)"
+                f"method: {self.name} takes no argument `method`, so it can have only "
+                f"{' and '.join(self.methods)} (with lm.patch), got {method!r}"
             )
         options = {key: value for key, value in options.items() if value is not None}
         if batch is not None:
@@ -109,7 +110,7 @@ class Factory:
 
 
 def _like_default(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:
-    """A value of `--options`, as a number where the argument's default is one."""
+    """Converts a value of `--options` to a number or a bool if the argument's default is one."""
     default = None if parameter is None else parameter.default
     if not isinstance(value, str) or not isinstance(default, int | float):
         return value
@@ -122,14 +123,14 @@ def _like_default(key: str, value: Any, parameter: inspect.Parameter | None) -> 
 
 
 def load_factory(model: str) -> Factory:
-    """The factory that `--model` names.
+    """Loads the factory that `--model` names.
 
     Args:
-      model: a model of the examples, the path of a Hugging Face config.json, or
+      model: the name of one of the examples' models, the path of a Hugging Face config.json, or
         `path/to/file.py:function`, see `function_of_file`.
 
     Raises:
-      WorkloadError: no such file, function or model.
+      WorkloadError: there is no such file, function or model.
     """
     if model.endswith(".json"):
         return _config_json(model)
@@ -142,14 +143,14 @@ def load_factory(model: str) -> Factory:
 
 
 def _examples() -> Any:
-    """The module that plans the examples' models; None where the examples are not installed."""
+    """The module that plans the examples' models; None if the examples are not installed."""
     if importlib.util.find_spec("lowmembp_examples") is None:
         return None
     return importlib.import_module("lowmembp_examples.planning")
 
 
 def example_models() -> Mapping[str, Callable[..., Any]]:
-    """The models of the examples by name; none where the examples are not installed."""
+    """The examples' models by name; empty if the examples are not installed."""
     examples = _examples()
     return {} if examples is None else examples.MODELS
 
@@ -157,7 +158,9 @@ def example_models() -> Mapping[str, Callable[..., Any]]:
 def _config_json(path: str) -> Factory:
     examples = _examples()
     if examples is None:
-        raise WorkloadError(f"--model: {path} needs the examples, which are not installed")
+        raise WorkloadError(
+            f"--model: {path} needs the package lowmembp_examples, which is not installed"
+        )
     try:
         name, function = examples.of_config_json(path)
     except ValueError as error:
@@ -170,6 +173,6 @@ def _example(model: str) -> Factory:
     if model in models:
         return Factory(models[model], model, is_example=True)
     raise WorkloadError(
-        f"model={model!r} is not known: accepted are {', '.join(models)}, "
-        f"path/to/config.json or path/to/file.py:function"
+        f"--model: expected one of {', '.join(models)}, path/to/config.json or "
+        f"path/to/file.py:function, got {model!r}"
     )

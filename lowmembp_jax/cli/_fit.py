@@ -1,4 +1,4 @@
-"""`lowmembp fit`: a step table for an activation."""
+"""`lowmembp fit`: fits a step table for an activation."""
 
 import dataclasses
 from pathlib import Path
@@ -10,25 +10,26 @@ from lowmembp_jax.cli._output import IMAGES, check_output, print_report, write_j
 
 @dataclasses.dataclass(frozen=True)
 class FitCommand:
-    """Fit a step function to an activation's derivative: the table for lm.step_activation."""
+    """Fit a step function to an activation's derivative, and print the table for
+    lm.step_activation."""
 
     function: str
-    """The activation: jax.nn.mish, or path/to/file.py:function."""
+    """The activation, such as jax.nn.mish or path/to/file.py:function."""
     bits: Literal[1, 2, 4] = 2
-    """Bits of a code."""
+    """Bits of each code."""
     objective: Literal["derivative", "function"] = "derivative"
-    """What is to be near: the derivative, or the values as in LowMemoryBP."""
+    """Approximate the derivative, or the function's values as LowMemoryBP does."""
     weight: str | None = None
-    """Of x: a standard deviation, or a .npy file of pre-activations of a real model. Default: 1,
-    and 2 for 4 bits."""
+    """The distribution of x: a standard deviation, or a .npy file with pre-activations of a real
+    model. Default: 1, or 2 with 4 bits."""
     keep_limits: bool = False
-    """The outer levels are the derivative's limits."""
+    """Set the outer levels to the derivative's limits."""
     unbiased: bool = False
-    """With --keep-limits: the mean of the slopes is the derivative's."""
+    """With --keep-limits: make the mean of the slopes equal the mean of the derivative."""
     plot: Path | None = None
-    """Write a picture of the activation, its derivative and the table: .png, .svg or .pdf."""
+    """Write a picture of the activation, its derivative and the table to a .png, .svg or .pdf."""
     json: Path | None = None
-    """Write thresholds and levels; - is stdout, and the table goes to stderr."""
+    """Write thresholds and levels as JSON; - is stdout, and then the table goes to stderr."""
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -42,7 +43,7 @@ class FitCommand:
         weight = self.weight
         try:
             if weight is not None:
-                # Unlike `np.load`, this reads no archive and no pickle.
+                # Unlike `np.load`, this never reads an archive or a pickle.
                 is_file = weight.endswith(".npy")
                 weight = np.lib.format.open_memmap(weight, "r") if is_file else float(weight)
         except (ValueError, OSError) as error:

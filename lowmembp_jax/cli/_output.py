@@ -1,4 +1,4 @@
-"""What commands write: JSON, pictures and tables. Checked before minutes of compilation."""
+"""Writes JSON and reports, and checks paths before minutes of compilation."""
 
 import importlib.metadata
 import json
@@ -16,16 +16,16 @@ IMAGES = (".png", ".svg", ".pdf")
 
 
 def is_stdout(path: Path | None) -> bool:
-    """Whether what is written there goes where `print` writes."""
+    """Whether the path is standard output."""
     return path is not None and str(path) in ("-", "/dev/stdout")
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raises GivenError if nothing can be written there, or it has another suffix."""
+    """Raises GivenError if the path cannot be written or has a wrong suffix."""
     if path is None or (is_stdout(path) and not suffixes):
         return
     if suffixes and path.suffix not in suffixes:
-        raise GivenError(f"{option} must end in {', '.join(suffixes)}, got {path}")
+        raise GivenError(f"{option} must end in one of {', '.join(suffixes)}, got {path}")
     folder = path.resolve().parent
     if path.is_dir():
         raise GivenError(f"{option}: {path} is a folder")
@@ -42,7 +42,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes into what is there, so that links, FIFOs and devices remain what they are."""
+    """Writes into an existing file, so that links, FIFOs and devices remain."""
     if is_stdout(path):
         print(text, end="", flush=True)
     else:
@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes data, with the command line and the versions of what computed it."""
+    """Writes data with the command line and the versions of the packages that computed it."""
     installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
     names = [n for n in installed if n in ("lowmembp_jax", "flax") or n.startswith("jax")]
     data = {
@@ -62,11 +62,11 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def print_report(report: Any, *written: Path | None) -> None:
-    """Prints for people; to stderr where one of the files that are `written` is stdout."""
+    """Prints a report to stdout, or to stderr if one of the files in `written` is stdout."""
     from rich.console import Console
 
     file = sys.stderr if any(map(is_stdout, written)) else sys.stdout
     if isinstance(report, str):
         return print(report, file=file)
-    # A file or a pipe has no width of its own: do not break its lines.
+    # A file or a pipe has no width: do not break its lines.
     Console(file=file, width=None if file.isatty() else 200).print(report)

@@ -1,4 +1,4 @@
-"""`lowmembp plan`: the memory of a training step, with each method to save it."""
+"""`lowmembp plan`: reports the memory of a training step for each method to save it."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ FITS, DOES_NOT_FIT = 0, 3
 
 
 class _Prepared(NamedTuple):
-    """What the options ask for."""
+    """Checked options."""
 
-    factory: Callable[[str, int | None], Any]  # makes the workload of a method and a batch size
+    factory: Callable[[str, int | None], Any]  # makes a workload of a method and a batch size
     methods: tuple[str, ...]
     batch: int | None
     budget: int | None
@@ -30,45 +30,48 @@ class _Prepared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(ModelOptions):
-    """Compile a training step for a GPU and report its memory, with each method to save it: does
-    it fit, and which method that fits is the fastest."""
+    """Compile a training step for a GPU and report its memory for each method: whether it fits, and
+    which method that fits is the fastest."""
 
     method: str | None = None
-    """One method, reported in detail, or several, such as dots,compress. Default: all that the
-    model has, side by side."""
+    """One method for a detailed report, or several to compare, such as dots,compress. Default: all
+    methods of the model."""
     device: str = "h200"
-    """See `lowmembp devices`; or the path of a target description of your own; or "all", with
-    --method: the smallest that fits."""
+    """A name from `lowmembp devices`, or the path of your own target description. "all" finds the
+    smallest GPU that fits, and needs --method."""
     devices: int = 1
-    """GPUs, 1 to 8, or hosts of 8 up to 512 GPUs: those of the mesh that the step has, or else
-    sharing the batch."""
+    """Number of GPUs: 1 to 8, or hosts of 8 up to 512 GPUs. They form the step's mesh. If the step
+    has none, they share the batch."""
     parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
-    """What each argument of the step is, in their order. Default: as the program tells."""
+    """The part of each argument of the step, in order. Default: the planner reads it from the
+    program."""
     budget: str | None = None
-    """Memory of each GPU that may be used, such as 24GB or 22.5GiB. Default: what JAX's allocator
-    takes, --memory-fraction of the device."""
+    """Memory that the step may use on each GPU, such as 24GB or 22.5GiB. Default: the memory of
+    JAX's allocator, --memory-fraction of the device."""
     memory_fraction: float = 0.75
-    """What you set XLA_CLIENT_MEM_FRACTION to, such as 0.95. JAX's default is 0.75."""
+    """The value of XLA_CLIENT_MEM_FRACTION, such as 0.95. JAX's default is 0.75."""
     link_bandwidth: str | None = None
-    """Bytes a second that each GPU sends to others, such as 50GB. Default: the time on the links is
-    left out."""
+    """Bytes per second that each GPU sends to others, such as 50GB. Default: leave out the time on
+    the links."""
     xla_flag: tuple[str, ...] = ()
     """Options of XLA's compiler, such as xla_gpu_enable_latency_hiding_scheduler=False."""
     largest_batch: bool = False
-    """Look for the largest batch that fits, with up to 8 plans a method. It is a multiple of 8, or
-    of what of 8 divides --batch."""
+    """Search for the largest batch that fits, with up to 8 plans per method. It is a multiple of 8,
+    or of the greatest common divisor of 8 and --batch."""
     plot: Path | None = None
-    """Write a picture: of all methods, memory against estimated time; of one, its parts. .png,
-    .svg or .pdf."""
+    """Write a picture to a .png, .svg or .pdf: memory against estimated time for several methods,
+    the parts of the memory for one method."""
     timeline: Path | None = None
-    """With --method: write a picture of the memory over the program, by part, likewise."""
+    """With --method: write a picture of the memory over the program, by part, to a .png, .svg or
+    .pdf."""
     json: Path | None = None
-    """Write everything, every kernel included; - is stdout, and the table goes to stderr."""
+    """Write all results as JSON, with every kernel; - is stdout, and then the table goes to
+    stderr."""
     compile: bool = True
-    """Without: in seconds, parameters, optimizer state, batch and gradients on each device, of
-    --method or else the first; no activations."""
+    """With --no-compile, count only parameters, optimizer state, batch and gradients on each
+    device, without activations. This takes seconds. The method is --method or the first."""
     cache: bool = True
-    """Take plans of programs that were compiled before from ~/.cache/lowmembp_jax."""
+    """Reuse plans of programs that were compiled before, from ~/.cache/lowmembp_jax."""
 
     @property
     def _one(self) -> str | None:
@@ -81,7 +84,9 @@ class PlanCommand(ModelOptions):
         check_output("--plot", self.plot, IMAGES)
         check_output("--timeline", self.timeline, IMAGES)
         if self.timeline is not None and (self._one is None or self.device == "all"):
-            raise GivenError("--timeline takes --method and one --device: it draws one plan")
+            raise GivenError(
+                "--timeline takes --method and one --device, because it draws one plan"
+            )
         if not self.compile:
             return self._estimate()
         if self.device == "all":
@@ -94,7 +99,7 @@ class PlanCommand(ModelOptions):
         return DOES_NOT_FIT if comparison.fastest is None else FITS
 
     def _estimate(self) -> int:
-        """Counts the arguments of one method, the first where none is given."""
+        """Counts the arguments of --method, or of the first method."""
         from lowmembp_jax.memory.comparison import lower_workload
         from lowmembp_jax.memory.estimates import of_lowered
 
@@ -105,7 +110,7 @@ class PlanCommand(ModelOptions):
             ("--largest-batch", self.largest_batch),
         ):
             if given:
-                raise GivenError(f"--no-compile takes no {option}, which is of compiled programs")
+                raise GivenError(f"--no-compile takes no {option}, which needs a compiled program")
         step = self._prepared(self.device)
         method = step.methods[0]
         lowered = lower_workload(step.factory(method, step.batch), **step.options)
@@ -116,14 +121,16 @@ class PlanCommand(ModelOptions):
         return FITS if found.fits else DOES_NOT_FIT
 
     def _sweep(self) -> int:
-        """Plans one method for every GPU, those with the least memory first."""
+        """Plans one method for every GPU, in the order of their memory."""
         from lowmembp_jax.memory.devices import DEVICES, get_device
         from lowmembp_jax.memory.lowering.step_arguments import StepError
         from lowmembp_jax.memory.report import sweep_report
 
         for option, given in (("one --method", self._one is None), ("no --plot", self.plot)):
             if given:
-                raise GivenError(f"--device all takes {option}: it plans one method, in a table")
+                raise GivenError(
+                    f"--device all takes {option}: it writes one table with the plans of one method"
+                )
         found, refused, title = [], {}, ""
         for device in sorted(DEVICES, key=lambda name: get_device(name).memory_bytes):
             try:
@@ -139,7 +146,7 @@ class PlanCommand(ModelOptions):
         return FITS if any(one.plan.fits for one in found) else DOES_NOT_FIT
 
     def _prepared(self, device: str) -> "_Prepared":
-        """Checks what can be checked before anything is traced."""
+        """Checks all options that it can before anything is traced."""
         import jax
 
         from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
@@ -148,8 +155,8 @@ class PlanCommand(ModelOptions):
         if not is_count(self.devices):
             raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
         if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-            with contextlib.suppress(RuntimeError):  # where JAX runs already
-                # Users make a mesh of the devices that they find.
+            with contextlib.suppress(RuntimeError):  # JAX is already running
+                # `jax.make_mesh` in the user's file needs as many devices.
                 jax.config.update("jax_num_cpu_devices", self.devices)
         factory = self.load()
         try:
@@ -192,7 +199,9 @@ class PlanCommand(ModelOptions):
 
         step = self._prepared(device)
         if self.largest_batch and step.batch is None:
-            raise GivenError(f"--batch is needed to look for the largest that fits {self.model}")
+            raise GivenError(
+                f"--largest-batch: --batch is needed: the search for {self.model} starts there"
+            )
         comparison = compare(
             step.factory,
             step.methods,

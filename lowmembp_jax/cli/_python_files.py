@@ -1,4 +1,4 @@
-"""Functions of Python files that a command line names."""
+"""Loads functions that a command line names by their Python file."""
 
 import importlib.util
 import inspect
@@ -11,21 +11,21 @@ from lowmembp_jax._errors import GivenError
 
 
 class NoSuchFunctionError(GivenError):
-    """What was named is not there; the message says what is."""
+    """There is no such file or function; the message lists the functions that there are."""
 
 
 def function_of_file(argument: str, given: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:function` names.
+    """Loads the function that `path/to/file.py:function` names.
 
-    The folder of the file can be imported from while it runs, as for `python path/to/file.py`.
+    The file can import its neighbours, as with `python path/to/file.py`.
 
     Args:
-      argument: what it is given for, for the errors.
+      argument: the argument's name, for errors.
       given: the path, a colon, and the function's name.
 
     Raises:
-      NoSuchFunctionError: no such file or function, or the file is no Python. What the file
-        itself raises is left alone.
+      NoSuchFunctionError: there is no such file or function, or the file is not Python. Errors that
+        the file itself raises pass through.
     """
     where, _, name = given.rpartition(":")
     path = Path(where)
@@ -35,7 +35,7 @@ def function_of_file(argument: str, given: str) -> Callable[..., Any]:
         sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise NoSuchFunctionError(f"{argument}: {path} is no Python file")
+        raise NoSuchFunctionError(f"{argument}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     try:
@@ -48,6 +48,6 @@ def function_of_file(argument: str, given: str) -> Callable[..., Any]:
     if not callable(function):
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         raise NoSuchFunctionError(
-            f"{argument}={given!r}: {path} has no function {name!r}; it has {', '.join(functions)}"
+            f"{argument}: {path} has no function {name!r}; it has {', '.join(functions)}"
         )
     return function

@@ -1,4 +1,4 @@
-"""`lowmembp residuals`: what the backward keeps, by where it comes from."""
+"""`lowmembp residuals`: lists the residuals of a loss and the code that made them."""
 
 import dataclasses
 from pathlib import Path
@@ -10,14 +10,15 @@ from lowmembp_jax.cli._output import check_output, print_report, write_text
 
 @dataclasses.dataclass(frozen=True)
 class ResidualsCommand(ModelOptions):
-    """List what the backward keeps, by where it comes from. Nothing is compiled."""
+    """List the residuals that the forward saves for the backward, and the code that made them.
+    Nothing is compiled."""
 
     method: str = "default"
     """The method to save memory."""
     json: Path | None = None
-    """Write the table as JSON; - is stdout, and the table goes to stderr."""
+    """Write the table as JSON; - is stdout, and then the printed table goes to stderr."""
     csv: Path | None = None
-    """Write the table as CSV; likewise."""
+    """Write the table as CSV; - is stdout, and then the printed table goes to stderr."""
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -33,8 +34,8 @@ class ResidualsCommand(ModelOptions):
                 table = residuals(function, *args, argnums=workload.loss_argnums)
         except NotALossError as error:
             raise GivenError(
-                f"{self.model} gives a training step: return the loss that it differentiates and "
-                "the loss's arguments, or a lm.memory.Workload with `loss`"
+                f"--model: {self.model} gives a training step: return the loss that it "
+                "differentiates and the loss's arguments, or a lm.memory.Workload with `loss`"
             ) from error
         for path, text in ((self.json, table.to_json), (self.csv, table.to_csv)):
             if path is not None:

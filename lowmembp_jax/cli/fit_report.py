@@ -1,4 +1,4 @@
-"""A fitted step table for people: its numbers, its errors, and a picture."""
+"""Reports a fitted step table: its numbers, its errors, and a picture."""
 
 import importlib
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from lowmembp_jax.cli._python_files import function_of_file
 from lowmembp_jax.operators.codes import StepTable
 from lowmembp_jax.operators.step_fitting import derivative_error
 
-#: Standard deviations of x for which errors are told.
+#: Standard deviations of x for which the report gives errors.
 SIGMAS = (0.5, 1.0, 2.0)
 
 
 def load_activation(name: str) -> Callable[[Any], Any]:
-    """The function by the name `jax.nn.mish`, or `path/to/file.py:function`.
+    """Loads a function by a name such as `jax.nn.mish` or `path/to/file.py:function`.
 
     Raises:
-      ValueError: there is none, or it is no differentiable scalar function.
+      ValueError: there is no such function, or it is not a differentiable scalar function.
     """
     if ":" in name:
         function = function_of_file("--function", name)
@@ -32,20 +32,20 @@ def load_activation(name: str) -> Callable[[Any], Any]:
             function = getattr(importlib.import_module(where), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"--function {name} is none that can be imported, such as jax.nn.mish or "
-                f"path/to/file.py:function ({error})"
+                f"--function: {name} cannot be imported ({error}): expected a name such as "
+                "jax.nn.mish or path/to/file.py:function"
             ) from error
     try:
         jax.eval_shape(jax.grad(function), jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
         raise ValueError(
-            f"--function {name} is no differentiable function of one number ({error})"
+            f"--function: {name} is not a differentiable function of one number ({error})"
         ) from error
     return function
 
 
 def fit_report(function: Callable[[Any], Any], table: StepTable) -> str:
-    """The table as Python code, and the error of its derivative under normal distributions."""
+    """Formats the table as Python code, with its derivative's error for normal distributions."""
     lines = [
         "lm.StepTable(",
         *(
@@ -54,7 +54,7 @@ def fit_report(function: Callable[[Any], Any], table: StepTable) -> str:
         ),
         ")",
         "",
-        f"{table.dtype} codes; relative error of the derivative for x of N(0, sigma):",
+        f"{table.dtype} codes; relative error of the derivative for x ~ N(0, sigma):",
     ]
     lines += [
         f"  sigma {sigma:<4g} {derivative_error(function, table, sigma):.4f}" for sigma in SIGMAS
@@ -65,13 +65,13 @@ def fit_report(function: Callable[[Any], Any], table: StepTable) -> str:
 def plot_fit(
     function: Callable[[Any], Any], tables: dict[str, StepTable], path: Path, title: str
 ) -> None:
-    """Writes a picture: the activation and its derivative, with each table's beside them.
+    """Draws the activation and its derivative, with each table's integral and steps.
 
     Args:
       function: the activation.
-      tables: by name; the value that a table stands for is the integral of its steps.
-      path: of the image; its suffix is the format, one that matplotlib writes.
-      title: above.
+      tables: step tables by name.
+      path: path of the image; its suffix is a format that matplotlib writes.
+      title: title of the picture.
     """
     end = 1.25 * max(3.0, *(max(map(abs, table.thresholds)) for table in tables.values()))
     x = np.linspace(-end, end, 4001)
@@ -87,7 +87,7 @@ def plot_fit(
         style = {"color": f"C{number}", "linestyle": "--", "label": name, "linewidth": 1.2}
         s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
         integral = np.concatenate([[0], np.cumsum((s[1:] + s[:-1]) / 2 * np.diff(x))])
-        # The constant is free: it is that for which both are nearest.
+        # The integral's constant is free. This one brings both curves closest to each other.
         near = np.abs(x) < 3
         values.plot(x, integral + (y - integral)[near].mean(), **style)
         slopes.step(x, s, **style)

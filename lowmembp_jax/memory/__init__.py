@@ -1,4 +1,4 @@
-"""What a training step takes of a GPU's memory, from XLA's own GPU compiler and no GPU."""
+"""Plans a training step's GPU memory with XLA's GPU compiler, on a machine without a GPU."""
 
 from lowmembp_jax.memory.cache import plan_cache_directory as plan_cache_directory
 from lowmembp_jax.memory.choice import Choice as Choice

@@ -1,4 +1,4 @@
-"""Plans of programs that were compiled before."""
+"""Caches plans of programs that were compiled before."""
 
 import contextlib
 import functools
@@ -14,21 +14,23 @@ from lowmembp_jax.memory.devices import WHEELS, target_config
 from lowmembp_jax.memory.planning import LoweredStep, plan_lowered
 from lowmembp_jax.memory.result import Plan
 
-# What a plan depends on beside the program.
+# A plan depends on the versions of these packages, too.
 _PACKAGES = ("jax", "jaxlib", *(wheel for wheels in WHEELS for wheel in wheels.values()))
 
 
 def plan_cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/lowmembp_jax/plans`, by default in `~/.cache`. It may be deleted."""
+    """The cache: `$XDG_CACHE_HOME/lowmembp_jax/plans`, by default in `~/.cache`.
+
+    You may delete it.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lowmembp_jax" / "plans"
 
 
 def cached_plan(step: LoweredStep) -> Plan:
-    """`plan_lowered`, from the cache if the same program was planned before.
+    """Runs `plan_lowered`, or reads the plan from the cache if it has the same program.
 
-    A file that cannot be read, or is no plan, is as good as none; so is a folder in which nothing
-    can be written.
+    It ignores a file that it cannot read or that is not a plan, and a folder that it cannot write.
     """
     path = plan_cache_directory() / f"{_key(step)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -43,7 +45,7 @@ def cached_plan(step: LoweredStep) -> Plan:
 
 
 def _key(step: LoweredStep) -> str:
-    """Everything that the plan follows from: the program, its source, compiler and planner."""
+    """A hash of everything that decides the plan: program, sources, compiler and planner."""
     described = (
         step.lowered.as_text(),
         _sources(step.lowered.as_text(debug_info=True)),
@@ -58,9 +60,9 @@ def _key(step: LoweredStep) -> str:
 
 
 def _sources(program: str) -> str:
-    """Of the files whose lines the plan names: they move without the program changing.
+    """Hashes the files whose lines the plan names, which can move while the program stays the same.
 
-    The lines themselves are no use, as those of who called are among them.
+    The line numbers would not do, because they include the lines of the callers.
     """
     files = sorted(set(re.findall(r'"([^"]+\.py)":\d+', program)))
     return "".join(_hash(Path(file).read_bytes()) for file in files if Path(file).is_file())
@@ -79,6 +81,6 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _planner() -> str:
-    """Changes with the code here, which a version of an editable installation does not."""
+    """A hash of the planner's code. The version of an editable installation does not change."""
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return _hash(b"".join(file.read_bytes() for file in files))

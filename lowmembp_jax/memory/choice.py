@@ -1,4 +1,4 @@
-"""The fastest way to save memory that fits."""
+"""Chooses the fastest method that fits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,26 +35,26 @@ class NothingFitsError(ValueError):
     """No method's peak is within the budget.
 
     Attributes:
-      comparison: of all methods.
+      comparison: the comparison of all methods.
     """
 
     def __init__(self, comparison: Comparison):
         smallest = comparison.smallest
         super().__init__(
             f"no method fits in {format_bytes(comparison.budget)}: the smallest peak is "
-            f"{format_bytes(smallest.plan.peak)}, of {smallest.method!r}"
+            f"{format_bytes(smallest.plan.peak)}, with {smallest.method!r}"
         )
         self.comparison = comparison
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` found.
+    """The result of `choose`.
 
     Attributes:
-      method: its name.
-      plan: of the step with it.
-      comparison: of all methods.
+      method: the method's name.
+      plan: the plan of the step with this method.
+      comparison: the comparison of all methods.
     """
 
     method: str
@@ -63,14 +63,14 @@ class Choice:
 
     @property
     def how(self) -> str:
-        """The lines of code that switch the method on, "" for a method of the factory's own."""
+        """The lines of code that switch the method on; "" for a custom method of the factory."""
         return HOW.get(self.method, "")
 
     def __str__(self) -> str:
         seconds = self.plan.cost.estimated_seconds
         text = (
-            f"{self.method}: the fastest of those that fit, by the estimate ({seconds * 1e3:.3g} "
-            f"ms), {format_bytes(self.plan.peak)} of {format_bytes(self.plan.limit)}"
+            f"{self.method} is the fastest method that fits: {format_bytes(self.plan.peak)} of "
+            f"{format_bytes(self.plan.limit)}, {seconds * 1e3:.3g} ms (estimate)"
         )
         return "\n".join(filter(None, (text, self.how)))
 
@@ -83,37 +83,37 @@ def choose(
     batch: int | None = None,
     **options: Any,
 ) -> Choice:
-    """Plans a training step with each method and takes the fastest that fits.
+    """Plans a training step with each method and chooses the fastest that fits.
 
         choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
         train_step, _ = step_factory(choice.method, 64)
 
-    The time by which methods are told apart is an estimate, by the roofline, of the compiled
-    program; the memory is XLA's own buffer assignment.
+    The time is an estimate by the roofline from the compiled program. The memory is XLA's own
+    buffer assignment.
 
     Args:
       step_factory: see `compare`.
-      methods: as of `compare`.
-      budget: bytes that each device may use, or a size such as "24GB"; by default the device's
-        usable memory.
+      methods: see `compare`.
+      budget: bytes that each device may use, or a size such as "24GB". Default: the device's usable
+        memory.
       batch: the batch size; None leaves it to the factory.
-      **options: of `compare` and `lm.memory.plan`: `device`, `mesh`, `cache`, `progress`, ...
+      **options: options of `compare` and `lm.memory.plan`: `device`, `mesh`, `cache`, ...
 
     Returns:
       A `Choice`.
 
     Raises:
-      NothingFitsError: no method fits; the message has the smallest peak, and its method.
-      ValueError, ImportError: as `compare`.
+      NothingFitsError: no method fits; the message has the smallest peak and its method.
+      TypeError, ValueError, ImportError: see `compare`.
     """
     return fastest_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
 
 
 def fastest_of(comparison: Comparison) -> Choice:
-    """The choice among methods that were compared.
+    """Chooses the fastest method of a comparison.
 
     Raises:
-      NothingFitsError: none fits.
+      NothingFitsError: no method fits.
     """
     fastest = comparison.fastest
     if fastest is None:

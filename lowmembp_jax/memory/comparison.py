@@ -1,4 +1,4 @@
-"""What each way to save memory costs and saves, for one training step."""
+"""Compares methods to save memory for one training step."""
 
 import dataclasses
 import itertools
@@ -25,11 +25,11 @@ class MethodPlan:
     """One method of a comparison.
 
     Attributes:
-      method: its name.
-      plan: of the step at the batch size that was asked for.
-      largest_batch: the largest batch that was found to be within the budget, None where it was
-        not searched for, 0 if none was.
-      largest_plan: of the step at that batch size.
+      method: the method's name.
+      plan: the plan of the step at the requested batch size.
+      largest_batch: the largest batch that the search found within the budget, 0 if it found none,
+        None without a search.
+      largest_plan: the plan of the step at that batch size.
     """
 
     method: str
@@ -49,13 +49,13 @@ class MethodPlan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Plans by method, in the order that was asked for.
+    """Plans by method, in the requested order.
 
     Attributes:
-      batch: the batch size of `MethodPlan.plan`, None where the factory decided.
-      budget: bytes a device may use, to which `fits` and `largest_batch` keep.
-      methods: one for each method.
-      tokens: of text in such a batch, None where the workload does not say it.
+      batch: the batch size of each `MethodPlan.plan`, None if the factory decided.
+      budget: bytes that each device may use, for `fits` and `largest_batch`.
+      methods: a `MethodPlan` for each method.
+      tokens: number of text tokens in the batch, None if the workload does not give it.
     """
 
     batch: int | None
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def fastest(self) -> MethodPlan | None:
-        """The method with the least estimated time among those that fit, None if none does."""
+        """The method with the least estimated time of those that fit, or None."""
         fitting = [one for one in self.methods if one.plan.fits]
         return min(
             fitting, key=lambda one: (one.plan.cost.estimated_seconds, one.plan.peak), default=None
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the plans leave out, memory and time, once each; those at the largest batch too."""
+        """Notes on what the plans leave out, without duplicates; see `Plan.notes`."""
         plans = [plan for one in self for plan in (one.plan, one.largest_plan) if plan]
         every = (note for plan in plans for note in (*plan.notes, *plan.cost.notes))
         return tuple(dict.fromkeys(every))
@@ -101,7 +101,11 @@ class Comparison:
             for one in self
         ]
         lines += [f"note: {note}" for note in self.notes]
-        lines += ["none fits"] if fastest is None else [f"the fastest that fits: {fastest.method}"]
+        lines += (
+            ["no method fits"]
+            if fastest is None
+            else [f"the fastest method that fits: {fastest.method}"]
+        )
         return "\n".join([*lines, "times are estimates"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +121,7 @@ class Comparison:
 
 
 def lower_workload(workload: Workload, **plan_options: Any) -> LoweredStep:
-    """Traces a workload's step; `plan_options` are stronger than what it says itself."""
+    """Traces a workload's step. `plan_options` override the workload's own options."""
     if plan_options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
         plan_options.setdefault("in_shardings", workload.in_shardings)
     if plan_options.get("parts") is None:
@@ -140,7 +144,7 @@ def compare(
     progress: bool = True,
     **plan_options: Any,
 ) -> Comparison:
-    """Plans a training step with each of several ways to save memory.
+    """Plans a training step with several methods to save memory.
 
         def step_factory(method, batch):
             model = MyModel(remat={"dots": jax.checkpoint_policies.dots_saveable}.get(method), ...)
@@ -151,31 +155,31 @@ def compare(
         comparison["dots"].plan.peak, comparison["dots"].plan.fits, comparison.fastest
 
     Args:
-      step_factory: called with a method and a batch size; returns a step and the tuple of its
+      step_factory: takes a method and a batch size, and returns a step and the tuple of its
         abstract arguments, or a `lm.memory.Workload`.
-      methods: names that the factory knows. By default those in `step_factory.methods`, or else
+      methods: names that the factory knows. Default: `step_factory.methods` if it exists, or
         `lm.memory.METHODS`.
       batch: the batch size to compare at; None leaves it to the factory.
-      budget: bytes a device may use, or a size such as "24GB"; `fits` is about it. The device's
-        usable memory by default.
-      find_largest_batch: look for the largest batch within the budget, for each method: 8
-        compilations each at most, after which it is the largest to a percent or so, unless the
-        peak jumps between two batches.
-      batch_multiple: of which the largest batch is one, for instance the number of devices; by
-        default 8, or what of 8 divides `batch`.
-      cache: keep plans in `lm.memory.plan_cache_directory()`, so that the same program is
-        compiled once.
-      progress: print a line to stderr for each plan that is made.
-      **plan_options: of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
+      budget: bytes that each device may use, or a size such as "24GB"; it decides `fits`. Default:
+        the device's usable memory.
+      find_largest_batch: search for each method's largest batch within the budget, with at most 8
+        compilations. The result is the largest to about a percent, unless the peak jumps between
+        two batches.
+      batch_multiple: the largest batch is a multiple of this, for instance of the number of
+        devices. Default: the greatest common divisor of 8 and `batch`.
+      cache: store plans in `lm.memory.plan_cache_directory()`, so that the same program is compiled
+        only once.
+      progress: print a line to stderr for each new plan.
+      **plan_options: options of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
 
     Returns:
       A `Comparison`.
 
     Raises:
       TypeError: the factory is not callable.
-      ValueError: what the factory returns is no step with arguments that it can be called with;
-        or as `lm.memory.plan`.
-      ImportError: as `lm.memory.plan`.
+      ValueError: the factory does not return a step and arguments that fit it; or see
+        `lm.memory.plan`.
+      ImportError: see `lm.memory.plan`.
     """
     if not callable(step_factory):
         raise TypeError(f"compare: step_factory must be callable, got {step_factory!r}")
@@ -192,7 +196,7 @@ def compare(
     limit = as_bytes("compare: budget", budget)
     multiple = batch_multiple or math.gcd(batch or 8, 8)
 
-    # What is wrong with the factory shows before minutes of compilation.
+    # Errors in the factory show before minutes of compilation.
     workloads = {(m, batch): workload_of(step_factory, m, batch) for m in methods}
     for workload in workloads.values():
         check_call(workload.step, workload.args)
@@ -200,7 +204,7 @@ def compare(
     largest: dict[str, int] = {}
 
     def sizes(method: str) -> Iterator[int | None]:
-        """The batch sizes to plan, each after the plan of the one before."""
+        """Yields batch sizes to plan, each when the plan of the previous one is done."""
         yield batch
         if not find_largest_batch:
             return
@@ -222,8 +226,8 @@ def compare(
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        # Tracing stays in this thread, where the caller's contexts hold; XLA compiles a program on
-        # one core, mostly, so that it does several at a time.
+        # Tracing stays in this thread, because the caller's contexts are thread-local. XLA mostly
+        # uses one core for a program, so several programs compile in parallel.
         remaining = {method: sizes(method) for method in methods}
         compiling: dict[Future[Plan], tuple[str, int | None]] = {}
         ready = list(methods)
@@ -241,7 +245,7 @@ def compare(
                 plans[key] = dataclasses.replace(future.result(), budget=limit)
                 ready.append(key[0])
     finally:
-        # Of an error or Ctrl-C one hears at once: XLA cannot be interrupted.
+        # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
     rows = [
         MethodPlan(m, plans[m, batch], largest[m], plans.get((m, largest[m])))

@@ -1,4 +1,4 @@
-"""What grew and what shrank between two plans."""
+"""Compares the memory of two plans."""
 
 import json
 import re
@@ -13,11 +13,13 @@ from lowmembp_jax.memory.roofline.totals import layers_together
 
 @dataclass(frozen=True)
 class Change:
-    """Bytes of something in two plans, on each device.
+    """Bytes on each device in two plans, of a part or of a module's share of it.
 
     Attributes:
       part: one of `lm.memory.PARTS`, or "peak".
-      where: the module, layers together, or the argument; "" for a whole part.
+      where: the module (one name for all layers), or the argument; "" for a whole part.
+      before: bytes in the first plan.
+      after: bytes in the second plan.
     """
 
     part: str
@@ -27,21 +29,21 @@ class Change:
 
     @property
     def bytes(self) -> int:
-        """What it grew by."""
+        """Growth in bytes."""
         return self.after - self.before
 
 
 def changes_by_part(before: Plan, after: Plan) -> list[Change]:
-    """A change for each part, and the peak's last."""
+    """The change of each part, and the change of the peak last."""
     return [
         Change(name, "", getattr(before, name), getattr(after, name)) for name in (*PARTS, "peak")
     ]
 
 
 def changes_by_module(before: Plan, after: Plan) -> list[Change]:
-    """What changed at the peak, by part and module, the largest change first.
+    """The changes at the peak by part and module, the largest first.
 
-    Counted is what a plan lists as live: buffers from a thousandth of the peak on.
+    They count the buffers in `Plan.live`, which have at least a thousandth of the peak.
     """
     sizes = _by_module(before), _by_module(after)
     found = [Change(*key, *(size[key] for size in sizes)) for key in sizes[0] | sizes[1]]
@@ -59,21 +61,21 @@ def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
 
 
 def _checked(plan: Plan) -> Plan:
-    """The plan; what is no number in it raises an error here, and not in the report."""
+    """Returns the plan. A value that should be a number raises its error here, before a report."""
     changes_by_part(plan, plan)
     changes_by_module(plan, plan)
     return plan
 
 
 def read_plan(path: Path, method: str | None = None) -> Plan:
-    """A plan that `lowmembp plan --json` or `Plan.to_json` wrote.
+    """Reads a plan that `lowmembp plan --json` or `Plan.to_json` wrote.
 
     Args:
-      path: of the file.
-      method: of several methods in the file.
+      path: path of the file.
+      method: the method to read, if the file has several.
 
     Raises:
-      GivenError: there is none in the file, or several and no `method`.
+      GivenError: the file has no plan, or several and `method` names none of them.
     """
     try:
         data = json.loads(path.read_text())
@@ -85,8 +87,8 @@ def read_plan(path: Path, method: str | None = None) -> Plan:
         if method in plans:
             return _checked(Plan.from_dict(plans[method]))
         given = "none" if method is None else repr(method)
-        reason = f"{path}: --method is {given}: accepted are {', '.join(plans)}"
-    # What is not a plan can fail in any of these ways.
+        reason = f"{path}: --method: expected one of {', '.join(plans)}, got {given}"
+    # A file that is not a plan can fail in any of these ways.
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise GivenError(f"{path} holds no plan of `lowmembp plan --json`: {error}") from error
+        raise GivenError(f"{path}: expected a file of `lowmembp plan --json`: {error}") from error
     raise GivenError(reason)

@@ -1,4 +1,4 @@
-"""What is known of a step's memory without compiling it: its arguments and its gradients."""
+"""Counts a step's arguments and gradients without compiling it."""
 
 import dataclasses
 import math
@@ -14,17 +14,17 @@ from lowmembp_jax.memory.lowering.meshes import is_on_host
 from lowmembp_jax.memory.planning import LoweredStep, lower_step
 from lowmembp_jax.memory.sizes import array_bytes, as_bytes, format_bytes
 
-_LEFT_OUT = "activations, temporary storage and outputs are not in it: only compiling tells them"
+_LEFT_OUT = "activations, temporaries and outputs are not counted: only a compiled plan has them"
 _PARTS = ("parameters", "optimizer_state", "batch", "gradients")
 
 
 class Count(NamedTuple):
-    """Arrays of one part.
+    """The arrays of one part.
 
     Attributes:
-      arrays: how many.
-      elements: in all of them, on all devices together.
-      bytes: on each device.
+      arrays: number of arrays.
+      elements: number of elements in all arrays, on all devices together.
+      bytes: bytes on each device.
     """
 
     arrays: int
@@ -34,19 +34,19 @@ class Count(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Memory that a step takes for certain, by part; XLA's plan has more, see `lm.memory.plan`.
+    """Memory of a step that is known without compiling, by part; `lm.memory.plan` has the rest.
 
     Attributes:
       device: the GPU.
-      device_count: how many.
-      parameters: those that are trained and frozen ones, master weights among them.
-      optimizer_state: of the arguments.
+      device_count: number of GPUs.
+      parameters: trained and frozen parameters, with master weights.
+      optimizer_state: optimizer state among the arguments.
       batch: the other arguments.
-      gradients: one for each trained parameter and those among the arguments. XLA may have fewer
-        at a time.
-      limit: bytes that each device may use: the budget, or else what JAX's allocator takes.
-      host: bytes of arguments in the host's memory, which are in no part.
-      notes: how what was traced differs from the step, and what is left out.
+      gradients: a gradient for each trained parameter, and gradients among the arguments. XLA may
+        hold fewer at a time.
+      limit: bytes that each device may use: the budget, or the memory of JAX's allocator.
+      host: bytes of arguments in the host's memory, which no part includes.
+      notes: how the traced program differs from the step, and what is not counted.
     """
 
     device: Device
@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def arguments(self) -> int:
-        """Bytes of all arguments on each device, which are less than any plan's peak."""
+        """Bytes of all arguments on each device. A plan's peak is larger."""
         return self.parameters.bytes + self.optimizer_state.bytes + self.batch.bytes
 
     @property
@@ -89,11 +89,11 @@ class Estimate:
             what = f"{elements:,} elements in {arrays:,} array{'s' * (arrays != 1)}"
             lines.append(f"{format_bytes(size):>12}  {part.replace('_', ' ')}: {what}")
         if self.host:
-            lines.append(f"{format_bytes(self.host):>12}  of the host's memory")
+            lines.append(f"{format_bytes(self.host):>12}  in the host's memory")
         verdict = "within" if self.fits else "already above"
         lines.append(
-            f"{format_bytes(self.arguments):>12}  without the gradients, {verdict} the "
-            f"{format_bytes(self.limit)} that there are"
+            f"{format_bytes(self.arguments):>12}  without the gradients, {verdict} the limit of "
+            f"{format_bytes(self.limit)}"
         )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -105,30 +105,30 @@ def estimate(
     budget: int | str | None = None,
     **options: Any,
 ) -> Estimate:
-    """Counts parameters, optimizer state, batch and gradients of a step that is not compiled.
+    """Counts parameters, optimizer state, batch and gradients of a step without compiling it.
 
-    What each argument is follows from the step's trace, as for `lm.memory.plan`. Activations are
-    not counted.
+    The step's trace tells what each argument is, as for `lm.memory.plan`. Activations are not
+    counted.
 
     Args:
       step: see `lm.memory.plan`.
-      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees.
+      *abstract_args: the step's arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       budget: bytes that each device may use, or a size such as "24GB".
-      **options: of `lm.memory.plan`: `mesh`, `in_shardings`, `parts`, `memory_fraction`, ...
+      **options: options of `lm.memory.plan`: `mesh`, `in_shardings`, `parts`, ...
 
     Returns:
-      An `Estimate`; `print` it.
+      An `Estimate`, which you can `print`.
 
     Raises:
-      ValueError, ImportError: as `lm.memory.plan`.
+      ValueError, ImportError: see `lm.memory.plan`.
     """
     limit = as_bytes("budget", budget)
     return of_lowered(lower_step(step, *abstract_args, device=device, **options), limit)
 
 
 def of_lowered(step: LoweredStep, budget: int | None = None) -> Estimate:
-    """The estimate of a step that is traced."""
+    """Estimates a traced step."""
     counts: dict[str, list[Count]] = defaultdict(list)
     leaves = jax.tree.leaves(step.args)
     for leaf, argument in zip(leaves, step.arguments, strict=True):

@@ -1,8 +1,8 @@
-"""The largest batch whose step fits."""
+"""Searches for the largest batch whose step fits."""
 
 from collections.abc import Generator
 
-#: How far from two points a line through them is followed, in times their distance.
+#: A line through two points is followed up to this many times their distance.
 _TIMES_APART = 32
 
 
@@ -11,21 +11,21 @@ def largest_batch(
 ) -> Generator[int, int, int]:
     """Searches for the largest batch whose peak is within a budget, by bisection.
 
-    The peak must not fall as the batch grows. It is nearly linear in it, so that a line through
-    what is known guesses where to look next: some 4 peaks are asked for in place of 10.
+    The peak must not fall as the batch grows. It is nearly linear in the batch, so a line through
+    the known peaks guesses the next batch. The search then needs about 4 peaks instead of 10.
 
     Args:
       budget: bytes.
-      start: where to begin.
-      multiple: of which the batch must be one, for instance the devices that share it.
-      most: how many peaks to ask for at most.
+      start: the first batch size to try.
+      multiple: the batch is a multiple of this, for instance of the devices that share it.
+      most: the largest number of peaks to request.
 
     Yields:
-      A batch size, each another; the bytes of its step are to be sent.
+      A new batch size. Send the peak of its step in bytes.
 
     Returns:
-      The largest batch size that is known to fit, a multiple of `multiple`: the largest that
-      does, unless `most` ended the search. 0 if none was found to fit.
+      The largest batch size that fits, a multiple of `multiple`, or 0. If `most` ended the search,
+      larger batches may fit.
     """
     fits, misses = 0, None  # in multiples
     guess = max(1, start // multiple)
@@ -45,16 +45,17 @@ def _guess(known: dict[int, int], budget: int, fits: int, misses: int | None) ->
     low, high = fits + 1, (misses - 1 if misses is not None else 16 * fits)
     if low >= high:
         return low
-    if misses is not None and len(known) % 3 == 0:  # a curve could hold the line at one end
+    if misses is not None and len(known) % 3 == 0:  # if the peak is curved, lines converge slowly
         return (low + high) // 2
-    # Of one peak, as if all of it grew. Of more, those around the budget or next to it.
+    # With one peak, assume that all of it is proportional to the batch. With more, take the two
+    # around the budget, or the two that are closest to it.
     points = sorted((known if len(known) > 1 else {0: 0} | known).items())
     end = sum(batch <= fits for batch, _ in points) + 1
     (x0, y0), (x1, y1) = points[max(0, min(end, len(points)) - 2) :][:2]
     slope = (y1 - y0) / (x1 - x0)
     if misses is None:
-        # Of a batch far beyond what fits, compiling takes long, and two points close to each other
-        # say little of it: their peaks may differ by what XLA pads.
+        # A batch far beyond the limit takes long to compile. Two close points predict it badly,
+        # because their peaks may differ by XLA's padding.
         high = min(high, x1 + _TIMES_APART * (x1 - x0))
     if slope <= 0:
         return high

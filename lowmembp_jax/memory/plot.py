@@ -1,5 +1,5 @@
-"""Pictures of plans: one plan's memory by part, at the peak and over the program, and methods by
-memory and time."""
+"""Draws plans: the memory of one plan by part, at the peak and over the program, and the memory and
+time of several methods."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ _GIB = 2**30
 
 
 def plot_plan(plan: Plan, path: Path, title: str) -> None:
-    """Writes a bar for each part of the memory.
+    """Draws a bar for each part of the memory.
 
     Args:
-      plan: of one method.
-      path: of the image; its suffix is the format, one that matplotlib writes.
-      title: above the bars.
+      plan: the plan of one method.
+      path: path of the image; its suffix is a format that matplotlib writes.
+      title: title of the picture.
     """
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -37,12 +37,12 @@ def plot_plan(plan: Plan, path: Path, title: str) -> None:
 
 
 def plot_timeline(plan: Plan, path: Path, title: str) -> None:
-    """Writes the memory of each part from instruction to instruction of the program, stacked.
+    """Draws the memory of each part over the program's instructions, stacked.
 
     Args:
-      plan: of one method.
-      path: of the image; its suffix is the format, one that matplotlib writes.
-      title: above.
+      plan: the plan of one method.
+      path: path of the image; its suffix is a format that matplotlib writes.
+      title: title of the picture.
     """
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -75,7 +75,7 @@ def plot_timeline(plan: Plan, path: Path, title: str) -> None:
 
 
 def pareto(comparison: Comparison) -> tuple[MethodPlan, ...]:
-    """The methods than which none takes both less memory and less time, the smallest first."""
+    """The methods that no other beats in both memory and time, the smallest peak first."""
     front: list[MethodPlan] = []
     for one in sorted(comparison, key=_memory_and_time):
         if not front or _memory_and_time(one)[1] < _memory_and_time(front[-1])[1]:
@@ -84,17 +84,17 @@ def pareto(comparison: Comparison) -> tuple[MethodPlan, ...]:
 
 
 def _memory_and_time(one: MethodPlan) -> tuple[float, float]:
-    """GiB at the peak, and milliseconds by the estimate."""
+    """The peak in GiB and the estimated time in milliseconds."""
     return one.plan.peak / _GIB, one.plan.cost.estimated_seconds * 1e3
 
 
 def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
-    """Writes a point for each method, and a line through those that no other beats in both.
+    """Draws a point for each method, and a line through the methods of `pareto`.
 
     Args:
-      comparison: of methods.
-      path: of the image; its suffix is the format, one that matplotlib writes.
-      title: above.
+      comparison: the methods.
+      path: path of the image; its suffix is a format that matplotlib writes.
+      title: title of the picture.
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -107,7 +107,7 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
         axes.annotate(one.method, (memory, time), (5, 5), textcoords="offset points", fontsize=9)
     limit = comparison.budget / _GIB
     largest = max(_memory_and_time(one)[0] for one in comparison)
-    if limit < 2 * largest:  # further away, it would leave the points no room
+    if limit < 2 * largest:  # a larger limit would squeeze the points together
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="limit")
         axes.legend(loc="upper right", fontsize=9)
     axes.margins(0.15)

@@ -1,4 +1,4 @@
-"""Plans, comparisons and devices as tables for a terminal."""
+"""Formats plans, comparisons and devices as tables for a terminal."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -37,12 +37,12 @@ def _notes(devices: Iterable[Device], *notes: str) -> Text:
 
 
 def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableType:
-    """One plan: its parts, what is live at the peak, and what the kernels do.
+    """Formats one plan: its parts, the buffers at the peak, and the work of the kernels.
 
     Args:
       one: the plan of one method.
-      title: what was planned.
-      largest: how many kinds of buffers at the peak to show.
+      title: the name of the planned step.
+      largest: number of kinds of buffers to show.
     """
     plan = one.plan
     parts = _table(f"{title}\n{_limit(plan)}", "part", "on each device", "of the peak")
@@ -57,7 +57,7 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
         parts.caption = f"largest batch that fits: {one.largest_batch:,}"
 
     live = _table(
-        "Largest at the peak, layers together", "size", "part", "arrays", "from",
+        "Largest at the peak, summed over layers", "size", "part", "arrays", "from",
         left=("part", "arrays", "from"),
     )  # fmt: skip
     live.columns[0].justify = "right"
@@ -75,7 +75,7 @@ def plan_report(one: MethodPlan, title: str, largest: int = 12) -> RenderableTyp
 
 
 def _of_all_layers(plan: Plan) -> list[tuple[tuple[str, str, str], list[int]]]:
-    """Buffers alike but for the numbers in their module paths, and their sizes."""
+    """Groups buffers that differ only in the numbers in their module paths, with their sizes."""
     groups = defaultdict(list)
     for buffer in plan.live:
         module = layers_together(buffer.module)
@@ -96,9 +96,10 @@ def _work(cost) -> tuple[str, str, str, str]:
 def comparison_report(
     comparison: Comparison, title: str, notes: Sequence[str] = ()
 ) -> RenderableType:
-    """One row a method: peak, its largest parts, bytes moved, FLOPs, time, rate and largest batch.
+    """Formats a row for each method: peak, its largest parts, bytes moved, FLOPs, time, rate and
+    largest batch.
 
-    Below are what the numbers leave out, `notes`, and the fastest method that fits.
+    Below the table are the plans' notes, `notes`, and the fastest method that fits.
     """
     first = comparison.methods[0].plan
     counted = {"examples/s": comparison.batch, "tokens/s": comparison.tokens}
@@ -138,7 +139,7 @@ def comparison_report(
 
 
 def difference_report(before: Plan, after: Plan, title: str, largest: int = 15) -> RenderableType:
-    """What grew and what shrank between two plans: by part, and by module at the peak."""
+    """Formats the changes between two plans: by part, and by module at the peak."""
     columns = ("before", "after", "change")
     parts = _table(title, "part", *columns)
     for one in changes_by_part(before, after):
@@ -146,7 +147,7 @@ def difference_report(before: Plan, after: Plan, title: str, largest: int = 15) 
             parts.add_section()
         parts.add_row(one.part.replace("_", " "), *_change(one))
     modules = _table(
-        "Largest changes at the peak, layers together", "part", "from", *columns, left=("from",)
+        "Largest changes at the peak, summed over layers", "part", "from", *columns, left=("from",)
     )
     for one in changes_by_module(before, after)[:largest]:
         modules.add_row(one.part.replace("_", " "), one.where, *_change(one))
@@ -162,12 +163,12 @@ def _change(one: Change) -> tuple[str, str, str]:
 def sweep_report(
     found: Sequence[MethodPlan], refused: dict[str, str], title: str
 ) -> RenderableType:
-    """One row a GPU, the smallest first, and the smallest that fits.
+    """Formats a row for each GPU, the smallest first, and the smallest GPU that fits.
 
     Args:
       found: plans of one method for several GPUs.
-      refused: GPUs that cannot run the step, and why.
-      title: what was planned.
+      refused: GPUs that cannot run the step -> the reason.
+      title: the name of the planned step.
     """
     table = _table(title, "device", "memory", "limit", "peak", "time (estimate)", "")
     for one in found:
@@ -179,7 +180,7 @@ def sweep_report(
             plan.verdict,
         )
     fitting = next((one.plan for one in found if one.plan.fits), None)
-    outcome = "it fits in none of these"
+    outcome = "the step fits in none of these GPUs"
     if fitting is not None:
         outcome = (
             f"the smallest GPU that fits: {fitting.device.name}, "
@@ -192,9 +193,9 @@ def sweep_report(
 
 
 def devices_report(devices: Iterable[Device]) -> RenderableType:
-    """One row a GPU: memory, bandwidth, matrix rates, and who measured products."""
+    """Formats a row for each GPU: memory, bandwidth, matrix rates, and who measured products."""
     table = _table(
-        "GPUs to plan for", "name", "GPU", "memory", "usable at 0.75", "bandwidth",
+        "GPUs that the planner knows", "name", "GPU", "memory", "usable at 0.75", "bandwidth",
         "bf16 or f16", "tf32", "products measured by", left=("GPU", "products measured by"),
     )  # fmt: skip
     for device in devices:

@@ -1,4 +1,4 @@
-"""A plan: how much memory a step takes, in parts, and what it holds at its peak."""
+"""The plan of a step: its memory by part, and the buffers at its peak."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from lowmembp_jax.memory.sizes import format_bytes
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
 
-# The most of a GPU's memory that JAX can have: CUDA and its libraries need the rest.
+# The largest part of a GPU's memory that JAX can use. CUDA and its libraries need the rest.
 _MOST_FRACTION = 0.95
 _NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
@@ -25,27 +25,28 @@ class Plan:
 
     Attributes:
       device: the GPU.
-      device_count: how many.
-      memory_fraction: of the GPU's memory that JAX's allocator takes.
-      parameters: arguments that are the model's, master weights included, and copies of them that
-        are kept from forward to backward, such as casts to the dtype of the computation.
-      optimizer_state: arguments that are, accumulators of `optax.MultiSteps` included.
+      device_count: number of GPUs.
+      memory_fraction: the part of the GPU's memory that JAX's allocator takes.
+      parameters: the model's parameters among the arguments, with master weights, and copies that
+        are saved from forward to backward, such as casts to the compute dtype.
+      optimizer_state: optimizer state among the arguments, with the accumulators of
+        `optax.MultiSteps`.
       batch: the other arguments.
-      gradients: alive at the peak.
-      intermediates: what the backward reads of the forward's results, alive at the peak.
-      temporaries: everything else alive at the peak, with `fragmentation` and constants.
-      outputs: memory for what the step returns, but for what goes into donated arguments, and
-        what of it holds gradients or, before it is written, something else.
+      gradients: gradients at the peak.
+      intermediates: results of the forward at the peak that the backward reads.
+      temporaries: all other buffers at the peak, with `fragmentation` and constants.
+      outputs: memory for the step's results. It excludes results in donated arguments, and memory
+        that holds gradients or, until the results are written, other buffers.
       fragmentation: bytes that XLA's heap leaves free at the peak.
-      most_intermediates: the most bytes of `intermediates` at any time: more than those if the
-        peak is elsewhere, as with a large optimizer state.
-      live: what is in memory at the peak, largest first, from a thousandth of the peak on.
+      most_intermediates: the maximum of `intermediates` over the program. It is larger than
+        `intermediates` if the peak is at another time, as with a large optimizer state.
+      live: buffers at the peak of at least a thousandth of it, the largest first.
       cost: bytes moved, FLOPs and estimated time.
-      notes: how what was compiled differs from the step, such as callbacks that are left out.
-      timeline: for up to 200 instants of the program, its index in the schedule and the bytes of
-        each of `lm.memory.PARTS`. What a loop runs is there once. The largest sum is `peak`.
-      host: bytes in the host's memory, pinned, of what is offloaded; `peak` has none of it.
-      budget: bytes that a device may use where that was said, otherwise None.
+      notes: how the compiled program differs from the step, such as callbacks that are left out.
+      timeline: for up to 200 instants of the program, the index in the schedule and the bytes of
+        each of `lm.memory.PARTS`. The body of a loop occurs once. The largest sum is `peak`.
+      host: bytes of offloaded arrays in the host's pinned memory, which `peak` excludes.
+      budget: bytes that each device may use, None if none was given.
     """
 
     device: Device
@@ -69,17 +70,17 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes that XLA allocates on each device: arguments, outputs, and the rest at its most."""
+        """Bytes that XLA allocates on each device: arguments, outputs and the largest heap."""
         return sum(getattr(self, part) for part in PARTS)
 
     @property
     def usable(self) -> int:
-        """Bytes that JAX's allocator has to give on each device."""
+        """Bytes of JAX's allocator on each device."""
         return self.device.usable_bytes(self.memory_fraction)
 
     @property
     def limit(self) -> int:
-        """Bytes that each device may use: the budget, or else what is usable."""
+        """Bytes that each device may use: the budget, or else `usable`."""
         return self.usable if self.budget is None else self.budget
 
     @property
@@ -89,7 +90,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether the peak is within the limit, or would be if JAX's allocator had more."""
+        """Says whether the peak is within the limit, or would be with a larger allocator."""
         if self.fits:
             return "fits"
         needed = math.ceil(100 * self.peak / self.device.memory_bytes) / 100
@@ -98,6 +99,7 @@ class Plan:
         return f"does not fit; fits with XLA_CLIENT_MEM_FRACTION={needed}"
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
         return {
             "device": self.device.name,
             "calibration": str(self.device.calibration),
@@ -115,6 +117,7 @@ class Plan:
         }
 
     def to_json(self) -> str:
+        """The plan as JSON, which `from_dict` reads after `json.loads`."""
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
@@ -125,7 +128,7 @@ class Plan:
             live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
             cost=Cost.from_dict(data["cost"]),
             notes=tuple(data["notes"]),
-            timeline=tuple(map(tuple, data.get("timeline", ()))),  # 0.1 wrote none
+            timeline=tuple(map(tuple, data.get("timeline", ()))),  # release 0.1 wrote none
             budget=data["budget"],
             **data["parts"],
             **{name: data[name] for name in _NUMBERS if name in data},
@@ -137,9 +140,9 @@ class Plan:
             lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
         what = f"{self.memory_fraction:.0%} of {format_bytes(self.device.memory_bytes)}"
         lines += [
-            f"{format_bytes(self.peak):>12}  peak, {self.verdict}: {format_bytes(self.limit)} are "
-            + (f"usable, {what}" if self.budget is None else "the budget"),
-            *([f"{format_bytes(self.host):>12}  of the host's memory"] if self.host else []),
+            f"{format_bytes(self.peak):>12}  peak, {self.verdict}: {format_bytes(self.limit)} "
+            + (f"usable, {what}" if self.budget is None else "budget"),
+            *([f"{format_bytes(self.host):>12}  in the host's memory"] if self.host else []),
             *(f"note: {note}" for note in self.notes),
             "largest at the peak:",
         ]

@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Parses and formats byte counts."""
 
 import math
 import re
@@ -15,10 +15,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes in "24GB" (10^9 each), "22.5 GiB" (2^30) or "1000B".
+    """Parses a number of bytes such as "24GB" (10^9 bytes each), "22.5 GiB" (2^30) or "1000B".
 
     Raises:
-      ValueError: it is none of these. A number without a unit is not taken for bytes.
+      ValueError: the text has another form, for instance a number without a unit.
     """
     match = _SIZE.fullmatch(text)
     unit = (
@@ -33,10 +33,10 @@ def parse_bytes(text: str) -> int:
 
 
 def as_bytes(name: str, size: int | str | None) -> int | None:
-    """Bytes of a size that is given as a number of bytes or as `parse_bytes` takes it.
+    """Converts a number of bytes, or a text for `parse_bytes`, to a number of bytes.
 
     Raises:
-      ValueError: it is neither, or not above 0; the message has the name.
+      ValueError: the size is neither of these, or not above 0; the message has the name.
     """
     if size is None:
         return None
@@ -45,12 +45,12 @@ def as_bytes(name: str, size: int | str | None) -> int | None:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {error}") from error
     if count < 1:
-        raise ValueError(f"{name}={size!r}: accepted are sizes above 0, such as '24GB'")
+        raise ValueError(f"{name}: expected a size above 0 such as '24GB', got {size!r}")
     return count
 
 
 def format_bytes(count: int) -> str:
-    """In GiB or MiB, such as "3.50 GiB"; bytes below a MiB."""
+    """Formats a size in GiB or MiB, such as "3.50 GiB", or in bytes below a MiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"
@@ -58,7 +58,7 @@ def format_bytes(count: int) -> str:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes in XLA's memory, where 2 and 4 bits are packed: NumPy counts whole bytes for them."""
+    """Bytes of an array in XLA's memory, which packs 2-bit and 4-bit integers. NumPy does not."""
     if jnp.issubdtype(dtype, jnp.integer):
         bits = jnp.iinfo(dtype).bits
     elif jnp.issubdtype(dtype, jnp.floating):

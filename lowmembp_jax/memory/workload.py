@@ -1,4 +1,4 @@
-"""What is planned: a training step with its abstract arguments."""
+"""A training step with its abstract arguments, which the planner plans."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,7 +7,7 @@ from typing import Any
 
 from lowmembp_jax._errors import GivenError
 
-#: Ways to save memory that `compare` and the `lowmembp` command know; first Flax as it comes.
+#: Methods to save memory that `compare` and the `lowmembp` command know. The first is plain Flax.
 METHODS = (
     "default",
     "norm+activation",
@@ -25,20 +25,20 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step and what it is called with.
+    """A training step and its arguments.
 
     Attributes:
-      step: the function that is compiled, for instance `step(params, opt_state, batch)`.
-      args: its arguments, in pytrees; `jax.ShapeDtypeStruct`s need no memory.
-      donate_argnums: arguments whose memory the step takes over, as for `jax.jit`.
-      parts: which part of training memory each argument is, as for `lm.memory.plan`.
-      in_shardings: of the arguments over a mesh, as for `lm.memory.plan`.
-      loss: what is differentiated inside the step, for `lm.memory.residuals`.
-      loss_args: its arguments. Default: those of the step.
-      loss_argnums: which of them it is differentiated in, as for `jax.grad`; None for all that
-        are floating.
-      tokens: of text in a step, of all devices together, where it is of text.
-      context: makes the context that step and loss are traced in, such as `lm.patch`.
+      step: the function to compile, for instance `step(params, opt_state, batch)`.
+      args: pytrees of the step's arguments; `jax.ShapeDtypeStruct`s need no memory.
+      donate_argnums: arguments that the step donates, as for `jax.jit`.
+      parts: the part of training memory of each argument, as for `lm.memory.plan`.
+      in_shardings: shardings of the arguments over a mesh, as for `lm.memory.plan`.
+      loss: the function that the step differentiates, for `lm.memory.residuals`.
+      loss_args: arguments of the loss. Default: the step's arguments.
+      loss_argnums: the differentiated arguments of the loss, as for `jax.grad`; None for all
+        floating ones.
+      tokens: number of text tokens in a step on all devices together, if the batch is text.
+      context: makes the context in which step and loss are traced, such as `lm.patch`.
     """
 
     step: Callable[..., Any]
@@ -54,19 +54,19 @@ class Workload:
 
 
 class WorkloadError(GivenError):
-    """No workload can be had from what was given; the message says why."""
+    """A workload cannot be made; the message says why."""
 
 
 def methods_of(step_factory: Callable[..., Any]) -> tuple[str, ...]:
-    """The methods that a factory says that it knows, in an attribute `methods`, or else all."""
+    """The methods in a factory's attribute `methods`, or else all."""
     return tuple(getattr(step_factory, "methods", METHODS))
 
 
 def workload_of(step_factory: Callable[..., Any], method: str, batch: int | None) -> Workload:
-    """What a factory makes for a method and a batch size.
+    """Makes a factory's workload for a method and a batch size.
 
     Raises:
-      WorkloadError: it is no workload, or the factory does not know the method.
+      WorkloadError: the result is not a workload, or the factory does not know the method.
     """
     with says_which_methods(method, "step_factory"):
         return as_workload(step_factory(method, batch), "step_factory")
@@ -74,10 +74,10 @@ def workload_of(step_factory: Callable[..., Any], method: str, batch: int | None
 
 @contextmanager
 def says_which_methods(method: str, factory: str) -> Iterator[None]:
-    """For calls of a factory that looks the method up.
+    """Runs a factory, which may look the method up in a dictionary.
 
     Raises:
-      WorkloadError: in place of the KeyError of a method that is not there.
+      WorkloadError: instead of the KeyError of an unknown method.
     """
     try:
         yield
@@ -86,12 +86,12 @@ def says_which_methods(method: str, factory: str) -> Iterator[None]:
             raise
         raise WorkloadError(
             f"method: {factory} raised a KeyError for {method!r}: expected a method that it knows. "
-            "Name those, with methods=... or --method a,b, or in an attribute `methods` of it"
+            "List its methods in methods=..., in --method a,b or in its attribute `methods`"
         ) from error
 
 
 def as_workload(made: Any, where: str) -> Workload:
-    """A `Workload`, or a pair of step and arguments made one; `where` is for the error."""
+    """Makes a `Workload` of a pair of step and arguments; `where` is for the error."""
     if isinstance(made, Workload):
         return made
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):

@@ -1,4 +1,4 @@
-"""The operators of this library inside a model that somebody else wrote."""
+"""`lm.patch`: use this library's operators in a model that you cannot edit."""
 
 from lowmembp_jax.patching._patch import patch as patch
 from lowmembp_jax.patching._report import PatchReport as PatchReport

@@ -1,4 +1,4 @@
-"""Which GELUs and SiLUs of other people's models `lm.patch` swaps, and for what."""
+"""Decides which GELUs and SiLUs `lm.patch` swaps, and what runs instead."""
 
 import math
 import types
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from lowmembp_jax.operators.activations import gelu, silu
 
 _OURS: dict[str, Callable] = {"gelu": gelu, "silu": silu}
-#: Parts of the names of activations that are no other operator's.
+#: Only activations have these words in their names.
 _NAMES = ("gelu", "silu", "swish", "mish")
 
 
@@ -26,10 +26,10 @@ def swap_activation(
     x: Any,
     *args: Any,
 ) -> Any:
-    """The activation of x that keeps the least, by the Denses around it; the call tells `seen`.
+    """Computes the activation of x in the way that saves the least, and calls `seen`.
 
     Args:
-      kernels: the shapes of their kernels, `(in, out)`.
+      kernels: shapes of the kernels of the Denses around the activation, `(in, out)` each.
     """
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # such as nnx.Param
         x = x.__jax_array__()
@@ -38,13 +38,13 @@ def swap_activation(
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         reason = f"{aval.dtype} input"
     elif aval.weak_type:
-        # The result would be strongly typed and promote what it meets.
+        # Our result would be strongly typed, and would promote the arrays that it meets.
         reason = "weakly typed input, as Python numbers are"
     if reason:
         seen(op, reason)
         return plain(x, *args)
     if aval.ndim and is_gate(kernels, aval.shape[-1]):
-        seen(op, "multiplied by another Dense: exact, computed again from its input")
+        seen(op, "multiplied by another Dense: stays exact, and is recomputed from its input")
         return jax.checkpoint(lambda x: plain(x, *args), prevent_cse=False)(x)
     ours = partial(_OURS[op], bits=bits)
     seen(op, None, lambda x: plain(x, *args), lambda x: ours(x, *args), x)
@@ -52,7 +52,7 @@ def swap_activation(
 
 
 def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of the kernels in a module, or in the next one around it that holds any."""
+    """Shapes of the kernels in a module, or in the nearest parent that holds kernels."""
     while isinstance(module, nn.Module) and module.scope is not None:
         held = module.variables.get("params", {}).values()
         kernels = (each.get("kernel") for each in held if isinstance(each, Mapping))
@@ -65,11 +65,12 @@ def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:
-    """Whether an activation of that width is multiplied by another Dense, told from the kernels.
+    """Tells from the kernels whether another Dense multiplies an activation of that width.
 
-    For each Dense that takes the width two give it, from one source, or one gives it twice. The
-    product behind the activation keeps the activation's output, so that a code in place of the
-    input, which the backward of a compiled model reads for that output, only adds to what is kept.
+    It does if two Denses with the same input width make that width for each Dense that takes it,
+    or if one Dense makes twice that width. The multiplication saves the activation's output, which
+    compiled models recompute from the saved input. A code would not replace that input, so it
+    would only add memory.
     """
     shapes = [(shape[0], math.prod(shape[1:])) for shape in kernels if len(shape) in (2, 3)]
     takes = [out for source, out in shapes if source == width]
@@ -81,18 +82,18 @@ def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:
 
 
 def own_activations(module: nn.Module) -> dict[str, str]:
-    """Activations that a module holds, or is, which no swapped function computes: name -> why."""
+    """Activations that a module holds or is and that `lm.patch` cannot swap: name -> reason."""
     found = {}
     for value in vars(module).values():
         function = getattr(value, "func", value)  # of a partial
         if isinstance(function, types.FunctionType) and _is_activation(function.__name__):
             name, whose = function.__name__, function.__module__
             if not whose.startswith(("jax.", "lowmembp_jax.")):
-                found[name] = f"{whose}.{name} is a function of its own"
+                found[name] = f"{whose}.{name} is a custom function"
     name = type(module).__name__
     is_ours = type(module).__module__.startswith("lowmembp_jax.")
     if _is_activation(name) and not module.variables and not is_ours:
-        found[name] = f"{type(module).__module__}.{name} is a class of its own"
+        found[name] = f"{type(module).__module__}.{name} is a custom class"
     return found
 
 

@@ -1,10 +1,11 @@
-"""One `with lm.patch()`: what a thread is in, and what calls of modules meet there.
+"""The state of one `with lm.patch()`, and what it does with each call of a module.
 
-Activations: see `patched_activations`. Norms: `nn.intercept_methods`, thread-local as all state
-here, reaches the `__call__` of every linen module.
+`_function_bodies` swaps activations and NNX norms. `nn.intercept_methods` reaches the `__call__` of
+every linen module. All state here is thread-local.
 
-The settings are part of JAX's trace context (`jax.make_user_context`), and so of the key of
-every cache of traces and programs: nothing traced inside serves outside, nor the other way round.
+The settings are part of JAX's trace context (`jax.make_user_context`), so JAX's caches of traces
+and programs have them in their keys. JAX never reuses a trace from inside a patch outside of it, or
+the reverse.
 """
 
 import contextlib
@@ -39,25 +40,25 @@ from lowmembp_jax.patching._settings import ACTIVATIONS, NORMS, Settings
 
 @dataclass(eq=False)
 class _Entry:
-    """One `with lm.patch()` that a thread is in."""
+    """One `with lm.patch()` that a thread has entered."""
 
     settings: Settings
-    module: nn.Module | None  # the innermost linen module that is called
+    module: nn.Module | None  # the innermost linen module that is running
     outer: "_Entry | None"
     report: PatchReport = field(default_factory=PatchReport)
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
     compressing: str | None = None
-    called: dict[str, None] = field(default_factory=dict)  # places, where compress is given
+    called: dict[str, None] = field(default_factory=dict)  # places; filled if `compress` is set
     asleep: bool = False
     nnx_root: nnx.Module | None = None
 
     def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
-        """Which norm a module's call is, and as which it is recognized if it is none of Flax's."""
+        """Which norm a module's call computes, and the recognized norm if it is not Flax's."""
         op = flax_norm(context)
         if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(NORMS):
             return op, None
-        self.asleep = True  # while the module is tried
+        self.asleep = True  # `recognize` calls the module, and must not be intercepted
         try:
             known = recognize(context.module, args[0])
         finally:
@@ -66,21 +67,24 @@ class _Entry:
 
     @property
     def place(self) -> str:
-        """The path of the linen or NNX module whose method runs."""
+        """The path of the linen or NNX module whose method is running."""
         if self.module is None:
             return attribute_path(running_modules())
         return "" if self.module.scope is None else "/".join(self.module.path)
 
     def seen(self, op: str, reason: str | None, *call: Any) -> None:
         if _of_coroutine.get() is not self:
-            raise RuntimeError("patch: another coroutine of this thread awaits inside a patch")
+            raise RuntimeError(
+                "patch: another coroutine of this thread awaits inside a patch: leave the patch "
+                "before you await"
+            )
         modules = [self.module] if self.module is not None else running_modules()
         if modules and not self.place:
             self.report.model = type(modules[0]).__name__
         self.report.add(op, self.place, reason, *call)
 
     def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call of gelu, of silu, or of a norm of NNX, which is then x."""
+        """Runs a call of gelu, silu or an NNX norm. For a norm, x is the module."""
         settings = self.settings
         if is_exact():
             return plain(x, *args, **kwargs)
@@ -108,7 +112,7 @@ _trace_context = jax.make_user_context(None)
 
 
 def _intercept(entry: _Entry, next_fun, args, kwargs, context):
-    # A patch further inside decides.
+    # If patches are nested, the innermost one decides.
     if _of_thread.entries[-1] is not entry or entry.asleep or is_exact():
         return next_fun(*args, **kwargs)
     module, settings, outer = context.module, entry.settings, entry.module
@@ -128,7 +132,7 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         out = next_fun(*args, **kwargs)
         op = op or (named_norm(module) if is_call else None)
         if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):
-            entry.seen(op, reason or f"{_name(module)} has a __call__ of its own")
+            entry.seen(op, reason or f"{_name(module)} has its own __call__")
         if is_call and settings.ops.intersection(ACTIVATIONS):
             for name, reason in own_activations(module).items():
                 entry.seen(name, reason)
@@ -142,10 +146,10 @@ def _name(module: nn.Module) -> str:
 
 
 def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
-    """The module's call in `lm.compress`: the call again, in a scope of its own."""
+    """Calls the module again, inside `lm.compress` and in its own scope."""
 
     def call(module, *args, **kwargs):
-        entry.compressing = entry.place  # what is inside is not compressed once more
+        entry.compressing = entry.place  # modules inside are not compressed a second time
         try:
             return module(*args, **kwargs)
         finally:
@@ -157,7 +161,7 @@ def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
 
 @contextlib.contextmanager
 def patched(settings: Settings) -> Iterator[PatchReport]:
-    """Runs what `settings` say until it exits; gives the report."""
+    """Applies `settings` until the context exits, and gives the report."""
     entries = _of_thread.__dict__.setdefault("entries", [])
     entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
     entry.contexts.enter_context(_trace_context(settings))
@@ -175,14 +179,17 @@ def patched(settings: Settings) -> Iterator[PatchReport]:
         if entry.called and "compress" not in entry.report.swapped:
             warnings.warn(nothing_compressed(settings.compress, list(entry.called)), stacklevel=3)
     finally:
-        # Generators may leave in another order than they entered, which JAX and Flax forbid: what
-        # is left early goes when all that was entered after it has been left too.
+        # Generators may leave in another order than they entered, which JAX and Flax forbid. An
+        # entry that is left early is closed once all entries after it have been left too.
         entry.left = True
         innermost = _of_coroutine.get()
         while innermost and innermost.left:
             innermost = innermost.outer
         _of_coroutine.set(innermost)
         if _of_thread.__dict__.get("entries") is not entries:
-            raise RuntimeError("patch: left in another thread than entered, which stays patched")
+            raise RuntimeError(
+                "patch: left in another thread than it was entered in: the first thread stays "
+                "patched; enter and leave in one thread"
+            )
         while entries and entries[-1].left:
             entries.pop().contexts.close()

@@ -1,11 +1,11 @@
-"""Functions of JAX and Flax with another body, in the threads that ask for it.
+"""Replaces the bodies of some functions of JAX and Flax, in the threads that ask for it.
 
-Third-party code holds on to these functions in too many places to replace their names:
+Third-party code refers to these functions in too many places to replace their names:
 `from flax.linen import gelu`, `partial(nn.gelu, approximate=False)` in a dictionary, a default
-of a module's field, a closure. So the function objects stay what they are, and their bodies,
-`__code__`, are exchanged while any thread asks. The new body runs the old one in other threads.
+of a module's field, a closure. So this module keeps the function objects and replaces their bodies,
+`__code__`, while any thread is inside a patch. In all other threads the new body runs the old one.
 
-`jax.nn.silu` is jitted: in the threads that ask, its body runs at each call, as gelu's does.
+`jax.nn.silu` is jitted. In threads inside a patch its body runs at each call, as gelu's does.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from flax import nnx
 from lowmembp_jax._jax_internals import cache_miss
 from lowmembp_jax.operators.activations import own_copy
 
-#: Takes the operator, the function as it was, and the arguments.
+#: Takes the operator's name, the original function and the arguments.
 Handler = Callable[..., Any]
 
 _thread = threading.local()
@@ -32,7 +32,7 @@ def _run(op: str, *args, **kwargs):
     return plain(*args, **kwargs) if handler is None else handler(op, plain, *args, **kwargs)
 
 
-# These lend their bodies, which see the globals of JAX and Flax and not those of this file.
+# JAX and Flax run these bodies with their own globals, so each body imports this file.
 def _gelu(x, approximate=True):
     from lowmembp_jax.patching import _function_bodies
 
@@ -57,7 +57,7 @@ def _rms_norm(self, x, mask=None):
     return _function_bodies._run("rms_norm", self, x, mask=mask)
 
 
-# The Python functions; `jax.nn.silu` is one under `jax.jit`.
+# The undecorated functions: `jax.nn.silu` is inside `jax.jit`.
 _EXCHANGED: dict[str, tuple[Any, Any]] = {
     "gelu": (inspect.unwrap(jax.nn.gelu), _gelu),
     "silu": (inspect.unwrap(jax.nn.silu), _silu),
@@ -90,7 +90,7 @@ def _count(change: int) -> None:
 
 @contextlib.contextmanager
 def exchanged(handler: Handler) -> Iterator[None]:
-    """Calls of gelu, silu, `nnx.LayerNorm` and `nnx.RMSNorm` in this thread run `handler`."""
+    """Sends this thread's calls of gelu, silu, `nnx.LayerNorm` and `nnx.RMSNorm` to `handler`."""
     outer = getattr(_thread, "handler", None)
     _thread.handler = handler
     _count(1)

@@ -1,6 +1,6 @@
-"""Which norms of other people's models `lm.patch` swaps, and how it calls them.
+"""Decides which norms `lm.patch` swaps, and runs the swapped ones.
 
-The module stays, with its fields, its name and its parameters; only its `__call__` is another.
+The module keeps its fields, its name and its parameters. Only its `__call__` is replaced.
 """
 
 import inspect
@@ -21,11 +21,11 @@ from lowmembp_jax.nnx import apply_norm
 from lowmembp_jax.operators.norms import Residual, ms_layer_norm, ms_rms_norm
 from lowmembp_jax.patching._recognized_norms import RecognizedNorm
 
-#: Told the operator, why the original runs (None where it is swapped), and then the plain function
-#: of arrays, ours, and their arguments.
+#: Takes the operator, the reason why the original runs (None if it is swapped), and then the plain
+#: function of arrays, ours, and their arguments.
 Seen = Callable[..., None]
 
-# Flax's norms by the functions that compute them, which a subclass may call from its own.
+# Flax's norms, keyed by their `__call__`, which a subclass may call from its own.
 _FLAX: dict[Callable, tuple[str, type, Any]] = {
     inspect.unwrap(nn.LayerNorm.__call__): ("layer_norm", nn.LayerNorm, MSLayerNorm),
     inspect.unwrap(nn.RMSNorm.__call__): ("rms_norm", nn.RMSNorm, MSRMSNorm),
@@ -34,12 +34,12 @@ _OTHERS = ("Batch", "Group", "Instance", "Spectral", "Weight")
 
 
 def flax_norm(context: Any) -> str | None:
-    """ "layer_norm" or "rms_norm" for a call that runs the function of one of Flax's norms."""
+    """ "layer_norm" or "rms_norm" if a call runs the `__call__` of one of Flax's norms."""
     return _FLAX.get(context.orig_method.func, (None,))[0]
 
 
 def named_norm(module: nn.Module) -> str | None:
-    """The same for a class, or a base, that is named so; None if it holds modules."""
+    """ "layer_norm" or "rms_norm" by the name of the class or a base; None if it holds modules."""
     op = _op_of_name(type(module))
     if op is None or isinstance(module, MSLayerNorm | MSRMSNorm):
         return None
@@ -48,10 +48,10 @@ def named_norm(module: nn.Module) -> str | None:
 
 
 def own_nnx_norms(root: nnx.Module) -> Iterator[tuple[str, str, str]]:
-    """Norms in an NNX model that are named so and are not Flax's: operator, path and why.
+    """Finds custom norms in an NNX model by their names: operator, path and reason.
 
-    Flax has no interceptors for NNX modules. Their calls cannot be exchanged before the first one
-    has run, so that such norms are only named.
+    Flax has no interceptors for NNX modules. The first call of a custom norm runs before it could
+    be swapped, so the report only names these norms.
     """
     for path, module in nnx.iter_modules(root):
         op, is_flax = _op_of_name(type(module)), isinstance(module, nnx.LayerNorm | nnx.RMSNorm)
@@ -62,7 +62,7 @@ def own_nnx_norms(root: nnx.Module) -> Iterator[tuple[str, str, str]]:
         ):
             whose = f"{type(module).__module__}.{type(module).__qualname__}"
             ours = {"layer_norm": "MSLayerNorm", "rms_norm": "MSRMSNorm"}[op]
-            reason = f"{whose} has a __call__ of its own; in NNX, write lm.nnx.{ours} in its place"
+            reason = f"{whose} has its own __call__; in NNX, write lm.nnx.{ours} instead"
             yield op, "/".join(map(str, path)), reason
 
 
@@ -77,12 +77,13 @@ def _op_of_name(cls: type) -> str | None:
 def swap_linen_norm(
     context: Any, known: RecognizedNorm | None, seen: Seen, dtype: Any, residual: Residual
 ) -> None:
-    """Swaps the function that a module's call runs, if that is a norm's; the call tells `seen`.
+    """If a module's call computes a norm, swaps the function that it runs. The call calls `seen`.
 
-    It is the partial that Flax makes for each call, behind all interceptors, which see the call.
+    Flax makes a partial for each call, which runs after all interceptors have seen the call. This
+    replaces the function of that partial.
 
     Args:
-      known: as what the module is known, if it is none of Flax's.
+      known: the recognized norm, if the module is not one of Flax's norms.
     """
     original = context.orig_method.func
     if original in _FLAX:
@@ -132,7 +133,7 @@ def _recognized(norm: RecognizedNorm, seen, dtype, residual, module, x):
 def swap_nnx_norm(
     op: str, plain: Callable, seen: Seen, dtype: Any, residual: Residual, norm: Any, x, mask=None
 ) -> Any:
-    """The call of an `nnx.LayerNorm` or `nnx.RMSNorm`, which tells `seen`."""
+    """Runs the call of an `nnx.LayerNorm` or `nnx.RMSNorm`, and calls `seen`."""
     given = {name: getattr(norm, name) for name in (*FIELDS, "promote_dtype")}
     given |= {"dtype": dtype or norm.dtype, "residual": residual, "implementation": None}
     ours, center = SimpleNamespace(**given), op == "layer_norm"

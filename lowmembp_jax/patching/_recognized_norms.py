@@ -1,8 +1,8 @@
-"""LayerNorms and RMSNorms under other names, known by what they compute.
+"""Recognizes LayerNorms and RMSNorms under other names by what they compute.
 
-A linen module that has a vector or two for its parameters, and holds no other module, is called on
-random numbers. If it gives what a norm over the last axis gives, at large and small inputs, it
-is one.
+A linen module is a candidate if its parameters are one or two vectors and it holds no other module.
+It is called on large and small random numbers, and is a norm if its results agree with a norm over
+the last axis.
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class RecognizedNorm(NamedTuple):
-    """(x - mean) / sqrt(variance + epsilon) (scale + offset) + bias; mean: only if `center`."""
+    """(x - mean) / sqrt(variance + epsilon) (scale + offset) + bias; no mean unless `center`."""
 
     center: bool
     epsilon: float
@@ -27,12 +27,12 @@ class RecognizedNorm(NamedTuple):
 
 
 _EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-3, 0.0)
-#: Root mean squares of the inputs that are tried: at the small ones epsilon shows.
+#: Root mean squares of the inputs that are tried. Small inputs show the epsilon.
 _SIZES = (1.0, 30.0, 1e-2, 1e-3, 1e-4, 1e-6)
 
 
 def recognize(module: nn.Module, x: Any) -> RecognizedNorm | None:
-    """What norm a module computes for inputs such as x; None if it is none of the last axis."""
+    """The norm over the last axis that a module computes for inputs like x, or None."""
     if not isinstance(x, jax.Array | np.ndarray):
         return None
     params = module.variables.get("params", {})
@@ -62,7 +62,7 @@ def _recognize(
             jax.numpy_rank_promotion("allow"),
         ):
             return _tried(module, dict(params), shape, dtype)
-    except Exception:  # what a module of unknown kind raises for other inputs: it is no norm
+    except Exception:  # an unknown module may raise anything for other inputs: it is no norm
         return None
 
 
@@ -115,13 +115,13 @@ def _norm(norm: RecognizedNorm, x: np.ndarray, values: Mapping[str, np.ndarray])
 
 
 def _dtypes(module: nn.Module) -> list[Any]:
-    """Dtypes among the module's fields, to which it may round."""
+    """16-bit dtypes among the module's fields, to which it may round."""
     found = (v for v in vars(module).values() if isinstance(v, type | np.dtype))
     return [v for v in found if v in (jnp.float16, jnp.bfloat16)]
 
 
 def _floats(module: nn.Module) -> list[float]:
-    """Numbers that may be the epsilon: of the module's fields, and of its config's."""
+    """Numbers that may be the epsilon, from the module's fields and from its config's."""
     held = [vars(module), *(vars(v) for v in vars(module).values() if hasattr(v, "__dict__"))]
     found = (v for each in held for v in each.values() if isinstance(v, float))
     return list(dict.fromkeys(v for v in found if 0 < v < 0.5))

@@ -1,4 +1,4 @@
-"""What `lm.patch` met: what was swapped, what was not and why, and the bytes that it makes."""
+"""The report of `lm.patch`: what was swapped, what was left alone and why, and the memory saved."""
 
 import math
 import re
@@ -15,17 +15,18 @@ from lowmembp_jax.patching._settings import ACTIVATIONS
 
 
 class PatchMemory(NamedTuple):
-    """Bytes that the swapped operators keep from forward to backward, each call counted once.
+    """Bytes of residuals of the swapped operators. Each call is counted once.
 
     Attributes:
-      before: what JAX's own keep. That is what they take where layers are scanned.
-      recomputed: of that, what is left where XLA computes the rest again from the operator's input,
-        as it does where layers are not scanned. A saving against `before` overstates there.
-      after: what they keep now. The output of a norm is among it, which the Dense behind keeps
-        anyway where it has the dtype of that Dense.
-      outputs: the outputs of the swapped activations, which are in none of the others. A product,
-        a convolution and a Dense that trains save their input. Before, XLA could recompute it from
-        the activation's input; now it is saved besides `after`. A frozen Dense saves nothing.
+      before: residuals of JAX's own operators. Scanned layers save all of them.
+      recomputed: the part of `before` that unrolled layers save. There XLA recomputes the rest from
+        the operator's input, so compare `after` with this number.
+      after: residuals of the swapped operators. This includes a norm's output, which the next Dense
+        saves anyway if it has the same dtype.
+      outputs: outputs of the swapped activations, which no other number includes. A product, a
+        convolution and a trained Dense save their input. Before the swap, XLA could recompute that
+        input from the activation's input. Now it is saved in addition to `after`. A frozen Dense
+        saves nothing.
     """
 
     before: int
@@ -36,16 +37,15 @@ class PatchMemory(NamedTuple):
     def __str__(self) -> str:
         before, recomputed, after, outputs = map(format_bytes, self)
         text = (
-            f"kept by what was swapped: {after}; before: {before} in scanned layers, and no less "
-            f"than {recomputed} where XLA computes elementwise results again, in layers that are "
-            f"not scanned"
+            f"residuals of the swapped operators: {after}; before: {before} in scanned layers, at "
+            f"least {recomputed} in unrolled layers, where XLA recomputes elementwise results"
         )
         if not self.outputs:
             return text
         return (
-            f"{text}. In those layers, up to {outputs} of activations' outputs are saved besides, "
-            "where a product, a convolution or a trained Dense reads them. lm.memory.plan tells "
-            "what the compiled step saves"
+            f"{text}. Unrolled layers now also save up to {outputs} of activations' outputs, if a "
+            "product, a convolution or a trained Dense reads them. lm.memory.plan gives the memory "
+            "of the compiled step"
         )
 
 
@@ -58,17 +58,18 @@ class _Call(NamedTuple):
 
 @dataclass
 class PatchReport:
-    """What one `with lm.patch() as report:` met, by operator and place.
+    """Lists the calls that one `with lm.patch() as report:` saw, by operator and place.
 
-    A place is the path of a linen module, "encoder/layer_0/mlp", or of an NNX module by attributes,
-    "blocks/0/norm". It is "" outside modules, and in the model itself, which is printed as its
-    class. Only what is traced is met: a call that `jax.jit` serves from its cache adds nothing.
+    A place is the path of a linen module, "encoder/layer_0/mlp", or the attribute path of an NNX
+    module, "blocks/0/norm". It is "" outside modules, and in the model itself, which is printed as
+    its class. The report has only traced calls: a call that `jax.jit` finds in its cache adds
+    nothing.
 
     Attributes:
       swapped: "gelu", "silu", "layer_norm", "rms_norm" or "compress" -> the places, each once, in
         order.
-      skipped: the same, or the name of an activation -> {place: why the original ran}.
-      model: the class of the model that has calls of its own.
+      skipped: one of these names, or an activation's -> {place: why the original ran}.
+      model: the class of the model, if it calls operators itself.
     """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
@@ -77,13 +78,13 @@ class PatchReport:
     _calls: list[_Call] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, op: str, place: str, reason: str | None, *call: Any) -> None:
-        """A call that was met.
+        """Adds a call.
 
         Args:
           op: see `PatchReport`.
           place: see `PatchReport`.
-          reason: why the original runs, None for a call that is swapped.
-          *call: the plain function and ours, and their arguments.
+          reason: why the original runs; None for a call that is swapped.
+          *call: the plain function, ours, and their arguments.
         """
         if reason is not None:
             self.skipped.setdefault(op, {}).setdefault(place, reason)
@@ -95,11 +96,11 @@ class PatchReport:
             self._calls.append(_Call(op, plain, ours, args))
 
     def memory(self) -> PatchMemory:
-        """The bytes kept for the backward, before and after. Call it outside the patch."""
+        """Counts the bytes of residuals before and after. Call it outside the patch."""
         total = PatchMemory(0, 0, 0, 0)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for op, plain, ours, args in self._calls:
-                x = _bytes(args[-1])  # an activation's output is like its input
+                x = _bytes(args[-1])  # an activation's output is as large as its input
                 call = _kept(plain, args), x, _kept(ours, args), x if op in ACTIVATIONS else 0
                 total = PatchMemory(*map(sum, zip(total, call, strict=True)))
         return total
@@ -117,13 +118,13 @@ class PatchReport:
 
 
 def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:
-    """Why nothing was compressed, and what could be: the modules that are there several times."""
+    """Says that `compress` matches nothing, and names modules that occur several times."""
     kinds = Counter(re.sub(r"\d+", "*", place) for place in called)
     repeated = sorted((kind for kind, count in kinds.items() if count > 1), key=len)
     examples = ", ".join(map(repr, (repeated or [*kinds])[:3]))
     return (
-        f"patch: compress={', '.join(patterns)!r} matches none of the {len(called)} linen "
-        f"modules that were called, such as {examples}"
+        f"patch: compress: {', '.join(patterns)!r} matches none of the {len(called)} linen modules "
+        f"that were called; use their paths, such as {examples}"
     )
 
 
@@ -134,6 +135,6 @@ def _bytes(array: Any) -> int:
 
 
 def _kept(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
-    """Bytes of the residuals of a function of its last argument and of parameters."""
+    """Bytes of a function's residuals, if it is differentiated in all of `args`."""
     residuals = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
     return sum(map(_bytes, jax.tree.leaves(residuals)))

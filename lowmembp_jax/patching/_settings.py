@@ -1,4 +1,4 @@
-"""What `lm.patch` is asked to do, and where."""
+"""The settings of `lm.patch`."""
 
 import contextlib
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Settings:
         return _matches(self.compress, place)
 
     def why_not(self, op: str, place: str) -> str | None:
-        """Why an operator at a place is left, as far as the settings say."""
+        """Why the settings leave an operator at a place alone; None if they do not."""
         names = place.split("/")
         parents = ["/".join(names[: end + 1]) for end in range(len(names))]
         if self.include is not None and not any(_matches(self.include, at) for at in parents):
@@ -58,7 +58,7 @@ def check_settings(
     compress: Any,
     compress_dtype: Any,
 ) -> Settings:
-    """The settings of `lm.patch`, by its arguments; raises what it raises."""
+    """Makes settings of the arguments of `lm.patch`, and raises its errors."""
     patterns = _paths("compress", compress)
     within = None if include is None else _paths("include", include)
     without = _paths("exclude", exclude)
@@ -68,19 +68,19 @@ def check_settings(
     if not ops and not patterns:
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
     if bits not in (2, 4):
-        raise ValueError(f"patch: bits={bits!r} is not accepted, only 2 and 4")
+        raise ValueError(f"patch: bits: expected 2 or 4, got {bits!r}")
     if norm_residual not in RESIDUALS:
         raise ValueError(
-            f"patch: norm_residual={norm_residual!r} is not known: "
-            f"accepted are {', '.join(map(repr, RESIDUALS))}"
+            f"patch: norm_residual: expected one of {', '.join(map(repr, RESIDUALS))}, "
+            f"got {norm_residual!r}"
         )
     with contextlib.suppress(TypeError):
         norm_dtype = norm_dtype if norm_dtype is None else jnp.dtype(norm_dtype)
     is_dtype = isinstance(norm_dtype, jnp.dtype)
     if norm_dtype is not None and not (is_dtype and jnp.issubdtype(norm_dtype, jnp.floating)):
         raise TypeError(
-            f"patch: norm_dtype={norm_dtype!r} is not accepted, only None and floating dtypes "
-            f"such as jnp.bfloat16"
+            f"patch: norm_dtype: expected None or a floating dtype such as jnp.bfloat16, "
+            f"got {norm_dtype!r}"
         )
     return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
 
@@ -88,7 +88,7 @@ def check_settings(
 def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
     patterns = [given] if isinstance(given, str) else given
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"patch: {name}={given!r} is not accepted, only paths of modules")
+        raise TypeError(f"patch: {name}: expected paths of modules, got {given!r}")
     return tuple(patterns)
 
 
@@ -100,6 +100,6 @@ def _chosen(name: str, given: Any, known: tuple[str, ...], default: bool) -> fro
     if not isinstance(names, Sequence) or not set(names) <= set(known):
         words = ", ".join(map(repr, known))
         raise TypeError(
-            f"patch: {name}={given!r} is not accepted, only None, True and False, or {words}"
+            f"patch: {name}: expected None, True, False or some of {words}, got {given!r}"
         )
     return frozenset(names)

@@ -1,1 +1,1 @@
-"""Which part of training memory an argument or a buffer belongs to."""
+"""Decides to which part of training memory an argument or a buffer belongs."""

@@ -1,4 +1,4 @@
-"""Which part of training memory each argument of a training step is."""
+"""Decides to which part of training memory each argument of a step belongs."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from lowmembp_jax.memory.classification.roles import Role, roles
 from lowmembp_jax.memory.lowering.step_arguments import StepError
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")
-# Wherever it stands, and whatever the program does with it.
+# These names decide anywhere in a path, whatever the program does with the array.
 _ANYWHERE: tuple[tuple[re.Pattern[str], Part], ...] = (
     (re.compile(r"master|ema(_|$)"), "parameters"),
     (re.compile(r"grad(ient)?s?$"), "gradients"),
@@ -36,12 +36,12 @@ class Argument(NamedTuple):
 
     name: str  # such as "state.params['layer_0']['kernel']"
     part: Part
-    shape: tuple[int, ...]  # whole, on all devices
-    is_trained: bool = False  # the program returns it changed by its gradient, or the gradient
+    shape: tuple[int, ...]  # on all devices together
+    is_trained: bool = False  # the program returns its update or its gradient
 
 
 def argument_names(step: Callable[..., Any], count: int) -> list[str]:
-    """Names of the positional arguments; "args[2]" where there is none."""
+    """Names of the positional arguments; "args[2]" for an argument without a name."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
@@ -51,7 +51,7 @@ def argument_names(step: Callable[..., Any], count: int) -> list[str]:
 
 
 def _first(words: list[str], patterns: tuple[tuple[re.Pattern[str], Part], ...]) -> Part | None:
-    """What the outermost word says that matches one of `patterns`."""
+    """The part that the outermost word with a match in `patterns` names."""
     for word in words:
         for pattern, part in patterns:
             if pattern.match(word):
@@ -68,7 +68,7 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
         return part
     if role is not None:
         return role if role == "optimizer_state" else "parameters"
-    if is_training:  # of a batch that holds weights, and does not come back
+    if is_training:  # in a training step, "weight" without a role may be a batch's sample weight
         words = [words[0], *(word for word in words[1:] if not word.startswith("weight"))]
     part = _first(words, _PARTS) or "batch"
     if not is_variable(node):
@@ -79,18 +79,18 @@ def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> 
 
 
 def _is_optax(node: Any) -> bool:
-    """Whether it is a state of one of optax's transformations, or of this library's."""
+    """Whether the node is the state of a transformation of optax or of this library."""
     return type(node).__module__.split(".")[0] in ("optax", "lowmembp_jax")
 
 
 def is_variable(node: Any) -> bool:
-    """Whether it is one of NNX's variables."""
+    """Whether the node is an NNX variable."""
     return isinstance(node, nnx.Variable)
 
 
 def _checked(part: Any) -> Part:
     if part not in _ARGUMENT_PARTS:
-        raise ValueError(f"parts has {part!r}: accepted are {', '.join(_ARGUMENT_PARTS)}")
+        raise ValueError(f"parts: expected one of {', '.join(_ARGUMENT_PARTS)}, got {part!r}")
     return part
 
 
@@ -100,32 +100,34 @@ def _broadcast(parts: Any, args: tuple[Any, ...]) -> list[Any]:
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise StepError(
-            f"parts={parts!r} is no pytree prefix of the {len(args)} arguments: {reason}"
+            f"parts: expected a pytree prefix of the {len(args)} arguments, got {parts!r}: {reason}"
         ) from error
 
 
 def arguments(
     step: Callable[..., Any], args: tuple[Any, ...], parts: Any, jaxpr: Any = None
 ) -> list[Argument]:
-    """The arrays among `args`, in the order of the compiled program's parameters.
+    """Lists the arrays in `args` with their parts, in the order of the program's parameters.
 
-    Without `parts`, the program tells what is trained and what the optimizer carries, see `roles`,
-    and the types of optax's states and NNX's variables do. For the rest, an array belongs to
-    the part that the outermost telling word of its path names: argument, attributes and keys,
-    such as `state.opt_state[0].mu['kernel']`. "params", "frozen", "batch_stats" and the like are
-    parameters, "opt_state" and "optimizer" optimizer state, "grads" gradients. What is called
-    "master..." or "ema..." is parameters, and "grads" gradients, anywhere. The rest is the batch.
-    Of NNX's variables those of an optimizer are optimizer state, random numbers batch, and
-    others, of which no name tells, parameters.
+    Without `parts`, these rules decide, the first that applies:
+
+    - The types of NNX's variables and of optax's states: random state is batch, and state of an
+      optimizer is optimizer state.
+    - A word "master...", "ema..." (parameters) or "grads" (gradients) anywhere in the path.
+    - The program: it shows what is trained and what the optimizer carries, see `roles`.
+    - The outermost known word of the path of argument, attributes and keys, such as
+      `state.opt_state[0].mu['kernel']`. "params", "frozen", "batch_stats" and similar words mean
+      parameters, "opt_state" and "optimizer" mean optimizer state.
+    - Other NNX variables are parameters, and all other arrays are the batch.
 
     Args:
-      step: whose argument names count.
+      step: the step, for the names of its arguments.
       args: its arguments.
-      parts: a pytree prefix of `args` with the name of a part each, or None.
-      jaxpr: of the step, whose inputs are the arrays; None where there is no trace.
+      parts: a pytree prefix of `args` with the name of a part at each leaf, or None.
+      jaxpr: the step's trace, whose inputs are the arrays, or None.
 
     Raises:
-      ValueError: `parts` has another name, or is no prefix of `args`.
+      ValueError: `parts` has an unknown name, or is not a prefix of `args`.
     """
     names = argument_names(step, len(args))
     given = None if parts is None else iter(_broadcast(parts, args))

@@ -1,7 +1,8 @@
-"""What the arrays of a compiled training step are made of: parameters, other arguments, backward.
+"""Follows what each array of a compiled training step is made of: parameters, other arguments, or
+results of the backward.
 
-JAX writes the transformation that an operation comes from into its name: `jvp(...)` is the
-forward, `transpose(jvp(...))` the backward, recomputation in it included.
+JAX writes the transformation that makes an operation into its name: `jvp(...)` is the forward,
+`transpose(jvp(...))` the backward, including its recomputation.
 """
 
 import functools
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program
 from lowmembp_jax.memory.roofline.collectives import is_collective
 
-#: Bits of what an array is made of: parameters, other arguments, something of the backward.
+#: Bits for what an array is made of: parameters, other arguments, results of the backward.
 PARAMETERS, OTHER, BACKWARD = 1, 2, 4
 
 _PASSED_ON = {"bitcast", "copy", "opt-barrier", "optimization-barrier"}
@@ -26,7 +27,7 @@ class Flow:
 
     Args:
       program: scheduled HLO.
-      is_parameter: of each argument of the program, whether it is one of the model's parameters.
+      is_parameter: for each argument of the program, whether it is a parameter of the model.
     """
 
     def __init__(self, program: Program, is_parameter: Sequence[bool]):
@@ -40,12 +41,12 @@ class Flow:
         self._run(program.entry, [(PARAMETERS if own else OTHER,) for own in is_parameter])
 
     def made_of(self, name: str, element: int = 0) -> int:
-        """Bits of an instruction's result, of one element if that is a tuple."""
+        """Bits of an instruction's result, or of one element if the result is a tuple."""
         made_of = self._made_of.get(name, (0,))
         return made_of[element] if element < len(made_of) else _union(made_of)
 
     def op_name(self, instruction: Instruction, element: int = 0) -> str:
-        """JAX's name of the operation that makes a result; "" where XLA knows none."""
+        """JAX's name of the operation that makes a result; "" if XLA has no name."""
         if instruction.opcode == "fusion":
             fused = self.program.computations[instruction.calls[0]]
             root = fused.instructions[fused.root]
@@ -56,19 +57,19 @@ class Flow:
         return self.program.op_name(instruction)
 
     def makes_backward(self, name: str, element: int = 0) -> bool:
-        """Whether the operation that makes an array is one of the backward."""
+        """Whether an operation of the backward makes an array."""
         op_name = self.op_name(self.instructions[name], element)
         return _is_backward(op_name) if op_name else bool(self.made_of(name, element) & BACKWARD)
 
     def reads_backward(self, name: str) -> bool:
-        """Whether a kernel, or anything fused into it, is of the backward."""
+        """Whether a kernel, or an operation fused into it, belongs to the backward."""
         instruction = self.instructions[name]
         return self.makes_backward(name) or any(
             _is_backward(each.op_name) for each in self.program.inner(instruction)
         )
 
     def leaves_backward(self, name: str) -> bool:
-        """Whether a kernel takes what the backward made to others: devices, or the optimizer."""
+        """Whether a kernel passes results of the backward to other devices or the optimizer."""
         opcode = self.instructions[name].opcode.removesuffix("-done")
         return is_collective(opcode) or not self.makes_backward(name)
 
@@ -76,7 +77,7 @@ class Flow:
         for instruction in computation.instructions.values():
             before = self._made_of.get(instruction.name, ())
             made_of = self._step(instruction, arguments)
-            if len(before) == len(made_of):  # of an earlier iteration, or another call
+            if len(before) == len(made_of):  # add the bits of an earlier iteration or another call
                 made_of = tuple(map(int.__or__, before, made_of))
             self._made_of[instruction.name] = made_of
         return self._made_of[computation.root]

@@ -1,4 +1,4 @@
-"""Which part of training memory a buffer of a compiled step belongs to."""
+"""Decides to which part of training memory a buffer of a compiled step belongs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ Part = Literal[
     "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
 ]
 
-# They hand arrays on and make none.
+# These instructions pass arrays on and make none.
 _PLUMBING = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call",
     "opt-barrier",
@@ -21,23 +21,24 @@ _STACKING = ("dynamic_update_slice", "dynamic_update_index_in_dim")
 
 
 class Buffers:
-    """Groups values that are one array to JAX, and says to which part each group belongs.
+    """Groups values that are one array to JAX, and assigns a part to each group.
 
-    What a loop carries is one buffer: its initial value, what the body gets and gives, and the
-    loop's result. XLA keeps them at one place. Of what is no argument,
+    A loop's carry is one buffer, which XLA keeps at one place: its initial value, the operand and
+    the result of the body, and the loop's result. Buffers that are not arguments belong to these
+    parts:
 
-    - *gradients* are made by the backward, have the shape of a parameter, and go to the optimizer,
-      to other devices or out of the program; so are the updates that the optimizer makes of them;
-    - *intermediates* are made by the forward and read by the backward;
-    - *parameters* are those of them that are made of nothing but parameters: casts to the dtype
-      of the computation, dequantized weights;
-    - *outputs* are returned and no gradients;
-    - the rest are *temporaries*.
+    - *gradients*: the backward makes them, they have the shape of a parameter, and they go to the
+      optimizer, to other devices or out of the program. The optimizer's updates belong here, too.
+    - *intermediates*: the forward makes them and the backward reads them.
+    - *parameters*: like intermediates, but computed only from parameters, such as casts to the
+      compute dtype and dequantized weights.
+    - *outputs*: the program returns them, and they are not gradients.
+    - *temporaries*: all other buffers.
 
     Args:
-      assignment: XLA's.
-      flow: of the same program.
-      parameter_shapes: shapes of the model's parameters, whole and as on one device.
+      assignment: XLA's buffer assignment.
+      flow: the flow of the same program.
+      parameter_shapes: shapes of the model's parameters, in total and on one device.
     """
 
     def __init__(
@@ -59,20 +60,20 @@ class Buffers:
         return self._parts[value.number]
 
     def is_output(self, group: Iterable[Value]) -> bool:
-        """Whether one of these values is returned."""
+        """Whether the program returns one of these values."""
         root = self.flow.program.entry.root
         return any(p.instruction == root for v in group for p in v.positions)
 
     def origin(self, value: Value) -> tuple[str, str]:
         """JAX's name of the operation that makes a value, and its source line.
 
-        Of a loop's stack of arrays, one from each iteration, it is what makes one of them.
+        For a loop's stack of arrays, this is the operation that makes the array of one iteration.
         """
         definitions = [v.definition for v in (value, *self._groups[value.number])]
         for maker, element in self._kernels(definitions):
             named = self._stacked(maker) if _stacks(maker) else maker
             op_name = self.flow.op_name(named, element if named is maker else 0)
-            # Not what a loop starts with, nor what XLA copies around it.
+            # A loop's initial zeros and XLA's copies around a loop say nothing about the origin.
             empty = op_name.endswith(("broadcast_in_dim", "/while"))
             if not empty and (op_name or named.source):
                 return op_name, named.source
@@ -81,7 +82,7 @@ class Buffers:
         return op_name or maker.opcode, maker.source
 
     def _kernels(self, places: Iterable[Position]) -> Iterator[tuple[Instruction, int]]:
-        """Instructions that make or read arrays, and the element of their result or operand."""
+        """Yields instructions that make or read arrays, with the element of result or operand."""
         for place in places:
             name = self._shown.get(place.instruction, place.instruction)
             instruction = self.flow.instructions.get(name)
@@ -94,8 +95,8 @@ class Buffers:
         readers = {i.name for i, _ in self._kernels(use for v in group for use in v.uses)}
         bits = [flow.made_of(*maker) for maker in makers]
         backward = any(flow.makes_backward(*maker) for maker in makers)
-        # What is returned is a gradient if the backward itself has made it: what the optimizer
-        # has made of it is a new parameter or state.
+        # An output is a gradient only if the backward itself makes it. If the optimizer makes it
+        # from a gradient, it is a new parameter or state.
         leaves = backward if self.is_output(group) else any(map(flow.leaves_backward, readers))
         if any(b & BACKWARD for b in bits) and leaves and self._is_shaped_as_parameter(group):
             return "gradients"
@@ -104,7 +105,7 @@ class Buffers:
         if backward:
             return "temporaries"
         if makers and any(map(flow.reads_backward, readers)):
-            if {b for b in bits if b} != {PARAMETERS}:  # 0 is made of constants
+            if {b for b in bits if b} != {PARAMETERS}:  # 0 means made of constants
                 return "intermediates"
             # XLA copies a parameter that the optimizer overwrites before its last use.
             copied = all(flow.instructions[name].opcode == "copy" for name, _ in makers)
@@ -121,14 +122,14 @@ class Buffers:
 
     def _shape(self, position: Position) -> Shape | None:
         instruction = self.flow.instructions.get(position.instruction)
-        # Tuples in tuples are of asynchronous instructions.
+        # Only asynchronous instructions have tuples in tuples.
         if instruction is None or instruction.opcode.endswith("-start"):
             return None
         element = _element(position)
         return instruction.shapes[element] if element < len(instruction.shapes) else None
 
     def _stacked(self, instruction: Instruction) -> Instruction:
-        """Of an update of a stack in a loop, what makes the array that is put there."""
+        """The instruction that makes the array with which a loop updates its stack."""
         if instruction.opcode.endswith("-done"):
             instruction = self.flow.instructions[instruction.operands[0]]
         computation = next(
@@ -149,9 +150,9 @@ class Buffers:
 
 
 def _shown_as(assignment: BufferAssignment, flow: Flow) -> dict[str, str]:
-    """Names of kernels that the program's text does not show, and that of an instruction for each.
+    """Maps each kernel's name to an instruction that the program's text shows.
 
-    Of what runs asynchronously the text has `fusion-start` and `fusion-done`.
+    For asynchronous kernels the text shows only `fusion-start` and `fusion-done`.
     """
     names: dict[str, str] = {}
     for value in assignment.values:
@@ -163,10 +164,10 @@ def _shown_as(assignment: BufferAssignment, flow: Flow) -> dict[str, str]:
 
 
 def _before_stacking(computation: Computation, name: str) -> Instruction:
-    """What makes an array, before the casts and reshapes of `jax.lax.scan`.
+    """Finds the instruction that makes an array, before the casts and reshapes of `jax.lax.scan`.
 
-    Of what a loop's body is given, such as the input of a block that is computed again, it is what
-    makes it in the iteration before.
+    If the array is a carry of the loop's body, such as the input of a recomputed block, this is the
+    instruction that makes it in the previous iteration.
     """
     instructions, seen = computation.instructions, set()
     found = instructions[name]
@@ -195,8 +196,8 @@ def _element(position: Position) -> int:
 
 
 def _carried_together(assignment: BufferAssignment, flow: Flow) -> dict[int, list[Value]]:
-    """For each value's number, the values that are one buffer with it."""
-    loops: dict[str, str] = {}  # of names in and around a loop: that loop's name
+    """Maps each value's number to the values that share its buffer."""
+    loops: dict[str, str] = {}  # maps names in and around a loop to the loop's name
     for loop in flow.instructions.values():
         if loop.opcode != "while":
             continue

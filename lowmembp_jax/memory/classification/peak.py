@@ -1,4 +1,4 @@
-"""What is in a GPU's memory when the most of it is taken."""
+"""Lists the contents of a GPU's memory at its peak."""
 
 import dataclasses
 import math
@@ -11,29 +11,29 @@ from lowmembp_jax.memory.classification.parts import Buffers, Part
 from lowmembp_jax.memory.parsing.buffer_assignment import BufferAssignment, Value, profile, split
 from lowmembp_jax.memory.roofline.totals import module_path
 
-# Of what lives in the same bytes, such as a loop's stack and what it is updated with, the first in
-# this order has them.
+# If several values share bytes, such as a loop's stack and its update, the first part in this order
+# gets the bytes.
 _ORDER: tuple[Part, ...] = (
     "intermediates", "gradients", "parameters", "outputs", "temporaries"
 )  # fmt: skip
-# The most rows of `Plan.timeline`.
+# The largest number of rows of `Plan.timeline`.
 _INSTANTS = 200
-# Buffers below this share of the peak are in the sums and not on the list.
+# Buffers below this share of the peak count in the sums but are not listed.
 _LISTED = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveBuffer:
-    """Something in memory at the peak.
+    """A buffer in memory at the peak.
 
     Attributes:
-      bytes: on each device. Where arrays share bytes, each byte is that of one of them. Of what is
-        returned, memory counts before it is written too, but for what else is there by then.
-      part: one of `lm.memory.plan.PARTS`.
-      shape: on each device, such as "bf16[64,256,768]".
+      bytes: bytes on each device. If arrays share bytes, each byte counts for one of them. An
+        output's memory counts even before it is written, unless another buffer is there.
+      part: one of `lm.memory.PARTS`.
+      shape: shape on each device, such as "bf16[64,256,768]".
       op: JAX's name of the operation that makes it, or the name of the argument.
       module: Flax modules that the operation belongs to, such as "ViT/layer_0/query", or "".
-      source: "path/file.py:12" of the user's code that asked for it, or "".
+      source: "path/file.py:12", the line of the user's code that asked for it, or "".
     """
 
     bytes: int
@@ -45,7 +45,7 @@ class LiveBuffer:
 
 
 class Peak(NamedTuple):
-    """See `lm.memory.Plan`."""
+    """Parts and buffers at the peak, and the timeline; see `lm.memory.Plan`."""
 
     parts: Counter[str]
     fragmentation: int
@@ -59,12 +59,12 @@ def _shape(shape) -> str:
 
 
 def at_peak(assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[Argument]) -> Peak:
-    """Sorts all allocations of a program into parts, as of the first time its heap is fullest.
+    """Sorts all allocations of a program into parts, at the first time when its heap is fullest.
 
     Args:
-      assignment: XLA's.
-      buffers: the same, grouped.
-      arguments: in the order of the program's parameters.
+      assignment: XLA's buffer assignment.
+      buffers: its values in groups.
+      arguments: the arguments in the order of the program's parameters.
     """
     time = assignment.peak_time()
     pieces = _pieces(assignment, buffers, time)
@@ -73,7 +73,7 @@ def at_peak(assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[
     for buffer in live:
         always[buffer.part] += buffer.bytes
     live += [_live(buffers, *piece) for piece in pieces]
-    # Constants, and what is free in the heap when it is fullest.
+    # Temporaries include constants and the heap's free bytes at the peak.
     total = assignment.total("argument", "output", "temporary", "constant")
     always["temporaries"] += total - sum(buffer.bytes for buffer in live)
     heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
@@ -95,9 +95,9 @@ def at_peak(assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[
 def _pieces(
     assignment: BufferAssignment, buffers: Buffers, time: int
 ) -> list[tuple[Value, int, Part]]:
-    """What lives at an index of the schedule, and the memory of outputs that are not written yet.
+    """Lists values at an index of the schedule, with their own bytes and their parts.
 
-    With the bytes that are its own, and their part.
+    Memory of outputs that are not written yet is included.
     """
     alive = assignment.alive(time, "temporary", "output")
     alive.sort(key=lambda value: _ORDER.index(buffers.part(value)))
@@ -122,9 +122,9 @@ def _sizes(pieces: Iterable[tuple[Value, int, Part]]) -> Counter[str]:
 
 
 def _instants(assignment: BufferAssignment, peak: int) -> list[int]:
-    """Indices of the schedule from which other temporaries live, the peak's among them.
+    """Indices of the schedule at which the live temporaries change, including the peak.
 
-    Of many, those at which most live, of each stretch one.
+    If there are many, this takes the fullest instant of each stretch.
     """
     bound = profile(assignment.inside("temporary"))
     times = sorted({*bound, peak})

@@ -1,8 +1,8 @@
-"""What a training step does with its arguments: which it trains, and which it carries along.
+"""Finds out from a training step which arguments it trains and which the optimizer carries.
 
-JAX writes into an operation's name that it is of a loss that is differentiated ("jvp"), or of the
-backward ("transpose"). What reaches the loss and comes back changed by the backward is trained;
-what comes back so and never was in the loss is the optimizer's.
+JAX writes into an operation's name if it belongs to a differentiated loss ("jvp") or to the
+backward ("transpose"). If an argument reaches the loss and the backward changes it, it is trained.
+If the backward changes it and it never reaches the loss, it belongs to the optimizer.
 """
 
 import functools
@@ -18,13 +18,13 @@ from lowmembp_jax.compression import jaxprs
 
 Role = Literal["trained", "frozen", "optimizer_state"]
 
-# Bits of what an array is made of: the backward, and from the next on each input of the program,
-# but for what went through the loss.
+# An array's bits say what it is made of: the lowest is the backward, the others are the program's
+# inputs. Results of the loss have no bits.
 _BACKWARD = 1
 
 
 class _Flow:
-    """Which inputs reach a loss, and which of them each output is made of beside it."""
+    """Follows which inputs reach a loss, and which inputs each output is made of outside of it."""
 
     def __init__(self, jaxpr: core.Jaxpr):
         self.in_loss = 0
@@ -74,23 +74,24 @@ def _like(var: Any) -> tuple[Any, ...]:
 
 
 def roles(jaxpr: Any) -> list[Role | None]:
-    """The role of each input of a training step, None where the program does not tell.
+    """Finds the role of each input of a training step, or None if the program does not show it.
 
-    - Of what reaches the loss, what is returned in the same shape, changed by the backward, is
-      trained parameters; so is that whose gradient is returned, or that is made anew of master
-      weights. What is floating and returned as it was is frozen ones.
-    - What is returned in the same shape, changed by the backward, and does not reach the loss is
-      optimizer state.
+    - "trained": the input reaches the loss, and the step returns it in the same shape, changed by
+      the backward. Inputs of the loss whose gradient is returned, or that are made again from
+      master weights, are trained, too.
+    - "frozen": the input is floating, reaches the loss and is returned unchanged.
+    - "optimizer_state": the step returns the input in the same shape, changed by the backward, and
+      the input does not reach the loss.
 
     Args:
-      jaxpr: of the step.
+      jaxpr: the trace of the step.
 
     Returns:
-      A role for each input; nothing but None for a program that trains nothing.
+      A role for each input. All are None if the program trains nothing.
     """
     flow = _Flow(jaxpr)
     returned: dict[Any, int] = {}
-    gradients: Counter[Any] = Counter()  # and parameters that are made of master weights
+    gradients: Counter[Any] = Counter()  # includes parameters that are made of master weights
     for var, bits in zip(jaxpr.outvars, flow.outputs, strict=True):
         inputs = [i for i in range(len(jaxpr.invars)) if bits >> i + 1 & 1]
         own = [i for i in inputs if _like(var) == _like(jaxpr.invars[i])]

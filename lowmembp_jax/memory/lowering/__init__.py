@@ -1,1 +1,1 @@
-"""From a training step to a program that is compiled for GPUs that are not there."""
+"""Traces a training step and compiles it for GPUs that this machine does not have."""

@@ -1,4 +1,4 @@
-"""Compiling a function for GPUs that are not there."""
+"""Compiles a function for GPUs that this machine does not have."""
 
 import os
 import re
@@ -28,14 +28,14 @@ _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 
 
 def check_platform() -> None:
-    """What a step computes while it is traced needs a device of this machine."""
+    """Raises StepError if JAX has no device. A step may compute values while it is traced."""
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
         platforms = getattr(jax.config, "jax_platforms", None)
         raise StepError(
-            f"JAX_PLATFORMS={platforms!r}: this machine has no such device. Tracing a step needs "
-            f"one, compiling it does not: accepted are 'cpu' and what JAX finds here"
+            f"JAX_PLATFORMS={platforms!r}: this machine has no such device, and tracing a step "
+            f"needs one: set it to 'cpu' or to a platform of this machine"
         ) from error
 
 
@@ -44,10 +44,12 @@ def compile_lowered(
     device: str | os.PathLike[str],
     compiler_options: dict[str, Any] | None = None,
 ) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    """Compiles, with cuBLAS where XLA's Triton finds no tiles; and notes, see `Plan`.
+    """Compiles a program, and returns it with notes for `Plan`.
+
+    If XLA's Triton finds no tiles for a product, this compiles again with cuBLAS.
 
     Raises:
-      StepError: XLA has no such matrix product for this GPU, or no such option.
+      StepError: XLA lacks a matrix product for this GPU, or does not know an option.
     """
     options = compiler_options or {}
     try:
@@ -55,14 +57,14 @@ def compile_lowered(
     except jax.errors.JaxRuntimeError as error:
         if "compile option" in str(error) or "While setting option" in str(error):
             reason = str(error).removeprefix("INVALID_ARGUMENT: ")
-            raise StepError(f"compiler_options: XLA refuses one: {reason}") from error
+            raise StepError(f"compiler_options: XLA refuses an option: {reason}") from error
         if "Unsupported algorithm" in str(error):
             what = re.search(r"ALG_DOT_\w+", str(error))
             raise StepError(
                 f"device={str(device)!r} has no matrix product in {what[0] if what else 'this'} "
-                f"precision: compute in another dtype, such as float16 in place of bfloat16"
+                f"precision: compute in another dtype, such as float16 instead of bfloat16"
             ) from error
-        # On a GPU XLA tries many tilings; without one it takes the first, which may not be.
+        # On a GPU, XLA tries many tilings. Without a GPU it takes the first, which may not work.
         if "Couldn't find output tile sizes" not in str(error) or _TRITON_PRODUCTS in options:
             raise
     compiled = lowered.compile({**options, _TRITON_PRODUCTS: False})
@@ -70,23 +72,23 @@ def compile_lowered(
 
 
 def _donated(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The arguments that a function in `jax.jit`, `nnx.jit` or `eqx.filter_jit` donates."""
+    """Arguments that a function in `jax.jit`, `nnx.jit` or `eqx.filter_jit` donates."""
     if _is_filter_jit(fn):
         return _donated_by_filter_jit(fn, args)
     if isinstance(fn, OfStates):
         fn, args = fn.function, fn.with_modules(args)
     if not isinstance(fn, jax.stages.Wrapped):
         return ()
-    with named_modules(args):  # it is not traced again
+    with named_modules(args):  # this trace is reused, so it needs the modules' names
         traced = fn.trace(*args)
-    by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's holds JAX's
+    by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's trace holds JAX's
     positions = list(range(len(args)))
-    if len(by_argument) < len(args):  # static arguments are not among them
+    if len(by_argument) < len(args):  # args_info has no static arguments
         positions = [i for i in positions if any(map(is_array, jax.tree.leaves(args[i])))]
     if len(by_argument) != len(positions):
         raise StepError(
-            "the step is jitted, with static arguments beside numbers of Python: "
-            "give donate, the numbers of the arguments that it donates"
+            "donate: the jitted step has static arguments and other Python numbers, so the planner "
+            "cannot tell which arguments it donates: pass their positions"
         )
     return tuple(
         position
@@ -100,7 +102,7 @@ def _is_filter_jit(fn: Callable[..., Any]) -> bool:
 
 
 def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Equinox does not tell what it donates: its trace holds the `jax.jit` that it makes."""
+    """Arguments that Equinox's function donates, from the `jax.jit` in its trace."""
     of_arrays, arrays = close_over_constants(fn, args)
     jaxpr = jax.make_jaxpr(of_arrays)(*without_shardings(arrays)).jaxpr
     numbers = (number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg))
@@ -117,7 +119,7 @@ def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
-    """XLA compiles cuDNN's attention for GPUs on which it would not run."""
+    """Raises StepError for kernels that XLA compiles and the GPU cannot run."""
     major, minor = get_device(device).capability
     if major >= 8:
         return
@@ -137,10 +139,10 @@ class Lowering(NamedTuple):
     """A function that is lowered for GPUs.
 
     Attributes:
-      jaxpr: its trace.
-      lowered: what XLA compiles.
-      args: its arguments as shapes and dtypes, with their shardings over the GPUs.
-      is_said: whether anything says how they are sharded.
+      jaxpr: the function's trace.
+      lowered: the program that XLA compiles.
+      args: the arguments as shapes and dtypes, with their shardings over the GPUs.
+      is_said: whether the user says how they are sharded.
       notes: see `Plan`.
     """
 
@@ -161,10 +163,7 @@ def lower_for(
     donate_argnums: int | tuple[int, ...] | None = None,
     keep_unused: bool = False,
 ) -> Lowering:
-    """`compile_for` without compiling, which takes most of the time.
-
-    There are no modules in `args`.
-    """
+    """Does everything that `compile_for` does before it compiles. `args` has no NNX modules."""
     check_platform()
     found = mesh_of(args, in_shardings, out_shardings)
     is_said = found is not None or in_shardings is not None
@@ -195,10 +194,10 @@ def lower_for(
 
 
 def _mesh_in_context(gpus: Mesh) -> AbstractContextManager[Any]:
-    """The mesh in context tells Pallas which GPU it lowers for.
+    """Sets the mesh, which tells Pallas for which GPU it lowers.
 
-    With explicit axes JAX wants it with its devices; without, whatever the step computes while it
-    is traced stays on the CPU.
+    A mesh with explicit axes needs its devices. Any other mesh is set without devices, so that
+    values which the step computes while it is traced stay on the CPU.
     """
     if AxisType.Explicit in gpus.axis_types:
         return jax.set_mesh(gpus)
@@ -223,7 +222,7 @@ def _lower(
         traced = _traced(fn, args, options)
         lowered, callbacks = lower_without_callbacks(traced)
     names = ", ".join(sorted(set(callbacks)))
-    note = f"callbacks ({names}) are left out; what they return is taken for zeros"
+    note = f"callbacks ({names}) are left out, and their results are replaced by zeros"
     return Lowering(traced.jaxpr.jaxpr, lowered, args, False, (note,) if callbacks else ())
 
 
@@ -236,9 +235,9 @@ def _traced(
         if "`compiler_options` can only" not in str(error):
             raise
         raise StepError(
-            "a function that the step calls is in jax.jit with compiler_options, and JAX takes "
-            "those of the outermost jax.jit alone: give that function itself as the step, or these "
-            "options as compiler_options of the plan and not of jax.jit"
+            "the step calls a function in jax.jit with compiler_options, and JAX uses only the "
+            "options of the outermost jax.jit: give that function itself as the step, or pass the "
+            "options as compiler_options of the plan instead of jax.jit"
         ) from error
 
 
@@ -253,39 +252,39 @@ def compile_for(
     keep_unused: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles `jax.jit(fn)` for GPUs of a kind, with no GPU present.
+    """Compiles `jax.jit(fn)` for one kind of GPU, on a machine without a GPU.
 
     Args:
       fn: the function, for instance a whole training step.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees; NNX modules as for
-        `lm.memory.plan`. What is no array, such as a number of Python, a mode or a field of an
-        Equinox module, is a constant.
+      *args: the function's arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s, or NNX modules
+        as for `lm.memory.plan`. Leaves that are not arrays, such as a Python number, a mode or a
+        field of an Equinox module, are constants.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
-      mesh: of 1 to 8 GPUs, or hosts of 8 up to 512, such as `{"data": 8}`, see `device_mesh`. By
-        default the mesh over which the arguments are sharded, or that `fn` names itself, or one
-        GPU.
-      in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` each. None
-        stands for the argument's own `NamedSharding`, or what `fn` asks of it (in `jax.jit`,
-        `shard_map`, `pmap` or `with_sharding_constraint`), or for replicated. What counts are the
-        names of the axes: the devices are replaced, those of a mesh that `fn` names too.
-      out_shardings: likewise of the outputs; None leaves all of them to XLA.
-      donate_argnums: as for `jax.jit`; None takes those of `fn` if that is in `jax.jit` or
-        `nnx.jit`.
+      mesh: a mesh of 1 to 8 GPUs, or of hosts of 8 up to 512, such as `{"data": 8}`, see
+        `device_mesh`. Default: the mesh over which the arguments are sharded, or the mesh that `fn`
+        names, or one GPU.
+      in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` at each
+        leaf. None means the argument's own `NamedSharding`, or else the sharding that `fn` asks for
+        (in `jax.jit`, `shard_map`, `pmap` or `with_sharding_constraint`), or else replicated. Only
+        the names of the axes count. The devices are replaced, also in a mesh that `fn` names.
+      out_shardings: the same for the outputs; None leaves all of them to XLA.
+      donate_argnums: as for `jax.jit`; None means the arguments that `fn` donates if it is in
+        `jax.jit`, `nnx.jit` or `eqx.filter_jit`.
       keep_unused: as for `jax.jit`.
-      compiler_options: of XLA, as for `jax.stages.Lowered.compile`; beside and before those of
-        `fn` if that is in `jax.jit`.
+      compiler_options: options of XLA, as for `jax.stages.Lowered.compile`. They are added to the
+        options of `fn` if it is in `jax.jit`, and override them.
 
     Returns:
       The compiled program. `memory_analysis()` has the sizes of XLA's buffer assignment for that
-      GPU in bytes, on each device, `temp_size_in_bytes` the peak of what is neither argument nor
-      output; `as_text()` is the scheduled HLO.
+      GPU, in bytes on each device. `temp_size_in_bytes` is the peak without arguments and outputs.
+      `as_text()` is the scheduled HLO.
 
     Raises:
-      ValueError: no such device; a mesh of 9 or 513 GPUs; a sharding over axes that the mesh lacks;
-        `fn` names another mesh than `mesh`, several, or one with explicit axes;
-        the device cannot run the step's kernels (cuDNN's attention or Triton's on a T4); `fn`
-        writes into an NNX module and is not in `nnx.jit`, or its `nnx.jit` has shardings; JAX has
-        no device to trace with.
+      ValueError: the device is unknown; the mesh has 9 or 513 GPUs; a sharding has axes that the
+        mesh lacks; `fn` names another mesh than `mesh`, several meshes, or one with explicit axes;
+        the device cannot run the step's kernels (cuDNN's attention or Triton's kernels on a T4);
+        `fn` writes into an NNX module without `nnx.jit`, or its `nnx.jit` has shardings; JAX has no
+        device to trace with.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
     """
     fn, own_options = without_compiler_options(fn)

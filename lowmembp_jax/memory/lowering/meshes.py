@@ -1,4 +1,4 @@
-"""Meshes of GPUs that are not there, and shardings over them."""
+"""Meshes of GPUs that this machine does not have, and shardings over them."""
 
 import math
 import os
@@ -12,15 +12,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lowmembp_jax.memory.devices import COUNTS, is_count, topology
 from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
 
-#: A mesh without devices: axis sizes by name, or any mesh of JAX's, whose devices do not matter;
-#: or how many GPUs: those of the mesh that arguments or step have, or of one axis "data".
+#: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. These
+#: GPUs form the mesh of the arguments or the step, or else one axis "data".
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh | int
 
 _ONE_GPU = ("devices",)
 
 
 def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
-    """The mesh over which arguments say that they are sharded, or which shardings name."""
+    """The mesh in the shardings of these arguments, or in these shardings."""
     for x in jax.tree.leaves(trees):
         sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -29,17 +29,16 @@ def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
 
 
 def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) -> Mesh:
-    """A mesh of GPUs that are not there.
+    """Makes a mesh of GPUs that this machine does not have.
 
     Args:
       device: one of `lm.memory.DEVICES`, or the path of a target description.
-      mesh: axis sizes by name, such as `{"data": 8}`, whose axes are `AxisType.Auto`; or a mesh,
-        of which axis names, sizes and types are taken; or the size of one axis "data". None for
-        one GPU.
+      mesh: axis sizes by name, such as `{"data": 8}`, for axes of `AxisType.Auto`; or a mesh, for
+        its axis names, sizes and types; or the size of one axis "data". None means one GPU.
 
     Raises:
-      TypeError: the mesh is none of these.
-      ValueError: no such number of devices, see `topology`.
+      TypeError: the mesh has another type.
+      ValueError: the number of devices does not exist, see `topology`.
     """
     if mesh is None:
         mesh = dict.fromkeys(_ONE_GPU, 1)
@@ -49,8 +48,8 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         names, sizes, types = mesh.axis_names, mesh.axis_sizes, mesh.axis_types
     elif not isinstance(mesh, Mapping):
         raise TypeError(
-            f"mesh={mesh!r}: accepted are axis sizes by name, such as {{'data': 8}}, a mesh, or "
-            f"how many GPUs"
+            f"mesh: expected axis sizes by name such as {{'data': 8}}, a mesh or a number of GPUs, "
+            f"got {mesh!r}"
         )
     else:
         names, sizes = tuple(mesh), tuple(mesh.values())
@@ -58,7 +57,7 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
     count = math.prod(sizes)
     if not is_count(count):
         shape = dict(zip(names, sizes, strict=True))
-        raise ValueError(f"mesh={shape} has {count} devices: accepted are {COUNTS}")
+        raise ValueError(f"mesh: expected {COUNTS} devices, got {shape} with {count}")
     devices = np.array(topology(device, count).devices).reshape(sizes)
     return Mesh(devices, names, axis_types=types)
 
@@ -71,45 +70,45 @@ def sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 def planned_mesh(
     device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
 ) -> Mesh:
-    """GPUs for the mesh that was given, or else that of the arguments or the step.
+    """Makes the given mesh of GPUs, or else the mesh of the arguments or the step.
 
     Raises:
-      StepError: a number of GPUs was given and the mesh that was found has another.
-      ValueError: no such number of devices, see `topology`.
+      StepError: a number of GPUs was given, and the mesh that was found has another size.
+      ValueError: the number of devices does not exist, see `topology`.
     """
     if isinstance(given, int) and found is not None and found.size != given:
         raise StepError(
-            f"{given} GPUs are asked for, and the step or its arguments have the mesh "
-            f"{sizes(found)}: accepted are {found.size}, or a step whose mesh is as large"
+            f"mesh: the step or its arguments have the mesh {sizes(found)}: expected {found.size} "
+            f"GPUs, got {given}"
         )
     is_open = given is None or isinstance(given, int)
     return device_mesh(device, found if is_open and found is not None else given)
 
 
 def on_mesh(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:
-    """A sharding of the same axis names over `mesh`, in the same memory."""
+    """Makes a sharding with the same axis names over `mesh`, in the same memory."""
     if not is_spec(sharding):
         raise ValueError(
-            f"{what} has the sharding {sharding!r}: accepted are None, PartitionSpec and "
-            "NamedSharding, for a whole argument or for each array in it"
+            f"{what}: expected None, PartitionSpec or NamedSharding, for a whole argument or for "
+            f"each array in it, got the sharding {sharding!r}"
         )
     spec = sharding if isinstance(sharding, PartitionSpec) else PartitionSpec()
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
     axes = {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
     if unknown := axes - {None, PartitionSpec.UNCONSTRAINED} - set(mesh.axis_names):
-        accepted = f"accepted are the mesh's axes {', '.join(map(repr, mesh.axis_names))}"
+        accepted = f"expected the mesh's axes {', '.join(map(repr, mesh.axis_names))}"
         if mesh.axis_names == _ONE_GPU:
-            accepted = "no mesh was given: give one, such as mesh={'data': 8}"
+            accepted = "no mesh was given: pass one, such as mesh={'data': 8}"
         raise ValueError(f"{what} has {spec} with {', '.join(map(repr, unknown))}: {accepted}")
-    # JAX drops the memory kind over GPUs that are not there, and keeps it over an abstract mesh.
+    # JAX drops the memory kind over missing GPUs, and keeps it over an abstract mesh.
     if is_on_host(sharding):
         return NamedSharding(mesh.abstract_mesh, spec, memory_kind="pinned_host")
     return NamedSharding(mesh, spec)
 
 
 def is_on_host(sharding: Any) -> bool:
-    """Whether it places an array in the host's memory, as for an offloaded optimizer state."""
+    """Whether a sharding places an array in the host's memory, such as an offloaded state."""
     return getattr(sharding, "memory_kind", None) in ("pinned_host", "unpinned_host")
 
 
@@ -118,13 +117,13 @@ def is_spec(node: Any) -> bool:
 
 
 def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
-    """The arguments as shapes and dtypes, sharded over `mesh`."""
+    """Makes shapes and dtypes of the arguments, sharded over `mesh`."""
     try:
         given = jax.tree.broadcast(in_shardings, args, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"in_shardings={in_shardings!r} is no pytree prefix of the {len(args)} arguments: "
-            f"{error}"
+            f"in_shardings: expected a pytree prefix of the {len(args)} arguments, "
+            f"got {in_shardings!r}: {error}"
         ) from error
 
     def leaf(path, x, sharding):
@@ -140,7 +139,8 @@ def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[A
     leaves = list(filter(is_array, jax.tree.leaves(placed)))
     if leaves and all(is_on_host(x.sharding) for x in leaves):
         raise StepError(
-            f"args: expected an array in the GPU's memory, got all {len(leaves)} of them in the "
-            "host's, from which JAX does not know the GPU to compile for: move the batch there"
+            f"args: expected an array in the GPU's memory, got all {len(leaves)} arrays in the "
+            "host's memory, so JAX does not know for which GPU to compile: move the batch to the "
+            "GPU's memory"
         )
     return placed

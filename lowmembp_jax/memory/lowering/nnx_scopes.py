@@ -1,4 +1,4 @@
-"""Names of NNX modules in traces: Flax's Linen modules write theirs, NNX's do not."""
+"""Adds the names of NNX modules to traces. Linen modules do this themselves, NNX modules do not."""
 
 import contextlib
 import functools
@@ -14,13 +14,14 @@ from lowmembp_jax._nnx_paths import running_modules
 
 @contextlib.contextmanager
 def named_modules(roots: Any) -> Iterator[None]:
-    """What is traced in this context has the attribute path of the module that computes it.
+    """Names each traced operation by the attribute path of its module.
 
-    As with Linen it begins with the class of the model: "ViT/blocks/0/norm". Inside of `nnx.scan`
-    and its like, where modules are copies, so does that of each copy.
+    A path begins with the class of the model as in Linen: "ViT/blocks/0/norm". `nnx.scan` and
+    similar transformations copy modules; there a path begins with the class of the copy.
 
     Args:
-      roots: a pytree of modules; the `__call__` of their classes and of those in them is wrapped.
+      roots: a pytree of modules. This wraps the `__call__` of their classes, and of the classes of
+        all modules inside.
     """
     modules = [root for root in jax.tree.leaves(roots, is_leaf=is_module) if is_module(root)]
     classes = {type(node) for root in modules for _, node in nnx.iter_graph(root)}
@@ -44,7 +45,7 @@ def named_modules(roots: Any) -> Iterator[None]:
 
 
 def is_module(node: Any) -> bool:
-    """Whether this is a module, an `nnx.Optimizer` or another object that holds variables."""
+    """Whether a node is a module, an `nnx.Optimizer` or another object that holds variables."""
     return isinstance(node, nnx.Pytree)
 
 
@@ -69,7 +70,7 @@ def _named(call: FunctionType, is_open: list[nnx.Module]) -> Any:
 
 
 def _scope(modules: list[nnx.Module], is_open: list[nnx.Module]) -> str:
-    """The path of the first of the modules that run, from the innermost that has a scope."""
+    """The path of the first of the running modules, from the innermost one that has a scope."""
     module, *outer = modules
     for number, holder in enumerate(outer):
         for path, node in nnx.iter_graph(holder):

@@ -1,4 +1,4 @@
-"""Functions of NNX modules as functions of their states, which `jax.jit` and `jax.vjp` can take."""
+"""Turns functions of NNX modules into functions of states, which `jax.jit` and `jax.vjp` take."""
 
 import functools
 from collections.abc import Callable
@@ -17,10 +17,10 @@ _SHARDINGS = ("in_shardings", "out_shardings")
 def of_states(
     function: Callable[..., Any], args: tuple[Any, ...], *, is_loss: bool = False
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`function` and `args` as they are where there are no modules, else `OfStates` and its `args`.
+    """Makes `OfStates` and its `args`, or returns `function` and `args` if there are no modules.
 
     Raises:
-      ValueError: as of `OfStates`.
+      ValueError: see `OfStates`.
     """
     if any(map(is_module, jax.tree.leaves(args, is_leaf=is_module))):
         function = OfStates(function, args, is_loss)
@@ -29,24 +29,24 @@ def of_states(
 
 
 class OfStates:
-    """A function of NNX modules, as a function of an `nnx.State` in place of each.
+    """Makes a function of NNX modules a function of their `nnx.State`s.
 
-    A variable that several modules share is in the state of the first. Of a function in `nnx.jit`,
-    what `nnx.jit` would return of the modules comes out beside its results: all states, or only
-    what is written where it runs without graph updates.
+    If several modules share a variable, the state of the first one has it. A function in `nnx.jit`
+    also returns what `nnx.jit` would return of the modules: all states, or only the written
+    variables if `nnx.jit` runs without graph updates.
 
     Args:
-      function: of `args`; in `nnx.jit` if it writes into the modules.
-      args: pytrees of modules and arrays, perhaps abstract.
-      is_loss: what it writes, such as statistics, counts nowhere.
+      function: takes `args`. It must be in `nnx.jit` if it writes into the modules.
+      args: pytrees of modules and arrays, which may be abstract.
+      is_loss: ignore the variables that the function writes, such as statistics.
 
     Attributes:
       function: the same.
-      args: with a state in place of each module.
+      args: `args` with a state instead of each module.
 
     Raises:
-      ValueError: `nnx.jit` was given shardings. At the call: the function writes into a module and
-        is not in `nnx.jit`, so that what it writes would be lost.
+      ValueError: `nnx.jit` has shardings. At the call: the function writes into a module and is not
+        in `nnx.jit`, so the write would be lost.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], is_loss: bool):
@@ -68,7 +68,7 @@ class OfStates:
         self.args: tuple[Any, ...] = jax.tree.unflatten(self._tree, leaves)
 
     def with_modules(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """These arguments, with new modules in place of the states."""
+        """Replaces the states in these arguments by new modules."""
         leaves = self._tree.flatten_up_to(args)
         states = {number: leaves[place] for number, place in enumerate(self._modules)}
         modules = nnx.merge(self._graph, nnx.State(states))
@@ -77,7 +77,7 @@ class OfStates:
         return jax.tree.unflatten(self._tree, leaves)
 
     def _variables(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """The arrays in the modules by name, such as "model['layers'][0]['kernel']"."""
+        """Arrays in the modules by name, such as "model['layers'][0]['kernel']"."""
         modules = [leaf for leaf in jax.tree.leaves(args, is_leaf=is_module) if is_module(leaf)]
         paths = jax.tree_util.tree_leaves_with_path(nnx.split(tuple(modules))[1])
         names = list(self._modules.values())
@@ -95,7 +95,7 @@ class OfStates:
         function = self.function
         in_nnx_jit = _is_nnx_jit(function)
         if isinstance(function, jax.stages.Wrapped) and not in_nnx_jit:
-            # Nobody sees what is written into modules inside of jax.jit.
+            # Writes into modules inside jax.jit are invisible from outside.
             function = function.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
         with named_modules(args):
             out = function(*args)
@@ -108,8 +108,8 @@ class OfStates:
             if id(leaf) not in returned:
                 raise ValueError(
                     f"{getattr(function, '__name__', 'the step')} writes into {name} and does not "
-                    "return it, so that it is lost where the step is compiled: put the step into "
-                    "nnx.jit, or take nnx.split's state and return the new one"
+                    "return it, so the compiled step loses it: put the step into nnx.jit, or take "
+                    "nnx.split's state and return the new one"
                 )
         return out
 
@@ -122,7 +122,6 @@ def _check_shardings(function: Any) -> None:
     given = {name: getattr(function, name, None) for name in _SHARDINGS}
     if any(sharding is not None for sharding in given.values()):
         raise ValueError(
-            f"the step's nnx.jit has {', '.join(k for k, v in given.items() if v is not None)}, of "
-            "devices that are here: plan a step whose nnx.jit has none, and give its mesh and "
-            "shardings to the plan"
+            f"the step's nnx.jit has {', '.join(k for k, v in given.items() if v is not None)} for "
+            "devices of this machine: remove them, and pass mesh and in_shardings to the plan"
         )

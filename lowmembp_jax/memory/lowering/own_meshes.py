@@ -1,7 +1,7 @@
-"""Steps that name a mesh of their own, whose devices are not those that are planned for.
+"""Replaces the devices of a mesh that the step itself names by the planned GPUs.
 
 `jax.jit(in_shardings=...)`, `with_sharding_constraint`, `shard_map(mesh=...)` and `pmap` write the
-mesh into the traced program. There its devices are replaced, by the names of the axes.
+mesh into the traced program. This module replaces it there by a mesh with the same axes.
 """
 
 import functools
@@ -21,12 +21,12 @@ _Sharding = Sharding | PartitionSpec | None
 
 
 class OwnMesh(NamedTuple):
-    """A step that names a mesh, traced where that mesh is.
+    """A traced step that names a mesh.
 
     Attributes:
-      mesh: the one it names.
-      program: its trace.
-      out_tree: of its results.
+      mesh: the mesh that the step names.
+      program: the step's trace.
+      out_tree: the structure of its results.
     """
 
     mesh: Mesh
@@ -34,15 +34,15 @@ class OwnMesh(NamedTuple):
     out_tree: Any
 
     def step_on(self, mesh: Mesh) -> Callable[..., Any]:
-        """The step, with `mesh` in place of the one that it names.
+        """Makes the step over `mesh` instead of the mesh that it names.
 
         Raises:
           StepError: `mesh` has other axes or sizes.
         """
         if sizes(self.mesh) != sizes(mesh):
             raise StepError(
-                f"mesh={sizes(mesh)} and the step names a mesh of its own, {sizes(self.mesh)}: "
-                f"give no mesh, or that one"
+                f"mesh: the step names the mesh {sizes(self.mesh)}: expected None or that mesh, "
+                f"got {sizes(mesh)}"
             )
         flat = core.jaxpr_as_fun(jaxprs.with_parameters(self.program, functools.partial(_on, mesh)))
 
@@ -50,7 +50,7 @@ class OwnMesh(NamedTuple):
 
         def step(*args):
             out = flat(*jax.tree.leaves(args))
-            # The out_shardings of a jax.jit inside another one move nothing.
+            # Inside another jax.jit, out_shardings do not move arrays to the host.
             out = [
                 jax.device_put(x, jax.memory.Space.Host) if moves else x
                 for x, moves in zip(out, on_host, strict=True)
@@ -60,7 +60,7 @@ class OwnMesh(NamedTuple):
         return step
 
     def args_on(self, args: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
-        """The arguments over `mesh`, as they are sharded or as the program asks, or neither."""
+        """Shards the arguments over `mesh`, by their own shardings or the program's, if any."""
         leaves, tree = jax.tree.flatten(args)
         given = [_said(getattr(leaf, "sharding", None)) for leaf in leaves]
         said = _first_said(given, _asked_of_inputs(self.program.jaxpr))
@@ -69,23 +69,23 @@ class OwnMesh(NamedTuple):
 
 
 def find_own_mesh(fn: Callable[..., Any], args: tuple[Any, ...]) -> OwnMesh | None:
-    """Traces `fn`, of arrays alone; None if it names no mesh, or cannot be traced without one.
+    """Traces `fn`, a function of arrays; None if it names no mesh or cannot be traced.
 
     Raises:
-      StepError: it names several, or one with explicit axes.
+      StepError: `fn` names several meshes, or one with explicit axes.
     """
     try:
-        # In jax.jit, as what is in shard_map otherwise keeps its devices.
+        # Without jax.jit, operations in shard_map would keep their devices.
         traced = jax.make_jaxpr(jax.jit(fn), return_shape=True)
         program, out = traced(*without_shardings(args))
-    except Exception:  # the user's own code runs here: its error was seen before
+    except Exception:  # the user's code runs here, and its error was raised before
         return None
     mesh = _mesh_in(program.jaxpr)
     return mesh and OwnMesh(mesh, program, jax.tree.structure(out))
 
 
 def without_shardings(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments as shapes and dtypes."""
+    """Makes shapes and dtypes of the arguments."""
     return jax.tree.map(lambda x: _struct(x) if is_array(x) else x, args)
 
 
@@ -97,13 +97,13 @@ def _mesh_in(jaxpr: core.Jaxpr) -> Mesh | None:
     found = list(dict.fromkeys(_meshes(jaxpr)))
     if len({tuple(sizes(mesh).items()) for mesh in found}) > 1:
         raise StepError(
-            f"the step names the meshes {', '.join(str(sizes(mesh)) for mesh in found)}: "
-            "accepted is one mesh"
+            "the step: expected one mesh, got the meshes "
+            f"{', '.join(str(sizes(mesh)) for mesh in found)}"
         )
     if any(AxisType.Explicit in mesh.axis_types for mesh in found):
         raise StepError(
-            f"the step names the mesh {sizes(found[0])}, whose axes are explicit: give it to the "
-            "plan as `mesh`, and use PartitionSpecs alone in the step"
+            f"the step names the mesh {sizes(found[0])}, whose axes are explicit: pass it to the "
+            "plan as `mesh`, and use only PartitionSpecs in the step"
         )
     return found[0] if found else None
 
@@ -117,15 +117,15 @@ def _meshes(jaxpr: core.Jaxpr) -> Iterator[Mesh]:
 
 
 def _on(mesh: Mesh, value: Any) -> Any:
-    """Puts `mesh` in place of the mesh of an equation's parameter, if it has one."""
+    """Replaces the mesh in an equation's parameter by `mesh`, if it has one."""
     if isinstance(value, NamedSharding) and isinstance(value.mesh, Mesh) and not value.mesh.empty:
-        # Over the mesh itself JAX would drop the memory kind, of a move to the host or back.
+        # Over the mesh itself JAX would drop the memory kind of a move to the host or back.
         return NamedSharding(mesh.abstract_mesh, value.spec, memory_kind=value.memory_kind)
     return mesh if isinstance(value, Mesh) and not value.empty else value
 
 
 def _returned_to_host(jaxpr: core.Jaxpr) -> list[bool]:
-    """For each output whether a `jax.jit` returns it in the host's memory."""
+    """Whether a `jax.jit` returns each output in the host's memory."""
     found: dict[Any, bool] = {}
     for equation in jaxpr.eqns:
         if "out_shardings" in equation.params:
@@ -136,7 +136,7 @@ def _returned_to_host(jaxpr: core.Jaxpr) -> list[bool]:
 
 
 def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[_Sharding]:
-    """For each input the sharding that the program first asks of it, None where it asks none."""
+    """The sharding that the program first asks of each input, or None."""
     asked: dict[Any, _Sharding] = {}
     for equation in jaxpr.eqns:
         for operand, said in zip(equation.invars, _asked(equation), strict=False):
@@ -146,7 +146,7 @@ def _asked_of_inputs(jaxpr: core.Jaxpr) -> list[_Sharding]:
 
 
 def _asked(equation: Any) -> list[_Sharding]:
-    """What an equation asks of its operands: jit, shard_map or a constraint."""
+    """The shardings that a jit, a shard_map or a constraint asks of its operands."""
     params = equation.params
     if equation.primitive.name == "sharding_constraint":
         return [_said(params["sharding"])]
@@ -160,7 +160,7 @@ def _asked(equation: Any) -> list[_Sharding]:
 
 
 def _first_said(first: Iterable[_Sharding], second: Iterable[_Sharding]) -> list[_Sharding]:
-    # Replicated is said too, and false in Python.
+    # A replicated sharding is falsy in Python, so this compares with None.
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Arguments of a step that are no arrays: numbers of Python, modes, functions in a pytree."""
+"""Handles arguments of a step that are not arrays: Python numbers, modes, functions in a pytree."""
 
 import functools
 import inspect
@@ -11,52 +11,52 @@ from lowmembp_jax._errors import GivenError
 
 
 class StepError(GivenError):
-    """A step cannot be planned as it was given; the message says why."""
+    """A step cannot be planned; the message says why."""
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it has a shape and a dtype, such as a `jax.ShapeDtypeStruct` or a NumPy scalar."""
+    """Whether a leaf has a shape and a dtype, as `jax.ShapeDtypeStruct` and NumPy scalars have."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises StepError if `step(*args)` is no call that Python would make and JAX would trace."""
+    """Raises StepError if `step(*args)` is not a call that JAX can trace."""
     if not callable(step) or isinstance(step, jax.stages.Compiled):
         raise StepError(
-            f"the step is a {type(step).__name__}: accepted is a function, in jax.jit or not"
+            f"step: expected a function, in jax.jit or not, got a {type(step).__name__}"
         )
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a builtin: whoever calls it finds out
+    except (TypeError, ValueError):  # a builtin has no signature: its call raises the error
         return
     try:
         signature.bind(*args)
     except TypeError as error:
         name = getattr(step, "__qualname__", "the step")
         raise StepError(
-            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Arguments "
-            f"are given in their order; bind keyword arguments with functools.partial"
+            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
+            f"positional arguments, and bind keyword arguments with functools.partial"
         ) from error
 
 
 def close_over_constants(
     fn: Callable[..., Any], args: tuple[Any, ...], *, only_fields: bool = False
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function of the arrays in `args` alone, and those.
+    """Makes a function of only the arrays in `args`, and returns it with these arrays.
 
-    `jax.jit` traces what is an array and takes the rest of an argument, such as the activation
-    that is a field of an Equinox module, for an error. Here it is a constant; a number of Python
-    is one too, as a static argument must be. Where the function returns such things, None is
-    in their place.
+    `jax.jit` raises an error for a leaf that is not an array, such as an activation in a field of
+    an Equinox module. Here such a leaf is a constant. Python numbers are constants, too, because
+    static arguments must be. The new function returns None instead of leaves that are not arrays.
 
     Args:
-      fn: called with arguments as in `args`.
+      fn: takes `args`.
       args: pytrees.
-      only_fields: take for constants only the fields of objects, such as an Equinox module's, and
-        leave the other Python numbers to JAX, which makes arrays of them.
+      only_fields: make constants only of fields of objects, such as an Equinox module's. JAX makes
+        arrays of all other Python numbers.
 
     Returns:
-      `fn` and `args` where all leaves are arrays. Otherwise both with None for what is none.
+      `fn` and `args` if all leaves are arrays. Otherwise the new function, and `args` with None
+      instead of leaves that are not arrays.
     """
 
     def stays(path, leaf):

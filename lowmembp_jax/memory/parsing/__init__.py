@@ -1,1 +1,1 @@
-"""XLA's compiled program and its buffer assignment, from text to data."""
+"""Parses XLA's compiled program and its buffer assignment."""

@@ -1,9 +1,9 @@
-"""XLA's buffer assignment as data: what is in the GPU's memory, where, and from when to when.
+"""Parses XLA's buffer assignment: which arrays are in the GPU's memory, where and when.
 
-XLA writes it as text beside the program that it compiles. An *allocation* is a piece of memory
-that the runtime asks for, all of them for the whole run; a *value* is an array of the program,
-at an offset in an allocation while it lives. Arrays that the runtime's heap holds are together in
-one allocation, "preallocated-temp".
+XLA writes it as text next to the program that it compiles. An *allocation* is a piece of memory
+that the runtime holds for the whole run. A *value* is an array of the program, which has an offset
+in an allocation while it is alive. One allocation, "preallocated-temp", contains all arrays of the
+runtime's heap.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from lowmembp_jax.memory.parsing import hlo_text as hlo
 
 Kind = Literal["argument", "output", "temporary", "constant", "host"]
 
-# All that XLA writes. A line of another form is kept as one that was not understood.
+# All forms of lines that XLA writes. Other lines are reported as not understood.
 _ALLOCATION = re.compile(
     r"^allocation (\d+): size (\d+)((?:, (?:page \d+|color \d+|constant|thread-local|maybe-live-out"
     r"|preallocated-temp|parameter \d+, shape \|[^|]*\| at ShapeIndex \{[\d,]*\}"
@@ -32,16 +32,16 @@ _HEADER = re.compile(r"^<(\d+) .* @\d+>$")
 _POSITION = re.compile(r"^  ([^\s,]+)(?: (\{[\d,]*\}))?$")
 _USE = re.compile(r"^  (\S+), operand (\d+)(?: (\{[\d,]*\}))?$")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
-# Lines that say nothing new, of each text.
+# Lines of each text without new information.
 _HEADING = re.compile(r"^BufferAssignment:$")
 _NOTHING = re.compile(r"^$|^Total bytes used: |^Used values:$|^  \(none\)$|^ from instruction: ")
 _SCHEDULE = re.compile(r"^HloLiveRange \(max \d+\):$|^  InstructionSequence:$|^    \d+:\S+$")
-# In XLA's numbering of memories.
+# XLA's number for the host's memory.
 _HOST = re.compile(r", color 5\b")
 
 
 class Position(NamedTuple):
-    """An instruction's result, or an element of it if that is a tuple."""
+    """An instruction's result, or an element of it if the result is a tuple."""
 
     instruction: str
     index: str  # "{}", or "{2}" for an element
@@ -63,22 +63,22 @@ class Value(NamedTuple):
     definition: Position
     allocation: int
     offset: int  # bytes
-    size: int  # bytes; of a tuple, those of its table of pointers
+    size: int  # bytes; for a tuple, the bytes of its table of pointers
     shape: hlo.Shape | None  # None for a tuple
     first: int  # index in the schedule
-    last: int  # included
-    positions: tuple[Position, ...]  # wherever the same array appears
-    uses: tuple[Position, ...]  # instructions that take it, and the index of their operand
+    last: int  # inclusive
+    positions: tuple[Position, ...]  # all places where the same array appears
+    uses: tuple[Position, ...]  # instructions that read it, and the index of their operand
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferAssignment:
-    """Allocations by number, and the values in them. Those inside of kernels are left out.
+    """Allocations by number, and the values in them, without memory inside kernels.
 
     Attributes:
-      allocations: of the GPU's memory, and of the host's.
-      values: in them.
-      not_understood: lines of XLA's texts that are of no known form, or do not go together.
+      allocations: allocations of the GPU's memory and of the host's.
+      values: values in the allocations.
+      not_understood: lines of XLA's texts that have an unknown form or contradict each other.
     """
 
     allocations: dict[int, Allocation]
@@ -90,18 +90,18 @@ class BufferAssignment:
         return sum(a.size for a in self.allocations.values() if a.kind in kinds)
 
     def inside(self, *kinds: Kind) -> list[Value]:
-        """The values in allocations of these kinds."""
+        """Values in allocations of these kinds."""
         return [v for v in self.values if self.allocations[v.allocation].kind in kinds]
 
     def alive(self, time: int, *kinds: Kind) -> list[Value]:
-        """Those of them that live at an index of the schedule."""
+        """Values in allocations of these kinds that are alive at an index of the schedule."""
         return [v for v in self.inside(*kinds) if v.first <= time <= v.last]
 
     def peak_time(self) -> int:
-        """The first index of the schedule at which the most bytes of temporaries live."""
+        """The first index of the schedule at which the most bytes of temporaries are alive."""
         bound = profile(self.inside("temporary"))
         best, best_time = -1, 0
-        # The bound counts twice where arrays overlap, which is rare: few instants are looked at.
+        # The bound counts overlapping bytes twice. Overlaps are rare, so the loop ends early.
         for time in sorted(bound, key=lambda time: (-bound[time], time)):
             if bound[time] < best:
                 break
@@ -112,9 +112,9 @@ class BufferAssignment:
 
 
 def profile(values: Iterable[Value]) -> dict[int, int]:
-    """Bytes alive from each index of the schedule at which something starts to live or ceases to.
+    """Bytes alive from each index of the schedule at which a value's life starts or ends.
 
-    Arrays of the same place and size count once, other overlaps twice.
+    Values with the same place and size count once. Other overlaps count twice.
     """
     places = defaultdict(list)
     for value in values:
@@ -135,8 +135,8 @@ def profile(values: Iterable[Value]) -> dict[int, int]:
 
 
 def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
-    """The bytes of each value's memory that no value before it in the order has."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, none overlaps another
+    """The bytes of each value's memory that no earlier value in the order has."""
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, without overlaps
     result = []
     for value in values:
         start, end = value.offset, value.offset + value.size
@@ -169,7 +169,7 @@ class _Places(NamedTuple):
 
 
 def _places(text: str, odd: list[str]) -> dict[int, _Places]:
-    """Positions and uses of each value, by its number; lines of no known form go to `odd`."""
+    """Parses each value's positions and uses, by number; adds lines of unknown form to `odd`."""
     result: dict[int, _Places] = {}
     place, into = _Places([], []), ""
     for line in text.splitlines():
@@ -182,7 +182,7 @@ def _places(text: str, odd: list[str]) -> dict[int, _Places]:
         elif into == " positions:" and (found := _POSITION.match(line)):
             place.positions.append(Position(found[1], found[2] or "{}"))
         elif into == " uses:" and (found := _USE.match(line)):
-            # Of a loop's or a tuple's operand, the element that it becomes.
+            # For an operand of a loop or a tuple, this is the element that it becomes.
             place.uses.append(Position(found[1], found[3] or f"{{{found[2]}}}"))
         else:
             odd.append(line)
@@ -190,7 +190,7 @@ def _places(text: str, odd: list[str]) -> dict[int, _Places]:
 
 
 def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
-    """When each value lives; likewise."""
+    """Parses when each value is alive; adds lines of unknown form to `odd`."""
     result: dict[Position, tuple[int, int]] = {}
     schedule, _, ranges = text.partition("  BufferLiveRange:\n")
     odd += [line for line in schedule.splitlines() if not _SCHEDULE.match(line)]
@@ -203,12 +203,12 @@ def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
 
 
 def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
-    """Parses what XLA dumps of a module beside its program.
+    """Parses the texts that XLA dumps with a module's program.
 
     Args:
-      assignment: `*-buffer-assignment.txt`.
-      values: `*-buffer-assignment-values.txt`.
-      live_ranges: `*-live-range.txt`.
+      assignment: text of `*-buffer-assignment.txt`.
+      values: text of `*-buffer-assignment-values.txt`.
+      live_ranges: text of `*-live-range.txt`.
     """
     odd: list[str] = []
     places, ranges = _places(values, odd), _ranges(live_ranges, odd)
@@ -227,7 +227,7 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
                 continue
             number, definition = int(found[1]), Position(found[2], found[3] or "{}")
             if current.kind == "constant" and definition not in ranges:
-                continue  # a kernel's own, such as a comparator's of a max pooling
+                continue  # a constant inside a kernel, such as the comparator of a max pooling
             shapes = () if found[6].startswith("(") else hlo.parse_shapes(found[6])
             is_known = shapes or found[6].startswith("(")
             if definition not in ranges or number not in places or not is_known:
@@ -252,10 +252,10 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
 
 
 def read(directory: Path) -> BufferAssignment:
-    """Parses what XLA dumped of one compilation.
+    """Parses the files that XLA dumped of one compilation.
 
     Raises:
-      FileNotFoundError: it is not there.
+      FileNotFoundError: XLA has written no buffer assignment into the directory.
     """
     ending = "-buffer-assignment.txt"
     found = max(directory.glob(f"*{ending}"), key=lambda file: file.stat().st_size, default=None)

@@ -1,7 +1,7 @@
-"""XLA's compiled program as data: the text of `jax.stages.Compiled.as_text()`, parsed.
+"""Parses XLA's compiled program, the text of `jax.stages.Compiled.as_text()`.
 
-The text is scheduled HLO: in the entry computation, in loop bodies and in branches an instruction
-is one kernel (or nothing, a bitcast), and they stand in the order in which they run.
+The text is scheduled HLO. In the entry computation, in loop bodies and in branches each instruction
+is one kernel, or nothing at runtime like a bitcast. They are in the order in which they run.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lowmembp_jax._source_files import is_framework
 
-# XLA calls the host's memory, where it is pinned, 5.
+# XLA's number for the host's pinned memory is 5.
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
@@ -31,15 +31,15 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 class Shape(NamedTuple):
-    """One array of the program."""
+    """The shape of an array of the program."""
 
-    dtype: str  #: as HLO writes it: "bf16", "f32", "u2", "pred", "token"
+    dtype: str  #: HLO's name: "bf16", "f32", "u2", "pred", "token"
     dims: tuple[int, ...]
-    on_host: bool = False  #: in the host's memory
+    on_host: bool = False  #: whether the array is in the host's memory
 
     @property
     def bits(self) -> int:
-        """Bits an element in the GPU's memory: XLA packs 2-bit and 4-bit integers there."""
+        """Bits of an element in the GPU's memory, where XLA packs 2-bit and 4-bit integers."""
         if self.dtype == "pred":
             return 8
         digits = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -60,16 +60,15 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: unique in the program.
-      opcode: HLO's, such as "fusion", "custom-call", "while".
-      shapes: of the result; a tuple's elements one after another, nested tuples flattened.
+      name: the instruction's name, which is unique in the program.
+      opcode: HLO's opcode, such as "fusion", "custom-call", "while".
+      shapes: the shape of the result; the elements of a tuple in order, nested tuples flattened.
       operands: names of instructions of the same computation.
       calls: names of the computations that it runs.
       attributes: the rest of the line, raw; see `attribute` and `backend_config`.
-      arguments: what stands between the parentheses, raw: a parameter's number, a constant.
+      arguments: the raw text between the parentheses: a parameter's number, a constant.
       op_name: JAX's name stack, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", or "".
-      source: "path/file.py:12" of the innermost frame that is not of JAX, Flax or their
-        like, or "".
+      source: "path/file.py:12", the innermost frame outside JAX, Flax and similar libraries, or "".
     """
 
     name: str
@@ -83,19 +82,19 @@ class Instruction:
     source: str
 
     def attribute(self, name: str) -> str:
-        """The text of one attribute without quotes, braces and percent signs, or ""."""
+        """The text of an attribute without quotes, braces and percent signs, or ""."""
         found = re.search(
             rf'(?:^|, ){name}=(?:"([^"]*)"|\{{([^}}]*)\}}|([^,\s]+))', self.attributes
         )
         return "".join(group or "" for group in found.groups()).replace("%", "") if found else ""
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of numbers, such as `dimensions={0,1}`."""
+        """The numbers in an attribute, such as `dimensions={0,1}`."""
         return tuple(int(number) for number in re.findall(r"\d+", self.attribute(name)))
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """What XLA decided about this instruction; {} where it is not JSON."""
+        """XLA's decisions about this instruction; {} if they are not JSON."""
         _, found, config = self.attributes.partition("backend_config=")
         try:
             decoded = json.JSONDecoder().raw_decode(config)[0] if found else {}
@@ -105,7 +104,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a `while` runs its body, or None where XLA does not know."""
+        """How often a `while` runs its body, or None if XLA does not know."""
         count = self.backend_config.get("known_trip_count", {}).get("n")
         return None if count is None else int(count)
 
@@ -120,7 +119,7 @@ class Computation:
 
     @property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by number."""
+        """The parameters by number."""
         return {
             int(instruction.arguments): instruction
             for instruction in self.instructions.values()
@@ -130,12 +129,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: what runs, and the computations that it calls, by name.
+    """A compiled program.
 
     Attributes:
-      entry: what runs.
-      computations: all of them.
-      not_understood: lines of the text that are of no known form.
+      entry: the computation that runs.
+      computations: all computations by name.
+      not_understood: lines of the text that have an unknown form.
     """
 
     entry: Computation
@@ -143,18 +142,18 @@ class Program:
     not_understood: tuple[str, ...] = ()
 
     def inner(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions that a fusion or another kernel is made of."""
+        """The instructions inside a fusion or another kernel."""
         called = (self.computations[name].instructions for name in instruction.calls)
         return [inner for instructions in called for inner in instructions.values()]
 
     def op_name(self, instruction: Instruction) -> str:
-        """JAX's name of it; of a fusion without, that of the last operation in it that has one."""
+        """JAX's name of an instruction, or of the last named operation inside a fusion."""
         named = (i.op_name for i in reversed(self.inner(instruction)) if "/" in i.op_name)
         return instruction.op_name or next(named, "")
 
 
 class _Sources:
-    """Source lines: of the tables before the program, or written out at the instruction."""
+    """Source lines of instructions, from tables before the program or from the instruction."""
 
     def __init__(self) -> None:
         self.tables: dict[str, dict[int, Any]] = {name: {} for name in _TABLES}
@@ -168,8 +167,8 @@ class _Sources:
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line, innermost first."""
         frames = self.tables["StackFrames"]
-        # A parent is interned before its child. Here the first is printed as its own parent:
-        # the numbers of parents, and only they, are one too high.
+        # XLA interns a parent before its child. If the first frame is its own parent, all parents'
+        # numbers are one too high.
         shift = frames.get(1, {}).get("parent_frame_id", 0)
         while frame in frames:
             location = self.tables["FileLocations"][frames[frame]["file_location_id"]]
@@ -189,7 +188,7 @@ class _Sources:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays that HLO's text of a shape names, those of tuples one after another."""
+    """Parses HLO's text of a shape; the elements of tuples in order."""
     return tuple(
         Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), bool(host))
         for dtype, dims, host in _SHAPE.findall(text)
@@ -225,7 +224,7 @@ def parse(text: str) -> Program:
       text: `jax.stages.Compiled.as_text()`, or XLA's dump of a module.
 
     Raises:
-      ValueError: there is no entry computation in it.
+      ValueError: the text has no entry computation.
     """
     sources, computations = _Sources(), {}
     entry, table, name, root = None, None, "", ""

@@ -1,1 +1,1 @@
-"""The parts of `lm.memory.residuals`."""
+"""Lists the residuals of a function: `lm.memory.residuals`."""

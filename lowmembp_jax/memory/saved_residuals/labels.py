@@ -1,4 +1,4 @@
-"""What a reader calls an equation: its operation, its module and the line that asked for it."""
+"""Labels an equation by its operation, its module and the user's line that asked for it."""
 
 import functools
 import os
@@ -24,8 +24,8 @@ _OURS = {
 
 _HERE = os.path.join(os.path.dirname(__file__), "trace.py")
 
-# Files whose public functions and modules are operations by name. What one of jax.nn or of this
-# library calls is a part of it; what a Flax module calls may be an operation of its own.
+# Public functions and modules in these files are operations with a name. Calls inside an operation
+# of jax.nn or of this library are parts of it. Calls inside a Flax module may be operations.
 _WHOLE = re.compile(jax_internals.WHOLE)
 _LIBRARY = os.path.dirname(lm.__file__) + os.sep
 _MODULES = re.compile(
@@ -34,7 +34,7 @@ _MODULES = re.compile(
 )
 _FUNCTIONS = re.compile(jax_internals.FUNCTIONS)
 _CUSTOM = re.compile(r"custom_(vjp|jvp)\.__call__$")
-# Scopes that jax.checkpoint and jnp.einsum push, which are no modules.
+# jax.checkpoint and jnp.einsum push these scopes, which are not modules.
 _NO_MODULE = re.compile(r"(checkpoint|remat|rematted_computation)$|.*->")
 
 
@@ -63,13 +63,13 @@ class _Frame(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is an operation by name, and what it calls a part of it."""
+        """Whether this frame is an operation, and all calls inside are parts of it."""
         is_operator = self.file.startswith(_LIBRARY) and self.public in lm.__all__
         return is_operator or _WHOLE.search(self.file) is not None
 
     @property
     def public(self) -> str:
-        """The name of the public function, or of the class of the module, that this is in."""
+        """The name of the frame's public function, or of its module's class, or ""."""
         name = self.code.co_qualname.removesuffix(".__call__")
         is_module = name != self.code.co_qualname
         fits = name.isidentifier() and not name.startswith("_")
@@ -77,7 +77,10 @@ class _Frame(NamedTuple):
 
 
 def _frames(equations: Sequence[Any]) -> list[_Frame]:
-    """The calls that led to an equation, outermost first; tracebacks end where a jaxpr starts."""
+    """The calls that led to the last of `equations`, outermost first.
+
+    A traceback ends where its jaxpr starts, so the frames of the calling equations come first.
+    """
     frames = []
     for equation in equations:
         if traceback := equation.source_info.traceback:
@@ -89,12 +92,12 @@ def _frames(equations: Sequence[Any]) -> list[_Frame]:
 
 
 def _custom_call(frames: list[_Frame]) -> int | None:
-    """Position of the call of the outermost custom_vjp or custom_jvp."""
+    """Position of the outermost call of a custom_vjp or custom_jvp."""
     return next((i for i, f in enumerate(frames) if _CUSTOM.search(f.code.co_qualname)), None)
 
 
 def _caller(frames: list[_Frame]) -> tuple[Any, int] | None:
-    """What calls the outermost custom_vjp: the code and the place in it, of user or library."""
+    """The code that calls the outermost custom_vjp, and the place in it."""
     end = _custom_call(frames)
     outside = (f for f in reversed(frames[:end]) if jax_internals.SOURCE not in f.file)
     return next(((f.code, f.instruction) for f in outside), None)
@@ -108,12 +111,12 @@ def _equations(jaxpr, calls: tuple = ()) -> Iterator[tuple[Any, ...]]:
 
 
 class Labels:
-    """Labels of equations of the differentiated program.
+    """Makes labels of equations of the differentiated program.
 
     Args:
-      primal: makes the jaxpr of the program before differentiation, which still has what
-        differentiation inlines: custom_vjp functions by name, and calls of jax.checkpoint.
-        Called when one of these is asked for.
+      primal: makes the jaxpr of the program before differentiation. It still has what
+        differentiation inlines: the names of custom_vjp functions, and calls of jax.checkpoint.
+        It is called only if a label needs one of these.
     """
 
     def __init__(self, primal: Callable[[], Any]):
@@ -125,13 +128,13 @@ class Labels:
 
     @functools.cached_property
     def _custom_names(self) -> dict[Any, set[str]]:
-        """Names of custom_vjp functions by the place and the module that call them."""
+        """Names of custom_vjp functions, by the place and the module that call them."""
         names: dict[Any, set[str]] = {}
         for calls in self._equations:
             name, bodies = calls[-1].primitive.name, jaxprs.bodies(calls[-1])
-            if name.startswith("custom_") and bodies:  # custom_linear_solve has none
+            if name.startswith("custom_") and bodies:  # custom_linear_solve has no body
                 function = bodies[0].debug_info.func_name
-                # JAX 0.10 forgets the place where it inlines a jaxpr from its cache.
+                # JAX 0.10 loses the place if it inlines a jaxpr from its cache.
                 for caller in (_caller(_frames(calls)), None):
                     key = caller, _module(calls)
                     names.setdefault(key, set()).add(function.lstrip("_"))
@@ -139,7 +142,7 @@ class Labels:
 
     @functools.cached_property
     def _callers(self) -> dict[Any, set[str]]:
-        """Lines from which an equation, known by its traceback and module, is reached."""
+        """User's lines that reach an equation, by its traceback and module."""
         callers: dict[Any, set[str]] = {}
         for calls in self._equations:
             key = calls[-1].source_info.traceback, _module(calls)
@@ -147,10 +150,10 @@ class Labels:
         return callers
 
     def label(self, equations: Sequence[Any], name: str = "") -> Label:
-        """The label of the last of `equations`, behind those that call it.
+        """Labels the last of `equations`.
 
         Args:
-          equations: outermost first.
+          equations: the equation and the equations that call it, outermost first.
           name: the `checkpoint_name` of the result.
         """
         if not equations:
@@ -161,7 +164,8 @@ class Labels:
         module, source = _module(equations), _source(user)
         loops = [i for i, call in enumerate(equations[:-1]) if call.primitive.name == "scan"]
         if _user(_frames(equations[loops[-1] + 1 if loops else 0 :])) is None:
-            # Inlined from a jax.checkpoint, whose own line is better than the loop's or none.
+            # The equation comes from an inlined jax.checkpoint. The line of that call says more
+            # than the line of the loop.
             key = equations[-1].source_info.traceback, module
             source = _only(self._callers.get(key, set())) or source
         op = _operation(frames[frames.index(user) + 1 if user else 0 : custom])
@@ -174,17 +178,18 @@ class Labels:
 
 
 def _only(names: set[str]) -> str:
-    """The one there is, "" for none or several."""
+    """The only name, or "" if there are none or several."""
     return "".join(names) if len(names) == 1 else ""
 
 
 def _user(frames: list[_Frame]) -> _Frame | None:
-    """The innermost frame of the user's own code."""
+    """The innermost frame of the user's code."""
     return next((frame for frame in reversed(frames) if frame.is_user), None)
 
 
 def _operation(frames: list[_Frame]) -> str:
-    """The operation that the innermost of `frames`, all of libraries, are in."""
+    """The name of the operation that the innermost frame belongs to; all `frames` are library
+    code."""
     named = [f for f in frames if f.public and (f.is_whole or _MODULES.search(f.file))]
     if not named:
         functions = (f.public for f in frames if _FUNCTIONS.search(f.file))
@@ -204,7 +209,7 @@ def _module(equations: Sequence[Any]) -> str:
         inside: list[str] = []
         for scope in equation.source_info.name_stack.stack:
             if type(scope).__name__ != "Scope":
-                # The backward of a jax.checkpoint repeats the path behind another "jvp".
+                # The backward of a jax.checkpoint repeats the path after another "jvp".
                 path, inside = _joined(path, inside), []
             elif not _NO_MODULE.match(scope.name):
                 inside.append(scope.name)

@@ -1,4 +1,4 @@
-"""From a residual to the equation that made it and to those that read it, through nested jaxprs."""
+"""Finds the equation that made a residual and the equations that read it, in nested jaxprs."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ from jax.extend.core import Literal
 
 from lowmembp_jax.compression import jaxprs
 
-# The same bytes as the operand's. Under lax.scan only "name" still is the same array to XLA: the
-# others are stacked beside their operand (compiled for an H200, JAX 0.12.0).
+# The results have the same bytes as the operand. Under lax.scan, XLA shares only the array of
+# "name" and stacks the others separately (compiled for an H200, JAX 0.12.0).
 _SAME_BYTES = frozenset(
     (
         "copy",
@@ -33,15 +33,15 @@ class Body(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a residual comes from.
+    """The origin of a residual.
 
     Attributes:
       key: equal for residuals that are one array in memory.
       times: lengths of the scans that stack it, outermost first.
-      equations: what makes it, behind the equations that call that, outermost first. Empty for a
-        literal and for an input or a constant of the outermost jaxpr.
-      input: position in the outermost jaxpr's inputs of an input that this is, or is a cast of.
-      cast: it is a cast of an input or a constant.
+      equations: the equation that makes it, after the equations that call it, outermost first.
+        Empty for a literal, and for an input or a constant of the outermost jaxpr.
+      input: position in the outermost jaxpr's inputs, if the residual is an input or a cast of one.
+      cast: whether it is a cast of an input or a constant.
       name: its `checkpoint_name`, or "".
     """
 
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
 
 
 class Equations:
-    """Makers and readers of the variables of one jaxpr."""
+    """Finds makers and readers of the variables of one jaxpr."""
 
     def __init__(self, jaxpr):
         self._root = Body(jaxpr)
@@ -81,7 +81,7 @@ class Equations:
         return self._made[id(jaxpr)].get(place.var)
 
     def _operand(self, place: _Place, strict: bool) -> _Place | None:
-        """What an input of a jaxpr is at the equation that calls it."""
+        """The operand of the calling equation that becomes an input of a jaxpr."""
         body, var = place
         if body.outer is None or var not in body.jaxpr.invars:
             return None
@@ -93,10 +93,10 @@ class Equations:
         return _Place(body.outer, jaxprs.operands(call)[index])
 
     def _before(self, place: _Place, strict: bool) -> tuple[_Place, int | None] | None:
-        """One step towards the origin, and the length of a scan that is entered.
+        """Takes one step towards the origin, and returns the length of a scan that it enters.
 
-        Strict steps stay at one array in memory. Others follow it through reshapes, loop
-        carries and branches, to where a reader would look.
+        Strict steps stay at the same array in memory. Other steps continue through reshapes, loop
+        carries and branches, to the code that a reader would look for.
         """
         if isinstance(place.var, Literal):
             return None
@@ -120,7 +120,7 @@ class Equations:
             return inner[0], equation.params["length"]
         if strict and kind in ("scan", "cond"):
             return None
-        # Branches that have not this residual fill in zeros.
+        # Branches without this residual return zeros instead.
         return max(inner, key=self._is_computed) if kind == "cond" else inner[0], None
 
     def _is_computed(self, place: _Place) -> bool:
@@ -134,13 +134,13 @@ class Equations:
                 name = name or (made[0].params["name"] if made[0].primitive.name == "name" else "")
             place, length = before
             times += () if length is None else (length,)
-            if place.key in seen:  # a carry that no iteration changes
+            if place.key in seen:  # no iteration changes this carry
                 break
             seen.add(place.key)
         return place, times, name
 
     def origin(self, var) -> Origin:
-        """The origin of a variable or a literal of the outermost jaxpr."""
+        """Finds the origin of a variable or a literal of the outermost jaxpr."""
         array, times, name = self._follow(_Place(self._root, var), strict=True)
         place, _, later = self._follow(array, strict=False)
         made = None if isinstance(place.var, Literal) else self._maker(place)
@@ -150,7 +150,7 @@ class Equations:
             cast = isinstance(source.var, Literal) or self._maker(source) is None
         inputs = self._root.jaxpr.invars
         known = source.body.outer is None and not isinstance(source.var, Literal)
-        # Stacked copies of an input are made by the scan that stacks them.
+        # A scan that stacks copies of an input makes these copies.
         equations = (*place.body.calls, made[0]) if made else array.body.calls
         return Origin(
             key=array.key,
@@ -162,14 +162,14 @@ class Equations:
         )
 
     def readers(self, var) -> Iterator[tuple[Any, ...]]:
-        """The equations that read a variable, each behind those that call it."""
+        """Yields the equations that read a variable, each after the equations that call it."""
         return self._readers(self._root, var)
 
     def _readers(self, body: Body, var) -> Iterator[tuple[Any, ...]]:
         if id(body.jaxpr) not in self._read:
             read = self._read[id(body.jaxpr)] = {}
             for equation in body.jaxpr.eqns:
-                # The index of a cond gets -1, because no branch reads it.
+                # The index operand of a cond gets -1, because no branch reads it.
                 first = len(jaxprs.operands(equation)) - len(equation.invars)
                 for index, operand in enumerate(equation.invars, first):
                     if not isinstance(operand, Literal):

@@ -1,4 +1,4 @@
-"""What a function's backward keeps."""
+"""Lists the residuals that a function's forward saves for its backward."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from lowmembp_jax.memory.sizes import array_bytes
 
 
 class NotALossError(ValueError):
-    """Where a loss is asked for, a function computes gradients itself, as a training step does."""
+    """The function computes gradients itself, as a training step does, and is not a loss."""
 
 
 def _kind(aval, origin: Origin, used: bool) -> Kind:
@@ -65,34 +65,34 @@ def residuals(
     *args: Any,
     argnums: int | tuple[int, ...] | nnx.DiffState | None = None,
 ) -> Residuals:
-    """The arrays that the forward of `fn` keeps for its backward, and where each comes from.
+    """Lists the arrays that the forward of `fn` saves for its backward, and their origins.
 
-    Listed are the residuals of `jax.vjp(fn, *args)`, each once however often it is used, with the
-    bytes it takes in XLA. This is what JAX asks to be kept: XLA may keep less where it recomputes
-    something inside a fusion, and keeps buffers of its own beside it; `lm.memory.compile_for`
-    and `lm.memory.plan` have what a compiled step takes. Sharded arrays count with all devices'
-    parts together.
+    The table has each residual of `jax.vjp(fn, *args)` once, with its bytes in XLA. These are the
+    arrays that JAX asks XLA to save. XLA may save fewer if it recomputes some inside a fusion, and
+    it has buffers of its own. `lm.memory.compile_for` and `lm.memory.plan` give the memory of a
+    compiled step. Bytes of sharded arrays are for all devices together.
 
     Args:
-      fn: the function that is differentiated, for instance the loss, and not the training step.
-        Whatever `jax.jit` takes; remat policies, scans and shardings count.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees, and NNX modules. Nothing
-        is computed. Fields of an Equinox module that are no arrays are constants.
-      argnums: positions of the arguments that are differentiated, as for `jax.grad`. None: all;
-        in either case the floating arrays in them. What only the gradient of another argument
-        would need is not kept: give the frozen parameters as an argument of their own. Of NNX
-        modules and states, `nnx.Param`s are differentiated, as by `nnx.grad`, or what an
-        `nnx.DiffState` says, such as `nnx.DiffState(0, nnx.LoRAParam)`.
+      fn: the function that is differentiated, for instance the loss (not the training step). It may
+        be any function that `jax.jit` takes. Its remat policies, scans and shardings are respected.
+      *args: arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`s, or NNX modules.
+        Nothing is computed. Fields of an Equinox module that are not arrays are constants.
+      argnums: positions of the arguments to differentiate, as for `jax.grad`. None means all.
+        Only floating arrays in them are differentiated. Residuals that only the gradient of another
+        argument needs are not listed, so pass frozen parameters as a separate argument. In NNX
+        modules and states, `nnx.Param`s are differentiated, as `nnx.grad` does, or the variables of
+        an `nnx.DiffState`, such as `nnx.DiffState(0, nnx.LoRAParam)`.
 
     Returns:
-      The table; `print` it, or take its `rows`, `total_bytes`, `by_op()` and `by_layer()`.
+      A `Residuals` table, which you can `print`. It has `rows`, `total_bytes`, `by_op()` and
+      `by_layer()`.
 
     Raises:
-      TypeError: an argument is no array; nothing to differentiate in the arguments is floating;
+      TypeError: an argument is not an array; the arguments to differentiate have no floating array;
         no output is floating.
-      ValueError: `argnums` are not positions of arguments; `fn` is a training step, which computes
-        gradients itself.
-      ImportError: `fn` has cuDNN's attention, and cuDNN's wheel is missing.
+      ValueError: `argnums` are not positions of arguments; `fn` computes gradients itself, as a
+        training step does.
+      ImportError: `fn` uses cuDNN's attention, and cuDNN's wheel is missing.
     """
     fn, args = close_over_constants(*of_states(fn, args, is_loss=True), only_fields=True)
     plain = functools.cache(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
@@ -100,7 +100,7 @@ def residuals(
         with says_how_to_install_cudnn():
             traced = trace(fn, args, argnums)
     except (NotImplementedError, TypeError):
-        # A step may have no second derivative, and return no arrays.
+        # A training step may have no second derivative or return no arrays: name the real problem.
         with contextlib.suppress(TypeError):
             _refuse_step(fn, plain())
         raise
@@ -126,13 +126,12 @@ def residuals(
 
 
 def _refuse_step(fn: Callable[..., Any], jaxpr: Any) -> None:
-    # A loss may hold gradients, as a penalty does, and is a number that is made of them.
+    # A loss may use gradients, as in a gradient penalty. Then it is a number that depends on them.
     is_number = not any(var.aval.shape for var in jaxpr.outvars)
     if has_backward(jaxpr) and not (is_number and has_backward(without_unused(jaxpr))):
         raise NotALossError(
-            f"residuals: {getattr(fn, '__name__', 'fn')} computes gradients itself, as a training "
-            "step does, whose own backward would be that of the optimizer: give the loss that it "
-            "differentiates, with the loss's arguments"
+            f"residuals: fn: {getattr(fn, '__name__', 'fn')} computes gradients itself, as a "
+            "training step does: give the loss that it differentiates, with the loss's arguments"
         )
 
 
@@ -141,10 +140,11 @@ def saved_bytes(
     *args: Any,
     argnums: int | tuple[int, ...] | nnx.DiffState | None = None,
 ) -> int:
-    """Bytes that the backward of `fn` keeps beyond what is in memory anyway.
+    """Bytes that the forward of `fn` saves for its backward, in addition to its arguments.
 
-    The total of `lm.memory.residuals`, which see for the arguments and errors. Arguments of `fn`,
-    arrays it closes over and literals are not counted; casts of them are, reshapes are not.
+    This is `total_bytes` of `lm.memory.residuals`, which takes the same arguments and raises the
+    same errors. Arguments of `fn`, arrays it closes over, literals and reshapes of these are not
+    counted. Casts of them are counted.
 
     Returns:
       The number of bytes.

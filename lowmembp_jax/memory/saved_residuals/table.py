@@ -18,26 +18,26 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Residual:
-    """One array that autodiff keeps from the forward for the backward.
+    """One array that autodiff saves from the forward for the backward.
 
     Attributes:
-      kind: "kept", it takes device memory of its own; "host", a policy offloads it; "argument" and
-        "constant", an argument of the function and an array it closes over (or a literal), which
-        are in memory anyway; "unused", autodiff returns it but no gradient depends on it, so a
-        compiled step does not keep it.
-      bytes: that it takes, all `times` together; 4 elements a byte for `jnp.uint2`.
-      shape: of one of them.
-      times: how many there are: the product of the lengths of the scans that stack it.
+      kind: "kept" takes additional device memory; "host" is offloaded by a policy; "argument" is an
+        argument of the function, and "constant" an array it closes over or a literal, which are in
+        memory anyway; "unused" is returned by autodiff, but no gradient depends on it, so a
+        compiled step does not save it.
+      bytes: bytes of all `times` arrays; `jnp.uint2` has 4 elements a byte.
+      shape: shape of one array.
+      times: number of arrays: the product of the lengths of the scans that stack them.
       dtype: name of the dtype.
-      op: what made it, such as `gelu`, `Dense`, `regelu2 codes`, or its `checkpoint_name`;
-        "cast of an input" for parameters cast to the compute dtype, "copy of an input" for those
-        that a scan stacks again, and the argument's name for arguments.
-      primitive: of the equation that made it.
-      module: path of the module (of the `jax.named_scope`s) that made it, such as
+      op: the operation that made it, such as `gelu`, `Dense`, `regelu2 codes`, or its
+        `checkpoint_name`; "cast of an input" for parameters cast to the compute dtype; "copy of an
+        input" for inputs that a scan stacks again; the argument's name for arguments.
+      primitive: primitive of the equation that made it.
+      module: path of the module (or of the `jax.named_scope`s) that made it, such as
         `Bert/layer_3/intermediate`.
-      source: `file.py:line` that asked for it, the innermost that is not in JAX, Flax or here.
-      used_by: who reads it in the backward, `module: op` each.
-      is_output: the function returns it as well.
+      source: `file.py:line` of the innermost code outside JAX, Flax and this library.
+      used_by: the operations that read it in the backward, `module: op` each.
+      is_output: whether the function also returns it.
     """
 
     kind: Kind
@@ -54,7 +54,7 @@ class Residual:
 
     @property
     def shared(self) -> bool:
-        """Several operations read it, though it is kept once."""
+        """Whether several operations read it. It is saved only once."""
         return len(self.used_by) > 1
 
 
@@ -68,17 +68,17 @@ def _layer(module: str, depth: int | None) -> str:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What a backward keeps, a row an array, the largest first.
+    """A table of residuals with a row for each array, the largest first.
 
     Attributes:
-      rows: all of them, those that take no device memory of their own included.
+      rows: all rows, including arrays that take no additional device memory.
     """
 
     rows: tuple[Residual, ...]
 
     @property
     def kept(self) -> tuple[Residual, ...]:
-        """The rows that take device memory of their own."""
+        """The rows that take additional device memory."""
         return tuple(row for row in self.rows if row.kind == "kept")
 
     @property
@@ -93,20 +93,20 @@ class Residuals:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def by_op(self) -> dict[str, int]:
-        """Bytes kept by each kind of operation, the largest first."""
+        """Bytes saved by each kind of operation, the largest first."""
         return self._by(lambda row: row.op)
 
     def by_layer(self, depth: int | None = None) -> dict[str, int]:
-        """Bytes kept by each layer, the largest first; "" is outside of all modules.
+        """Bytes saved by each layer, the largest first; "" stands for code outside modules.
 
         Args:
-          depth: how many names of the module path make a layer. None: up to the first that ends
-            in a number, such as `Bert/layer_3`, or two where none does.
+          depth: number of names of the module path that make a layer. None means up to the first
+            name that ends in a number, such as `Bert/layer_3`, or two names if there is none.
         """
         return self._by(lambda row: _layer(row.module, depth))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Rows and totals as JSON, written to `path` where one is given."""
+        """Formats rows and totals as JSON, and writes them to `path` if it is given."""
         report = {
             "total_bytes": self.total_bytes,
             "by_op": self.by_op(),
@@ -116,9 +116,9 @@ class Residuals:
         return _write(json.dumps(report, indent=2) + "\n", path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Rows as CSV with a header, written to `path` where one is given.
+        """Formats the rows as CSV with a header, and writes them to `path` if it is given.
 
-        Shapes are written `8x16`, readers are separated by semicolons.
+        A shape is `8x16`, and semicolons separate the readers.
         """
         text = io.StringIO()
         names = [field.name for field in fields(Residual)]
@@ -147,8 +147,8 @@ class Residuals:
         lines = _aligned(table)
         if hidden:
             size = sum(row.bytes for row in hidden) / _MIB
-            lines.append(f"... and {len(hidden)} smaller ones, {size:,.2f} MiB")
-        lines += ["", f"{self.total_bytes / _MIB:,.2f} MiB kept in {len(self.kept)} arrays"]
+            lines.append(f"... and {len(hidden)} smaller arrays, {size:,.2f} MiB")
+        lines += ["", f"{self.total_bytes / _MIB:,.2f} MiB saved in {len(self.kept)} arrays"]
         for title, totals in (("op", self.by_op()), ("layer", self.by_layer())):
             rows = [(f"{size / _MIB:,.2f}", name or "-") for name, size in totals.items()]
             more = [f"... and {len(rows) - _SHOWN} more"] * (len(rows) > _SHOWN)
@@ -157,7 +157,7 @@ class Residuals:
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column to the right, the others to the left."""
+    """Aligns a table: the first column to the right, the others to the left."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""The trace of a function's forward and backward, its residuals marked."""
+"""Traces a function's forward and backward, and marks the residuals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from jax.interpreters import partial_eval
 
 from lowmembp_jax.memory.classification.arguments import argument_names, is_variable
 
-# The identity between forward and backward, one a residual. It is only ever traced.
+# An identity that marks each residual between forward and backward. It is only traced, never run.
 _kept_p = Primitive("lowmembp_kept")
 _kept_p.def_abstract_eval(lambda aval, *, index: aval)
 
@@ -23,10 +23,10 @@ class Trace:
     """Forward and backward in one jaxpr.
 
     Attributes:
-      jaxpr: inputs are the leaves of the arguments, outputs those of the function.
-      kept: for each residual that autodiff asks for, the variable (or literal) of the forward.
-      read: for each residual that the gradients depend on, the variable of `live` that holds it.
-      live: `jaxpr` without what neither outputs nor gradients depend on.
+      jaxpr: its inputs are the leaves of the arguments, its outputs are the function's outputs.
+      kept: the forward's variable (or literal) of each residual that autodiff asks for.
+      read: the variable in `live` of each residual that the gradients depend on.
+      live: `jaxpr` without equations that neither outputs nor gradients depend on.
       arguments: a name for each input, such as `params['kernel']`.
     """
 
@@ -38,7 +38,7 @@ class Trace:
 
 
 def _leaves(names: list[str], args: tuple) -> list[tuple[str, Any, Any]]:
-    """Name, value and dtype of every array in the arguments."""
+    """Name, value and dtype of each array in the arguments."""
     leaves = []
     for name, arg in zip(names, args, strict=True):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
@@ -62,13 +62,14 @@ def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ..
     for number in numbers:
         if not isinstance(number, int) or not -len(args) <= number < len(args):
             raise ValueError(
-                f"residuals: argnums={argnums!r} must be positions of the {len(args)} arguments"
+                f"residuals: argnums: expected positions of the {len(args)} arguments, "
+                f"got {argnums!r}"
             )
     return tuple(sorted({number % len(args) for number in numbers}))
 
 
 def _trained(arg: Any, variables: Any) -> list[bool]:
-    """Of each array of an argument, whether it is none of an NNX variable that is not trained."""
+    """Whether each array of an argument is outside NNX variables, or in a trained one."""
     is_trained = nnx.filterlib.to_predicate(variables)
     trained = []
     paths = jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_variable)
@@ -84,7 +85,7 @@ def _inexact(dtype) -> bool:
 
 
 def _cotangent(out):
-    # Integer outputs have cotangents of no bytes.
+    # Cotangents of integer outputs have no bytes.
     return jnp.ones_like(out) if _inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)
 
 
@@ -95,10 +96,10 @@ def trace(
 ) -> Trace:
     """Traces `fn` and its backward for all floating leaves of the arguments in `argnums`.
 
-    Of NNX's variables, those that are trained: `nnx.Param`s, or what `nnx.DiffState` selects.
+    Only trained NNX variables count: `nnx.Param`s, or the variables that `nnx.DiffState` selects.
 
     Raises:
-      TypeError: an argument is no array; no argument to differentiate or no output is floating.
+      TypeError: an argument is not an array; no argument to differentiate or no output is floating.
       ValueError: `argnums` are not positions of `args`.
     """
     variables: Any = nnx.Param
