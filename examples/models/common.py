@@ -12,23 +12,6 @@ from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
 
-#: How a model saves memory. Values are those of plain Flax; gradients are approximate from
-#: "compress" on, but for a LLaMA's with "lowmembp", and those of "offload".
-Method = Literal[
-    "default",
-    "norm+activation",
-    "dots",
-    "products",
-    "full-remat",
-    "compress",
-    "compress+remat",
-    "mesa",
-    "lowmembp",
-    "lowmembp+remat",
-    "lowmembp+compress",
-    "offload",
-]
-
 
 class _How(NamedTuple):
     """What a method is made of: norms and activations, and what is around a layer."""
@@ -40,7 +23,7 @@ class _How(NamedTuple):
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
-_METHODS: dict[Method, _How] = {
+_METHODS: dict[str, _How] = {
     "default": _How(),
     "norm+activation": _How("checkpointed"),
     "dots": _How("flax", "remat", jax.checkpoint_policies.dots_saveable),
@@ -58,6 +41,10 @@ _METHODS: dict[Method, _How] = {
         jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     ),
 }
+#: How a model saves memory: the planner's methods, and "mesa". The values are plain Flax's.
+#: Gradients are approximate with "compress", "mesa" and "lowmembp". With "lowmembp" alone, a LLaMA
+#: has exact gradients.
+Method = Literal[tuple(_METHODS)]
 Attention = Literal["xla", "cudnn", "chunked"]
 #: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
 NormResidual = Literal["auto", "normalized", "output"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from lowmembp_jax.cli._python_files import NoSuchFunctionError, function_of_file
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
+from lowmembp_jax.memory.methods import METHODS
 from lowmembp_jax.memory.workload import (
-    METHODS,
     Workload,
     WorkloadError,
     as_workload,

@@ -17,6 +17,7 @@ from lowmembp_jax.memory.estimates import Estimate as Estimate
 from lowmembp_jax.memory.estimates import estimate as estimate
 from lowmembp_jax.memory.lowering.compilation import compile_for as compile_for
 from lowmembp_jax.memory.lowering.step_arguments import StepError as StepError
+from lowmembp_jax.memory.methods import METHODS as METHODS
 from lowmembp_jax.memory.planning import plan as plan
 from lowmembp_jax.memory.result import PARTS as PARTS
 from lowmembp_jax.memory.result import Plan as Plan
@@ -27,5 +28,4 @@ from lowmembp_jax.memory.saved_residuals.residuals import residuals as residuals
 from lowmembp_jax.memory.saved_residuals.residuals import saved_bytes as saved_bytes
 from lowmembp_jax.memory.saved_residuals.table import Residual as Residual
 from lowmembp_jax.memory.saved_residuals.table import Residuals as Residuals
-from lowmembp_jax.memory.workload import METHODS as METHODS
 from lowmembp_jax.memory.workload import Workload as Workload

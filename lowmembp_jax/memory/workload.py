@@ -6,21 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax._errors import GivenError
-
-#: Methods to save memory that `compare` and the `lowmembp` command know. The first is plain Flax.
-METHODS = (
-    "default",
-    "norm+activation",
-    "dots",
-    "products",
-    "full-remat",
-    "compress",
-    "compress+remat",
-    "lowmembp",
-    "lowmembp+remat",
-    "lowmembp+compress",
-    "offload",
-)
+from lowmembp_jax.memory.methods import METHODS
 
 
 @dataclass(frozen=True)
