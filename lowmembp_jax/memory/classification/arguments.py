@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from lowmembp_jax.memory.classification._roles import Role, roles
 from lowmembp_jax.memory.classification.parts import Part
-from lowmembp_jax.memory.classification.roles import Role, roles
 from lowmembp_jax.memory.lowering.step_arguments import StepError
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")

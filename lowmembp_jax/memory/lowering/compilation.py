@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from lowmembp_jax._jax_internals import lower_without_callbacks, without_compiler_options
 from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
+from lowmembp_jax.memory.lowering._nnx_scopes import named_modules
+from lowmembp_jax.memory.lowering._own_meshes import find_own_mesh, without_shardings
 from lowmembp_jax.memory.lowering.meshes import (
     MeshLike,
     abstract_on,
@@ -19,9 +21,7 @@ from lowmembp_jax.memory.lowering.meshes import (
     on_mesh,
     planned_mesh,
 )
-from lowmembp_jax.memory.lowering.nnx_scopes import named_modules
 from lowmembp_jax.memory.lowering.nnx_states import OfStates, of_states
-from lowmembp_jax.memory.lowering.own_meshes import find_own_mesh, without_shardings
 from lowmembp_jax.memory.lowering.step_arguments import StepError, close_over_constants, is_array
 
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
 from lowmembp_jax.memory.classification.arguments import argument_names
-from lowmembp_jax.memory.lowering.nnx_scopes import is_module, named_modules
+from lowmembp_jax.memory.lowering._nnx_scopes import is_module, named_modules
 
 _SHARDINGS = ("in_shardings", "out_shardings")
 

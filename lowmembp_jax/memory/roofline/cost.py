@@ -1,12 +1,11 @@
-"""What a compiled program moves and computes, kernel by kernel, and a roofline estimate of time.
+"""What a compiled program moves and computes, kernel by kernel, and a roofline estimate of its time.
 
-Counted from the program's own instructions, with no GPU: `hlo_traffic` says what is assumed of the
-bytes, `hlo_flops` of the FLOPs. The time is an estimate: each kernel takes as long as its bytes or
-its FLOPs, whichever is longer (the roofline model, Williams et al. 2009), at the rates that
-`calibration.py` has measurements of. One kernel runs after another. A transfer between devices, or
-to the host's memory, that XLA starts early waits for its link beside the kernels up to its end, and
-takes the time of its bytes in the device's own memory from them. Transfers of one kind run one
-after another.
+The numbers come from the program's own instructions, without a GPU. `_traffic.py` counts bytes and
+`_flops.py` counts FLOPs. A kernel takes as long as its bytes or its FLOPs, whichever is longer (the
+roofline model, Williams et al. 2009), at the measured rates in `calibration.py`. One kernel runs
+after another. A transfer between devices, or to the host's memory, runs beside the kernels that XLA
+schedules between its start and its end. These kernels lose the time that the transfer's bytes take
+in the device's own memory. Transfers of one kind run one after another.
 """
 
 import dataclasses
@@ -18,11 +17,11 @@ import jax
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.roofline._flops import flops
+from lowmembp_jax.memory.roofline._traffic import bytes_moved, result_shapes
 from lowmembp_jax.memory.roofline.collectives import is_collective, link_bytes
-from lowmembp_jax.memory.roofline.flops import flops
 from lowmembp_jax.memory.roofline.totals import Cost as Cost
 from lowmembp_jax.memory.roofline.totals import Kernel as Kernel
-from lowmembp_jax.memory.roofline.traffic import bytes_moved, result_shapes
 
 #: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
 LAUNCH_SECONDS = 2e-6

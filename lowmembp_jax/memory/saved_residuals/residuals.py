@@ -13,10 +13,10 @@ from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import close_over_constants
 from lowmembp_jax.memory.notes.lost_work import has_backward, without_unused
-from lowmembp_jax.memory.saved_residuals.labels import Labels
-from lowmembp_jax.memory.saved_residuals.origin import Equations, Origin
+from lowmembp_jax.memory.saved_residuals._labels import Labels
+from lowmembp_jax.memory.saved_residuals._origin import Equations, Origin
+from lowmembp_jax.memory.saved_residuals._trace import Trace, trace
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
-from lowmembp_jax.memory.saved_residuals.trace import Trace, trace
 from lowmembp_jax.memory.sizes import array_bytes
 
 

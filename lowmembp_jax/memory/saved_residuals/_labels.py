@@ -22,7 +22,7 @@ _OURS = {
     NORM_RSTD: "rstd",
 }
 
-_HERE = os.path.join(os.path.dirname(__file__), "trace.py")
+_HERE = os.path.join(os.path.dirname(__file__), "_trace.py")
 
 # Public functions and modules in these files are operations with a name. Calls inside an operation
 # of jax.nn or of this library are parts of it. Calls inside a Flax module may be operations.
