@@ -1,4 +1,4 @@
-"""What a compiled program moves and computes, kernel by kernel, and a roofline estimate of its time.
+"""What a compiled program moves and computes, kernel by kernel, and an estimate of its time.
 
 The numbers come from the program's own instructions, without a GPU. `_traffic.py` counts bytes and
 `_flops.py` counts FLOPs. A kernel takes as long as its bytes or its FLOPs, whichever is longer (the
