@@ -171,6 +171,7 @@ def check_what_is_trained(family, train, state, frozen):
     assert 0 <= nbytes(state) - 3 * nbytes(trained) <= counters
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "method", "train"), cases(*METHODS[1:], needs=("default",)))
 def test_peak(compiled, family, method, train):
     """Every method takes less than Flax as it comes, those of lowmembp_jax clearly. Products alone

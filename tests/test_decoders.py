@@ -32,6 +32,7 @@ def test_logits_and_gradients_are_pytorchs(name):
     assert_close(gradients, {each: one.io[f"grad.{each}"] for each in gradients})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize(
     "compute",
@@ -61,6 +62,7 @@ def test_scanned_layers_are_the_unrolled_ones(name):
     assert_close(gradients, from_params(case(name).run(Compute()), llama.hugging_face_name))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_compress_is_close(name):
     exact = case(name, scan_layers=True).run(Compute())

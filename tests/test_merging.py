@@ -198,7 +198,7 @@ def merged_paths(params, rule):
         (["a_1", "a_10", "b_1"], "a_1/ln", "a_1/mlp/up", ["a_1/mlp/up"]),
         (["a.1", "ax1"], "a.1/ln", "a.1/mlp/up", ["a.1/mlp/up"]),  # not a regex
         (["a.1", "ax1"], "a.{i}/ln", "a.{i}/mlp/up", ["a.1/mlp/up"]),
-        (["a_1", "a_2"], "a_{i}/{n}", "a_{i}/mlp/up", r"'a_1/mlp' holds"),
+        (["a_1", "a_2"], "a_{i}/{n}", "a_{i}/mlp/up", r"'a_1/mlp': expected a scale"),
         (["a_1"], "{block}/ln", "{block}/mlp/{any}", ["a_1/mlp/gate", "a_1/mlp/up"]),
         (["a_1"], "a_{i}/ln", "{any}/up", r"no Dense '{any}/up'"),  # stops at "/"
         (["x_x", "x_y"], "{a}_{a}/ln", "{a}_{a}/mlp/up", ["x_x/mlp/up"]),

@@ -78,7 +78,7 @@ class Foreign(nn.Module):
                 "layer, no bias": y * weight, "layer twice": 2 * y * weight}[self.kind]  # fmt: skip
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("kind", "op"),
     [
