@@ -3,7 +3,6 @@
 import importlib
 import sys
 import types
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -12,14 +11,8 @@ import numpy as np
 import pytest
 from lowmembp_examples.benchmarks import attention, blocks, encoder
 from lowmembp_examples.benchmarks.correctness import check
-from lowmembp_examples.benchmarks.kernel_cases import DIRECTIONS, KERNELS, SMOKE_KERNELS
-from lowmembp_examples.benchmarks.programs import (
-    SMOKE,
-    ForwardBackward,
-    launches,
-    moved_bytes,
-    repeated,
-)
+from lowmembp_examples.benchmarks.kernel_cases import KERNELS
+from lowmembp_examples.benchmarks.timing import SMOKE
 from lowmembp_examples.models.common import Compute
 
 import lowmembp_jax as lm
@@ -56,14 +49,6 @@ def test_blocks_are_traced(method):
             )
 
 
-@pytest.mark.parametrize("name", SMOKE_KERNELS)
-def test_what_users_have_is_right(name):
-    ops = KERNELS[name].contenders("baselines")
-    with jax.numpy_dtype_promotion("standard"):
-        records = list(check(KERNELS[name], ops, jnp.dtype("float32"), 8, jax.random.key(0)))
-    assert len(records) == 2 * len(ops) >= 4 and all(record["passed"] for record in records)
-
-
 @pytest.mark.parametrize("wrong", [jnp.nan, 2.0], ids=["nan", "wrong"])
 def test_one_wrong_element_does_not_pass(wrong):
     kernel, dtype = KERNELS["gelu_tanh"], jnp.dtype(jnp.float32)
@@ -72,40 +57,10 @@ def test_one_wrong_element_does_not_pass(wrong):
         return lm.gelu(x).at[3, 5].set(wrong).at[3, 6].add(x[3, 5])
 
     def passed(op):
-        records = check(kernel, {"xla": op}, dtype, 8, jax.random.key(0))
-        return [record["passed"] for record in records]
+        [record] = check(kernel, op, dtype, 8, jax.random.key(0))
+        return record["passed"]
 
-    assert passed(lm.gelu) == [True, True]
-    assert passed(spoiled) == [False, False]
-
-
-@pytest.mark.gpu_compiler
-@pytest.mark.parametrize("name", SMOKE_KERNELS)
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_timed_programs_compiled_for_an_h200(name, implementation):
-    """They move what is counted by hand, copy nothing, and a repeated run is all there."""
-    kernel, rows, dtype = KERNELS[name], 682, jnp.dtype(jnp.bfloat16)
-    column = jax.ShapeDtypeStruct((kernel.width,), jnp.float32)
-    x = jax.ShapeDtypeStruct((rows, kernel.width), dtype)
-    args = *[x] * kernel.arrays, *[column] * kernel.parameters
-    mesh = jax.sharding.Mesh(lm.memory.topology("h200").devices, ("devices",)).abstract_mesh
-    with jax.sharding.use_abstract_mesh(mesh):
-        split = ForwardBackward(partial(kernel.ours, implementation=implementation), *args)
-    for direction in DIRECTIONS:
-        function = getattr(split, direction)
-        inputs = args if direction == "forward" else split.inputs
-        once = lm.memory.compile_for(function, *inputs)
-        thrice = lm.memory.compile_for(
-            repeated(function),
-            [inputs] * 3,
-            compiler_options={"xla_gpu_enable_command_buffer": ""},
-        )
-        assert launches(thrice) == 3 * launches(once)
-        text = once.as_text()
-        assert " copy(" not in text[text.index("\nENTRY") :]
-        by_hand = kernel.bytes_an_element(direction, dtype, rows)
-        moved = moved_bytes(once) / (rows * kernel.width)
-        assert by_hand == pytest.approx(moved, rel=0.01)
+    assert passed(lm.gelu) and not passed(spoiled)
 
 
 def test_full_training_needs_no_qwix(monkeypatch):

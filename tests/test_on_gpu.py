@@ -49,8 +49,7 @@ def test_smoke(tmp_path):
         for stage in on_gpu.STAGES
     }
     assert all(r["passed"] for r in records["correctness"])
-    each = 2 * 2 * len(SMOKE_KERNELS)  # implementations; dtypes or directions
-    assert len(records["correctness"]) == each
+    assert len(records["correctness"]) == 2 * len(SMOKE_KERNELS)  # dtypes
 
     for r in records["attention"]:
         runs = r["implementation"] == "chunked" or (r["implementation"], r["dtype"]) == (
@@ -64,15 +63,6 @@ def test_smoke(tmp_path):
     # Nothing is put in the place of counters that a CPU has not.
     assert block["peak_bytes"] is None and block["planned_bytes"] > 0
 
-    copy, *timed = records["kernels"]
-    assert copy["bytes_per_second"] > 0 and len(timed) == each
-    for r in timed:
-        assert r["status"] == "timed" and r["microseconds"] > 0, r
-        # What is counted by hand is what goes into the program and comes out, a row aside.
-        assert r["bytes_an_element"] == pytest.approx(
-            r["arguments_and_results_an_element"], rel=0.02
-        ), r
-
     (measured,) = records["validate_measure"]
     first, second = measured["losses"]
     assert first == pytest.approx(np.log(256), abs=0.1)
@@ -85,7 +75,7 @@ def test_smoke(tmp_path):
         assert planned["estimated_seconds"] > 0 and planned["bytes_moved"] > planned["peak"]
         # What was measured is known to be the same step.
         assert planned["jaxpr"] == measured["jaxpr"]
-    assert "MiB, gelu_tanh forward bfloat16" in done.stdout and "not measured" in done.stdout
+    assert "not measured" in done.stdout
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
@@ -184,13 +174,9 @@ def test_it_goes_on_where_it_stopped(main):
 
 
 def test_order():
-    small = ["kernels/64 MiB, xla", "kernels/1 MiB, xla"]
-    large = ["kernels/256 MiB, xla", "kernels/1024 MiB, xla"]
-    stages = {"kernels": [job.partition("/")[2] for job in large + small]}
-    stages |= {"validate_measure": ["a"], "blocks": ["ViT-B", "LLaMA"], "attention": "no GPU"}
-    jobs = on_gpu.select(stages, [])
-    assert jobs == ["blocks/ViT-B", "blocks/LLaMA", *large, "validate_measure/a", *small]
-    assert on_gpu.select(stages, ["blocks/L", "*MiB, x"]) == ["blocks/LLaMA", *large, *small]
+    stages = {"attention": "no GPU", "blocks": ["ViT-B", "LLaMA"], "validate_measure": ["a"]}
+    assert on_gpu.select(stages, []) == ["blocks/ViT-B", "blocks/LLaMA", "validate_measure/a"]
+    assert on_gpu.select(stages, ["blocks/L", "val"]) == ["blocks/LLaMA", "validate_measure/a"]
 
 
 def test_numbers_that_are_no_json():

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lowmembp_examples.benchmarks.programs import SMOKE, Effort, time_calls
 from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, time_calls
 from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Attention
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from lowmembp_examples.benchmarks import encoder
-from lowmembp_examples.benchmarks.programs import SMOKE, Effort, floats, moved_bytes, time_calls
 from lowmembp_examples.benchmarks.stages import Cases, Machine
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, floats, moved_bytes, time_calls
 from lowmembp_examples.models.attention import attention_platform
 
 import lowmembp_jax as lm

@@ -1,12 +1,10 @@
-"""The kernels that are measured, what users have in their place, and float64 references."""
+"""The kernels that are checked, and float64 references."""
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,55 +25,21 @@ class Kernel:
     Attributes:
       name: as in the results.
       ours: the operator; takes `implementation`.
-      baselines: what users have today, by name.
       reference: the operator in float64, of all its arrays and the cotangent. Returns results by
         name, y first, then the gradient of each array.
       width: row length.
       arrays: how many arguments have the shape of x: 2 for a gated unit.
       parameters: how many float32 `[width]` arguments follow them.
-      saved: what the forward writes besides y: "codes", "nothing", "rstd", or "normalized" with
-        rstd.
       table: the step table of an activation.
     """
 
     name: str
     ours: Callable
-    baselines: dict[str, Callable]
     reference: Callable[..., dict[str, np.ndarray]]
     width: int
     arrays: int = 1
     parameters: int = 0
-    saved: str = "codes"
     table: lm.StepTable | None = None
-
-    def bytes_an_element(self, direction: str, dtype: jnp.dtype, rows: int) -> float:
-        """Returns the fewest bytes: each input read once, each result written once. By hand:
-
-        - activation, both ways: two arrays of x's dtype (x, y or g, dx), and the codes;
-        - gated unit: gate, up, h forward; gate, up, g and two gradients backward;
-        - norm forward: x and y, and the normalized x if it is saved; rstd takes 4 bytes a row;
-        - norm backward: y or the normalized x, g and dx; rstd takes 4 bytes a row;
-        - parameters: 4 bytes a column each forward; backward what is read to undo or pass the
-          affine, and a gradient each.
-        """
-        if self.arrays == 2:
-            return (3 if direction == "forward" else 5) * dtype.itemsize
-        if self.table:
-            return 2 * dtype.itemsize + jnp.iinfo(self.table.dtype).bits / 8
-        if direction == "forward":
-            arrays = 3 if self.saved == "normalized" else 2
-            columns = self.parameters
-        else:
-            arrays = 3
-            read = min(self.parameters, 1) if self.saved == "normalized" else self.parameters
-            columns = read + self.parameters
-        return arrays * dtype.itemsize + 4 / self.width + 4 * columns / rows
-
-    def contenders(self, who: str) -> dict[str, Callable]:
-        """Returns one of our implementations, or all the "baselines", by name."""
-        if who == "baselines":
-            return self.baselines
-        return {who: partial(self.ours, implementation=who)}
 
     def inputs(self, shape: tuple[int, int], dtype, key) -> tuple[tuple, jax.Array]:
         """Draws (x, *parameters), or gate and up, and a cotangent.
@@ -92,11 +56,6 @@ class Kernel:
 @partial(jax.jit, static_argnums=(2, 3))
 def _normal(key, factor, shape, dtype):
     return (factor * jax.random.normal(key, shape)).astype(dtype)
-
-
-def is_ours(contender: str) -> bool:
-    """Whether a contender is one of our implementations."""
-    return contender in lm.IMPLEMENTATIONS
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -153,71 +112,42 @@ def _norm(center, x, *parameters_and_g):
     return {"y": normalized * scale + bias, "dx": rstd * dx} | gradients
 
 
-def _with_checkpoint(name: str, op: Callable) -> dict[str, Callable]:
-    return {name: op, f"{name}, checkpointed": jax.checkpoint(op)}
-
-
-def _flax(module: type[nn.Module], x, *parameters):
-    fields = {"use_scale": bool(parameters), "dtype": x.dtype, "epsilon": EPSILON}
-    if module is nn.LayerNorm:
-        fields["use_bias"] = len(parameters) > 1
-    variables = {"params": dict(zip(("scale", "bias"), parameters, strict=False))}
-    return module(**fields).apply(variables if parameters else {}, x)
-
-
-def _tokamax(center: bool, x, *parameters):
-    import tokamax
-
-    scale, offset = (*parameters, None, None)[:2]
-    return tokamax.layer_norm(x, scale, offset, epsilon=EPSILON, subtract_mean=center)
-
-
-def _activation_kernel(name, ours, flax, function, table, bits=2) -> Kernel:
+def _activation_kernel(name, ours, function, table, bits=2) -> Kernel:
     table = lm.STEP_TABLES[table, bits]
-    reference = partial(_activation, function, table)
-    return Kernel(name, ours, _with_checkpoint("flax", flax), reference, FFN, table=table)
+    return Kernel(name, ours, partial(_activation, function, table), FFN, table=table)
 
 
-def _gated_kernel(name, ours, flax, function) -> Kernel:
-    baselines = _with_checkpoint("flax", lambda gate, up: flax(gate) * up)
-    reference = partial(_gated, function)
-    return Kernel(name, ours, baselines, reference, FFN, arrays=2, saved="nothing")
+def _gated_kernel(name, ours, function) -> Kernel:
+    return Kernel(name, ours, partial(_gated, function), FFN, arrays=2)
 
 
-def _norm_kernels(name: str, ours: Callable, module: type[nn.Module], affine: int) -> list[Kernel]:
-    """Without affine, with it, and with it but saving no more than without."""
-    center = module is nn.LayerNorm
-    baselines = _with_checkpoint("flax", partial(_flax, module))
-    if importlib.util.find_spec("tokamax"):
-        baselines["tokamax"] = partial(_tokamax, center)
+def _norm_kernels(name: str, ours: Callable, center: bool, parameters: int) -> list[Kernel]:
+    """Without scale and bias, with them, and with them but saving no more than without."""
     make = partial(Kernel, reference=partial(_norm, center), width=HIDDEN)
     ours = partial(ours, epsilon=EPSILON)
     # "xla" by itself would save x: the kernels save something else.
     normalized, output = (partial(ours, residual=saved) for saved in ("normalized", "output"))
     return [
-        make(name, ours, baselines, saved="rstd"),
-        make(f"{name} affine", normalized, baselines, parameters=affine, saved="normalized"),
-        make(f"{name} affine, output kept", output, {}, parameters=affine, saved="rstd"),
+        make(name, ours),
+        make(f"{name} affine", normalized, parameters=parameters),
+        make(f"{name} affine, output kept", output, parameters=parameters),
     ]
 
 
-_flax_gelu_erf = partial(nn.gelu, approximate=False)
-_our_gelu_erf = partial(lm.gelu, approximate=False)
-_geglu_erf = partial(lm.geglu, approximate=False)
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        _activation_kernel("gelu_tanh", lm.gelu, nn.gelu, _gelu_tanh, "gelu_tanh"),
+        _activation_kernel("gelu_tanh", lm.gelu, _gelu_tanh, "gelu_tanh"),
         _activation_kernel(
-            "gelu_tanh 4 bits", partial(lm.gelu, bits=4), nn.gelu, _gelu_tanh, "gelu_tanh", 4
+            "gelu_tanh 4 bits", partial(lm.gelu, bits=4), _gelu_tanh, "gelu_tanh", 4
         ),
-        *_norm_kernels("layer_norm", lm.ms_layer_norm, nn.LayerNorm, 2),
-        *_norm_kernels("rms_norm", lm.ms_rms_norm, nn.RMSNorm, 1),
-        _activation_kernel("silu", lm.silu, nn.silu, _silu, "silu"),
-        _gated_kernel("swiglu", lm.swiglu, nn.silu, _silu),
-        _gated_kernel("geglu_tanh", lm.geglu, nn.gelu, _gelu_tanh),
-        _gated_kernel("geglu_erf", _geglu_erf, _flax_gelu_erf, _gelu_erf),
-        _activation_kernel("gelu_erf", _our_gelu_erf, _flax_gelu_erf, _gelu_erf, "gelu_erf"),
+        *_norm_kernels("layer_norm", lm.ms_layer_norm, True, 2),
+        *_norm_kernels("rms_norm", lm.ms_rms_norm, False, 1),
+        _activation_kernel("silu", lm.silu, _silu, "silu"),
+        _gated_kernel("swiglu", lm.swiglu, _silu),
+        _gated_kernel("geglu_tanh", lm.geglu, _gelu_tanh),
+        _gated_kernel("geglu_erf", partial(lm.geglu, approximate=False), _gelu_erf),
+        _activation_kernel("gelu_erf", partial(lm.gelu, approximate=False), _gelu_erf, "gelu_erf"),
     )
 }
 SMOKE_KERNELS = ("gelu_tanh", "layer_norm affine", "swiglu")

@@ -8,8 +8,7 @@ project. The stages run in this order, each case in its own process:
     correctness       every kernel of every implementation, against float64
     attention         cuDNN's attention and the others, values and gradients, against float32
     blocks            step time and peak memory of ViT-B and LLaMA-7B blocks, by method
-    kernels           bandwidth of every kernel, beside copies and what users have today
-    validate_measure  peak memory and step time of whole training steps (before small kernels)
+    validate_measure  peak memory and step time of whole training steps
     validate_plan     what the planner says of the same steps; needs its wheels and no GPU
 
 Records are in `on_gpu.json` under --output as soon as they are known. When the minutes are over,
@@ -47,16 +46,10 @@ STAGES = {
     "correctness": "correctness.cases",
     "attention": "attention.cases",
     "blocks": "blocks.cases",
-    "kernels": "kernels.cases",
     "validate_measure": "validate.measurements",
     "validate_plan": "validate.plans",
 }
 NEEDS_NO_GPU = ("validate_plan",)
-#: Jobs run in the order of the first prefix that they start with: small arrays can wait.
-ORDER = (
-    *("correctness", "attention", "blocks", "kernels/256", "kernels/1024", "validate_measure"),
-    *("kernels", "validate_plan"),
-)
 #: A process that takes longer hangs. With less time left, none is started.
 MOST_SECONDS, LEAST_SECONDS = {"validate_plan": 1800}, 15
 MODULES = "lowmembp_examples.benchmarks"
@@ -145,7 +138,6 @@ def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]
       ValueError: a pattern matches none.
     """
     jobs = [f"{stage}/{case}" for stage, c in stages.items() if isinstance(c, list) for case in c]
-    jobs.sort(key=lambda job: [job.startswith(prefix) for prefix in ORDER].index(True))
     chosen = {pattern: [job for job in jobs if fnmatch(job, f"{pattern}*")] for pattern in patterns}
     for pattern, matched in chosen.items():
         if not matched:

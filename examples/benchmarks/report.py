@@ -11,18 +11,13 @@ from statistics import correlation
 
 Rows = list[list[str]]
 MIB = 2**20
-#: The least of each. The kernels have to reach theirs for an x of at least so many MiB.
-LARGE = 256
-RIGHT, SHARE, FORWARD, BACKWARD, STEP, PEAK = TARGETS = {
+#: The least of each.
+RIGHT, STEP, PEAK = TARGETS = {
     "right against float64": 1,
-    "share of copy bandwidth": 0.9,
-    "activation forward, times the jnp path": 1.4,
-    "norm backward, times the jnp path": 1.5,
     "step, times default Flax": 1,
     "planned peak, 1 - relative error": 0.97,
 }
-_KERNELS = (RIGHT, SHARE, FORWARD, BACKWARD, STEP)
-_WANTED = {"xla": (RIGHT, STEP), "pallas": _KERNELS, "triton": _KERNELS, "planner": (PEAK,)}
+_WANTED = {name: (RIGHT, STEP) for name in ("xla", "pallas", "triton")} | {"planner": (PEAK,)}
 _NUMBER = re.compile(r"\d|$")
 
 
@@ -41,10 +36,6 @@ def records(results: dict, stage: str, status: str) -> list[dict]:
     return [r for r in found if r["status"] == status]
 
 
-def _name(case: dict) -> str:
-    return f"{case['kernel']} {case['direction']} {case['dtype']}"
-
-
 def targets(results: dict) -> Rows:
     """A row for each target and implementation: the lowest that was reached decides."""
     reached: dict[tuple[str, str], list[tuple[float, str]]] = {}
@@ -53,18 +44,7 @@ def targets(results: dict) -> Rows:
         reached.setdefault((target, who), []).append((ratio, where))
 
     for r in records(results, "correctness", "checked"):
-        add(RIGHT, r["contender"], float(r["passed"]), _name(r))
-    large = [r for r in records(results, "kernels", "timed") if r["size_mib"] >= LARGE]
-    jnp_path = {(_name(r), r["size_mib"]): r for r in large if r["contender"] == "xla"}
-    for r in large:
-        where = f"{_name(r)} {r['size_mib']:g} MiB"
-        add(SHARE, r["contender"], r["share_of_copy"], where)
-        if slower := jnp_path.get((_name(r), r["size_mib"])):
-            faster = slower["microseconds"] / r["microseconds"]
-            if r["direction"] == "forward" and "norm" not in r["kernel"]:
-                add(FORWARD, r["contender"], faster, where)
-            if r["direction"] == "backward" and "norm" in r["kernel"]:
-                add(BACKWARD, r["contender"], faster, where)
+        add(RIGHT, r["implementation"], float(r["passed"]), f"{r['kernel']} {r['dtype']}")
     timed = records(results, "blocks", "timed")
     default = {r["model"]: r["milliseconds"] for r in timed if r["method"] == "default"}
     for r in timed:
@@ -109,17 +89,6 @@ def blocks(results: dict) -> Rows:
         speed, planned = r["flops_a_second"] / 1e12, r["planned_bytes"] / MIB
         rows.append([name, f"{r['milliseconds']:.2f}", f"{speed:.0f}", peak, f"{planned:.0f}"])
     return rows
-
-
-def kernels(results: dict) -> Rows:
-    """Microseconds and share of copy bandwidth."""
-    cells: dict[str, dict[str, str]] = {}
-    for r in records(results, "kernels", "timed"):
-        cell = f"{r['microseconds']:.0f} ({r['share_of_copy']:.0%})"
-        cells.setdefault(f"{r['size_mib']:g} MiB, {_name(r)}", {})[r["contender"]] = cell
-    contenders = list(dict.fromkeys(who for row in cells.values() for who in row))
-    head = ["size of x, kernel: us (share of copy)", *contenders]
-    return [head, *([name, *(row.get(c, "") for c in contenders)] for name, row in cells.items())]
 
 
 def steps(results: dict) -> dict[str, dict]:
@@ -218,7 +187,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="on_gpu.json")
     results = json.loads(parser.parse_args().results.read_text())
     found = steps(results)
-    tables = [each(results) for each in (attention, blocks, kernels, targets)]
+    tables = [each(results) for each in (attention, blocks, targets)]
     for rows in (*tables, planned_and_measured(found), ranking(found)):
         if rows[1:]:
             print("", markdown(rows), sep="\n")

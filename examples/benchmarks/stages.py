@@ -54,11 +54,6 @@ class Machine(NamedTuple):
         missing = pallas_kernels.triton.unavailable_reason()
         return ("pallas", "xla") if missing else ("pallas", "triton", "xla")
 
-    @property
-    def contenders(self) -> tuple[str, ...]:
-        """Our implementations, and what users have today."""
-        return self.implementations if self.smoke else (*self.implementations, "baselines")
-
 
 def cases_of(stage: str, machine: Machine) -> Cases:
     """Imports the module of a stage, which may need a package that others do not need."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from lowmembp_examples.benchmarks.programs import SMOKE, Effort, floats, integers, time_calls
 from lowmembp_examples.benchmarks.stages import Cases, Machine, nvidia_smi
+from lowmembp_examples.benchmarks.timing import SMOKE, Effort, floats, integers, time_calls
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Attention, Method
 from lowmembp_examples.planning import MODELS
