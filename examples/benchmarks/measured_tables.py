@@ -177,7 +177,7 @@ def decisions() -> Rows:
         [
             "full tuning; LoRA or QLoRA on all Denses",
             "`lm.compress` around each block",
-            "gradients 1 to 5% off, conversions to 8 bits and back",
+            "gradients 1 to 5% off; takes less time than a second forward pass",
         ],
         [
             "LoRA on query and value",
