@@ -73,7 +73,7 @@ def plan(
       *abstract_args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`s. They may hold NNX
         modules and an `nnx.Optimizer`, for example from `nnx.eval_shape`. A step that writes to
         them must be in `nnx.jit`, and is planned as a function of their states. Everything else is
-        a constant: Python numbers, modes, static fields of Equinox modules.
+        a constant: Python numbers, modes, non-array fields of Equinox modules.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh: see `lm.memory.compile_for`.
       in_shardings: see `lm.memory.compile_for`. If neither the shardings, the arguments nor the
