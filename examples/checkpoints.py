@@ -32,7 +32,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
-    """Reads all tensors of a directory by name. Dtypes stay as they are, also bfloat16.
+    """Reads all tensors of a directory by name, in their own dtypes (also bfloat16).
 
     Args:
       directory: holds model.safetensors, or model.safetensors.index.json and its shards.
@@ -73,7 +73,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 def write_tensors(
     directory: str | os.PathLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Makes the directory and writes config.json and, in one step, model.safetensors."""
+    """Makes the directory and writes config.json and, atomically, model.safetensors."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")

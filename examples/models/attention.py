@@ -89,7 +89,7 @@ def attention(
         key_value_seq_lengths=lengths,
         implementation=implementation,
     )
-    # Slice only if needed, because the next Dense would save the slice besides the output.
+    # Slice only if needed, because the next Dense would save the slice beside the output.
     return out[:, :tokens] if out.shape[1] > tokens else out
 
 

@@ -79,7 +79,7 @@ class HuggingFaceConfig:
         """Reads a config.json.
 
         Raises:
-          DataError: the file is missing or no JSON object; a key is missing; or a value is not
+          DataError: the file is missing or not a JSON object; a key is missing; or a value is not
             accepted. The message names the key, the value and the accepted values.
         """
         given = read_json(Path(path))

@@ -19,7 +19,7 @@ LayerType = Literal["sliding_attention", "full_attention"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Scales the frequencies of rotary positions, so that they turn more slowly in longer texts.
+    """Scales the frequencies of rotary positions for longer texts.
 
     "linear" divides all frequencies by `factor`. "llama3" divides frequencies whose wavelength is
     above `original_max_position_embeddings / low_freq_factor`. It leaves frequencies whose

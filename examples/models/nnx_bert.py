@@ -1,7 +1,9 @@
 """BERT in Flax NNX: the classifier of `models.bert` with the same parameters.
 
-model = load(config, compute, params)  # params of `models.bert.BertClassifier`
-logits = model(input_ids, lengths)
+Make it from the parameters of `models.bert.BertClassifier`:
+
+    model = load(config, compute, params)
+    logits = model(input_ids, lengths)
 """
 
 from collections.abc import Mapping

@@ -77,7 +77,7 @@ class RobertaClassifier(nn.Module):
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """Returns the name in `RobertaForSequenceClassification` of a parameter here."""
+    """Returns the name in `RobertaForSequenceClassification` of `RobertaClassifier`'s parameter."""
     module, *inside = path
     if module == "roberta":
         return f"roberta.{encoder_name(tuple(inside))}"
