@@ -359,7 +359,7 @@ def test_options_of_the_examples_are_checked(run, option):
         (["--model", f"{FILE}:keywords"], "keywords.<locals>.step(params, *, x)"),
         (["--model", f"{FILE}:mlp", "--plot", "/nowhere/plan.png"], "no folder /nowhere"),
         (["--model", f"{FILE}:mlp", "--plot", "plan.doc"], "--plot must end in"),
-        (["--model", "vit-b16", "--train", "half"], "train='half'"),
+        (["--model", "vit-b16", "--train", "half"], "train: expected one of full"),
     ],
 )
 def test_usage_errors(run, arguments, message):
