@@ -1,9 +1,9 @@
-"""Hugging Face directories (config.json + model.safetensors) to parameter trees, and back.
+"""Converts Hugging Face directories (config.json + model.safetensors) to parameter trees and back.
 
-A model says how its parameters are called there: `name_of(path)` is the tensor's name for a path
-of the parameter tree. Where `nn.scan` stacked the layers, the name holds "{layer}"; the leading
-axis of the parameter then runs over tensors whose names hold 0, 1, 2, ... in its place. Of layers
-stacked in pairs one holds "{even}", for 0, 2, ..., the other "{odd}".
+Each model has a function `name_of(path)` that returns a tensor's name for a path of the parameter
+tree. If `nn.scan` stacked the layers, the name holds "{layer}". The parameter's leading axis then
+runs over the tensors whose names hold 0, 1, 2, ... instead. If the layers are stacked in pairs, the
+names of the first hold "{even}" (0, 2, ...) and the names of the second hold "{odd}".
 
     tensors = read_tensors(directory)
     params = to_params(tensors, abstract_params, llama.hugging_face_name)
@@ -32,33 +32,33 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
-    """All tensors of a directory, under their names, in the dtypes they have (bfloat16 too).
+    """Reads all tensors of a directory by name, in their own dtypes (also bfloat16).
 
     Args:
-      directory: has model.safetensors, or model.safetensors.index.json and its shards.
+      directory: holds model.safetensors, or model.safetensors.index.json and its shards.
 
     Raises:
-      DataError: neither is there, or a shard is not; a file is not in the format; a shard lacks a
-        tensor that the index has in it, or is not in the directory.
+      DataError: both files are missing, or a shard is; a file has another format; a shard lacks a
+        tensor of the index, or is outside the directory.
     """
     directory = Path(directory)
     index = directory / _INDEX
     if (directory / _FILE).exists():
         return _read_file(directory / _FILE)
     if not index.exists():
-        raise DataError(f"{directory} has neither {_FILE} nor {_INDEX}")
+        raise DataError(f"{directory}: expected {_FILE} or {_INDEX}, got neither")
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        raise DataError(f"{index}: expected an object weight_map")
+        raise DataError(f"{index}: weight_map: expected an object, got {reprlib.repr(shard_of)}")
     for name, shard in shard_of.items():
         if not isinstance(shard, str) or shard != Path(shard).name:
             found = reprlib.repr(shard)
-            raise DataError(f"{index}: {name} must be in a file of this directory, found {found}")
+            raise DataError(f"{index}: {name}: expected a file of this directory, got {found}")
     tensors = {}
     for shard in sorted(set(shard_of.values())):
         read = _read_file(directory / shard)
         if missing := sorted(n for n, of in shard_of.items() if of == shard and n not in read):
-            raise DataError(f"{directory / shard}: lacks what {_INDEX} has in it: {missing}")
+            raise DataError(f"{directory / shard}: lacks tensors that {_INDEX} lists: {missing}")
         tensors |= read
     return tensors
 
@@ -66,19 +66,19 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(opened(path))
-    except Exception as error:  # the library has an error of its own, and others for its dtypes
+    except Exception as error:  # the library raises its own error, and others for unknown dtypes
         raise DataError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def write_tensors(
     directory: str | os.PathLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Makes the directory and writes config.json and, whole or not at all, model.safetensors."""
+    """Makes the directory and writes config.json and, atomically, model.safetensors."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    # transformers refuses a file that does not say whose layout it has.
+    # transformers refuses a file that does not name its layout.
     save_file(arrays, directory / f"{_FILE}.part", metadata={"format": "pt"})
     os.replace(directory / f"{_FILE}.part", directory / _FILE)
 
@@ -94,28 +94,31 @@ def to_params(
     layout: Layout = "torch",
     prefix: str = "",
 ) -> dict[str, Any]:
-    """A parameter tree of NumPy arrays from named tensors.
+    """Makes a parameter tree of NumPy arrays from named tensors.
 
     Args:
-      tensors: name to array, from `read_tensors`.
+      tensors: arrays by name, from `read_tensors`.
       abstract_params: the model's parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`s.
-      name_of: see the module's docstring. Two parameters may have one name (tied weights).
-      unused: patterns (`fnmatch`) of the names that the model has no use for, such as
-        "pooler.*".
-      dtype: of the parameters; None for what each tensor has.
-      initial: name to subtree of `abstract_params`, taken as it is, such as a new `classifier`
-        with another number of classes; what the checkpoint has in its place is passed over.
-      layout: "torch": Dense kernels are [out, in], conv kernels [out, in, height, width], and
-        (heads, head size) are one axis; "flax": as in the model.
-      prefix: put before the names where none begins with it, as in the checkpoint of an encoder
-        without a head.
+      name_of: see the module's docstring. Two parameters may share a name (tied weights).
+      unused: patterns (`fnmatch`) of names that the model does not use, such as "pooler.*".
+      dtype: dtype of the parameters, or None for each tensor's own.
+      initial: subtrees by their name in `abstract_params`, which are used unchanged. An example is
+        a new `classifier` with another number of classes. The checkpoint's tensors for these
+        parameters are ignored.
+      layout: "torch": Dense kernels are [out, in], conv kernels are [out, in, height, width], and
+        (heads, head size) is one axis; "flax": the model's own layout.
+      prefix: prepended to all names if no name begins with it. The checkpoint of an encoder without
+        a head needs this.
 
     Raises:
-      ValueError: names every tensor that is missing, unknown or of a wrong shape or dtype.
+      ValueError: a tensor is missing, unknown, or has a wrong shape or dtype. The message names
+        every such tensor.
     """
     initial = initial or {}
     if unknown := sorted(initial.keys() - abstract_params.keys()):
-        raise ValueError(f"initial: {unknown} are not in the model: {sorted(abstract_params)}")
+        raise ValueError(
+            f"to_params: initial: expected names among {sorted(abstract_params)}, got {unknown}"
+        )
     if not any(name.startswith(prefix) for name in tensors):
         tensors = {prefix + name: tensor for name, tensor in tensors.items()}
     used, problems = set(), []
@@ -159,14 +162,14 @@ def to_params(
 def from_params(
     params: Mapping[str, Any], name_of: NameOf, *, layout: Layout = "torch"
 ) -> dict[str, np.ndarray]:
-    """Named tensors, in the dtypes of the parameters: the inverse of `to_params`.
+    """Makes named tensors from parameters, in their dtypes. It inverts `to_params`.
 
     Args:
       params: nested dicts of arrays.
-      name_of, layout: as for `to_params`.
+      name_of, layout: as in `to_params`.
 
     Raises:
-      ValueError: two parameters of one name (tied in the checkpoint) have different values.
+      ValueError: two parameters share a name (they are tied in the checkpoint) but differ.
     """
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -176,7 +179,10 @@ def from_params(
         for name, layer in zip(_names(stack, leaf.shape), layers, strict=True):
             tensor = _to_layout(layout, keys, layer)
             if name in tensors and not np.array_equal(tensors[name], tensor):
-                raise ValueError(f"{'/'.join(keys)}: another parameter is {name} already")
+                raise ValueError(
+                    f"params: {'/'.join(keys)}: expected the values of the other parameter that is "
+                    f"stored as {name}, got different ones"
+                )
             tensors[name] = tensor
     return tensors
 
@@ -202,7 +208,7 @@ def _to_layout(layout: Layout, keys: tuple[str, ...], leaf: np.ndarray) -> np.nd
         return leaf
     if leaf.ndim == 4:
         return leaf.transpose(3, 2, 0, 1)
-    # Only the Dense after attention has several axes of inputs: heads and head size.
+    # Only the Dense after attention has several input axes, heads and head size.
     inputs = leaf.shape[:-1] if keys[-2] == "attention_output" else leaf.shape[:1]
     return leaf.reshape(math.prod(inputs), -1).T
 

@@ -1,4 +1,4 @@
-"""What is trained: everything, or LoRA and QLoRA beside frozen weights, through qwix.
+"""Full training, or LoRA and QLoRA beside frozen weights, through qwix.
 
     model = apply_lora(Llama(config, compute), "qlora-qv", rank=8)
     params = add_lora(model, base_params, key, input_ids)  # or jax.eval_shape(model.init, ...)
@@ -11,9 +11,9 @@
     grads = jax.grad(loss)(trained, frozen, batch)
     opt_state = optimizer.init(trained)
 
-LoRA: Hu et al. 2021 (arXiv:2106.09685), y = x W + (alpha / rank) (x A) B with W frozen. LoRA-FA:
-Zhang et al. 2023 (arXiv:2308.03303), A frozen too. QLoRA: Dettmers et al. 2023
-(arXiv:2305.14314), W in 4-bit NormalFloat.
+LoRA (Hu et al. 2021, arXiv:2106.09685) computes y = x W + (alpha / rank) (x A) B with W frozen.
+LoRA-FA (Zhang et al. 2023, arXiv:2308.03303) also freezes A. QLoRA (Dettmers et al. 2023,
+arXiv:2305.14314) stores W in 4-bit NormalFloat.
 """
 
 from collections.abc import Mapping
@@ -28,46 +28,48 @@ Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlo
 Model = TypeVar("Model", bound=nn.Module)
 Params = dict[str, Any]
 
-#: Module names of the Denses inside a model's layers; a head is none of them.
+#: Module names of the Denses inside a model's layers. The head is not one of them.
 DENSES = (
     *("query", "key", "value", "attention_output"),
     *("intermediate", "output", "gate", "up", "down"),
     "reduction",
 )
-#: Modules that no pretrained encoder has: the Dense before RoBERTa's classifier is another one.
+#: Modules that pretrained encoders do not have. "dense" is the Dense before RoBERTa's classifier.
 HEADS = ("dense", "classifier")
 
 
 def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -> Model:
-    """The model with LoRA beside its Denses, and their weights in NF4 where `train` says so.
+    """Adds LoRA to a model's Denses, and stores their weights in NF4 for QLoRA.
 
-    Its output is the model's while B is zero, as at first. Denses are found by name, see `DENSES`;
-    "qv" means query and value. They are `nn.Dense`s and `nn.DenseGeneral`s: qwix 0.1.8 fails on an
-    `nn.Einsum`. Norms must be merged into Denses before.
+    B starts at zero, so the output does not change at first. The Denses are found by name (see
+    `DENSES`); "qv" means query and value. They must be `nn.Dense` or `nn.DenseGeneral`, because
+    qwix 0.1.8 fails on `nn.Einsum`. Merge norms into the Denses before this call.
 
     Args:
-      model: a linen module with a field `compute`. Its `param_dtype` must be `dtype`: the frozen
-        weights are used as they are. ("full" takes any model, and leaves it as it is.)
-      train: what is trained, see `partition`.
-      rank: columns of A, rows of B.
-      alpha: the product of A and B counts alpha / rank.
+      model: a linen module with a field `compute`, whose `param_dtype` must equal `dtype`, because
+        frozen weights are not cast. "full" takes any model and returns it unchanged.
+      train: what to train, see `partition`.
+      rank: the number of columns of A and of rows of B.
+      alpha: the product of A and B is multiplied by alpha / rank.
 
     Raises:
-      ValueError: no such `train`, rank below 1, or the two dtypes differ.
+      ValueError: `train` is unknown; rank is below 1; or the two dtypes differ.
     """
     if train not in get_args(Train):
-        raise ValueError(f"train={train!r}, accepted are {', '.join(get_args(Train))}")
+        raise ValueError(
+            f"apply_lora: train: expected one of {', '.join(get_args(Train))}, got {train!r}"
+        )
     if train == "full":
         return model
     if rank < 1:
-        raise ValueError(f"rank={rank}, accepted is 1 or more")
+        raise ValueError(f"apply_lora: rank: expected 1 or more, got {rank}")
     compute = model.compute  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(compute.param_dtype) != jnp.dtype(compute.dtype):
         raise ValueError(
-            f"train={train!r} with param_dtype={jnp.dtype(compute.param_dtype)} and "
-            f"dtype={jnp.dtype(compute.dtype)}, accepted are equal ones"
+            f"apply_lora: model: expected equal dtypes for train={train!r}, got "
+            f"param_dtype={jnp.dtype(compute.param_dtype)} and dtype={jnp.dtype(compute.dtype)}"
         )
-    # Here: a model that is trained in full needs no qwix.
+    # Imported here, because full training does not need qwix.
     import qwix
     from lowmembp_examples.lora_provider import Provider
 
@@ -84,19 +86,19 @@ def _modules(names: tuple[str, ...]) -> str:
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
-    """Parameters of `apply_lora`'s model from those of the model it was given.
+    """Adds LoRA's parameters to the parameters of the original model.
 
     Args:
-      model: what `apply_lora` returned.
-      base: the model's own parameters, floating arrays.
-      key: draws A, from qwix's he_uniform; B is zero.
-      *inputs: of the model, arrays or `jax.ShapeDtypeStruct`s; only shapes count.
+      model: the model that `apply_lora` returned.
+      base: the original model's parameters, floating arrays.
+      key: draws A with qwix's he_uniform. B is zero.
+      *inputs: the model's inputs, arrays or `jax.ShapeDtypeStruct`s. Only their shapes are used.
 
     Returns:
-      `base`, its weights quantized where the model has them so, with A and B beside them.
+      `base` with A and B. Its weights are quantized if `train` is QLoRA.
 
     Raises:
-      ValueError: names what `base` lacks or has too much.
+      ValueError: `base` lacks parameters or has unknown ones. The message names them.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
@@ -104,11 +106,14 @@ def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs:
     lora = {path for path in abstract if _is_lora(path)}
     if given.keys() ^ abstract.keys() ^ lora:
         difference = ["/".join(path) for path in given.keys() ^ abstract.keys() - lora]
-        raise ValueError(f"base does not fit the model, the difference is {sorted(difference)}")
+        raise ValueError(
+            f"add_lora: base: expected the model's parameters, missing or unknown are "
+            f"{sorted(difference)}"
+        )
 
     def init_lora(key):
         params = init(key)
-        return {path: params[path] for path in lora}  # what is not returned is not computed
+        return {path: params[path] for path in lora}  # XLA computes only the returned arrays
 
     params = jax.jit(init_lora)(key)
     for path, leaf in given.items():
@@ -125,7 +130,7 @@ def _quantize_like(abstract: Any, weight: Any) -> Any:
     def quantize(weight):
         return abstract.replace(array=quantize_array(weight, abstract.how))
 
-    # nn.scan stacked the layers, qwix saw one.
+    # nn.scan stacked the layers, but qwix saw one.
     if jax.eval_shape(quantize, weight) != abstract:
         quantize = jax.vmap(quantize)
     return jax.jit(quantize)(weight)
@@ -136,14 +141,14 @@ def _is_lora(path: tuple[str, ...]) -> bool:
 
 
 def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
-    """The parameters that are trained and those that are frozen, two trees.
+    """Splits parameters into a tree of trained and a tree of frozen ones.
 
-    Trained are with "full" all; with the others B, with all but LoRA-FA A as well, and the head
-    that fine-tuning makes anew, see `HEADS`.
+    "full" trains all parameters. The other modes train B, the new head of fine-tuning (see `HEADS`)
+    and, except for LoRA-FA, A.
 
     Args:
-      params: of the model that `apply_lora` returned; leaves may be abstract.
-      train: what `apply_lora` was given.
+      params: parameters of the model that `apply_lora` returned. Leaves may be abstract.
+      train: the argument of `apply_lora`.
     """
 
     def is_trained(path):
@@ -158,13 +163,13 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
 
 def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
-    """The parameters again: the inverse of `partition`.
+    """Merges the two trees of `partition`.
 
     Args:
-      trained, frozen: from `partition`. The trained may be master weights of another dtype.
-      dtype: of the computation. A and B are cast to it; all else the modules cast themselves.
+      trained, frozen: trees from `partition`. `trained` may hold master weights of another dtype.
+      dtype: the dtype of the computation. A and B are cast to it. The modules cast the rest.
     """
-    # A module casts an array of NumPy, and qwix then does not know it for its weight.
+    # A module casts a NumPy array, and qwix then does not recognize it as the weight.
     leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
     return unflatten_dict(leaves | cast)

@@ -1,4 +1,4 @@
-"""What `lora.py` mends of qwix 0.1.8: how weights are quantized, and what a product keeps."""
+"""Fixes qwix 0.1.8 for `lora.py`: the blocks of quantized weights and the products' residuals."""
 
 import math
 from types import SimpleNamespace
@@ -11,16 +11,16 @@ import qwix
 from jax import lax
 from qwix._src.utils.flax_util import find_param
 
-#: Weights of one output that share a scale of NF4, or the largest divisor of it that fits.
+#: Weights that share an NF4 scale. Axes that are not a multiple use the greatest common divisor.
 BLOCK = 64
 
 
 class Provider(qwix.LoraProvider):
-    """Of LoRA, whose frozen weights are in NF4 where a rule says so."""
+    """A LoRA provider that stores frozen weights in NF4 if a rule says so."""
 
     def __init__(self, rules):
         super().__init__(rules)
-        # What PtqProvider takes as arguments and LoraProvider, one of its kind, does not pass on.
+        # PtqProvider takes these as arguments, but its subclass LoraProvider does not pass them on.
         self._qarray_module = SimpleNamespace(quantize=quantize)
         self._dot_general_fn = _dot_general
 
@@ -28,23 +28,23 @@ class Provider(qwix.LoraProvider):
         rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
         others = None if isinstance(rhs, jax.Array | np.ndarray) else type(rhs)
         if isinstance(rule, qwix.LoraRule) and find_param(rhs, others) is None:
-            # qwix would leave LoRA out and say nothing.
+            # qwix would silently leave LoRA out.
             raise ValueError(
-                "LoRA does not find the weight among the module's parameters: they must be "
-                "jax.Arrays, as jax.tree.map(jnp.asarray, params) makes of NumPy's"
+                "params: LoRA cannot find the weight among the module's parameters: expected "
+                "jax.Arrays; convert NumPy arrays with jax.tree.map(jnp.asarray, params)"
             )
         if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
-            # Initializing. qwix replaces the weight and then looks for it by its shape, unless
-            # it is a reshape of another, as DenseGeneral's first values are. It looks no further
-            # than an op of two arguments.
+            # During initialization, qwix replaces the weight and then finds it by its shape. If the
+            # weight is a reshape of another array, like DenseGeneral's first values, qwix follows
+            # the reshape instead. It does not follow an op of two arguments, such as this barrier.
             rhs = lax.optimization_barrier((lhs, rhs))[1]
         return super().dot_general(lhs, rhs, *args, **kwargs)
 
 
 def quantize(weight: jax.Array, how: Any) -> Any:
-    """Blocks of `BLOCK` inputs along the last axis of inputs, as QLoRA has them.
+    """Quantizes a weight in blocks of `BLOCK` along the last input axis, as QLoRA does.
 
-    qwix would share one scale among all heads of the Dense after attention.
+    qwix itself would use one scale for all heads of the Dense after attention.
     """
     *others, last = (axis for axis in range(weight.ndim) if axis not in how.channelwise_axes)
     tiles = dict.fromkeys(others, 1) | {last: math.gcd(BLOCK, weight.shape[last])}
@@ -58,9 +58,9 @@ def quantize(weight: jax.Array, how: Any) -> Any:
 
 
 def _dot_general(x, weight, dimension_numbers, **kwargs):
-    """The product, from whose forward the backward keeps the 4-bit weight and nothing else.
+    """Computes the product and saves only the 4-bit weight for the backward.
 
-    Differentiated by JAX it would keep the weight in 16 bits, all layers' of them.
+    JAX's own derivative would save the weights of all layers in 16 bits.
     """
     inputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -68,7 +68,7 @@ def _dot_general(x, weight, dimension_numbers, **kwargs):
         return qwix.dot_general(x, weight, dimension_numbers, **kwargs)
 
     def backward(weight, g):
-        # XLA would find that it has the 16 bits from the forward, and keep them.
+        # Without the barrier XLA would keep the 16-bit weight from the forward.
         weight, g = lax.optimization_barrier((weight, g))
         return *jax.linear_transpose(lambda x: dot(x, weight), inputs)(g), None
 

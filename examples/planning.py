@@ -1,7 +1,7 @@
-"""The training steps of the examples' models, abstractly: what `lowmembp plan --model NAME` plans.
+"""Makes abstract training steps of the examples' models for `lowmembp plan --model NAME`.
 
-A step is the trainer's own (`trainer/step.py`): AdamW with float32 master weights and gradients
-clipped by their norm, the state donated. Nothing here takes memory: parameters are shapes.
+A step is the trainer's own (`trainer/step.py`): AdamW with float32 master weights, gradients
+clipped by their norm, and a donated state. Parameters are only shapes, so this takes no memory.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_opt
 
 import lowmembp_jax as lm
 
-#: Examples a step and tokens an example, where nothing else is asked for.
+#: The default numbers of examples a step and of tokens an example.
 _BATCH: dict[TaskName, int] = {
     "image-classification": 64,
     "text-classification": 32,
@@ -53,34 +53,36 @@ def workload(
     bits: int = 2,
     layers: Layers | None = None,
 ) -> lm.memory.Workload:
-    """The step of one model.
+    """Makes the training step of one model.
 
     Args:
       family: one of `trainer.models.FAMILIES`.
-      config: its sizes, such as one of the family's `CONFIGS`.
+      config: the model's sizes, such as one of the family's `CONFIGS`.
       batch: examples a step.
       method: see `models.common.Compute`.
       train: see `lora.apply_lora`.
-      tokens: of a text; images have those of the model.
-      dtype: of the computation.
-      rank: of LoRA.
-      accumulate: batches to one step of the optimizer.
+      tokens: tokens a text. Image models have a fixed number.
+      dtype: dtype of the computation.
+      rank: LoRA's rank.
+      accumulate: batches for one step of the optimizer.
       optimizer_state, master_weights: see `trainer.step.OptimizerConfig`.
-      device: which decides the attention, where it is not given.
+      device: the GPU, which decides the attention if `attention` is None.
       attention: see `models.attention`.
-      merged: norms are merged into the Denses; by default with lowmembp_jax's methods, but in
-        the scanned layers of a BERT, which cannot.
-      bits: that their activations keep, 2 or 4.
+      merged: whether norms are merged into the Denses. By default they are with lowmembp_jax's
+        methods, except in scanned BERT layers, which cannot merge them.
+      bits: bits an element, 2 or 4, that lowmembp_jax's activations save.
       layers: see `Family.build`.
 
     Raises:
-      ValueError: a size that is not a positive integer, another dtype, tokens for a model of
-        images, or as `Family.build`.
+      ValueError: a size is not a positive integer; `dtype` or another choice is unknown; `tokens`
+        is given for an image model; or `Family.build` raises it.
     """
     sizes = {"batch": batch, "tokens": tokens, "rank": rank, "accumulate": accumulate}
     for name, value in sizes.items():
         if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
-            raise ValueError(f"{name} must be an integer from 1 to {2**31 - 1}, got {value!r:.40}")
+            raise ValueError(
+                f"{name}: expected an integer from 1 to {2**31 - 1}, got {value!r:.40}"
+            )
     for name, value, choices in (
         ("dtype", dtype, ("float32", "bfloat16", "float16")),
         ("bits", bits, (2, 4)),
@@ -89,12 +91,12 @@ def workload(
         ("master_weights", master_weights, ("float32", "24bit")),
     ):
         if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     rates = OptimizerConfig(
         accumulate=accumulate, optimizer_state=optimizer_state, master_weights=master_weights
     )
     if tokens is not None and family.task not in _TOKENS:
-        raise ValueError(f"tokens={tokens}: {family.name} takes images, whose tokens are fixed")
+        raise ValueError(f"tokens: expected None, because {family.name} takes images, got {tokens}")
     tokens = tokens or _TOKENS.get(family.task, 0)
     if attention is None:
         # cuDNN's flash attention needs compute capability 8.0.
@@ -105,7 +107,7 @@ def workload(
     compute = Compute(
         method,
         jnp.dtype(dtype),
-        # Frozen weights are used as they are.
+        # Frozen weights have the dtype of the computation, because they are not cast.
         rates.param_dtype if train == "full" else jnp.dtype(dtype),
         attention,
         merged,
@@ -136,7 +138,7 @@ def workload(
 
 
 def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A batch of the task, and what the model takes of it."""
+    """Returns an abstract batch of the task and the model's inputs from it."""
     array = jax.ShapeDtypeStruct
     labels, mask = array((batch,), jnp.int32), array((batch,), jnp.bool_)
     if task == "image-classification":
@@ -150,10 +152,10 @@ def _batch(task: TaskName, batch: int, tokens: int, config: Any) -> tuple[Any, t
 
 
 def of_config_json(path: str) -> tuple[str, Callable[..., lm.memory.Workload]]:
-    """The model that a Hugging Face config.json describes: its name, and `workload` of its sizes.
+    """Returns the name of the model that a Hugging Face config.json describes, and its `workload`.
 
     Raises:
-      DataError: the file cannot be read, or it describes a model that the examples do not compute.
+      DataError: the file cannot be read, or it describes a model that the examples do not have.
     """
     given, name = read_json(Path(path)), path
     text = given.get("text_config")
@@ -173,7 +175,7 @@ def of_config_json(path: str) -> tuple[str, Callable[..., lm.memory.Workload]]:
     return name, partial(workload, family, config, batch=_BATCH[family.task])
 
 
-#: What `--model` takes by name.
+#: The names that `--model` takes.
 MODELS = {
     name: partial(workload, family, config, batch=_BATCH[family.task])
     for family in FAMILIES.values()

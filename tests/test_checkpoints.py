@@ -115,7 +115,7 @@ def test_shards(tmp_path):
 
 
 def test_bad_files_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(DataError, match=r"expected model\.safetensors or .*, got neither"):
         read_tensors(tmp_path)
     write_shards(tmp_path)
     second = tmp_path / "model-00002.safetensors"
@@ -139,11 +139,11 @@ def test_bad_files_are_named(tmp_path):
     ("index", "message"),
     [
         ([], r"expected a JSON object, found \[\]"),
-        ({"weight_map": [["a", "b"]]}, "expected an object weight_map"),
-        ({"weight_map": {"a": 5}}, "a must be in a file of this directory, found 5"),
-        ({"weight_map": {"a": ["x"]}}, r"a must be in a file .* found \['x'\]"),
-        ({"weight_map": {"a": "../x.safetensors"}}, r"a must be .* found '\.\./x"),
-        ({"weight_map": {"a": "/x.safetensors"}}, "a must be .* found '/x"),
+        ({"weight_map": [["a", "b"]]}, "weight_map: expected an object, got .*'a', 'b'"),
+        ({"weight_map": {"a": 5}}, "a: expected a file of this directory, got 5"),
+        ({"weight_map": {"a": ["x"]}}, r"a: expected a file .* got \['x'\]"),
+        ({"weight_map": {"a": "../x.safetensors"}}, r"a: expected .* got '\.\./x"),
+        ({"weight_map": {"a": "/x.safetensors"}}, "a: expected .* got '/x"),
     ],
 )
 def test_bad_indices_are_named(tmp_path, index, message):
@@ -176,7 +176,7 @@ def test_tied_tensors():
     tensors = from_params(params, tied)
     assert "head.kernel" not in tensors
     assert_equal(to_params(tensors, params, tied), params)
-    with pytest.raises(ValueError, match=r"head/kernel: another parameter is embed\.embedding"):
+    with pytest.raises(ValueError, match=r"head/kernel: .* stored as embed\.embedding"):
         from_params(PARAMS, tied)
 
 
@@ -185,5 +185,5 @@ def test_initial():
     new = {"kernel": normal(6, 3)}
     params = to_params(tensors, PARAMS, name_of, initial={"head": new})
     assert_equal(params, {**PARAMS, "head": new})
-    with pytest.raises(ValueError, match=r"initial: \['haed'\] are not in the model"):
+    with pytest.raises(ValueError, match=r"initial: expected names .* got \['haed'\]"):
         to_params(tensors, PARAMS, name_of, initial={"haed": new})

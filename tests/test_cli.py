@@ -341,7 +341,7 @@ def test_options_of_the_examples_are_checked(run, option):
         (["--model", f"{FILE}:mlp", "--method", "magic"], "got 'magic'"),
         (["--model", f"{FILE}:mlp", "--train", "full"], "takes no argument train; it takes batch"),
         (["--model", f"{FILE}:mlp", "--options", "width"], "--options: expected name=value"),
-        (["--model", f"{FILE}:mlp", "--device", "a1"], "device='a1' is not known"),
+        (["--model", f"{FILE}:mlp", "--device", "a1"], "device: expected one of t4, l4"),
         (
             ["--model", f"{FILE}:mlp", "--link-bandwidth", "50"],
             "--link-bandwidth: '50' is not a size",
@@ -359,7 +359,7 @@ def test_options_of_the_examples_are_checked(run, option):
         (["--model", f"{FILE}:keywords"], "keywords.<locals>.step(params, *, x)"),
         (["--model", f"{FILE}:mlp", "--plot", "/nowhere/plan.png"], "no folder /nowhere"),
         (["--model", f"{FILE}:mlp", "--plot", "plan.doc"], "--plot must end in"),
-        (["--model", "vit-b16", "--train", "half"], "train='half'"),
+        (["--model", "vit-b16", "--train", "half"], "train: expected one of full"),
     ],
 )
 def test_usage_errors(run, arguments, message):

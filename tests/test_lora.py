@@ -52,7 +52,7 @@ def test_arrays_of_numpy():
     given = jax.tree.map(np.asarray, params)
     got = model.apply({"params": combine(*partition(given, "lora-qv"), jnp.float32)}, IDS)
     np.testing.assert_allclose(got, want, atol=1e-5)
-    with pytest.raises(ValueError, match=r"must be jax\.Arrays, as jax\.tree\.map"):
+    with pytest.raises(ValueError, match=r"expected jax\.Arrays; .* jax\.tree\.map"):
         model.apply({"params": given}, IDS)
 
 
@@ -114,9 +114,9 @@ def test_the_classifier_is_trained_and_masters_are_cast():
 
 def test_errors():
     plain, base, model, _ = make("lora-qv")
-    with pytest.raises(ValueError, match="train='lora', accepted are full, lora-qv"):
+    with pytest.raises(ValueError, match=r"train: expected one of full, .* got 'lora'"):
         apply_lora(plain, "lora")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="rank=0, accepted is 1 or more"):
+    with pytest.raises(ValueError, match="rank: expected 1 or more, got 0"):
         apply_lora(plain, "lora-qv", rank=0)
     mixed = dataclasses.replace(plain.compute, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="param_dtype=float32 and dtype=bfloat16"):

@@ -73,20 +73,20 @@ def test_what_is_whole(function, args):
         (
             dropped,
             (W, STATE, X),
-            "returns nothing that is made of them, so that XLA drops the back",
+            "no result depends on the gradients, so XLA drops the back",
         ),
         (
             lambda params, x: jnp.sum(jax.grad(loss)(params, x)),
             (W, X),
-            "neither them nor new param",
+            "neither gradients nor new param",
         ),
-        (lambda *args: step(*args)[1], (W, STATE, X), "no argument of the step is a parameter"),
+        (lambda *args: step(*args)[1], (W, STATE, X), "step: expected a parameter"),
         (
             lambda params, opt_state, x: step(params, opt_state, x)[1],
             (W, STATE, X),
-            "returns neither them nor new parameters",
+            "returns neither gradients nor new parameters",
         ),
-        (unnamed, (W, X), "call the argument `params`, or give `parts`"),
+        (unnamed, (W, X), "name the argument `params`, or pass `parts`"),
     ],
     ids=["dropped", "a number", "no names", "optimizer state alone", "a name of one's own"],
 )
@@ -101,7 +101,7 @@ def test_parts_take_the_place_of_names():
 
 @pytest.mark.gpu_compiler
 def test_plan_warns():
-    with pytest.warns(UserWarning, match="plan: the step computes gradients and returns nothing"):
+    with pytest.warns(UserWarning, match="plan: step: no result depends on the gradients"):
         lm.memory.plan(dropped, W, STATE, X)
 
 

@@ -135,7 +135,7 @@ def test_doubts_are_noted(monkeypatch):
     )
     assert sums == (
         "XLA's memory_analysis() has 512 bytes and its buffer assignment 528: the parts and the "
-        "peak, which are of the latter, may be off by 16 bytes"
+        "peak come from the buffer assignment and may be off by 16 bytes"
     )
 
 
@@ -271,7 +271,7 @@ def test_what_is_offloaded_is_in_the_hosts_memory():
     assert "in the host's memory" in str(offloaded) and "in the host's memory" not in str(kept)
     assert offloaded.notes == ()  # the sums agree: memory_analysis() has the host's apart too
     (note,) = offloaded.cost.notes
-    assert note.startswith("arrays go to the host's memory and back, by PCIe at 64 GB/s")
+    assert note.startswith("arrays move to and from the host's memory over PCIe at 64 GB/s")
 
 
 def test_timeline():

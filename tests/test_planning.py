@@ -87,8 +87,8 @@ def test_the_text_model_of_gemma_3(tmp_path):
             {"quantization_config": {"load_in_4bit": True}},
             "quantization_config: expected no such key, because llama has none here, got",
         ),
-        ({"attention_bias": True}, "attention_bias must be False, found True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling must be .*yarn"),
+        ({"attention_bias": True}, "attention_bias: expected False, got True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: expected .*yarn"),
     ],
 )
 def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, message):

@@ -41,7 +41,7 @@ def test_even_tokens_for_cudnn(merged, monkeypatch):
 
 
 def test_images_of_another_size():
-    with pytest.raises(ValueError, match=r"\(3, 40, 40, 3\), expected \[batch, \*\(32, 32, 3\)\]"):
+    with pytest.raises(ValueError, match=r"images: expected \[batch, .*, got \(3, 40, 40, 3\)"):
         CASE.logits(Compute(), inputs=[np.zeros((3, 40, 40, 3), np.float32)])
 
 
@@ -114,7 +114,7 @@ def test_npz_problems_are_named():
     with pytest.raises(ValueError, match="unknown pre_logits/kernel"):
         to_params(arrays, CASE.abstract(), npz_name, layout="flax")
     del arrays["embedding/kernel"]
-    with pytest.raises(ValueError, match="has no embedding/kernel"):
+    with pytest.raises(ValueError, match="missing embedding/kernel"):
         npz_config(arrays)
 
 
@@ -123,7 +123,7 @@ def test_npz_with_a_new_head(head):
     arrays = npz() | {"pre_logits/kernel": np.zeros((48, 48)), "pre_logits/bias": np.zeros(48)}
     if not head:
         del arrays["head/kernel"], arrays["head/bias"]
-        with pytest.raises(ValueError, match="has no head/bias"):
+        with pytest.raises(ValueError, match="missing head/bias"):
             npz_config(arrays)
     assert npz_config(arrays, num_labels=7).num_labels == 7
     new = {"kernel": np.ones((48, 7), np.float32), "bias": np.ones(7, np.float32)}
@@ -150,5 +150,5 @@ def test_resized_positions():
     np.testing.assert_allclose(resized[0, 1:], expected, atol=1e-5)
     np.testing.assert_array_equal(resized[0, 0], 9)
     assert resized.dtype == np.float32
-    with pytest.raises(ValueError, match=r"\(1, 16, 2\), expected"):
+    with pytest.raises(ValueError, match=r"expected .* got \(1, 16, 2\)"):
         resize_positions(positions[:, 1:], 7)

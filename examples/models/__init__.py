@@ -1,1 +1,1 @@
-"""Models in plain Flax linen, one readable file each."""
+"""Models in plain Flax linen, one readable file for each."""

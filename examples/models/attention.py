@@ -1,4 +1,4 @@
-"""Attention in three implementations: XLA's, cuDNN's flash attention, and one by chunks of keys."""
+"""Attention in three implementations: XLA's, cuDNN's flash attention, and chunks of keys."""
 
 import math
 from functools import partial
@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from lowmembp_examples.models.common import Attention
 
-#: Keys a step of "chunked", which holds scores of [batch, heads, tokens, CHUNK].
+#: The keys in one step of "chunked", whose scores are [batch, heads, tokens, CHUNK].
 CHUNK = 128
-#: Up to here all scores of a head take about as much as a few of its inputs.
+#: Up to this number of tokens, a head's scores take about as much memory as a few of its inputs.
 SHORT = 512
 
 
@@ -30,31 +30,31 @@ def attention(
     soft_cap: float | None = None,
     window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "batch tokens heads head_size"]:
-    """softmax(q k^T scale + bias) v.
+    """Computes softmax(q k^T scale + bias) v.
 
     Args:
       q: `[batch, tokens, heads, head_size]`.
-      k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each of their heads serves
-        heads / kv_heads of q's, in order (grouped-query attention, arXiv:2305.13245).
-      implementation: "xla" keeps probabilities, `[batch, heads, tokens, keys]`; "cudnn" keeps
-        none (16-bit dtypes on an NVIDIA GPU, see `best_attention`; with odd numbers of tokens
-        or keys it keeps padded copies of its arguments and its output); "chunked" keeps none
-        anywhere, for some recomputation: FlashAttention (arXiv:2205.14135) over chunks of keys,
-        sums in float32. It keeps its arguments, its output and a float32 a row.
-      lengths: int32, 1 to keys: how many keys of each sequence there are, the rest is padding.
-      causal: token i sees keys up to i.
+      k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each kv head serves
+        heads / kv_heads heads of q, in order (grouped-query attention, arXiv:2305.13245).
+      implementation: "xla" saves the probabilities, `[batch, heads, tokens, keys]`. "cudnn" saves
+        none. It needs a 16-bit dtype and an NVIDIA GPU (see `best_attention`). With odd numbers of
+        tokens or keys it saves padded copies of its arguments and output. "chunked" runs
+        FlashAttention (arXiv:2205.14135) over chunks of keys on every platform, with float32 sums.
+        It saves its arguments, its output and one float32 a row, and recomputes the rest.
+      lengths: int32, 1 to keys: the number of keys in each sequence. The rest is padding.
+      causal: whether token i sees only keys up to i.
       bias: in q's dtype, broadcast over batch and heads.
-      scale: of the scores; None for 1 / sqrt(head_size).
-      soft_cap: scores are soft_cap tanh(scores / soft_cap), before the bias.
-      window: token i sees keys above i - window; with `causal` alone. It is a mask: the scores
-        outside the window are computed too.
+      scale: multiplies the scores; None for 1 / sqrt(head_size).
+      soft_cap: turns scores into soft_cap tanh(scores / soft_cap), before the bias.
+      window: token i sees only keys above i - window; needs `causal`. It is a mask, so the scores
+        outside the window are computed as well.
 
     Returns:
       `[batch, tokens, heads, head_size]` in q's dtype.
 
     Raises:
-      ValueError: no such implementation, or shapes that do not fit; `soft_cap` or `window` for
-        "cudnn".
+      ValueError: the implementation is unknown; shapes do not fit; `window` is given without
+        `causal`; or `soft_cap` or `window` is given for "cudnn".
     """
     if window is not None and not causal:
         raise ValueError("attention: window: expected None without causal")
@@ -63,7 +63,8 @@ def attention(
         return _checked_chunked(how, q, k, v, lengths, bias, window)
     if implementation not in ("xla", "cudnn"):
         raise ValueError(
-            f"implementation={implementation!r}, accepted are 'xla', 'cudnn' and 'chunked'"
+            f"attention: implementation: expected 'xla', 'cudnn' or 'chunked', got "
+            f"{implementation!r}"
         )
     if implementation == "cudnn" and not (soft_cap is None and window is None):
         raise ValueError(
@@ -88,13 +89,14 @@ def attention(
         key_value_seq_lengths=lengths,
         implementation=implementation,
     )
-    # Only then a slice: the Dense behind would keep it beside the output.
+    # Slice only if needed, because the next Dense would save the slice beside the output.
     return out[:, :tokens] if out.shape[1] > tokens else out
 
 
 def _even(q, k, v, lengths, bias):
-    """cuDNN differentiates even numbers of tokens and keys only: one key more, which no token
-    sees, and one token more, which is dropped.
+    """Pads tokens and keys to even numbers, because cuDNN differentiates only those.
+
+    No token sees the additional key. The caller drops the additional token.
     """
     batch, keys = k.shape[:2]
     more, more_keys = q.shape[1] % 2, keys % 2
@@ -108,7 +110,7 @@ def _even(q, k, v, lengths, bias):
 
 
 def _capped(q, k, v, lengths, causal, bias, scale, soft_cap, window):
-    """As `jax.nn.dot_product_attention` computes it, which has no soft cap."""
+    """Computes `jax.nn.dot_product_attention` with a soft cap, which JAX's function lacks."""
     batch, tokens, heads, size = q.shape
     keys, kv_heads = k.shape[1:3]
     q_grouped = _grouped(q, kv_heads)
@@ -127,7 +129,7 @@ def _capped(q, k, v, lengths, causal, bias, scale, soft_cap, window):
 
 
 def _seen(tokens, position, causal=False, window=None):
-    """Which keys, those at `position`, each token sees."""
+    """Returns whether each token sees each of the keys at `position`."""
     own, position = jnp.arange(tokens)[:, None], position[None]
     seen = jnp.ones((tokens, position.shape[1]), bool) if not causal else position <= own
     return seen if window is None else seen & (position > own - window)
@@ -141,41 +143,41 @@ def best_attention(
     *,
     in_cudnn: bool = True,
 ) -> Attention:
-    """The leanest implementation that runs.
+    """Chooses the implementation that saves the most memory among those that run.
 
     Args:
-      platform: "gpu" for NVIDIA's of compute capability 8.0 or more, "cpu", or another.
-      dtype: of q, k and v.
-      head_size, tokens: the sizes; `tokens` of keys, if there are more keys.
-      in_cudnn: whether cuDNN has it: not with a soft cap or a window, see `attention`.
+      platform: "gpu" for NVIDIA GPUs of compute capability 8.0 or more, "cpu", or another one.
+      dtype: the dtype of q, k and v.
+      head_size, tokens: the sizes. `tokens` is the number of keys if there are more keys.
+      in_cudnn: whether cuDNN supports the call. It has no soft cap and no window.
     """
     fits = in_cudnn and jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
     if platform == "gpu" and fits:
         return "cudnn"
-    # JAX has no float16 product with a float32 sum on a CPU, and XLA's attention asks for it.
+    # XLA's attention needs a float16 product with a float32 sum, which JAX lacks on a CPU.
     missing = platform == "cpu" and jnp.dtype(dtype) == jnp.float16
     return "chunked" if missing or tokens > SHORT else "xla"
 
 
 def attention_platform(device: jax.Device) -> str:
-    """The platform as `best_attention` takes it: cuDNN's attention is for Ampere and later."""
+    """Returns the platform for `best_attention`, "gpu" from Ampere on, as in cuDNN's attention."""
     if device.platform != "gpu":
         return device.platform
-    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; of ROCm "gfx90a"
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0", or "gfx90a" with ROCm
     is_number = capability.replace(".", "").isdecimal()
     return "gpu" if is_number and float(capability) >= 8 else "another"
 
 
 class _How(NamedTuple):
-    """What "chunked" does with the scores."""
+    """How "chunked" changes the scores."""
 
     causal: bool
     scale: float
     soft_cap: float | None
 
 
-#: In place of the scores of keys that a token does not see. -inf would make a difference of
-#: infinities where a token sees none of the first chunks.
+#: The score of a key that a token does not see. With -inf, a token that sees none of the first
+#: chunks would subtract infinities.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
 
 
@@ -184,8 +186,8 @@ def _checked_chunked(how, q, k, v, lengths, bias, window):
     keys, kv_heads = k.shape[1:3]
     if k.shape != (batch, keys, kv_heads, size) or v.shape != k.shape or heads % kv_heads:
         raise ValueError(
-            f"k and v have shapes {k.shape} and {v.shape}, accepted for q of {q.shape} is "
-            f"[{batch}, keys, a divisor of {heads}, {size}]"
+            f"attention: k, v: expected shape [{batch}, keys, a divisor of {heads}, {size}] for q "
+            f"of shape {q.shape}, got {k.shape} and {v.shape}"
         )
     if bias is not None and (
         bias.ndim != 4
@@ -194,8 +196,8 @@ def _checked_chunked(how, q, k, v, lengths, bias, window):
         or bias.shape[2:] != (tokens, keys)
     ):
         raise ValueError(
-            f"bias has shape {bias.shape}, accepted is [1 or {batch}, 1 or {heads}, {tokens}, "
-            f"{keys}]"
+            f"attention: bias: expected shape [1 or {batch}, 1 or {heads}, {tokens}, {keys}], got "
+            f"{bias.shape}"
         )
     window = None if window is None else jnp.asarray(window)
     return _chunked(how, q, k, v, lengths, bias, window)
@@ -207,8 +209,9 @@ def _chunked(how, q, k, v, lengths, bias, window):
 
 
 def _chunks(how, q, k, v, lengths, bias, window):
-    """The number of chunks, and what chunk i is: keys, values and scores of its own, and the slope
-    of the soft cap.
+    """Returns the chunk size, the number of chunks and a function of the chunk's index.
+
+    The function returns the chunk's keys, values, scores and slope of the soft cap.
     """
     tokens, keys = q.shape[1], k.shape[1]
     q_grouped = _grouped(q, k.shape[2])
@@ -247,8 +250,8 @@ def _grouped(x, kv_heads):
 
 
 def _loop(count, body, carry):
-    # A while loop: jax.checkpoint's policies, such as the dots policy, look into a scan and would
-    # keep the scores of every chunk.
+    # Policies of jax.checkpoint, such as the dots policy, look into a scan and would save the
+    # scores of every chunk. They do not look into a while loop.
     step = lambda state: (state[0] + 1, body(state[0], state[1]))  # noqa: E731
     return lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), carry))[1]
 
@@ -262,7 +265,7 @@ def _chunked_forward(how, q, k, v, lengths, bias, window):
         biggest, total, out = carry
         _, v_i, scores, _ = chunk_of(i)
         new = jnp.maximum(biggest, scores.max(-1))
-        # Where a token has seen no key yet, this is 1 and `shrink` becomes 0 with the first one.
+        # If a token has seen no key yet, p is 1, and `shrink` becomes 0 at the first key.
         p = jnp.exp(scores - new[..., None])
         shrink = jnp.exp(biggest - new)
         out_i = jnp.einsum(
@@ -281,7 +284,7 @@ def _chunked_backward(how, residuals, g):
     chunk, count, chunk_of = _chunks(how, q, k, v, lengths, bias, window)
     kv_heads, scale = k.shape[2], np.float32(how.scale)
     q_grouped, g_grouped = _grouped(q, kv_heads), _grouped(g, kv_heads)
-    # sum_s p_s (g v_s) = g out: one number a row stands for all keys.
+    # sum_s p_s (g v_s) = g out, so one number a row replaces the sum over keys.
     row = jnp.einsum(
         "btkgh,btkgh->bkgt", g_grouped, _grouped(out, kv_heads), preferred_element_type=jnp.float32
     )

@@ -1,7 +1,8 @@
-"""BERT in Flax linen: the encoder, and a classifier on it.
+"""BERT in Flax linen: the encoder and a classifier.
 
-Devlin et al. 2018 (arXiv:1810.04805), as Hugging Face's `BertForSequenceClassification` computes
-it: post-LayerNorm, absolute positions, GELU in the erf form. No dropout.
+The model is Devlin et al. 2018 (arXiv:1810.04805) as in Hugging Face's
+`BertForSequenceClassification`: post-LayerNorm, absolute positions, GELU in the erf form. It has no
+dropout.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ import lowmembp_jax as lm
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(HuggingFaceConfig):
-    """Sizes, under the names of Hugging Face's config.json."""
+    """The model's sizes, with the names in Hugging Face's config.json."""
 
     vocab_size: Size
     hidden_size: Size
@@ -57,7 +58,7 @@ class BertConfig(HuggingFaceConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The longest text that there are positions for."""
+        """The number of tokens in the longest text that has positions."""
         return self.max_position_embeddings - self.first_position
 
 
@@ -68,9 +69,9 @@ CONFIGS = {
 }
 
 
-#: For `lm.merge_norm_affine`. The residual branch needs the affine too: `keep`. The norms of the
-#: embeddings and of the last layer, whose output no Dense of a next layer takes, stay as they are.
-#: The merged tree has the same paths: only a model with `compute.merged` computes the same with it.
+#: Rules for `lm.merge_norm_affine`. They `keep` the affine, because the residual sum needs it, too.
+#: The norms of the embeddings and of the last layer are not merged, because no Dense of a next
+#: layer reads their output. The merged tree has the same paths, but needs `compute.merged`.
 NORM_RULES = [
     lm.MergeRule("{model}/layer_{i}/attention_norm", "{model}/layer_{i}/intermediate", keep=True),
     lm.MergeRule(
@@ -83,7 +84,7 @@ NORM_RULES = [
 
 
 class BertLayer(nn.Module):
-    """Self-attention and MLP, each followed by a norm; fields as for `Bert`."""
+    """Self-attention and MLP, each followed by a norm. The fields are those in `Bert`."""
 
     config: BertConfig
     compute: Compute
@@ -101,7 +102,7 @@ class BertLayer(nn.Module):
             for name in ("query", "key", "value")
         )
         h = attention(q, k, v, compute.attention, lengths=lengths)
-        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        # This Dense contracts over (head, head size). A reshape before it would be saved again.
         h = nn.DenseGeneral(config.hidden_size, axis=(-2, -1), **dtypes, name="attention_output")(h)
         eps = config.layer_norm_eps
         x = with_affine(hidden) + h
@@ -114,20 +115,20 @@ class BertLayer(nn.Module):
         h = nn.Dense(config.hidden_size, **dtypes, name="output")(h)
         x = with_affine(hidden) + h
         merged = compute.merged and not self.is_last
-        # The last norm feeds no Dense and keeps an array of its own anyway.
+        # No Dense reads the last norm's output, so this norm saves its own array anyway.
         residual = "auto" if self.is_last else residual
         return post_norm(compute, eps, "output_norm", x, merged=merged, residual=residual)
 
 
 class Bert(nn.Module):
-    """The encoder, without the pooler.
+    """The encoder without the pooler.
 
     Attributes:
-      config: sizes.
-      compute: how it computes. With `merged`, see `NORM_RULES`.
-      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
-        "output" is the least exact, where a scale trains, and costs as little as merging.
-      scan_layers: see `run_layers`; not with norms that are merged into the next layer's Denses.
+      config: the model's sizes.
+      compute: how the model computes. For `merged`, see `NORM_RULES`.
+      norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
+        "output" is the least exact if a scale trains, and costs as little as merging.
+      scan_layers: see `run_layers`. Scanned layers cannot have merged norms.
     """
 
     config: BertConfig
@@ -142,24 +143,24 @@ class Bert(nn.Module):
         lengths: Int[Array, " batch"] | None = None,
         token_types: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
-        """Hidden states of the last layer, in `compute.dtype`; those of padding have no meaning.
+        """Returns the last layer's hidden states in `compute.dtype`. Ignore the states of padding.
 
         Args:
           input_ids: `[batch, tokens]` int32.
-          lengths: `[batch]` int32, the number of tokens of each text; the rest is padding. None
-            where there is no padding.
+          lengths: `[batch]` int32, the number of tokens in each text. The rest is padding. None if
+            there is no padding.
           token_types: `[batch, tokens]` int32, None for 0 everywhere.
 
         Raises:
-          ValueError: more tokens than positions; scanned layers with merged norms.
+          ValueError: there are more tokens than positions; or scanned layers have merged norms.
         """
         config, compute = self.config, self.compute
         if self.scan_layers and compute.merged:
-            raise ValueError("scan_layers=True with merged norms, accepted are norms as they are")
+            raise ValueError("Bert: scan_layers: expected False with compute.merged, got True")
         if input_ids.shape[1] > config.max_tokens:
             raise ValueError(
-                f"input_ids have {input_ids.shape[1]} tokens, there are positions for "
-                f"{config.max_tokens}"
+                f"Bert: input_ids: expected at most {config.max_tokens} tokens, the number of "
+                f"positions, got {input_ids.shape[1]}"
             )
 
         def embed(name, size, ids):
@@ -190,12 +191,12 @@ class Bert(nn.Module):
 
 
 class BertClassifier(nn.Module):
-    """Text classification: `Bert`, a pooled state, a Dense.
+    """A text classifier: `Bert`, a pooled state and a Dense.
 
     Attributes:
-      config, compute, norm_residual, scan_layers: as for `Bert`.
-      pooling: "first", the first token's state through a Dense and tanh, as in Hugging Face's
-        model; or "mean" over the tokens, as in sentence-transformers.
+      config, compute, norm_residual, scan_layers: see `Bert`.
+      pooling: "first" passes the first token's state through a Dense and tanh, as in Hugging Face's
+        model. "mean" takes the mean over the tokens, as in sentence-transformers.
     """
 
     config: BertConfig
@@ -211,7 +212,7 @@ class BertClassifier(nn.Module):
         lengths: Int[Array, " batch"] | None = None,
         token_types: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "batch classes"]:
-        """Logits, float32; arguments as for `Bert`."""
+        """Returns float32 logits. The arguments are the same as in `Bert`."""
         fields = (self.config, self.compute, self.norm_residual, self.scan_layers)
         bert = Bert(*fields, name="bert")
         hidden = bert(input_ids, lengths, token_types)
@@ -228,7 +229,7 @@ class BertClassifier(nn.Module):
 def mean_over_tokens(
     hidden: Float[Array, "batch tokens hidden"], lengths: Int[Array, " batch"] | None
 ) -> Float[Array, "batch hidden"]:
-    """The mean state of each text, float32; padding counts nowhere."""
+    """Returns the mean state of each text in float32. Padding does not count."""
     tokens = hidden.shape[1]
     if lengths is None:
         lengths = jnp.full(hidden.shape[:1], tokens)

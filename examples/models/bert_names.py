@@ -1,4 +1,4 @@
-"""How Hugging Face's BERT and RoBERTa call the parameters of `models.bert`."""
+"""The names of `models.bert`'s parameters in Hugging Face's BERT and RoBERTa."""
 
 from collections.abc import Mapping
 
@@ -22,14 +22,14 @@ _LAYER = {
     "output_norm": "output.LayerNorm",
 }
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
-#: Of the names of all but the head.
+#: Prefix of all names except the head's.
 PREFIX = "bert."
-#: Not parameters of the classifier: a table of positions, and the heads of pretraining.
+#: Tensors that the classifier does not use: a table of positions and the heads of pretraining.
 UNUSED = ("*.position_ids", "bert.pooler.*", "cls.*")
 
 
 def encoder_name(path: tuple[str, ...]) -> str:
-    """The tensor's name in Hugging Face's `BertModel` for a path in `Bert`'s parameters."""
+    """Returns the tensor's name in Hugging Face's `BertModel` for a path in `Bert`'s parameters."""
     *layer, module, leaf = path
     if layer:
         return f"encoder.layer.{checkpoint_index(layer[0])}.{_LAYER[module]}.{LEAVES[leaf]}"
@@ -37,7 +37,7 @@ def encoder_name(path: tuple[str, ...]) -> str:
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor's name in `BertForSequenceClassification` for one of `BertClassifier`'s."""
+    """Returns the name in `BertForSequenceClassification` of a parameter of `BertClassifier`."""
     module, *inside = path
     if module == "bert":
         return f"bert.{encoder_name(tuple(inside))}"
@@ -46,7 +46,7 @@ def hugging_face_name(path: tuple[str, ...]) -> str:
 
 
 def current_names(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors under today's names: bert-base-uncased calls a norm's scale gamma, its bias beta."""
+    """Renames old names: bert-base-uncased calls a norm's scale gamma and its bias beta."""
     return {
         name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
             "LayerNorm.beta", "LayerNorm.bias"

@@ -1,4 +1,4 @@
-"""What the models share: one name decides which ops they run and what they recompute."""
+"""Code that the models share. A method's name decides which ops they run and recompute."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ import lowmembp_jax as lm
 
 
 class _How(NamedTuple):
-    """What a method is made of: norms and activations, and what is around a layer."""
+    """The parts of a method: its norms and activations, and the wrapper around a layer."""
 
     operators: Literal["flax", "checkpointed", "lowmembp"] = "flax"
     layer: Literal["plain", "remat", "compress"] = "plain"
-    policy: Any = None  # of `jax.checkpoint` and `lm.compress`
-    dtype: Any = None  # of `lm.compress`; None for that of `Compute`
+    policy: Any = None  # for `jax.checkpoint` and `lm.compress`
+    dtype: Any = None  # for `lm.compress`; None for `Compute.compress_dtype`
 
 
 _NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -41,12 +41,12 @@ _METHODS: dict[str, _How] = {
         jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
     ),
 }
-#: How a model saves memory: the planner's methods, and "mesa". The values are plain Flax's.
-#: Gradients are approximate with "compress", "mesa" and "lowmembp". With "lowmembp" alone, a LLaMA
-#: has exact gradients.
+#: The planner's methods and "mesa". Every method computes plain Flax's values. Gradients are
+#: approximate with "compress", "mesa" and "lowmembp". With "lowmembp" alone, a LLaMA has exact
+#: gradients.
 Method = Literal[tuple(_METHODS)]
 Attention = Literal["xla", "cudnn", "chunked"]
-#: What lowmembp's norms with an affine keep, see `lm.ms_layer_norm`.
+#: The residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
 NormResidual = Literal["auto", "normalized", "output"]
 
 
@@ -55,23 +55,28 @@ class Compute:
     """How a model computes, apart from its sizes.
 
     Attributes:
-      method: "default", Flax as it comes; "norm+activation", those two in `jax.checkpoint`;
-        "dots", each layer in `jax.checkpoint` keeping matrix products, "products", those and
-        attention (`lm.products_saveable`), "full-remat", nothing; "compress", each layer in
-        `lm.compress`, which stores matrix products and its input in 8 bits, and "compress+remat",
-        its input alone; "mesa", all that a layer of "norm+activation" keeps in int8, as Mesa does
-        (arXiv:2111.11124); "lowmembp", the ops of lowmembp_jax; "lowmembp+remat", those in
-        `jax.checkpoint` with `lm.checkpoint_policy()`; "lowmembp+compress", all that a layer of
-        those keeps in `lm.compress`; "offload", each layer in `jax.checkpoint` with the products
-        of its Denses in the memory of the host.
-      dtype: of the computation.
-      param_dtype: of the parameters.
+      method: one of `Method`:
+        "default": plain Flax.
+        "norm+activation": norms and activations in `jax.checkpoint`.
+        "dots": each layer in `jax.checkpoint`, which saves matrix products.
+        "products": the same, and saves attention (`lm.products_saveable`).
+        "full-remat": each layer in `jax.checkpoint`, which saves only the layer's input.
+        "compress": each layer in `lm.compress`, which stores its products and input in 8 bits.
+        "compress+remat": the same, but saves only the input.
+        "mesa": "norm+activation" with each layer's residuals stored in int8, as in Mesa
+        (arXiv:2111.11124).
+        "lowmembp": the operators of lowmembp_jax.
+        "lowmembp+remat": the same in `jax.checkpoint` with `lm.checkpoint_policy()`.
+        "lowmembp+compress": the same with each layer's residuals in `lm.compress`.
+        "offload": each layer in `jax.checkpoint`, with its Denses' products in the host's memory.
+      dtype: dtype of the computation.
+      param_dtype: dtype of the parameters.
       attention: implementation, see `models.attention`.
-      merged: norms have no affine of their own: `lm.merge_norm_affine` with the model's rules has
-        put it into the Denses.
-      compress_dtype: what the methods of `lm.compress` but "mesa" store in.
-      bits: that the activations of "lowmembp" keep, 2 or 4; None: 2, by the published tables. The
-        gated unit of a LLaMA has none: it is exact.
+      merged: whether `lm.merge_norm_affine` has merged the norms' affine into the Denses, so that
+        norms have none.
+      compress_dtype: storage dtype for the methods with `lm.compress`, except "mesa".
+      bits: bits an element, 2 or 4, that the activations of "lowmembp" save. None stands for 2 bits
+        with the published tables. The gated unit of a LLaMA ignores it, because it is exact.
     """
 
     method: Method = "default"
@@ -92,7 +97,7 @@ class Compute:
 
 
 def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
-    """A LayerNorm module; `kwargs` are more fields of `lm.MSLayerNorm`, such as `residual`."""
+    """Makes a LayerNorm. `kwargs` are more fields of `lm.MSLayerNorm`, such as `residual`."""
     return _norm(compute, nn.LayerNorm, lm.MSLayerNorm, kwargs)(
         epsilon=epsilon,
         dtype=compute.dtype,
@@ -112,9 +117,9 @@ def rms_norm(
     zero_centered: bool = False,
     **kwargs,
 ):
-    """An RMSNorm module; `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`.
+    """Makes an RMSNorm. `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`.
 
-    `zero_centered`: it multiplies by 1 + scale, as Gemma's do, and has no other `affine`.
+    With `zero_centered` it multiplies by 1 + scale, as in Gemma, and ignores `affine`.
     """
     if zero_centered:
         return ZeroCenteredRMSNorm(compute, epsilon, name=name, **kwargs)
@@ -128,14 +133,14 @@ def rms_norm(
 
 
 def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
-    # The output dtype is the one in which the next Dense computes: they keep one array then.
+    # The output has the dtype of the next Dense, so that the two share one residual.
     if compute.lowmembp:
         return lambda **fields: ms_norm(**fields, **ms_kwargs)
     return nn.remat(flax_norm) if compute.checkpointed else flax_norm
 
 
 class ZeroCenteredRMSNorm(nn.Module):
-    """x / rms(x) (1 + scale), in float32."""
+    """Computes x / rms(x) (1 + scale) in float32."""
 
     compute: Compute
     epsilon: float
@@ -189,10 +194,10 @@ def _activation(compute: Compute, function, x):
 def remat_layer(
     layer: type[nn.Module], compute: Compute, *, scanned: bool = False
 ) -> type[nn.Module]:
-    """The class of a layer, in `jax.checkpoint` or `lm.compress` where the method says so.
+    """Wraps a layer's class in `jax.checkpoint` or `lm.compress` if the method says so.
 
-    `scanned`: it is the body of a loop of more than one step. A loop of one is no loop to XLA,
-    which would merge what is computed again with what was computed.
+    `scanned`: whether the layer is the body of a loop with more than one step. XLA removes a loop
+    of one step and would then merge the recomputation with the first computation.
     """
     how = _METHODS[compute.method]
     if how.layer == "compress":
@@ -211,16 +216,17 @@ def run_layers(
     *args: Any,
     each: Sequence[Any] = (),
 ) -> Any:
-    """x after all layers; call it inside a compact module.
+    """Runs x through all layers. Call it inside a compact module.
 
     Args:
-      layer: of a `name`. What it returns the next one takes, with `args` and its own of `each`.
-      count: of layers.
-      scan: in one `nn.scan`, which compiles in the time of one layer: parameters are stacked, under
-        "layers", in place of "layer_0", "layer_1", ...
-      x: what the first one takes.
-      *args: what all take.
-      each: arrays whose leading axis is that of layers.
+      layer: makes a layer from a `name`. The layer takes x, `args` and its own rows of `each`, and
+        returns the next layer's x.
+      count: the number of layers.
+      scan: whether to use one `nn.scan`, which compiles in the time of one layer. Parameters are
+        stacked under "layers" instead of "layer_0", "layer_1", ...
+      x: the first layer's input.
+      *args: arguments for all layers.
+      each: arrays with a leading axis of layers.
     """
     if not scan:
         for index in range(count):
@@ -237,5 +243,5 @@ def run_layers(
 
 
 def checkpoint_index(name: str) -> str:
-    """The number of a layer in checkpoints' names, see `checkpoints.to_params`."""
+    """Returns a layer's number in checkpoints' names, see `checkpoints.to_params`."""
     return "{layer}" if name == "layers" else name.removeprefix("layer_")

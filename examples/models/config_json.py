@@ -1,11 +1,11 @@
-"""A model's sizes, under the names of Hugging Face's config.json, where each value is checked.
+"""Reads and checks a model's sizes from Hugging Face's config.json.
 
-A config is a dataclass whose fields say what they accept:
+A config is a dataclass. The annotation of a field says which values it accepts:
 
     class BertConfig(HuggingFaceConfig):
         hidden_size: Size                           # an integer in a range
         layer_norm_eps: Epsilon = 1e-12             # a number in a range; may be absent
-        hidden_act: Literal["gelu"] = "gelu"        # what the model computes and nothing else
+        hidden_act: Literal["gelu"] = "gelu"        # the only value that the model computes
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ from typing import (
 
 from lowmembp_examples.data.files import DataError, read_json
 
-#: Type, least and largest value.
+#: The type, the smallest and the largest value.
 Size = Annotated[int, 1, 2**24]
 Layers = Annotated[int, 1, 1000]
 Pixels = Annotated[int, 1, 4096]
 Epsilon = Annotated[float, 1e-20, 1]
 
-_ITEMS = 8  # of a list
+_ITEMS = 8  # the most items of a list
 
-#: Keys that change nothing of what a step of training computes.
+#: Keys that do not change what a training step computes.
 _WITHOUT_EFFECT = frozenset(
     (
         *("model_type", "architectures", "transformers_version", "_name_or_path"),
@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = frozenset(
         *("pooler_act", "pooler_output_size"),
     )
 )
-#: Keys that change something, unless they have this value.
+#: Keys that change the step, except with this value.
 _NEUTRAL = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), 0),
     **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate"), 0),
@@ -60,18 +60,18 @@ _NEUTRAL = {
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceConfig:
-    """What the configs of all families have.
+    """The base class of all families' configs.
 
-    Fields that have a default may be absent in the file; lists become tuples; `num_labels` is the
-    number of `id2label`'s names where only those are given, 2 without either.
+    A field with a default may be absent in the file. Lists become tuples. If `num_labels` is
+    absent, it is the number of names in `id2label`, or 2 without names.
 
     Raises:
-      ValueError: sizes that do not go together.
+      ValueError: the sizes contradict each other.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    #: Keys that `from_keys` reads or may ignore, besides the fields.
+    #: More keys that `from_keys` reads or may ignore.
     other_keys: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -79,8 +79,8 @@ class HuggingFaceConfig:
         """Reads a config.json.
 
         Raises:
-          DataError: no such file, not a JSON object, a key is missing, or a value is not accepted;
-            names the key, the value and what is accepted.
+          DataError: the file is missing or not a JSON object; a key is missing; or a value is not
+            accepted. The message names the key, the value and the accepted values.
         """
         given = read_json(Path(path))
         try:
@@ -90,10 +90,10 @@ class HuggingFaceConfig:
 
     @classmethod
     def from_keys(cls, given: dict[str, Any]) -> Self:
-        """The config of these keys; other keys are not looked at.
+        """Makes the config from these keys and ignores all others.
 
         Raises:
-          ValueError: as for `from_json`.
+          ValueError: see `from_json`.
         """
         _check("model_type", Literal[cls.model_type], given.get("model_type", cls.model_type))
         given = {"num_labels": len(label_names(given)) or 2, **given}
@@ -105,15 +105,15 @@ class HuggingFaceConfig:
                 _check(name, hints[name], given[name])
                 values[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
             elif field.default is dataclasses.MISSING:
-                raise ValueError(f"{name} is missing, it must be {_rule(hints[name])[1]}")
+                raise ValueError(f"{name}: expected {_rule(hints[name])[1]}, got no such key")
         return cls(**values)
 
     @classmethod
     def check_keys(cls, given: Mapping[str, Any]) -> None:
-        """Checks that no key asks for a model that this config cannot describe.
+        """Checks that no key describes a model that this config cannot describe.
 
         Raises:
-          ValueError: the file is of another architecture, or has a key that is not known here.
+          ValueError: the file has another architecture or an unknown key.
         """
         if given.get("architectures") not in (None, [], [cls.architecture]):
             found = reprlib.repr(given["architectures"])
@@ -132,21 +132,21 @@ class HuggingFaceConfig:
                 raise ValueError(f"{name}: expected {_NEUTRAL[name]!r}, got {found}")
 
     def to_json(self) -> dict[str, Any]:
-        """What transformers needs in a config.json beside the tensors."""
+        """Returns the config.json that transformers needs beside the tensors."""
         made = {"model_type": self.model_type, "architectures": [self.architecture]}
         return made | {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
     def _check_multiple(self, name: str, divisor: str) -> None:
         value, by = getattr(self, name), getattr(self, divisor)
         if value % by:
-            raise ValueError(f"{name} must be a multiple of {divisor}={by}, found {value}")
+            raise ValueError(f"{name}: expected a multiple of {divisor}={by}, got {value}")
 
 
 def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The classes that a config.json names in id2label, in the order of the head; or none.
+    """Returns the names of the classes in a config.json's id2label, in the order of the head.
 
     Raises:
-      ValueError: it is no object with names for "0", "1", ...
+      ValueError: id2label is not an object with names for "0", "1", ...
     """
     names = given.get("id2label")
     if names is None:
@@ -155,7 +155,7 @@ def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
     if keys is None or names.keys() != set(keys) or not {*map(type, names.values())} <= {str, int}:
         found = reprlib.repr(names)
         raise ValueError(
-            f'id2label must be an object, {{"0": name, "1": name, ...}}, found {found}'
+            f'id2label: expected an object, {{"0": name, "1": name, ...}}, got {found}'
         )
     return tuple(str(names[key]) for key in keys)
 
@@ -163,11 +163,11 @@ def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
 def _check(name: str, hint: Any, value: Any) -> None:
     accepts, words = _rule(hint)
     if not accepts(value):
-        raise ValueError(f"{name} must be {words}, found {reprlib.repr(value)}")
+        raise ValueError(f"{name}: expected {words}, got {reprlib.repr(value)}")
 
 
 def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
-    """Whether a value of JSON is accepted, and in words which ones are."""
+    """Returns a test for a JSON value, and the accepted values in words."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind is Annotated:
         number, low, high = parts

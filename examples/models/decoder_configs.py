@@ -1,8 +1,8 @@
-"""The sizes of decoders, under the names of Hugging Face's config.json: one class for each family.
+"""The sizes of decoders, with the names in Hugging Face's config.json: one class for each family.
 
-`models.llama.Llama` computes all of them. What differs between families, and what differs between
-models of a family, is a field or a property here. Defaults are those of transformers' classes,
-because a config.json may leave out what equals them.
+`models.llama.Llama` computes all of them. Each difference between families, or between models of a
+family, is a field or a property here. Defaults are the same as in transformers' classes, because a
+config.json may leave out a default.
 """
 
 import dataclasses
@@ -19,11 +19,12 @@ LayerType = Literal["sliding_attention", "full_attention"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Rotary positions that turn more slowly than `rope_theta` says, for longer texts.
+    """Scales the frequencies of rotary positions for longer texts.
 
-    "linear" divides all frequencies by `factor`. "llama3" divides those whose wavelength is above
-    `original_max_position_embeddings / low_freq_factor`, leaves those below
-    `original_max_position_embeddings / high_freq_factor`, and interpolates between the two.
+    "linear" divides all frequencies by `factor`. "llama3" divides frequencies whose wavelength is
+    above `original_max_position_embeddings / low_freq_factor`. It leaves frequencies whose
+    wavelength is below `original_max_position_embeddings / high_freq_factor`, and interpolates
+    between the two.
     """
 
     rope_type: Literal["linear", "llama3"]
@@ -34,10 +35,10 @@ class RopeScaling:
 
     @classmethod
     def from_keys(cls, given: Any) -> "RopeScaling | None":
-        """The scaling that an object of a config.json describes; None if it scales nothing.
+        """Reads the scaling from an object in a config.json; None if it scales nothing.
 
         Raises:
-          ValueError: it describes another one.
+          ValueError: the object describes another scaling.
         """
         if given is None:
             return None
@@ -54,7 +55,7 @@ class RopeScaling:
             ):
                 return None if kind == "default" else cls(kind, **numbers)
         raise ValueError(
-            "rope_scaling must be null, linear or llama3 with all of its factors, found "
+            "rope_scaling: expected null, linear or llama3 with all of its factors, got "
             f"{reprlib.repr(given)}"
         )
 
@@ -71,8 +72,8 @@ class LlamaConfig(HuggingFaceConfig):
     num_hidden_layers: Layers
     num_attention_heads: Size
     intermediate_size: Size
-    num_key_value_heads: Size | None = None  # as many as num_attention_heads
-    head_dim: Size | None = None  # hidden_size / num_attention_heads
+    num_key_value_heads: Size | None = None  # None: num_attention_heads
+    head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     vocab_size: Size = 32000
     max_position_embeddings: Size = 2048
     rms_norm_eps: Epsilon = 1e-6
@@ -86,12 +87,12 @@ class LlamaConfig(HuggingFaceConfig):
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     other_keys: ClassVar[tuple[str, ...]] = ("rope_parameters",)
-    #: Whether norms turn the heads' queries and keys to one length, in front of the positions.
+    #: Whether each head's queries and keys are normalized before the rotary positions.
     normalizes_heads: ClassVar[bool] = False
-    #: Whether it computes as Gemma does: norms multiply by 1 + scale, and are behind attention and
-    #: MLP too; the embedding is multiplied by sqrt(hidden_size); the gate's activation is GELU.
+    #: Whether the model is a Gemma: norms multiply by 1 + scale and also follow attention and MLP,
+    #: the embedding is multiplied by sqrt(hidden_size), and the gate's activation is GELU.
     is_gemma: ClassVar[bool] = False
-    #: Fields that only some families have.
+    #: Only some families have these fields.
     attn_logit_softcapping: ClassVar[float | None]
     final_logit_softcapping: ClassVar[float | None]
     attn_logit_softcapping = final_logit_softcapping = None
@@ -103,12 +104,14 @@ class LlamaConfig(HuggingFaceConfig):
         if self.num_key_value_heads is not None:
             self._check_multiple("num_attention_heads", "num_key_value_heads")
         if self.head_size % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, found {self.head_size}")
+            raise ValueError(
+                f"head_dim: expected an even number for rotary positions, got {self.head_size}"
+            )
 
     @classmethod
     def from_keys(cls, given: dict[str, Any]) -> Self:
         scaling = given.get("rope_parameters") or given.get("rope_scaling")
-        if isinstance(scaling, dict):  # rope_parameters, of transformers 5, have rope_theta too
+        if isinstance(scaling, dict):  # rope_parameters of transformers 5 also hold rope_theta
             scaling, given = dict(scaling), {"rope_theta": cls.rope_theta, **given}
             given["rope_theta"] = scaling.pop("rope_theta", given["rope_theta"])
         scaling = None if scaling == {} else RopeScaling.from_keys(scaling)
@@ -132,22 +135,22 @@ class LlamaConfig(HuggingFaceConfig):
 
     @property
     def max_tokens(self) -> int:
-        """The longest text that the positions are for."""
+        """The number of tokens in the longest text that has positions."""
         return self.max_position_embeddings
 
     @property
     def query_scale(self) -> float | None:
-        """What attention multiplies its scores by; None for 1 / sqrt(head_size)."""
+        """The factor of attention's scores; None for 1 / sqrt(head_size)."""
         return None
 
     @property
     def is_local(self) -> np.ndarray | None:
-        """For each layer, whether its tokens see only the last `sliding_window`; None: no layer."""
+        """Whether each layer's tokens see only the last `sliding_window` tokens; None: none do."""
         return None
 
     @property
     def local_rope_theta(self) -> float:
-        """`rope_theta` of the layers whose tokens see a window."""
+        """`rope_theta` in the layers whose tokens see a window."""
         return self.rope_theta
 
 
@@ -164,7 +167,7 @@ class Qwen3Config(LlamaConfig):
     model_type: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     normalizes_heads: ClassVar[bool] = True
-    #: The last three have no effect without `use_sliding_window`.
+    #: Without `use_sliding_window`, the last three have no effect.
     other_keys: ClassVar[tuple[str, ...]] = (
         "rope_parameters",
         "sliding_window",
@@ -203,8 +206,8 @@ class Gemma2Config(LlamaConfig):
         types = self.layer_types
         if types is not None and len(types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types must have one entry for each of num_hidden_layers="
-                f"{self.num_hidden_layers}, found {len(types)}"
+                f"layer_types: expected num_hidden_layers={self.num_hidden_layers} entries, got "
+                f"{len(types)}"
             )
 
     @property
@@ -224,12 +227,12 @@ class Gemma2Config(LlamaConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The text model of Gemma 3: five layers see a window, the sixth one all tokens."""
+    """The text model of Gemma 3: five layers see a window, and the sixth one sees all tokens."""
 
     vocab_size: Size = 262208
     max_position_embeddings: Size = 131072
     rope_theta: _Theta = 1e6
-    rope_local_base_freq: _Theta = 10000.0  # rope_theta of the layers with a window
+    rope_local_base_freq: _Theta = 10000.0  # rope_theta in the layers with a window
     sliding_window_pattern: Size = 6
     attn_logit_softcapping: _Number | None = None
     final_logit_softcapping: _Number | None = None
@@ -244,12 +247,13 @@ class Gemma3Config(Gemma2Config):
     def from_keys(cls, given: dict[str, Any]) -> Self:
         pattern = given.get("_sliding_window_pattern", cls.sliding_window_pattern)
         given = {"sliding_window_pattern": pattern, **given}
-        by_layer = given.get("rope_parameters")  # of transformers 5
+        by_layer = given.get("rope_parameters")  # from transformers 5
         if isinstance(by_layer, dict) and by_layer.keys() == {*_LAYER_TYPES}:
             local = by_layer["sliding_attention"]
             if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
                 raise ValueError(
-                    f"rope_parameters must not scale sliding_attention, found {reprlib.repr(local)}"
+                    f"rope_parameters: expected no scaling of sliding_attention, got "
+                    f"{reprlib.repr(local)}"
                 )
             theta = local.get("rope_theta", cls.rope_local_base_freq)
             given |= {"rope_parameters": by_layer["full_attention"], "rope_local_base_freq": theta}
@@ -279,11 +283,11 @@ _QWEN_3: dict[str, Any] = {
 }
 CONFIGS = {
     "llama-tiny": LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=256),
-    # TinyLlama's sizes (arXiv:2401.02385).
+    # The sizes of TinyLlama (arXiv:2401.02385).
     "llama-1b": LlamaConfig(2048, 22, 32, 5632, num_key_value_heads=4),
     "llama-7b": LlamaConfig(4096, 32, 32, 11008),
     "llama-13b": LlamaConfig(5120, 40, 40, 13824),
-    # Those of the config.json of each model on Hugging Face's hub.
+    # The sizes in each model's config.json on the Hugging Face hub.
     "llama-3-8b": LlamaConfig(4096, 32, 32, 14336, **_LLAMA_3),
     "llama-3-70b": LlamaConfig(8192, 80, 64, 28672, **_LLAMA_3),
     "qwen3-0.6b": Qwen3Config(1024, 28, 16, 3072, tie_word_embeddings=True, **_QWEN_3),

@@ -1,11 +1,11 @@
-"""LLaMA in Flax linen: `Llama(config, Compute(...))` gives the logits of the next token.
+"""LLaMA in Flax linen: `Llama(config, Compute(...))` returns the logits of the next token.
 
-Touvron et al. 2023 (arXiv:2302.13971), as Hugging Face's `LlamaForCausalLM` computes it:
-pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, the head tied to the
-embedding or not. Text is padded on the right: no token sees the padding behind it.
+The model is Touvron et al. 2023 (arXiv:2302.13971) as in Hugging Face's `LlamaForCausalLM`:
+pre-RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases, and a head that may be
+tied to the embedding. Pad text on the right, so that no token sees the padding after it.
 
-The configs of `models.decoder_configs` make it Qwen 3 (arXiv:2505.09388), Gemma 2
-(arXiv:2408.00118) or the text model of Gemma 3 (arXiv:2503.19786) as well.
+With the configs in `models.decoder_configs` it is also Qwen 3 (arXiv:2505.09388), Gemma 2
+(arXiv:2408.00118) or the text model of Gemma 3 (arXiv:2503.19786).
 """
 
 import math
@@ -32,10 +32,10 @@ import lowmembp_jax as lm
 
 
 def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:
-    """For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
+    """Returns the rules with which `lm.merge_norm_affine` makes parameters for `compute.merged`.
 
-    For layers of their own and for scanned ones. The last norm in front of a tied head keeps its
-    scale: the embedding cannot take it. Gemma's norms keep all of theirs.
+    They fit unrolled and scanned layers. The last norm before a tied head is not merged, because
+    the embedding cannot take its scale. Gemma's norms are never merged.
     """
     if config.is_gemma:
         return []
@@ -46,13 +46,14 @@ def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:
     return rules if config.tie_word_embeddings else [*rules, lm.MergeRule("norm", "lm_head")]
 
 
-#: Those for heads that are not tied; `lm.merge_norm_affine` refuses them where the head is.
+#: The rules for an untied head. `lm.merge_norm_affine` refuses them for a tied head.
 NORM_RULES = norm_rules(CONFIGS["llama-7b"])
 
 
 class LlamaLayer(nn.Module):
-    """Self-attention and a gated MLP, each behind a norm; fields as for `Llama`, and `scanned`:
-    whether it is the body of a loop.
+    """Self-attention and a gated MLP, each after a norm.
+
+    The fields are those in `Llama`, and `scanned`: whether the layer is the body of a loop.
     """
 
     config: LlamaConfig
@@ -68,13 +69,13 @@ class LlamaLayer(nn.Module):
         local_rotation: Rotation | None = None,
         is_local: Bool[Array, ""] | None = None,
     ) -> Float[Array, "batch tokens hidden"]:
-        """The residual stream after the layer.
+        """Returns the residual stream after the layer.
 
         Args:
-          x: the residual stream before it.
-          rotation: positions, see `rotary_positions`.
-          local_rotation: those of a layer whose tokens see a window.
-          is_local: whether this is one; None in models that have none.
+          x: the residual stream before the layer.
+          rotation: the positions, see `rotary_positions`.
+          local_rotation: the positions in a layer whose tokens see a window.
+          is_local: whether this layer's tokens see a window; None if no layer's do.
         """
         config, compute = self.config, self.compute
         norm = partial(_norm, self)
@@ -107,7 +108,7 @@ class LlamaLayer(nn.Module):
             soft_cap=config.attn_logit_softcapping,
             window=window,
         )
-        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        # This Dense contracts over (head, head size). A reshape before it would be saved again.
         h = dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
         x = x + (norm(name="post_attention_norm")(h) if config.is_gemma else h)
         y = norm(name="pre_mlp_norm" if config.is_gemma else "norm2")(x)
@@ -118,14 +119,14 @@ class LlamaLayer(nn.Module):
             h = (geglu if config.is_gemma else swiglu)(compute, gate, up)
             return dense(config.hidden_size, name="down", parent=layer)(h)
 
-        if compute.lowmembp:  # gate and up are kept, and not their product
+        if compute.lowmembp:  # saves gate and up, but not their product
             down = nn.remat(down, prevent_cse=not self.scanned)
         h = down(self, gate, up)
         return x + (norm(name="post_mlp_norm")(h) if config.is_gemma else h)
 
 
 def _norm(module: "LlamaLayer | Llama", *, name: str, into_dense: bool = True) -> nn.Module:
-    """A norm. `into_dense`: Denses alone read its output, so that its scale can be merged."""
+    """Makes a norm. `into_dense`: whether only Denses read it, so that its scale can be merged."""
     config, compute = module.config, module.compute
     return rms_norm(
         compute,
@@ -141,10 +142,10 @@ class Llama(nn.Module):
     """The language model.
 
     Attributes:
-      config: sizes.
-      compute: how it computes. With `merged`, see `norm_rules`.
-      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_rms_norm`:
-        "output" is the least exact, where a scale trains, and costs as little as merging.
+      config: the model's sizes.
+      compute: how the model computes. For `merged`, see `norm_rules`.
+      norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_rms_norm`.
+        "output" is the least exact if a scale trains, and costs as little as merging.
       scan_layers: see `run_layers`.
     """
 
@@ -159,12 +160,15 @@ class Llama(nn.Module):
         input_ids: Int[Array, "batch tokens"],
         targets: Int[Array, "batch tokens"] | None = None,
     ) -> Float[Array, "..."]:
-        """Logits of the token after each, `[batch, tokens, vocab_size]` float32.
+        """Returns the logits of each next token, `[batch, tokens, vocab_size]` float32.
 
         Args:
           input_ids: `[batch, tokens]` int32.
-          targets: `[batch, tokens]` int32. If given, the result is the sum of their cross-entropy,
-            float32, without the logits in memory. Negative targets are left out.
+          targets: `[batch, tokens]` int32. If given, the result is the sum of their cross-entropies
+            (float32), and the logits are never in memory. Negative targets do not count.
+
+        Raises:
+          ValueError: `compute.merged` is True for a Gemma.
         """
         config, compute = self.config, self.compute
         if config.is_gemma and compute.merged:
@@ -191,7 +195,7 @@ class Llama(nn.Module):
         if targets is None or self.is_initializing():
             logits = (embed.attend(x) if tied else head(x)).astype(jnp.float32)
             return logits if cap is None else cap * jnp.tanh(logits / cap)
-        # In the dtype of x, as the modules compute it.
+        # The loss casts the kernel to the dtype of x, as the modules do.
         loss = partial(
             lm.linear_cross_entropy, x, labels=targets, reduction="sum", logit_soft_cap=cap
         )
@@ -200,8 +204,8 @@ class Llama(nn.Module):
         return loss(head.variables["params"]["kernel"].astype(x.dtype))
 
 
-#: Put before the names of a checkpoint without a head; what checkpoints have beyond `Llama`: a
-#: table, and the head that is tied to the embedding.
+#: Prefix for the names in a checkpoint without a head. Tensors that `Llama` does not use: a table,
+#: and the head that is tied to the embedding.
 PREFIX = "model."
 UNUSED = ("model.layers.*.rotary_emb.inv_freq", "lm_head.weight")
 
@@ -227,8 +231,9 @@ _MODULES = {
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor of Hugging Face's `LlamaForCausalLM`, and of the other families' classes, for a
-    parameter of `Llama`.
+    """Returns the tensor's name in Hugging Face's `LlamaForCausalLM` for a parameter of `Llama`.
+
+    The other families' classes have the same names.
     """
     *layer, module, _ = path
     name = f"{_MODULES[module]}.weight"

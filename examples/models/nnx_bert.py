@@ -1,7 +1,9 @@
-"""BERT in Flax NNX: the classifier of `models.bert`, with the same parameters.
+"""BERT in Flax NNX: the classifier of `models.bert` with the same parameters.
 
-model = load(config, compute, params)  # of `models.bert.BertClassifier`
-logits = model(input_ids, lengths)
+Make it from the parameters of `models.bert.BertClassifier`:
+
+    model = load(config, compute, params)
+    logits = model(input_ids, lengths)
 """
 
 from collections.abc import Mapping
@@ -28,7 +30,7 @@ def _norm(config: BertConfig, compute: Compute, rngs: nnx.Rngs, residual: str) -
 
 
 class BertLayer(nnx.Module):
-    """Self-attention and MLP, each followed by a norm; arguments as of `BertClassifier`."""
+    """Self-attention and MLP, each followed by a norm. See `BertClassifier` for the arguments."""
 
     def __init__(self, config: BertConfig, compute: Compute, is_last: bool, rngs: nnx.Rngs):
         self.compute = compute
@@ -42,7 +44,7 @@ class BertLayer(nnx.Module):
         self.attention_norm = _norm(config, compute, rngs, "output")
         self.intermediate = nnx.Linear(size, config.intermediate_size, **fields)
         self.output = nnx.Linear(config.intermediate_size, size, **fields)
-        # MiniLM's last norm has a scale of 5e-33, which its output does not tell.
+        # MiniLM's last norm has a scale of 5e-33, so y cannot be recomputed from its output.
         self.output_norm = _norm(config, compute, rngs, "normalized" if is_last else "output")
 
     def __call__(self, x: Hidden, lengths: Int[Array, " batch"]) -> Hidden:
@@ -54,7 +56,7 @@ class BertLayer(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """The encoder, without the pooler; arguments as of `BertClassifier`."""
+    """The encoder without the pooler. See `BertClassifier` for the arguments."""
 
     def __init__(self, config: BertConfig, compute: Compute, rngs: nnx.Rngs):
         def embed(count):
@@ -74,11 +76,11 @@ class Bert(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
     ) -> Hidden:
-        """Hidden states of the last layer; those of padding have no meaning.
+        """Returns the last layer's hidden states. Ignore the states of padding.
 
         Args:
           input_ids: `[batch, tokens]` int32.
-          lengths: `[batch]` int32, the number of tokens of each text; the rest is padding.
+          lengths: `[batch]` int32, the number of tokens in each text. The rest is padding.
         """
         positions = jnp.arange(input_ids.shape[1])[None]
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(jnp.zeros_like(input_ids))
@@ -90,13 +92,13 @@ class Bert(nnx.Module):
 
 
 class BertClassifier(nnx.Module):
-    """Text classification: `Bert`, the mean over the tokens, a Dense.
+    """A text classifier: `Bert`, the mean over the tokens and a Dense.
 
     Args:
-      config: sizes.
-      compute: the method is "default", "compress" (each layer in `lm.nnx.compress`) or "lowmembp"
-        (`lm.nnx.MSLayerNorm` and `lm.gelu`).
-      rngs: draws the parameters, float32.
+      config: the model's sizes.
+      compute: how the model computes. The method is "default", "compress" (each layer in
+        `lm.nnx.compress`) or "lowmembp" (`lm.nnx.MSLayerNorm` and `lm.gelu`).
+      rngs: draws the float32 parameters.
     """
 
     def __init__(self, config: BertConfig, compute: Compute, rngs: nnx.Rngs):
@@ -106,19 +108,20 @@ class BertClassifier(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"]
     ) -> Float[Array, "batch classes"]:
-        """Logits, float32; arguments as of `Bert`."""
+        """Returns float32 logits. The arguments are the same as in `Bert`."""
         return self.classifier(mean_over_tokens(self.bert(input_ids, lengths), lengths))
 
 
 def load(config: BertConfig, compute: Compute, params: Mapping[str, Any]) -> BertClassifier:
-    """The model with these parameters.
+    """Makes the model with given parameters.
 
     Args:
-      config, compute: as of `BertClassifier`.
-      params: of `models.bert.BertClassifier` with the pooling "mean"; copied, to float32.
+      config, compute: see `BertClassifier`.
+      params: parameters of `models.bert.BertClassifier` with the pooling "mean". They are copied to
+        float32.
 
     Raises:
-      ValueError: a parameter is missing, unknown, or of another shape.
+      ValueError: a parameter is missing, unknown, or has another shape.
     """
     graph, abstract = nnx.split(
         nnx.eval_shape(lambda: BertClassifier(config, compute, nnx.Rngs(0)))
@@ -129,15 +132,19 @@ def load(config: BertConfig, compute: Compute, params: Mapping[str, Any]) -> Ber
         variable = wanted.pop(keys, None)
         if variable is None or variable.get_value().shape != leaf.shape:
             raise ValueError(
-                f"params has {'/'.join(map(str, keys))} of {leaf.shape}, which is none"
+                f"load: params: expected the model's parameters, got {'/'.join(map(str, keys))} of "
+                f"shape {leaf.shape}"
             )
         given[keys] = variable.replace(jnp.array(leaf, jnp.float32))
     if wanted:
-        raise ValueError(f"params lacks {['/'.join(map(str, path)) for path in wanted]}")
+        raise ValueError(
+            f"load: params: expected the model's parameters, missing are "
+            f"{['/'.join(map(str, path)) for path in wanted]}"
+        )
     return nnx.merge(graph, nnx.from_flat_state(given))
 
 
 def _nnx_keys(key: str) -> tuple[Any, ...]:
-    """ "layer_3" is the item 3 of an `nnx.List`."""
+    """Converts a linen key to NNX's. "layer_3" is item 3 of an `nnx.List`."""
     name, _, number = key.rpartition("_")
     return ("layers", int(number)) if name == "layer" else (key,)

@@ -1,9 +1,9 @@
-"""LayerNorm after the residual sum, with its affine merged into the Denses that follow, or not.
+"""LayerNorm after the residual sum, whose affine may be merged into the next Denses.
 
-Post-LN layers compute x = norm(x + f(x)): Denses take the output, and so does the next residual
-sum. Merging the affine into the Denses (`lm.merge_norm_affine` with `keep`) leaves y, the plain
-normalized array, as what they take; the residual sum then takes y * scale + bias. The backward
-keeps y alone, which the Denses keep anyway, and all gradients are exact.
+Post-LN layers compute x = norm(x + f(x)). The Denses and the next residual sum read the output. If
+the affine is merged into the Denses (`lm.merge_norm_affine` with `keep`), they read y, the plain
+normalized array. The residual sum then reads y * scale + bias. The backward needs only y, which the
+Denses save anyway, and all gradients are exact.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from lowmembp_examples.models.common import Compute, layer_norm
 
-#: x, None; or y, (scale, bias) where x = y * scale + bias is still to be computed.
+#: (x, None), or (y, (scale, bias)) if x = y * scale + bias is not computed yet.
 Hidden = tuple[Float[Array, "batch tokens hidden"], Any]
 
 
@@ -28,15 +28,15 @@ def post_norm(
     merged: bool,
     residual: str,
 ) -> Hidden:
-    """Normalizes x; call it inside a compact module.
+    """Normalizes x. Call it inside a compact module.
 
     Args:
-      compute: how.
+      compute: how the model computes.
       epsilon: added to the variance.
-      name: of the module, which has a scale and a bias in either case.
+      name: the module's name. The module has a scale and a bias in either case.
       x: `[batch, tokens, hidden]`.
-      merged: leave the affine out of the output and return it.
-      residual: as of `lm.MSLayerNorm`, where there is an affine.
+      merged: whether to leave the affine out of the output and return it.
+      residual: see `lm.MSLayerNorm`; used if not `merged`.
     """
     if merged:
         return _SplitNorm(compute, epsilon, name=name)(x)
@@ -44,7 +44,7 @@ def post_norm(
 
 
 def with_affine(hidden: Hidden) -> Float[Array, "batch tokens hidden"]:
-    """x, for the residual sum."""
+    """Returns x for the residual sum."""
     y, affine = hidden
     return y if affine is None else _scale_and_shift(y, *affine)
 
@@ -61,7 +61,7 @@ class _SplitNorm(nn.Module):
         return layer_norm(self.compute, self.epsilon, "plain", affine=False)(x), (scale, bias)
 
 
-# Without jax.checkpoint, the product's backward keeps the scale as an array of y's shape.
+# Without jax.checkpoint, the product would save the scale as an array of y's shape.
 @partial(jax.checkpoint, prevent_cse=False)
 def _scale_and_shift(y, scale, bias):
     scale, bias = (jnp.broadcast_to(p.astype(y.dtype), y.shape) for p in (scale, bias))

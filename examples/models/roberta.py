@@ -1,7 +1,8 @@
-"""RoBERTa in Flax linen: BERT's encoder, other positions, another head.
+"""RoBERTa in Flax linen: BERT's encoder with other positions and another head.
 
-Liu et al. 2019 (arXiv:1907.11692), as Hugging Face's `RobertaForSequenceClassification` computes
-it. Token 0 has position `pad_token_id` + 1, and there are no token types.
+The model is Liu et al. 2019 (arXiv:1907.11692) as in Hugging Face's
+`RobertaForSequenceClassification`. Token 0 has position `pad_token_id` + 1, and there are no token
+types.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from lowmembp_examples.models.common import Compute, NormResidual
 
 @dataclasses.dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """Sizes, under the names of Hugging Face's config.json."""
+    """The model's sizes, with the names in Hugging Face's config.json."""
 
     pad_token_id: Annotated[int, 0, 2**24] = 1
 
@@ -29,8 +30,8 @@ class RobertaConfig(BertConfig):
         super().__post_init__()
         if self.max_tokens < 1:
             raise ValueError(
-                f"max_position_embeddings must be above {self.first_position}, found "
-                f"{self.max_position_embeddings}: the first position is pad_token_id + 1"
+                f"max_position_embeddings: expected more than {self.first_position}, because the "
+                f"first position is pad_token_id + 1, got {self.max_position_embeddings}"
             )
 
     @property
@@ -44,14 +45,14 @@ CONFIGS = {
     "roberta-large": RobertaConfig(50265, 1024, 24, 16, 4096, **_SIZES),
 }
 
-#: Of the names of all but the head.
+#: Prefix of all names except the head's.
 PREFIX = "roberta."
-#: Not parameters of the classifier: a table of positions, a pooler, and the head of pretraining.
+#: Tensors that the classifier does not use: a table of positions, a pooler, pretraining's head.
 UNUSED = ("*.position_ids", "roberta.pooler.*", "lm_head.*")
 
 
 class RobertaClassifier(nn.Module):
-    """Text classification: two Denses on the first token's state; fields as for `Bert`."""
+    """A text classifier: two Denses on the first token's state. The fields are those in `Bert`."""
 
     config: RobertaConfig
     compute: Compute = Compute()
@@ -62,7 +63,7 @@ class RobertaClassifier(nn.Module):
     def __call__(
         self, input_ids: Int[Array, "batch tokens"], lengths: Int[Array, " batch"] | None = None
     ) -> Float[Array, "batch classes"]:
-        """Logits, float32; arguments as for `Bert`."""
+        """Returns float32 logits. The arguments are the same as in `Bert`."""
         fields = (self.config, self.compute, self.norm_residual, self.scan_layers)
         encoder = Bert(*fields, name="roberta")
         x = encoder(input_ids, lengths)[:, 0]
@@ -76,7 +77,7 @@ class RobertaClassifier(nn.Module):
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor's name in `RobertaForSequenceClassification` for one of `RobertaClassifier`'s."""
+    """Returns the name in `RobertaForSequenceClassification` of `RobertaClassifier`'s parameter."""
     module, *inside = path
     if module == "roberta":
         return f"roberta.{encoder_name(tuple(inside))}"

@@ -1,4 +1,4 @@
-"""Rotary positions: Su et al. 2021 (arXiv:2104.09864)."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864)."""
 
 import math
 
@@ -15,9 +15,9 @@ Rotation = tuple[
 def rotary_positions(
     tokens: int, head_size: int, theta: float, scaling: RopeScaling | None = None
 ) -> Rotation:
-    """Cosine and sine of position * theta^(-2j / head_size), j below head_size / 2, float32.
+    """Returns float32 cosine and sine of position * theta^(-2j / head_size), j < head_size / 2.
 
-    With `scaling` the frequencies are other ones, see `RopeScaling`.
+    `scaling` changes the frequencies, see `RopeScaling`.
     """
     half = head_size // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -30,7 +30,7 @@ def rotary_positions(
 def _scaled(frequencies, scaling):
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    # How many times they turn in a text of the length that the model was first trained for.
+    # The number of turns in a text as long as in the model's original training.
     turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     plain = jnp.clip((turns - low) / (high - low), 0, 1)
@@ -40,9 +40,7 @@ def _scaled(frequencies, scaling):
 def rotate(
     x: Float[Array, "batch tokens heads head_size"], rotation: Rotation
 ) -> Float[Array, "batch tokens heads head_size"]:
-    """Rotary positions (arXiv:2104.09864), in float32: of a head's features the first half turns
-    with the second.
-    """
+    """Rotates a head's first half of features with the second half, in float32."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin

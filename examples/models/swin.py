@@ -1,8 +1,8 @@
-"""Swin in Flax linen: `Swin(config, Compute(...))` gives the logits of an image classifier.
+"""Swin in Flax linen: `Swin(config, Compute(...))` returns the logits of an image classifier.
 
-Liu et al. 2021 (arXiv:2103.14030), as Hugging Face's `SwinForImageClassification` computes it in
-evaluation: shifted windows, relative position bias, patch merging, the mean of the last norm's
-tokens classified. No dropout and no drop path, whatever the config says.
+The model is Liu et al. 2021 (arXiv:2103.14030) as in Hugging Face's `SwinForImageClassification` in
+evaluation: shifted windows, relative position bias, patch merging, and a classifier on the mean of
+the last norm's tokens. It never applies dropout or drop path, even if the config has them.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ import lowmembp_jax as lm
 
 
 def norm_rules(scan_layers: bool = False) -> list[lm.MergeRule]:
-    """For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`."""
+    """Returns the rules with which `lm.merge_norm_affine` makes parameters for `compute.merged`."""
     layer = "stage_{s}/layers/{i}" if scan_layers else "stage_{s}/layer_{i}"
     return [
         lm.MergeRule(
             f"{layer}/norm1",
             [f"{layer}/{name}" for name in ("query", "key", "value")],
             keep=True,  # for `MergedPadding`
-            add_bias=True,  # with qkv_bias=False
+            add_bias=True,  # for qkv_bias=False
         ),
         lm.MergeRule(f"{layer}/norm2", f"{layer}/intermediate"),
         lm.MergeRule("stage_{s}/merging_norm", "stage_{s}/reduction", add_bias=True),
@@ -49,9 +49,9 @@ def norm_rules(scan_layers: bool = False) -> list[lm.MergeRule]:
 
 
 class MergedPadding(nn.Module):
-    """-bias / scale of a norm merged into its Denses: they give for it what they gave for zero.
+    """Computes -bias / scale of a merged norm. The merged Denses map it to their old output for 0.
 
-    Zero where the scale is zero: there the Denses do not see what they get.
+    Channels with a scale of zero get zero, because the merged Denses ignore them.
     """
 
     compute: Compute
@@ -65,8 +65,10 @@ class MergedPadding(nn.Module):
 
 
 class SwinLayer(nn.Module):
-    """Attention within windows and MLP, each behind a norm; fields as for `Swin`, and `heads`;
-    `shifted`: windows are shifted by half of their size.
+    """Attention within windows and MLP, each after a norm.
+
+    The fields are those in `Swin`, `heads`, and `shifted`: whether windows are shifted by half of
+    their size.
     """
 
     config: SwinConfig
@@ -95,10 +97,10 @@ class SwinLayer(nn.Module):
             shift = config.window_size // 2 if self.shifted else 0
             windows = Windows(height, width, config.window_size, shift)
         tokens = windows.size**2
-        # Split before the norm, not after as in the paper: the norm's output is then the very
-        # array that the Denses take, and is kept once.
+        # The paper splits after the norm. Here the split comes first, so that the Denses read the
+        # norm's output itself, and it is saved once.
         h = windows.split(x)
-        # cuDNN differentiates even numbers of tokens only; nobody sees the keys of the one more.
+        # cuDNN differentiates only even numbers of tokens. No token sees the additional key.
         more = tokens % 2 if compute.attention == "cudnn" else 0
         if more:
             h = jnp.pad(h, ((0, 0), (0, 0), (0, more), (0, 0)))
@@ -109,7 +111,7 @@ class SwinLayer(nn.Module):
             y, padding = norm("norm1")(h), jnp.zeros(channels, h.dtype)
         is_padding = np.pad(windows.is_padding(), ((0, 0), (0, more)))
         if is_padding.any():
-            # Zeros behind the norm in the paper, which the affine would have made its bias.
+            # The paper pads with zeros after the norm. Padding before it would become its bias.
             y = jnp.where(is_padding[None, ..., None], padding[None, None, None], y)
         features = (self.heads, channels // self.heads)
         use_bias = config.qkv_bias or compute.merged
@@ -121,14 +123,14 @@ class SwinLayer(nn.Module):
         )
         attend = partial(attention, implementation=compute.attention, bias=bias)
         h = jax.vmap(attend)(q, k, v)
-        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        # This Dense contracts over (head, head size). A reshape before it would be saved again.
         h = dense(channels, axis=(-2, -1), name="attention_output")(h)
         x = x + windows.join(h[:, :, :tokens])
         h = dense(int(config.mlp_ratio * channels), name="intermediate")(norm("norm2")(x))
         return x + dense(channels, name="output")(gelu(compute, h, approximate=False))
 
     def _bias(self, windows: Windows) -> Float[Array, "#windows heads tokens tokens"]:
-        """Relative position bias, and for shifted windows the mask."""
+        """Returns the relative position bias, plus the mask if the windows are shifted."""
         size, dtype = self.config.window_size, self.compute.dtype
         table = self.param(
             "relative_position_bias_table",
@@ -136,16 +138,16 @@ class SwinLayer(nn.Module):
             ((2 * size - 1) ** 2, self.heads),
             self.compute.param_dtype,
         )
-        # A window that shrank with the map uses the rows of the offsets that it has.
+        # A window that shrank with the map uses only the rows of its own offsets.
         index = relative_position_index(windows.size, size)
         bias = table.astype(dtype)[index].transpose(2, 0, 1)[None]
         return bias + jnp.asarray(windows.mask()[:, None], dtype) if windows.shift else bias
 
 
 class SwinPair(nn.Module):
-    """A layer without shifted windows and one with them, which follow each other in a stage.
+    """Two consecutive layers of a stage, the second with shifted windows.
 
-    `layer`: makes one, of `shifted` and a name.
+    `layer`: makes a layer from `shifted` and a name.
     """
 
     layer: Callable[..., nn.Module]
@@ -158,8 +160,9 @@ class SwinPair(nn.Module):
 
 
 class SwinStage(nn.Module):
-    """The layers of one resolution, then patch merging unless it is the last; fields as for
-    `Swin`, and the stage's `index`.
+    """The layers of one resolution, then patch merging unless the stage is the last.
+
+    The fields are those in `Swin` and the stage's `index`.
     """
 
     config: SwinConfig
@@ -184,7 +187,7 @@ class SwinStage(nn.Module):
         if self.index + 1 == len(config.depths):
             return x
         _, height, width, channels = x.shape
-        # Unlike that of windows, this padding is before the norm.
+        # Unlike the padding of windows, this padding comes before the norm.
         x = jnp.pad(x, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)))
         corners = [x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
         x = layer_norm(
@@ -207,11 +210,12 @@ class Swin(nn.Module):
     """The classifier.
 
     Attributes:
-      config: sizes.
-      compute: how it computes. With `merged`, see `norm_rules`; the norm of the patches stays.
-      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
-        "output" is the least exact, where a scale trains, and costs as little as merging.
-      scan_layers: those of a stage in pairs, see `run_layers`.
+      config: the model's sizes.
+      compute: how the model computes. For `merged`, see `norm_rules`. The patches' norm is never
+        merged.
+      norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
+        "output" is the least exact if a scale trains, and costs as little as merging.
+      scan_layers: whether to scan each stage in pairs of layers, see `run_layers`.
     """
 
     config: SwinConfig
@@ -223,19 +227,20 @@ class Swin(nn.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch num_labels"]:
-        """Logits, float32.
+        """Returns float32 logits.
 
         Args:
-          images: `[batch, height, width, num_channels]`, any floating dtype and size; they are
+          images: `[batch, height, width, num_channels]`, any floating dtype and size. They are
             padded with zeros to whole patches.
 
         Raises:
-          ValueError: scanned layers of a stage that has an odd number of them.
+          ValueError: `scan_layers` is True, and a stage has an odd number of layers.
         """
         config, compute = self.config, self.compute
         if self.scan_layers and any(depth % 2 for depth in config.depths):
             raise ValueError(
-                f"scan_layers=True with depths={config.depths}, accepted are even ones"
+                f"Swin: scan_layers: expected False unless all depths are even, got True with "
+                f"depths={config.depths}"
             )
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
         norm = partial(layer_norm, compute, residual=self.norm_residual)

@@ -1,4 +1,4 @@
-"""Swin's config and tensors as Hugging Face's `SwinForImageClassification` has them."""
+"""Swin's config and the names of its tensors in Hugging Face's `SwinForImageClassification`."""
 
 import dataclasses
 from operator import mod
@@ -11,7 +11,7 @@ from lowmembp_examples.models.windows import relative_position_index
 
 @dataclasses.dataclass(frozen=True)
 class SwinConfig(HuggingFaceConfig):
-    """Sizes, under the names of Hugging Face's config.json."""
+    """The model's sizes, with the names in Hugging Face's config.json."""
 
     embed_dim: Annotated[int, 1, 2**14]
     depths: tuple[Annotated[int, 1, 100], ...]
@@ -34,8 +34,8 @@ class SwinConfig(HuggingFaceConfig):
         channels = [self.embed_dim * 2**stage for stage in range(len(self.depths))]
         if len(self.num_heads) != len(channels) or any(map(mod, channels, self.num_heads)):
             raise ValueError(
-                f"num_heads must have a divisor of each of the stages' channels, {channels}, "
-                f"found {list(self.num_heads)}"
+                f"num_heads: expected a divisor of each stage's channels, {channels}, got "
+                f"{list(self.num_heads)}"
             )
 
 
@@ -44,7 +44,7 @@ CONFIGS = {
     "swin-s": SwinConfig(96, (2, 2, 18, 2), (3, 6, 12, 24)),
 }
 
-#: Put before the names of a checkpoint without a classifier; what checkpoints have beyond `Swin`.
+#: Prefix for the names in a checkpoint without a classifier. Tensors that `Swin` does not use.
 PREFIX = "swin."
 UNUSED = ("*.relative_position_index", "swin.embeddings.mask_token")
 
@@ -68,7 +68,7 @@ _MODULES = {
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor of Hugging Face's `SwinForImageClassification` for a parameter of `Swin`."""
+    """Returns the name in Hugging Face's `SwinForImageClassification` of a parameter of `Swin`."""
     name = ""
     for part in path:
         if part.startswith("stage_"):
@@ -87,7 +87,7 @@ def hugging_face_name(path: tuple[str, ...]) -> str:
 
 
 def buffers(config: SwinConfig) -> dict[str, np.ndarray]:
-    """The tensors that a checkpoint has beside the parameters: int64 indices into the tables."""
+    """Returns a checkpoint's tensors besides the parameters: int64 indices into the tables."""
     index = relative_position_index(config.window_size, config.window_size).astype(np.int64)
     return {
         f"swin.encoder.layers.{stage}.blocks.{i}.attention.self.relative_position_index": index

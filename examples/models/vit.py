@@ -1,8 +1,8 @@
-"""ViT in Flax linen: `ViT(config, Compute(...))` gives the logits of an image classifier.
+"""ViT in Flax linen: `ViT(config, Compute(...))` returns the logits of an image classifier.
 
-Dosovitskiy et al. 2020 (arXiv:2010.11929), as Hugging Face's `ViTForImageClassification` computes
-it: pre-LayerNorm, a class token, learned positions, the last norm's class token classified. No
-dropout. Checkpoints of Google's are read by `models.vit_npz`.
+The model is Dosovitskiy et al. 2020 (arXiv:2010.11929) as in Hugging Face's
+`ViTForImageClassification`: pre-LayerNorm, a class token, learned positions, and a classifier on
+the last norm's class token. It has no dropout. `models.vit_npz` reads Google's checkpoints.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ import lowmembp_jax as lm
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig(HuggingFaceConfig):
-    """Sizes, under the names of Hugging Face's config.json."""
+    """The model's sizes, with the names in Hugging Face's config.json."""
 
     hidden_size: Size
     num_hidden_layers: Layers
@@ -63,12 +63,12 @@ CONFIGS = {
     "vit-l16": ViTConfig(1024, 24, 16, 4096),
 }
 
-#: For `lm.merge_norm_affine`: what makes the parameters of a model with `compute.merged`.
+#: The rules with which `lm.merge_norm_affine` makes parameters for `compute.merged`.
 NORM_RULES = [
     lm.MergeRule(
         "{layer}/norm1",
         ["{layer}/query", "{layer}/key", "{layer}/value"],
-        add_bias=True,  # with qkv_bias=False
+        add_bias=True,  # for qkv_bias=False
     ),
     lm.MergeRule("{layer}/norm2", "{layer}/intermediate"),
     lm.MergeRule("norm", "classifier"),
@@ -76,7 +76,7 @@ NORM_RULES = [
 
 
 class ViTLayer(nn.Module):
-    """Self-attention and MLP, each behind a norm; fields as for `ViT`."""
+    """Self-attention and MLP, each after a norm. The fields are those in `ViT`."""
 
     config: ViTConfig
     compute: Compute
@@ -103,7 +103,7 @@ class ViTLayer(nn.Module):
             dense(features, use_bias=use_bias, name=name)(y) for name in ("query", "key", "value")
         )
         h = attention(q, k, v, compute.attention, lengths=lengths)
-        # Contracts over (head, head size): a reshape before it would be kept a second time.
+        # This Dense contracts over (head, head size). A reshape before it would be saved again.
         x = x + dense(config.hidden_size, axis=(-2, -1), name="attention_output")(h)
         h = dense(config.intermediate_size, name="intermediate")(norm("norm2")(x))
         h = gelu(compute, h, approximate=config.hidden_act == "gelu_pytorch_tanh")
@@ -114,10 +114,10 @@ class ViT(nn.Module):
     """The classifier.
 
     Attributes:
-      config: sizes.
-      compute: how it computes. With `merged`, see `NORM_RULES`.
-      norm_residual: what lowmembp's norms with an affine keep, see `lm.ms_layer_norm`:
-        "output" is the least exact, where a scale trains, and costs as little as merging.
+      config: the model's sizes.
+      compute: how the model computes. For `merged`, see `NORM_RULES`.
+      norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
+        "output" is the least exact if a scale trains, and costs as little as merging.
       scan_layers: see `run_layers`.
     """
 
@@ -130,18 +130,18 @@ class ViT(nn.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"]
     ) -> Float[Array, "batch num_labels"]:
-        """Logits, float32.
+        """Returns float32 logits.
 
         Args:
           images: `[batch, image_size, image_size, num_channels]`, any floating dtype.
 
         Raises:
-          ValueError: images of another size.
+          ValueError: the images have another size.
         """
         config, compute = self.config, self.compute
         expected = (config.image_size, config.image_size, config.num_channels)
         if images.shape[1:] != expected:
-            raise ValueError(f"images have shape {images.shape}, expected [batch, *{expected}]")
+            raise ValueError(f"ViT: images: expected [batch, *{expected}], got {images.shape}")
         dtypes = {"dtype": compute.dtype, "param_dtype": compute.param_dtype}
         patch, hidden = (config.patch_size, config.patch_size), config.hidden_size
         x = nn.Conv(hidden, patch, patch, padding="VALID", **dtypes, name="patch_embedding")(images)
@@ -159,14 +159,14 @@ class ViT(nn.Module):
         x = x + positions.astype(x.dtype)
         lengths = None
         if compute.attention == "cudnn" and x.shape[1] % 2:
-            # cuDNN differentiates even numbers of tokens only. Here the token more is padded once,
-            # and not in every layer; nobody sees its keys.
+            # cuDNN differentiates only even numbers of tokens. Padding here adds the token once and
+            # not in every layer. No token sees its keys.
             lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
             x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         layer = remat_layer(ViTLayer, compute, scanned=self.scan_layers)
         layer = partial(layer, config, compute, self.norm_residual)
         x = run_layers(layer, config.num_hidden_layers, self.scan_layers, x, lengths)
-        # Of the last norm's tokens only the class token is used.
+        # The classifier reads only the class token.
         x = layer_norm(
             compute,
             config.layer_norm_eps,
@@ -177,7 +177,7 @@ class ViT(nn.Module):
         return nn.Dense(config.num_labels, **dtypes, name="classifier")(x).astype(jnp.float32)
 
 
-#: Put before the names of a checkpoint without a classifier; what checkpoints have beyond `ViT`.
+#: Prefix for the names in a checkpoint without a classifier. Tensors that `ViT` does not use.
 PREFIX = "vit."
 UNUSED = ("vit.pooler.*",)
 
@@ -199,7 +199,7 @@ _MODULES = {
 
 
 def hugging_face_name(path: tuple[str, ...]) -> str:
-    """The tensor of Hugging Face's `ViTForImageClassification` for a parameter of `ViT`."""
+    """Returns the name in Hugging Face's `ViTForImageClassification` of a parameter of `ViT`."""
     if len(path) == 1:
         return _MODULES[path[0]]
     *layer, module, leaf = path

@@ -1,7 +1,7 @@
-"""Google's Flax checkpoints (`.npz`) of ViT, and position embeddings for another image size.
+"""Reads Google's Flax checkpoints (`.npz`) of ViT, and resizes position embeddings.
 
-Those of github.com/google-research/vision_transformer; what is checkpointed there as ViT-B_16.npz
-is `ViT(npz_config(tensors))` here, with the GELU (tanh form) and the epsilon that they have there.
+The checkpoints come from github.com/google-research/vision_transformer. The model of ViT-B_16.npz
+is `ViT(npz_config(tensors))`, with Google's GELU (tanh form) and epsilon.
 
     tensors = dict(np.load("ViT-B_16.npz"))
     config = npz_config(tensors)
@@ -18,8 +18,8 @@ from jaxtyping import Float
 from lowmembp_examples.models.common import checkpoint_index
 from lowmembp_examples.models.vit import ViTConfig
 
-#: `unused` of `to_params` for a checkpoint with pretraining's head, whose Dense (`pre_logits`) the
-#: model does not have: right only where the head is new, `initial={"classifier": ...}`.
+#: `unused` in `to_params` for a checkpoint with pretraining's head. The model lacks that head's
+#: Dense (`pre_logits`), so use this only with a new head, `initial={"classifier": ...}`.
 UNUSED_WITH_NEW_HEAD = ("pre_logits/*",)
 
 _MODULES = {
@@ -40,7 +40,7 @@ _MODULES = {
 
 
 def npz_name(path: tuple[str, ...]) -> str:
-    """The array of the `.npz` for a parameter of `ViT`, in the layout of Flax."""
+    """Returns the name in the `.npz` of a parameter of `ViT`. The arrays have Flax's layout."""
     if len(path) == 1:
         return _MODULES[path[0]]
     *layer, module, leaf = path
@@ -49,16 +49,16 @@ def npz_name(path: tuple[str, ...]) -> str:
 
 
 def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:
-    """The sizes of a checkpoint, read off its arrays.
+    """Finds a model's sizes from the shapes of a checkpoint's arrays.
 
     Args:
-      tensors: name to array, as `np.load` gives it.
-      **changes: fields of `ViTConfig` to be others, such as `num_labels` of a new head (needed
-        where the checkpoint has no head) or `image_size`.
+      tensors: arrays by name, as from `np.load`.
+      **changes: other values for fields of `ViTConfig`, such as `image_size`, or `num_labels` for a
+        new head. A checkpoint without a head needs `num_labels`.
 
     Raises:
-      ValueError: an array that the sizes are read off is missing, or has another number of axes;
-        sizes that are not accepted.
+      ValueError: an array that gives a size is missing, or has another number of axes; or
+        `ViTConfig` does not accept the sizes.
     """
     block = "Transformer/encoderblock_0"
     names = {
@@ -71,11 +71,11 @@ def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:
     if "num_labels" in changes:
         del names["head"]
     if missing := [name for name, _ in names.values() if name not in tensors]:
-        raise ValueError(f"the checkpoint has no {', '.join(missing)}")
+        raise ValueError(f"npz_config: tensors: missing {', '.join(missing)}")
     shapes = {part: tensors[name].shape for part, (name, _) in names.items()}
     for part, (name, axes) in names.items():
         if len(shapes[part]) != axes:
-            raise ValueError(f"{name} has shape {shapes[part]}, expected {axes} axes")
+            raise ValueError(f"{name}: expected {axes} axes, got shape {shapes[part]}")
     patch_size, _, channels, hidden_size = shapes["patch"]
     layers = {name.split("/")[1] for name in tensors if "/encoderblock_" in name}
     sizes = {
@@ -96,23 +96,21 @@ def npz_config(tensors: Mapping[str, np.ndarray], **changes: Any) -> ViTConfig:
 def _side(shape: tuple[int, ...]) -> int:
     side = round((shape[1] - 1) ** 0.5)
     if side * side != shape[1] - 1:
-        raise ValueError(
-            f"position embeddings have shape {shape}, expected [1, 1 + a square, hidden_size]"
-        )
+        raise ValueError(f"positions: expected shape [1, 1 + a square, hidden_size], got {shape}")
     return side
 
 
 def resize_positions(
     positions: Float[np.ndarray, "1 tokens hidden"], side: int
 ) -> Float[np.ndarray, "1 side*side+1 hidden"]:
-    """Position embeddings for `side` x `side` patches: linear between those there are.
+    """Interpolates position embeddings linearly for `side` x `side` patches.
 
-    Dosovitskiy et al. (arXiv:2010.11929), section 3.2; corners stay at corners, as in Google's
-    code. For checkpoints of either format, before `to_params`.
+    Source: Dosovitskiy et al. (arXiv:2010.11929), section 3.2. Corners stay at corners, as in
+    Google's code. Call it before `to_params`, with checkpoints of either format.
 
     Args:
-      positions: `[1, 1 + n * n, hidden]`, floating; the class token's comes first and stays.
-      side: patches of the new image size, `image_size // patch_size`.
+      positions: `[1, 1 + n * n, hidden]`, floating. The class token comes first and stays the same.
+      side: patches on a side of the new image, `image_size // patch_size`.
 
     Raises:
       ValueError: the patches of `positions` are not a square.

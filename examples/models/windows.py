@@ -1,4 +1,4 @@
-"""Windows of an image's feature map, as Swin attends in them (arXiv:2103.14030, section 3.2)."""
+"""Splits an image's feature map into Swin's windows (arXiv:2103.14030, section 3.2)."""
 
 import dataclasses
 from typing import Any
@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A map of height x width tokens in windows of size x size.
+    """Windows of size x size in a map of height x width tokens.
 
-    The map is padded with zeros, right and below, to a multiple of `size`; then it is rolled up
-    and left by `shift`, so that windows straddle those of a layer without a shift.
+    The map is padded with zeros on the right and below to a multiple of `size`. Then it is rolled
+    up and left by `shift`, so that windows straddle the windows of a layer without a shift.
     """
 
     height: int
@@ -34,7 +34,7 @@ class Windows:
     def join(
         self, windows: Float[Array, "batch windows size*size channels"]
     ) -> Float[Array, "batch height width channels"]:
-        """The inverse of `split`."""
+        """Inverts `split`."""
         batch, _, _, channels = windows.shape
         below, right = self._padding
         height, width, size = self.height + below, self.width + right, self.size
@@ -45,7 +45,7 @@ class Windows:
         return x[:, : self.height, : self.width]
 
     def is_padding(self) -> Bool[np.ndarray, "windows size*size"]:
-        """Which tokens of `split` are not of the map."""
+        """Returns which tokens of `split` are padding."""
         rows, columns = (
             np.roll(np.arange(length + padding) >= length, -self.shift)
             for length, padding in zip((self.height, self.width), self._padding, strict=True)
@@ -53,8 +53,10 @@ class Windows:
         return self._partition((rows[:, None] | columns)[None, ..., None])[0, ..., 0]
 
     def mask(self) -> Float[np.ndarray, "windows size*size size*size"]:
-        """0 where two tokens of a window are neighbours in the map, -100 where only the roll made
-        them so (-100 is Hugging Face's), float32.
+        """Returns a float32 mask for two tokens of a window.
+
+        It is 0 if they are neighbours in the map, and -100, as in Hugging Face's Swin, if only the
+        roll put them into one window.
         """
         rows, columns = (
             (np.arange(length + padding) >= length + padding - self.size).astype(int)
@@ -76,12 +78,12 @@ class Windows:
 
 
 def relative_position_index(size: int, table_size: int) -> Int[np.ndarray, "tokens tokens"]:
-    """The row of the relative position bias table for each two tokens of a window.
+    """Returns the row in the table of relative position biases for each pair of a window's tokens.
 
     Args:
-      size: of the window, at most `table_size`.
-      table_size: of the window that the table is for; it has (2 table_size - 1)^2 rows, one for
-        each offset.
+      size: the window's size, at most `table_size`.
+      table_size: the size of the table's own window. The table has (2 table_size - 1)^2 rows, one
+        for each offset.
     """
     coordinates = np.stack(np.meshgrid(*[np.arange(size)] * 2, indexing="ij")).reshape(2, -1)
     down, right = coordinates[:, :, None] - coordinates[:, None, :] + table_size - 1

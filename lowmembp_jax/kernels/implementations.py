@@ -39,7 +39,7 @@ def check_implementation(implementation: str | None, name: str = "implementation
             f"{implementation!r}"
         )
     if implementation == "triton" and (reason := pallas_kernels.triton.unavailable_reason()):
-        raise RuntimeError(f"{name}='triton' cannot run here: {reason}")
+        raise RuntimeError(f"{name}: 'triton' cannot run here: {reason}")
 
 
 @contextmanager

@@ -1,28 +1,31 @@
-"""What part of its published rates a GPU reaches, by measurements that others published.
+"""The fraction of its published rates that a GPU reaches, from published measurements.
 
-**Products.** `_CURVES` has medians of XLA's own table of measured products, 375 shapes a GPU
-(openxla/xla, `xla/service/gpu/model/matmul_interpolator_data.h`, Apache-2.0), by the power of two
-of their multiply-adds. `python examples/benchmarks/product_rates.py` makes it from the plugin that
-is installed. XLA's 8-bit floats of an H100 exceed its published rate and are left out.
+**Products.** `_CURVES` holds medians of XLA's own table of measured products, with 375 shapes for
+each GPU (openxla/xla, `xla/service/gpu/model/matmul_interpolator_data.h`, Apache-2.0). They are
+grouped by the power of two of their multiply-adds. `python examples/benchmarks/product_rates.py`
+makes the curves from the installed plugin. The curve of 8-bit floats on an H100 is missing, because
+XLA's numbers exceed the published rate.
 
-XLA times one product at a time. With one large product after another, as in a training step, the
-clock falls: TransformerEngine's forward products of a layer reach 0.90 of XLA's H100 on an H200 NVL
-and 0.86 of XLA's B200 on a B300 (docs/examples/gemm_profiling of NVIDIA/TransformerEngine). The
-curves are scaled by that.
+XLA times one product at a time. In a training step, one large product follows another and the clock
+falls. TransformerEngine's forward products of a layer reach 0.90 of XLA's H100 rate on an H200 NVL
+and 0.86 of XLA's B200 rate on a B300 (docs/examples/gemm_profiling of NVIDIA/TransformerEngine).
+The curves are scaled by these factors.
 
-An A100's large products are those of mamf-finder (271.2 of 312 TFLOP/s, stas00/ml-engineering), an
-A6000's and an RTX 4090's those of qhduan/transformers-benchmarks (95 of 154.8, 161 of 165.2).
+The A100's large products come from mamf-finder (271.2 of 312 TFLOP/s, stas00/ml-engineering). The
+A6000's (95 of 154.8) and the RTX 4090's (161 of 165.2) come from qhduan/transformers-benchmarks.
 
-A curve is read by how long a product would take at the published rate, and not by its size: a GPU
-with a sixth of the rate is as busy with a sixth of the multiply-adds. So it serves other dtypes and
-other GPUs. Where somebody measured only large products on a GPU, the curve is scaled to them.
+A curve is a function of a product's time at the published rate and not of its size, because a GPU
+with a sixth of the rate is as busy with a sixth of the multiply-adds. Therefore a curve also serves
+other dtypes and other GPUs. If only large products were measured on a GPU, the curve is scaled to
+them.
 
-**Bandwidth** is that of a kernel that writes as much as it reads: "scale" of te42kyfo/gpu-benches.
-Its H200 is not used. That kernel's loads do not fill it: the numbers still rise at full occupancy.
+**Bandwidth** is measured with a kernel that writes as much as it reads ("scale" of
+te42kyfo/gpu-benches). Its H200 numbers are not used: they still rise at full occupancy, so the
+kernel's loads do not fill the memory bandwidth.
 
-**Attention** is cuDNN's on an H100 with 4,096 tokens: with heads of 128, 518 TFLOP/s forward with a
-causal mask and 499 backward; with heads of 64, 408 forward and 417 backward (FlashAttention-3, Shah
-et al. 2024, arXiv:2407.08608, figures 5 and 6).
+**Attention** uses cuDNN's rates on an H100 with 4,096 tokens. With heads of 128 they are
+518 TFLOP/s forward with a causal mask and 499 backward. With heads of 64 they are 408 forward and
+417 backward (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, figures 5 and 6).
 """
 
 import dataclasses
@@ -32,27 +35,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Powers of two of the multiply-adds in XLA's table.
+#: The powers of two of the multiply-adds in XLA's table.
 SIZES = range(24, 39)
 
-#: Where nobody published a measurement.
+#: The source if nobody has published a measurement.
 UNCALIBRATED = "uncalibrated"
 
 
 class Curve(NamedTuple):
-    """The part of the published rate that products reach.
+    """The fractions of the published rate that products of growing size reach.
 
     Attributes:
-      first: seconds that the smallest would take at the published rate. Each next takes twice as
-        long.
-      parts: of the published rate, one for each.
+      first: seconds that the smallest product takes at the published rate. Each next one takes
+        twice as long.
+      parts: the fraction of the published rate for each product.
     """
 
     first: float
     parts: tuple[float, ...]
 
     def part(self, seconds: float) -> float:
-        """The part for a product that would take so long at the published rate."""
+        """Interpolates the fraction for a product that takes `seconds` at the published rate."""
         place = math.log2(seconds / self.first)
         return float(np.interp(place, range(len(self.parts)), self.parts))
 
@@ -83,13 +86,13 @@ _CURVES: dict[str, dict[str, Curve]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What part of its published rates a GPU reaches.
+    """The fraction of its published rates that a GPU reaches.
 
     Attributes:
-      curves: for products, by HLO dtype of the factors. Other dtypes take that of "bf16".
-      scale: of the curves.
-      bandwidth: the part of the published bandwidth.
-      products_source: who measured products.
+      curves: the curves of products, by HLO dtype of the factors. Other dtypes use "bf16".
+      scale: a factor for all curves.
+      bandwidth: the fraction of the published bandwidth.
+      products_source: who measured the products.
       bandwidth_source: who measured the bandwidth.
     """
 
@@ -100,27 +103,27 @@ class Calibration:
     bandwidth_source: str = UNCALIBRATED
 
     def product_seconds(self, dtype: str, seconds: float) -> float:
-        """Seconds of a product of this dtype that would take `seconds` at the published rate."""
+        """Estimates the seconds of a product that takes `seconds` at the published rate."""
         curve = self.curves.get(dtype) or self.curves["bf16"]
         return seconds / min(1.0, self.scale * curve.part(seconds)) if seconds else 0.0
 
     def attention_seconds(self, dtype: str, seconds: float, head_size: int) -> float:
-        """Likewise of flash attention with heads of this size."""
+        """Estimates the same for flash attention with heads of `head_size`."""
         reached = (500 if head_size >= 128 else 410) / 989.4
         return max(self.product_seconds(dtype, seconds), seconds / reached)
 
     def __str__(self) -> str:
         if self.products_source == self.bandwidth_source == UNCALIBRATED:
-            return f"{UNCALIBRATED}: as an H100's products and an A100's bandwidth"
+            return f"{UNCALIBRATED}: uses an H100's products and an A100's bandwidth"
         return f"products: {self.products_source}; bandwidth: {self.bandwidth_source}"
 
 
 def _scale(curve: str, measured: float, published: float) -> float:
-    """What takes the end of a curve to the TFLOP/s that large products reached."""
+    """Returns the factor that scales the end of a curve to the measured TFLOP/s."""
     return measured / published / _CURVES[curve]["bf16"].parts[-1]
 
 
-# TransformerEngine's four products of a layer, forward: 15,872 tokens, hidden 4,096, FFN 16,384.
+# TransformerEngine's four forward products of a layer: 15,872 tokens, hidden 4,096, FFN 16,384.
 _TE_TFLOP = 2 * 15872 * 4096 * (12288 + 4096 + 16384 + 16384) / 1e12
 _H200_NVL = _scale("h100", _TE_TFLOP / 10.653e-3, 835.5)
 _B300 = _scale("b200", _TE_TFLOP / 4.196e-3, 2375.5)
@@ -165,5 +168,5 @@ _CALIBRATIONS: dict[str, dict] = {
 
 
 def calibration(device: str) -> Calibration:
-    """The calibration of one of `lm.memory.DEVICES`; others are uncalibrated."""
+    """Returns the calibration of one of `lm.memory.DEVICES`. Other devices are uncalibrated."""
     return Calibration(**_CALIBRATIONS.get(device, {"curves": _CURVES["h100"]}))

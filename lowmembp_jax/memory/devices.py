@@ -1,4 +1,4 @@
-"""GPUs that XLA can compile for with none present: a target description each."""
+"""The GPUs that XLA can compile for without a GPU, each with a target description."""
 
 import contextlib
 import dataclasses
@@ -32,16 +32,17 @@ _SOURCES = {
     "b300": "XLA's description of an NVIDIA B300 (openxla/xla, target_config/specs/b300.txtpb)",
 }
 
-#: Names that `device=` takes; a path to a target description of your own is taken too.
+#: The names that `device=` accepts. It also accepts the path of your own target description.
 DEVICES: tuple[str, ...] = tuple(_SOURCES)
 
-# FLOPs a clock and multiprocessor of the tensor cores, dense, with float32 accumulation: of 16-bit
-# floats, relative to which TF32 has half and 8 bits twice the rate, and the dtypes there are; and
-# of float64, on tensor cores (8.0, 9.0, 10.0) or without.
+# By compute capability: FLOPs of 16-bit floats, the supported dtypes, and FLOPs of float64. FLOPs
+# are per clock and multiprocessor, dense, on tensor cores with float32 accumulation. TF32 has half
+# the rate of 16-bit floats, and 8-bit dtypes have twice the rate. Only 8.0, 9.0 and 10.0 compute
+# float64 on tensor cores.
 _INT8 = ("s8", "u8")
 _AMPERE = ("f16", "bf16", "f32", *_INT8)
 _HOPPER = (*_AMPERE, "f8e4m3fn", "f8e5m2")
-# What Blackwell Ultra kept of int8 is not known here: it counts as without matrix units.
+# The int8 rate of Blackwell Ultra is unknown here, so int8 counts as having no matrix units.
 _BLACKWELL_ULTRA = ("f16", "bf16", "f32", "f8e4m3fn", "f8e5m2")
 _MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...], int]] = {
     (7, 0): (1024, ("f16",), 64),
@@ -54,15 +55,15 @@ _MATRIX: dict[tuple[int, int], tuple[int, tuple[str, ...], int]] = {
     (10, 3): (8192, _BLACKWELL_ULTRA, 4),
     (12, 0): (1024, _HOPPER, 4),
 }
-# GHz behind the published matrix rates where the highest clock is above it.
+# The clock of the published matrix rates in GHz, if it is below the highest clock.
 _MATRIX_CLOCK = {(9, 0): 1.83, (10, 0): 1.856, (10, 3): 1.8353}
-# Of a card with less power than others of its capability.
+# The same for a card with less power than others of its compute capability.
 _OWN_MATRIX_CLOCK = {"NVIDIA H200 NVL": 1.545}
 
-# At whose rate other types are multiplied.
+# Dtypes that are multiplied at the rate of another dtype.
 _RATED = {"c64": "f32 highest", "c128": "f64"}
 
-# JAX 0.11 lowers Pallas kernels for GPUs on a list of names: one there of each capability.
+# JAX 0.11 lowers Pallas kernels only for GPUs on a list of names. Here is one for each capability.
 _PALLAS_KINDS = {
     (8, 0): "NVIDIA A100",
     (8, 6): "NVIDIA A10",
@@ -73,12 +74,12 @@ _PALLAS_KINDS = {
     (12, 0): "NVIDIA RTX PRO 6000",
 }
 
-#: GPUs of a host where there are several hosts, and how many GPUs can be planned for.
+#: GPUs on each of several hosts, and the largest number of GPUs that can be planned for.
 PER_HOST, MOST = 8, 512
-#: Numbers of GPUs that there can be, in words.
+#: The possible numbers of GPUs in words.
 COUNTS = f"1 to {PER_HOST}, or whole hosts of {PER_HOST} up to {MOST}"
 
-#: XLA's GPU compiler: modules and the wheels that have them, for CUDA 12 and for CUDA 13.
+#: The modules of XLA's GPU compiler and the wheels that hold them, for CUDA 12 and for CUDA 13.
 WHEELS = (
     {
         "jax_cuda12_plugin": "jax-cuda12-plugin",
@@ -95,21 +96,21 @@ WHEELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a GPU has and can, as published.
+    """The published memory size and rates of a GPU.
 
     Attributes:
-      name: as given to `device=`.
-      description: as CUDA calls it.
+      name: the name that `device=` takes.
+      description: CUDA's name.
       capability: CUDA compute capability, such as (9, 0).
-      memory_bytes: what CUDA reports, a little less than is printed on the box.
-      bandwidth: of that memory, bytes/s.
+      memory_bytes: memory size that CUDA reports, a little less than the advertised size.
+      bandwidth: memory bandwidth, bytes/s.
       matrix_flops: FLOP/s of dense matrix products with float32 accumulation, by HLO dtype of
         the operands. "f32" is TF32, which JAX uses by default. "f64" is the rate of float64 with
-        matrix units or without. Another dtype that is not there has no matrix units and runs at
+        matrix units or without. Other missing dtypes have no matrix units and run at
         `vector_flops`.
-      vector_flops: float32 FLOP/s of everything else, a fused multiply-add counted as two.
+      vector_flops: float32 FLOP/s of everything else. A fused multiply-add counts as two FLOPs.
       source: where the numbers are published.
-      calibration: what part of them the GPU reaches.
+      calibration: the fraction of the published rates that the GPU reaches.
     """
 
     name: str
@@ -123,11 +124,11 @@ class Device:
     calibration: Calibration
 
     def product_seconds(self, flops: float, dtype: str) -> float:
-        """Seconds that a matrix product is estimated to take, by FLOPs and dtype of the factors."""
+        """Estimates the seconds of a matrix product from its FLOPs and its factors' dtype."""
         return self.calibration.product_seconds(dtype, flops / self._rate(dtype))
 
     def attention_seconds(self, flops: float, dtype: str, head_size: int) -> float:
-        """Seconds that flash attention is estimated to take."""
+        """Estimates the seconds of flash attention."""
         return self.calibration.attention_seconds(dtype, flops / self._rate(dtype), head_size)
 
     def _rate(self, dtype: str) -> float:
@@ -135,20 +136,20 @@ class Device:
 
     @property
     def reached_bandwidth(self) -> float:
-        """Bytes/s of the memory that kernels are estimated to reach."""
+        """The memory bandwidth in bytes/s that kernels are estimated to reach."""
         return self.bandwidth * self.calibration.bandwidth
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s to the host's memory or from it: 16 lanes of the PCIe of its generation."""
+        """Bytes/s to or from the host's memory, over 16 lanes of the GPU's PCIe generation."""
         return {7: 16e9, 8: 32e9}.get(self.capability[0], 64e9)
 
     def times(self, count: int) -> str:
-        """What so many of them are called."""
+        """Describes `count` of these GPUs."""
         return self.description if count == 1 else f"{count} x {self.description}"
 
     def usable_bytes(self, fraction: float = 0.75) -> int:
-        """What JAX's allocator takes of the memory: `XLA_CLIENT_MEM_FRACTION`, 0.75."""
+        """Returns the bytes that JAX's allocator takes (`XLA_CLIENT_MEM_FRACTION`, 0.75)."""
         return int(self.memory_bytes * fraction)
 
 
@@ -160,9 +161,9 @@ def _absent(module: str) -> bool:
 
 
 def missing_wheels() -> list[str]:
-    """The Python packages that compiling for a GPU needs and this environment lacks.
+    """Returns the missing Python packages of XLA's GPU compiler.
 
-    Those of CUDA 12 or of CUDA 13, of which fewer are missing.
+    They are for CUDA 12 or CUDA 13, whichever has fewer missing packages.
     """
     missing = [[w for module, w in wheels.items() if _absent(module)] for wheels in WHEELS]
     return min(missing, key=len)
@@ -170,10 +171,10 @@ def missing_wheels() -> list[str]:
 
 @contextlib.contextmanager
 def says_how_to_install_cudnn() -> Iterator[None]:
-    """For what traces a function: JAX asks for cuDNN when it meets cuDNN's flash attention.
+    """Explains how to install cuDNN, around code that traces a function with its flash attention.
 
     Raises:
-      ImportError: in place of JAX's error, where cuDNN's wheel is missing.
+      ImportError: cuDNN's wheel is missing. It replaces JAX's error.
     """
     try:
         yield
@@ -187,40 +188,42 @@ def says_how_to_install_cudnn() -> Iterator[None]:
 
 
 def target_config(device: str | os.PathLike[str]) -> str:
-    """The target description of a GPU: the text of a `GpuTargetConfigProto`.
+    """Returns a GPU's target description, the text of a `GpuTargetConfigProto`.
 
     Raises:
-      ValueError: no such device.
+      ValueError: the device is unknown.
     """
     if device in DEVICES:
         return (_TARGETS / f"{device}.txtpb").read_text()
     if Path(device).is_file():
         return Path(device).read_text()
     raise ValueError(
-        f"device={str(device)!r} is not known: accepted are {', '.join(DEVICES)} "
-        f"or the path of a target description"
+        f"device: expected one of {', '.join(DEVICES)}, or the path of a target description, "
+        f"got {str(device)!r}"
     )
 
 
 def get_device(device: str | os.PathLike[str]) -> Device:
-    """What a GPU has and can, from its target description.
+    """Reads a GPU's sizes and rates from its target description.
 
-    The matrix rate is multiprocessors x clock x FLOPs a clock of its compute capability, which
-    gives the published numbers. GeForce cards have half of it with float32 accumulation.
+    The matrix rate is multiprocessors x clock x FLOPs per clock of the compute capability. This
+    gives the published numbers. GeForce cards have half that rate with float32 accumulation.
 
     Args:
       device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
 
     Raises:
-      ValueError: no such device; the description lacks a field, or its compute capability is one
-        whose matrix rate is not known here.
+      ValueError: the device is unknown; its description lacks a field; or the matrix rate of its
+        compute capability is unknown.
     """
     config = target_config(device)
     fields = dict(re.findall(r"^\s*(\w+):\s*\"?([^\"\n]*)\"?", config, re.MULTILINE))
 
     def field(name: str) -> str:
         if name not in fields:
-            raise ValueError(f"device={str(device)!r}: its target description has no {name}")
+            raise ValueError(
+                f"device: expected a target description with {name}, got none in {str(device)!r}"
+            )
         return fields[name]
 
     found = re.search(r"cuda_compute_capability\s*\{(.*?)\}", config, re.DOTALL)
@@ -229,8 +232,8 @@ def get_device(device: str | os.PathLike[str]) -> Device:
     if capability not in _MATRIX:
         known = ", ".join(f"{major}.{minor}" for major, minor in _MATRIX)
         raise ValueError(
-            f"device={str(device)!r} has cuda_compute_capability {capability[0]}.{capability[1]}: "
-            f"accepted are {known}"
+            f"device: expected cuda_compute_capability {known}, got "
+            f"{capability[0]}.{capability[1]} in {str(device)!r}"
         )
     cores, clock = int(field("core_count")), float(field("clock_rate_ghz")) * 1e9
     per_clock, dtypes, per_clock_f64 = _MATRIX[capability]
@@ -238,7 +241,7 @@ def get_device(device: str | os.PathLike[str]) -> Device:
     relative = {"f32": 0.5, "f8e4m3fn": 2.0, "f8e5m2": 2.0, "s8": 2.0, "u8": 2.0}
     if "GeForce" in description:
         per_clock //= 2
-        relative |= dict.fromkeys(_INT8, 4.0)  # integers are accumulated at the full rate
+        relative |= dict.fromkeys(_INT8, 4.0)  # they accumulate integers at the full rate
     most = _OWN_MATRIX_CLOCK.get(description, _MATRIX_CLOCK.get(capability, float("inf")))
     matrix = cores * per_clock * min(clock, most * 1e9)
     rates = {dtype: matrix * relative.get(dtype, 1.0) for dtype in dtypes}
@@ -256,7 +259,7 @@ def get_device(device: str | os.PathLike[str]) -> Device:
 
 
 def is_count(count: int) -> bool:
-    """Whether so many GPUs can be planned for."""
+    """Whether this number of GPUs can be planned for."""
     return 1 <= count <= PER_HOST or (count % PER_HOST == 0 and PER_HOST <= count <= MOST)
 
 
@@ -264,23 +267,23 @@ def is_count(count: int) -> bool:
 def topology(
     device: str | os.PathLike[str] = "h200", count: int = 1
 ) -> topologies.TopologyDescription:
-    """The devices of a host with up to 8 GPUs of a kind, or of several with 8, for compiling only.
+    """Describes one host with up to 8 equal GPUs, or several hosts with 8, for compiling only.
 
     Args:
       device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
-      count: how many, 1 to 8 or a multiple of 8 up to 512.
+      count: the number of GPUs: 1 to 8, or a multiple of 8 up to 512.
 
     Returns:
-      A `jax.experimental.topologies.TopologyDescription`; its `.devices` go into a `Mesh` or a
+      A `jax.experimental.topologies.TopologyDescription`. Use its `.devices` in a `Mesh` or a
       `SingleDeviceSharding` for `jax.jit(...).lower`.
 
     Raises:
-      ValueError: no such device, see `get_device`, or no such count.
+      ValueError: the device is unknown (see `get_device`), or the count is impossible.
       ImportError: a wheel with XLA's GPU compiler is missing.
     """
     config, capability = target_config(device), get_device(device).capability
     if not is_count(count):
-        raise ValueError(f"count={count} GPUs: accepted are {COUNTS}")
+        raise ValueError(f"count: expected {COUNTS}, got {count}")
     hosts, on_each = max(count // PER_HOST, 1), min(count, PER_HOST)
     if (device == "a6000" or device not in DEVICES) and capability in _PALLAS_KINDS:
         config = re.sub(
@@ -299,8 +302,8 @@ def topology(
         target_config=config,
         topology=f"1x{hosts}x{on_each}",
     )
-    # Once, here or when the first array is made, JAX looks for all of CUDA's libraries, most of
-    # which only running needs. Where it did not find them it went on without the plugin.
+    # JAX looks for all CUDA libraries once, here or when the first array is made. Compiling needs
+    # only a few of them. If JAX did not find them all, it went on without the plugin.
     absent = _SKIP not in os.environ
     os.environ.setdefault(_SKIP, "1")
     try:

@@ -1,4 +1,4 @@
-"""What a training step takes of a GPU's memory, planned with no GPU."""
+"""Plans the GPU memory of a training step without a GPU."""
 
 import dataclasses
 import functools
@@ -36,11 +36,11 @@ from lowmembp_jax.memory.sizes import as_bytes
 
 
 class LoweredStep(NamedTuple):
-    """A step that is traced and not compiled."""
+    """A step that is traced but not compiled."""
 
     lowered: jax.stages.Lowered
-    args: tuple[Any, ...]  # with their shardings
-    arguments: list[Argument]  # the arrays in them
+    args: tuple[Any, ...]  # abstract, with shardings
+    arguments: list[Argument]  # the arrays in `args`
     device: Device
     memory_fraction: float
     link_bandwidth: float | None
@@ -63,46 +63,49 @@ def plan(
     link_bandwidth: int | str | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Plan:
-    """Compiles a whole training step for a GPU, with no GPU, and says what is in its memory.
+    """Compiles a whole training step for a GPU, without one, and returns its memory plan.
 
-    All numbers are of XLA's own buffer assignment for that GPU. They hold what the program
-    allocates: CUDA's context, libraries' handles and whatever else the process keeps on the GPU
-    come on top.
+    The bytes come from XLA's own buffer assignment for that GPU. They are what the program
+    allocates. CUDA's context, library handles and other allocations of the process come on top.
 
     Args:
-      step: the step, for instance `(state, batch) -> (state, loss)`; `jax.jit` is not needed.
-      *abstract_args: its arguments, arrays or `jax.ShapeDtypeStruct`s, in pytrees. NNX modules and
-        an `nnx.Optimizer` may be among them, such as those of `nnx.eval_shape`: a step that writes
-        into them is in `nnx.jit`, and is planned as a function of their states. What is no array,
-        such as a number of Python, a mode or a field of an Equinox module, is a constant.
+      step: the step, for example `(state, batch) -> (state, loss)`. It needs no `jax.jit`.
+      *abstract_args: its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`s. They may hold NNX
+        modules and an `nnx.Optimizer`, for example from `nnx.eval_shape`. A step that writes to
+        them must be in `nnx.jit`, and is planned as a function of their states. Everything else is
+        a constant: Python numbers, modes, non-array fields of Equinox modules.
       device: one of `lm.memory.DEVICES`, or the path of a target description.
       mesh: see `lm.memory.compile_for`.
-      in_shardings: see `lm.memory.compile_for`. Where neither these nor `out_shardings` nor the
-        arguments nor the step say how anything is sharded over several devices, these share the
-        batch's arrays along the first axis of the mesh. The notes say what is replicated.
+      in_shardings: see `lm.memory.compile_for`. If neither the shardings, the arguments nor the
+        step say how to shard over several devices, the devices share the batch's arrays along the
+        first axis of the mesh. The notes say what is replicated.
       out_shardings: see `lm.memory.compile_for`.
-      donate: numbers of the arguments whose memory the outputs take, as `donate_argnums` of
-        `jax.jit`; None takes those of `step` if that is in `jax.jit`, `nnx.jit` or Equinox's
+      donate: numbers of the arguments whose memory the outputs may reuse, like `donate_argnums` of
+        `jax.jit`. None takes the step's own, if it is in `jax.jit`, `nnx.jit` or Equinox's
         `filter_jit`.
-      parts: a pytree prefix of the arguments with one of "parameters", "optimizer_state", "batch"
-        and "gradients" each, such as `("parameters", "optimizer_state", "batch")`. By default
-        the program tells, by what is differentiated and what comes back, the types of optax's
-        states and NNX's variables, and for the rest names, such as `state.frozen`.
-      memory_fraction: of the GPU's memory that is JAX's: `XLA_CLIENT_MEM_FRACTION`.
-      budget: bytes that each device may use, or a size such as "24GB"; `fits` is about it. By
-        default what is JAX's.
+      parts: a pytree prefix of the arguments with "parameters", "optimizer_state", "batch" or
+        "gradients" for each, such as `("parameters", "optimizer_state", "batch")`. If None, the
+        planner finds the parts from the program (which arrays are differentiated and which are
+        returned), the types of Optax states and NNX variables, and names such as `state.frozen`.
+      memory_fraction: the fraction of the GPU's memory that JAX takes (`XLA_CLIENT_MEM_FRACTION`).
+      budget: the bytes that each device may use, or a size such as "24GB". `fits` compares the peak
+        with it. None stands for the memory that JAX takes.
       link_bandwidth: bytes a second that a device sends to others, or a size such as "50GB", for
-        the estimated time. By default the time on the links is left out.
-      compiler_options: of XLA, beside and before those of `step` if that is in `jax.jit`.
+        the estimated time. If None, the estimate leaves out the time on the links.
+      compiler_options: XLA's options. They are added to the options of a jitted `step` and override
+        them.
+
+    Returns:
+      The plan. Its memory is in bytes for each device, and its times are estimates.
 
     Raises:
-      ValueError: a name in `parts` is not known, `memory_fraction` is not in (0, 1], the step
-        cannot be called with these arguments, or as `lm.memory.compile_for` raises.
+      ValueError: a name in `parts` is unknown; `memory_fraction` is not in (0, 1]; the step cannot
+        be called with these arguments; or `lm.memory.compile_for` raises it.
       ImportError: a wheel with XLA's GPU compiler, or cuDNN, is missing.
 
     Warns:
-      UserWarning: the step computes gradients, and no argument is a parameter, or nothing that it
-        returns is made of them, or it returns neither new parameters nor gradients.
+      UserWarning: the step computes gradients, but no argument is a parameter, or no result depends
+        on the gradients, or it returns neither gradients nor new parameters.
     """
     limit = as_bytes("budget", budget)
     made = plan_lowered(
@@ -135,7 +138,7 @@ def lower_step(
     in_shardings: Any = None,
     **shardings: Any,
 ) -> LoweredStep:
-    """What `plan` does before it compiles; the same arguments."""
+    """Traces and lowers a step for `plan`, with the same arguments."""
     if not 0 < memory_fraction <= 1:
         raise StepError(f"memory_fraction: expected a number in (0, 1], got {memory_fraction}")
     bandwidth = as_bytes("link_bandwidth", link_bandwidth)
@@ -155,13 +158,13 @@ def lower_step(
     if not made.jaxpr.outvars and not any(map(is_reference, made.jaxpr.invars)):
         raise StepError(
             "step: expected it to return arrays, such as the new parameters, got none: XLA drops "
-            "what is not returned"
+            "work whose results are not returned"
         )
     named = arguments(*close_over_constants(step, abstract_args), parts, made.jaxpr)
     notes = made.notes
     if not made.is_said and (shared := batch_shardings(made.args, named)) is not None:
         made = lower(in_shardings=shared)
-        notes += ("nothing says how arguments are sharded: the devices share the batch",)
+        notes += ("no sharding is given: the devices share the batch",)
     warn_of_lost_work(made.jaxpr, named)
     return LoweredStep(
         made.lowered,
@@ -179,7 +182,7 @@ def lower_step(
 def _compiled(
     step: LoweredStep, **options: Any
 ) -> tuple[jax.stages.Compiled, tuple[str, ...], buffers.BufferAssignment]:
-    """Compiles with more options than the step has; the notes are for a `Plan`."""
+    """Compiles with more options than the step has; returns the program, notes and buffers."""
     with tempfile.TemporaryDirectory(prefix=f"lowmembp_jax-{os.getpid()}-") as directory:
         dumps = {
             "xla_dump_to": directory,
@@ -193,11 +196,11 @@ def _compiled(
 
 
 def plan_lowered(step: LoweredStep) -> Plan:
-    """What `plan` does from compiling on."""
+    """Compiles a lowered step and plans its memory."""
     compiled, notes, assignment = _compiled(step)
     program = hlo.parse(compiled.as_text() or "")
     on_device = program.entry.parameters
-    # Ordered callbacks: tokens come first, and take no memory.
+    # The tokens of ordered callbacks come first and take no memory.
     tokens = len(on_device) - len(step.arguments)
     named = [Argument("token", "batch", ())] * tokens + step.arguments
     is_parameter = [argument.part == "parameters" for argument in named]

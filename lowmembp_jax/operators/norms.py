@@ -61,7 +61,7 @@ class NormSpec:
             raise ValueError(f"epsilon: expected a finite number from 0 on, got {self.epsilon}")
 
     def kept(self, scale, trains_scale: bool) -> Literal["output", "input", "normalized"]:
-        """The array that the backward reads."""
+        """Chooses the array that the backward reads."""
         if self.residual == "output" or (self.residual == "normalized" and scale is None):
             return "output"
         x, out = self.x_dtype.itemsize, self.dtype.itemsize
@@ -105,7 +105,7 @@ def normalize(
         split = any(a is not None and a.size != x.shape[-1] for a in (scale, bias))
         if mask is not None or spec.axes != (x.ndim - 1,) or split:
             raise ValueError(
-                f"implementation={spec.implementation!r} normalizes only over the last axis, with "
+                f"implementation: {spec.implementation!r} normalizes only over the last axis, with "
                 f"parameters of that axis and no mask, got reduction axes {spec.axes} of {x.ndim} "
                 f"and mask={None if mask is None else mask.shape}; choose 'xla'"
             )

@@ -1,1 +1,1 @@
-"""Notes of a plan: what costs memory without need, what helps, and where a plan may be wrong."""
+"""The notes of a plan: wasted memory, what saves it, and where the plan may be wrong."""

@@ -1,4 +1,4 @@
-"""Whole logits of a vocabulary at the peak, which `lm.linear_cross_entropy` does without."""
+"""Notes logits of a whole vocabulary at the peak, which `lm.linear_cross_entropy` avoids."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -8,17 +8,17 @@ from lowmembp_jax.memory.classification.arguments import Argument
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.sizes import format_bytes
 
-# What stands between the sum and the logarithm of a logsumexp.
+# Primitives between the sum and the logarithm of a logsumexp.
 _BETWEEN = {"abs", "broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
 _OURS = "linear_cross_entropy"
 
 
 def vocabularies(jaxpr: Any, arguments: Iterable[Argument]) -> frozenset[int]:
-    """How many words the losses of a step tell apart.
+    """Returns the sizes of the vocabularies that a step's losses reduce.
 
-    A vocabulary is the last axis of what a logsumexp reduces, and an axis of a matrix among the
-    parameters: attention has logsumexps too, over keys. There are none in a step that uses
-    `lm.linear_cross_entropy`.
+    A vocabulary is the last axis of an array that a logsumexp reduces. It is also an axis of a
+    matrix among the parameters, because attention has logsumexps over keys. A step that uses
+    `lm.linear_cross_entropy` has no vocabularies.
     """
     axes = {
         size
@@ -35,7 +35,7 @@ def vocabularies(jaxpr: Any, arguments: Iterable[Argument]) -> frozenset[int]:
 
 
 def _reduced(jaxpr: Any) -> Iterator[int]:
-    """The last axes over which one jaxpr takes a logsumexp."""
+    """Yields the sizes of the last axes over which one jaxpr takes a logsumexp."""
     exponentials: dict[Any, int] = {}
     sums: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
@@ -57,13 +57,13 @@ def _reduced(jaxpr: Any) -> Iterator[int]:
 def whole_logits(
     live: Sequence[LiveBuffer], vocabularies: Iterable[int], devices: int, peak: int
 ) -> Iterator[str]:
-    """A note for a `Plan`, where float32 logits are a tenth of the peak.
+    """Yields a note for a `Plan` if float32 logits take a tenth of the peak.
 
     Args:
-      live: what is in memory at the peak.
-      vocabularies: how many words there are.
-      devices: which may share the words.
-      peak: bytes.
+      live: the buffers in memory at the peak.
+      vocabularies: the sizes of the vocabularies, in words.
+      devices: the number of devices, which may share the words.
+      peak: peak memory in bytes.
     """
     for words in sorted(vocabularies):
         split = {words / part for part in range(1, devices + 1) if devices % part == 0}
@@ -71,7 +71,7 @@ def whole_logits(
             buffer
             for buffer in live
             if buffer.shape.startswith("f32[") and float(_last(buffer.shape)) in split
-            # A float32 kernel and its gradient have the words as an axis too.
+            # A float32 kernel and its gradient also have an axis of words.
             and buffer.op and buffer.source
             and buffer.part not in ("gradients", "outputs", "optimizer_state")
         ]  # fmt: skip
@@ -79,8 +79,8 @@ def whole_logits(
         if 10 * total >= peak and found:
             yield (
                 f"float32 logits of {words:,} words take {format_bytes(total)} at the peak "
-                f"({found[0].source}). To have only a tile of them in memory, write loss = "
-                f"lm.linear_cross_entropy(hidden, kernel, labels) in place of the last product "
+                f"({found[0].source}). To keep only one tile of them in memory, write loss = "
+                f"lm.linear_cross_entropy(hidden, kernel, labels) instead of the last product "
                 f"and the loss"
             )
 

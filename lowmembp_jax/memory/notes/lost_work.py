@@ -1,4 +1,4 @@
-"""What XLA drops from a training step because nothing that is returned needs it."""
+"""Warns if XLA drops work from a training step because no result needs it."""
 
 import warnings
 from collections import Counter
@@ -12,7 +12,7 @@ from lowmembp_jax.memory.classification.arguments import Argument
 
 
 def has_backward(jaxpr: Any) -> bool:
-    """Whether a trace holds operations of a backward, also inside the functions that it calls."""
+    """Whether a trace, or a function that it calls, holds operations of a backward pass."""
     return any(
         "transpose(" in str(equation.source_info.name_stack)
         or any(map(has_backward, jaxprs.bodies(equation)))
@@ -21,37 +21,38 @@ def has_backward(jaxpr: Any) -> bool:
 
 
 def without_unused(jaxpr: Any) -> Any:
-    """The trace without what no output needs."""
+    """Returns the trace without the operations that no output needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def warn_of_lost_work(jaxpr: Any, arguments: Sequence[Argument]) -> None:
-    """Warns where the plan of a training step would not be that of the training.
+    """Warns if the planned step does less than real training.
 
     Args:
-      jaxpr: of the step; its inputs are `arguments`.
-      arguments: which of them are parameters and optimizer state.
+      jaxpr: the step's jaxpr; its inputs are `arguments`.
+      arguments: the step's arrays, with the parts that they belong to.
     """
-    if not has_backward(jaxpr):  # of evaluation
+    if not has_backward(jaxpr):  # an evaluation step
         return
     if not any(argument.part == "parameters" for argument in arguments):
         _warn(
-            "no argument of the step is a parameter: call the argument `params`, or give `parts`",
+            "step: expected a parameter among its arguments, got none: name the argument "
+            "`params`, or pass `parts`",
         )
     if not has_backward(without_unused(jaxpr)):
         _warn(
-            "the step computes gradients and returns nothing that is made of them, so that XLA "
-            "drops the backward: return the new parameters"
+            "step: no result depends on the gradients, so XLA drops the backward pass: return the "
+            "new parameters"
         )
     elif not _returns_parameters(jaxpr, arguments):
         _warn(
-            "the step computes gradients and returns neither them nor new parameters, so that XLA "
-            "drops what only those need: return the new parameters"
+            "step: it computes gradients but returns neither gradients nor new parameters, so XLA "
+            "drops the work that only they need: return the new parameters"
         )
 
 
 def _returns_parameters(jaxpr: Any, arguments: Sequence[Argument]) -> bool:
-    """Whether more arrays of a parameter's shape are returned than the optimizer's state has."""
+    """Whether the step returns more arrays of a parameter's shape than the optimizer has."""
     shapes = _shapes(arguments, "parameters")
     inputs = set(map(id, jaxpr.invars))
     returned = Counter(

@@ -1,4 +1,4 @@
-"""Where a plan may be wrong: XLA wrote what is not understood, or counts other bytes itself."""
+"""Notes where a plan may be wrong: unparsed lines of XLA's text, or sums that differ from XLA's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,12 +8,12 @@ from lowmembp_jax.memory.parsing.hlo_text import Program
 
 
 def doubts(assignment: BufferAssignment, program: Program, analysis: Any) -> tuple[str, ...]:
-    """Notes for a `Plan`; none where all was understood and the sums agree.
+    """Returns notes for a `Plan`; none if every line was understood and the sums agree.
 
     Args:
-      assignment: whose allocations the plan's parts are of.
-      program: whose instructions tell the parts and the cost.
-      analysis: `jax.stages.Compiled.memory_analysis()`, of the same compilation.
+      assignment: the buffer assignment that gives the plan's parts.
+      program: the program that gives the parts and the cost.
+      analysis: `jax.stages.Compiled.memory_analysis()` of the same compilation.
     """
     return (
         *_of_lines("buffer assignment", assignment.not_understood, "the parts may be off"),
@@ -42,6 +42,6 @@ def _of_sums(allocated: int, analysis: Any) -> Iterator[str]:
     if allocated != total:
         yield (
             f"XLA's memory_analysis() has {total:,} bytes and its buffer assignment {allocated:,}: "
-            f"the parts and the peak, which are of the latter, may be off by "
+            f"the parts and the peak come from the buffer assignment and may be off by "
             f"{abs(total - allocated):,} bytes"
         )

@@ -1,4 +1,4 @@
-"""Optimizer state that could be stored in 8 bits."""
+"""Notes optimizer state that could be stored in 8 bits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,11 +7,11 @@ from lowmembp_jax.memory.sizes import format_bytes
 
 
 def wide_state(live: Sequence[LiveBuffer], parts: Mapping[str, int]) -> Iterator[str]:
-    """A note for a `Plan`, where float32 optimizer state is the largest part.
+    """Yields a note for a `Plan` if float32 optimizer state is the largest part.
 
     Args:
-      live: what is in memory at the peak.
-      parts: bytes at the peak, by part.
+      live: the buffers in memory at the peak.
+      parts: the bytes of each part at the peak.
     """
     wide = sum(
         buffer.bytes

@@ -1,10 +1,10 @@
-"""Products whose operands XLA pads, to split them over the GPU.
+"""Notes products whose operands XLA pads before it splits them over the GPU.
 
-A product of few results and many terms, such as the gradient of a LoRA matrix by all rows of a
-batch, would keep most of a GPU idle: XLA's split-K makes 2 to 2,048 products of it. Where the terms
-are no multiple of that, it copies both operands with zeros behind them. The scheduler sees copies
-that free nothing and puts them off, with unrolled layers until the end of the backward: all
-operands stay until then, as under no checkpointing.
+A product with few results and many terms leaves most of a GPU idle. An example is the gradient of a
+LoRA matrix, which sums over all rows of a batch. XLA's split-K turns it into 2 to 2,048 products.
+If the number of terms is not a multiple of that, XLA copies both operands and appends zeros. The
+copies free no memory, so the scheduler delays them. With unrolled layers it delays them to the end
+of the backward pass, and all operands stay alive until then, as without checkpointing.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,26 +15,26 @@ from lowmembp_jax.memory.parsing.hlo_text import Instruction, Program
 from lowmembp_jax.memory.sizes import format_bytes
 
 _SPLIT_K = "xla_gpu_experimental_force_split_k"
-_MULTIPLE = 64  # cuBLAS has operands padded too, to a multiple of 8
+_MULTIPLE = 64  # XLA also pads operands for cuBLAS, to a multiple of 8
 
 
 class _Pad(NamedTuple):
     bytes: int
     terms: int
     padded: int
-    ready: int  # the place in the schedule of the last operand
-    place: int
+    ready: int  # the last operand's index in the schedule
+    place: int  # the copy's index in the schedule
 
 
 def padded_products(
     program: Program, peak: int, peak_with: Callable[[str, Any], int]
 ) -> Iterator[str]:
-    """A note for a `Plan`, where copies that wait are a quarter of the peak.
+    """Yields a note for a `Plan` if delayed copies hold a quarter of the peak.
 
     Args:
-      program: what is planned.
-      peak: bytes.
-      peak_with: compiles with an option, and gives the peak.
+      program: the planned program.
+      peak: peak memory in bytes.
+      peak_with: compiles with one more compiler option and returns the peak in bytes.
     """
     places = {name: place for place, name in enumerate(program.entry.instructions)}
     every = program.entry.instructions.values()
@@ -48,17 +48,17 @@ def padded_products(
     multiple = max(pad.padded & -pad.padded for pad in pads)  # powers of 2
     without = peak_with(_SPLIT_K, 1)
     helps = f". With the compiler option {_SPLIT_K}=1 the peak is {format_bytes(without)}"
-    helps += f" in place of {format_bytes(peak)}, and these products are slower"
+    helps += f" instead of {format_bytes(peak)}, and these products are slower"
     yield (
         f"XLA pads {len(pads)} operands of products that it splits, such as {most.terms:,} rows to "
-        f"{most.padded:,}, and puts them off: {format_bytes(waiting)} wait at once. A batch whose "
-        f"rows are a multiple of {multiple} or more may take much less"
+        f"{most.padded:,}, and delays the copies: {format_bytes(waiting)} wait at once. A batch "
+        f"whose rows are a multiple of {multiple} or more may take much less"
         + (helps if without < 0.95 * peak else "")
     )
 
 
 def _pads(program: Program, instruction: Instruction, places: dict[str, int]) -> Iterator[_Pad]:
-    """What is no pad of JAX's, which would have a name."""
+    """Yields the instruction if it is XLA's own pad. A pad from JAX has a name."""
     if instruction.opcode != "fusion":
         return
     called = program.computations[instruction.calls[0]]
@@ -73,6 +73,6 @@ def _pads(program: Program, instruction: Instruction, places: dict[str, int]) ->
 
 
 def _added(pad: Instruction) -> list[int]:
-    """How many elements are behind each axis: `padding=0_80x0_0`."""
+    """Returns the number of elements that are appended to each axis: `padding=0_80x0_0`."""
     axes = pad.attribute("padding").split("x")
     return [int(axis.split("_")[1]) for axis in axes]

@@ -1,4 +1,4 @@
-"""What each device has whole of a step's arguments, and what devices share by default."""
+"""Shards the batch by default, and notes the arguments that every device holds whole."""
 
 import math
 from collections import Counter
@@ -12,22 +12,22 @@ from lowmembp_jax.memory.classification.arguments import Argument
 from lowmembp_jax.memory.lowering.meshes import is_on_host
 from lowmembp_jax.memory.sizes import array_bytes, format_bytes
 
-# Parts whose whole arrays are below this share of all arguments are not told.
+# The note leaves out parts whose whole arrays are below this fraction of all arguments.
 _TOLD = 1e-3
 
 
 def batch_shardings(args: tuple[Any, ...], named: Sequence[Argument]) -> Any:
-    """Shardings of a batch along the mesh's first axis.
+    """Shards a batch along the mesh's first axis.
 
-    The batch's size is the first one of its largest array.
+    The batch size is the first axis of the batch's largest array.
 
     Args:
       args: abstract arguments, sharded over a mesh.
       named: the arrays in `args`.
 
     Returns:
-      A `PartitionSpec` or None for each array. None for one device, and where the devices cannot
-      share the batch.
+      A `PartitionSpec` or None for each array. None instead of the tree if there is one device, or
+      if the devices cannot share the batch evenly.
     """
     leaves, tree = jax.tree.flatten(args)
     if not leaves:
@@ -43,7 +43,7 @@ def batch_shardings(args: tuple[Any, ...], named: Sequence[Argument]) -> Any:
 
 
 def replicated(args: tuple[Any, ...], named: Sequence[Argument]) -> tuple[str, ...]:
-    """A note of what each of several devices has whole, by part; none where there is nothing."""
+    """Returns a note of the whole arrays that each of several devices holds, if there are any."""
     leaves = jax.tree.leaves(args)
     if not leaves or leaves[0].sharding.mesh.size == 1:
         return ()

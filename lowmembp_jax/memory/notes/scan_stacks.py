@@ -1,7 +1,7 @@
-"""Stacks of scans in unrolled blocks, which XLA allocates all at once.
+"""Notes the stacks of scans in unrolled blocks if XLA allocates them all at once.
 
 A `jax.lax.scan` that returns an array for each iteration starts from a stack of zeros. XLA's
-priority fusion makes one kernel of the zeros of all blocks, so that all stacks live from then on.
+priority fusion fills the stacks of all blocks in one kernel, so all stacks stay alive from then on.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,15 +16,15 @@ _OPTION, _PASS = "xla_disable_hlo_passes", "priority-fusion"
 def scan_stacks(
     program: Program, options: dict[str, Any], peak: int, peak_with: Callable[[str, Any], int]
 ) -> Iterator[str]:
-    """A note for a `Plan`, where such stacks are a quarter of the peak and need not be.
+    """Yields a note for a `Plan` if such stacks take a quarter of the peak and an option helps.
 
     Args:
-      program: what is planned.
-      options: of the compiler.
-      peak: bytes.
-      peak_with: compiles with an option, and gives the peak.
+      program: the planned program.
+      options: the compiler options.
+      peak: peak memory in bytes.
+      peak_with: compiles with one more compiler option and returns the peak in bytes.
     """
-    # A fusion without operands makes its arrays of constants.
+    # A fusion without operands fills its arrays with constants.
     made = [
         [shape.bytes for shape in instruction.shapes]
         for instruction in program.entry.instructions.values()
@@ -37,9 +37,9 @@ def scan_stacks(
     without = peak_with(_OPTION, _PASS)
     if without < 0.95 * peak:
         yield (
-            f"XLA fills {len(stacks)} arrays of scans with zeros in one kernel, so that "
+            f"XLA fills {len(stacks)} arrays of scans with zeros in one kernel, so "
             f"{format_bytes(sum(stacks))} of all unrolled blocks live at once. Without this fusion "
             f"(--xla-flag {_OPTION}={_PASS}, which slows other kernels) the peak is "
-            f"{format_bytes(without)} in place of {format_bytes(peak)}. One jax.lax.scan over the "
-            f"blocks may avoid it too"
+            f"{format_bytes(without)} instead of {format_bytes(peak)}. One jax.lax.scan over the "
+            f"blocks may avoid it, too"
         )

@@ -1,6 +1,7 @@
-"""XLA's latency-hiding scheduler, which starts transfers early and keeps more arrays alive.
+"""Notes the memory that XLA's latency-hiding scheduler costs.
 
-It is on by default from compute capability 9.0 on since JAX 0.12, and without effect in JAX 0.10.
+The scheduler starts transfers early, which keeps more arrays alive. Since JAX 0.12 it is on by
+default from compute capability 9.0 on. In JAX 0.10 it has no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from lowmembp_jax.memory.parsing.hlo_text import Program
 from lowmembp_jax.memory.sizes import format_bytes
 
 OPTION = "xla_gpu_enable_latency_hiding_scheduler"
-# Smaller differences of the peak are not told.
+# Smaller relative differences of the peak get no note.
 _TOLD = 0.05
 
 
@@ -24,14 +25,14 @@ def scheduler_cost(
     peak: int,
     peak_with: Callable[[str, Any], int],
 ) -> Iterator[str]:
-    """A note for a `Plan`, where the peak is another without the scheduler.
+    """Yields a note for a `Plan` if the peak differs without the scheduler.
 
     Args:
-      program: what is planned.
-      device: for which.
-      options: of the compiler; with the scheduler's among them there is nothing to tell.
-      peak: bytes.
-      peak_with: compiles with an option, and gives the peak.
+      program: the planned program.
+      device: the GPU that it is planned for.
+      options: the compiler options. There is no note if they already set the scheduler.
+      peak: peak memory in bytes.
+      peak_with: compiles with one more compiler option and returns the peak in bytes.
     """
     is_on = jax.__version_info__ >= (0, 11) and device.capability >= (9, 0)
     every = (i for c in program.computations.values() for i in c.instructions.values())

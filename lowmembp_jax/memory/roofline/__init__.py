@@ -1,1 +1,1 @@
-"""Bytes, FLOPs and estimated time of a compiled program's kernels."""
+"""Counts the bytes and FLOPs of a compiled program's kernels and estimates their time."""

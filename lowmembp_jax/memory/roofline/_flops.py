@@ -1,8 +1,8 @@
-"""FLOPs of the matrix products, convolutions and attention in a compiled program.
+"""Counts the FLOPs of matrix products, convolutions and attention in a compiled program.
 
-A multiplication and an addition are two, of complex numbers eight. Elementwise operations and
-reductions are left out: such kernels wait for memory. So are sorts, solvers, Pallas and Triton
-kernels, whose insides the program does not show.
+A multiply-add counts as two FLOPs, or as eight for complex numbers. Elementwise operations and
+reductions count as zero, because memory limits their kernels. Sorts, solvers, and Pallas and Triton
+kernels also count as zero, because the program does not show what is inside them.
 """
 
 import math
@@ -11,16 +11,17 @@ from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Progr
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, str]:
-    """FLOPs on the matrix units, and in which type.
+    """Counts the FLOPs that an instruction runs on the matrix units.
 
     Args:
-      program: all of it.
-      computation: where the instruction stands.
-      instruction: a kernel; a fusion's are those of what it fuses.
+      program: the whole program.
+      computation: the computation that holds the instruction.
+      instruction: a kernel. A fusion counts the instructions that it fuses.
 
     Returns:
-      FLOPs, and the type of the factors as HLO names it, but "f32 highest" where float32 was asked
-      for exactly: otherwise XLA computes float32 in TF32. (0, "") where there are none.
+      The FLOPs and the HLO dtype of the factors, or (0, "") without FLOPs. The dtype is
+      "f32 highest" for float32 products at the highest precision, which XLA does not compute in
+      TF32.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
@@ -53,10 +54,11 @@ def _product(result: Shape, lhs: Shape, contracting: tuple[int, ...]) -> int:
 
 
 def _attention(instruction: Instruction, operands: list[Shape]) -> int:
-    """Forward: scores and values, 2 products; backward: 5, of which one recomputes the scores.
+    """Counts 2 products for the forward (scores, values) and 5 for the backward.
 
-    A causal mask halves them, as FlashAttention counts (Dao et al. 2022): cuDNN skips the blocks
-    that are masked. A sliding window of w of the T keys leaves w T - w^2 / 2 scores of T^2.
+    One of the 5 recomputes the scores. A causal mask halves the count, as in FlashAttention (Dao et
+    al. 2022), because cuDNN skips masked blocks. A sliding window of w keys out of T leaves
+    w T - w^2 / 2 of the T^2 scores.
     """
     config = instruction.backend_config["cudnn_fmha_backend_config"]
     # [batch, heads, queries, keys]
@@ -72,7 +74,7 @@ def _attention(instruction: Instruction, operands: list[Shape]) -> int:
 
 
 def _convolution(instruction: Instruction, operands: list[Shape], target: str) -> int:
-    """Each output position of each feature is a product with one feature's filter."""
+    """Counts, for each output position and feature, the product with the feature's filter."""
     labels = instruction.attribute("dim_labels")  # input_filter->output, such as b01f_01io->b01f
     output, filters = instruction.shapes[0], operands[1]
     if target.endswith("convBackwardInput"):

@@ -1,8 +1,8 @@
-"""Bytes that one instruction of a compiled program reads from and writes to the GPU's memory.
+"""Counts the bytes that an instruction reads from and writes to the GPU's memory.
 
-Assumed: a kernel reads each element of an operand from memory once, however often it uses it
-(a row that is reduced and then used again stays in registers or cache, tiles of a matrix product
-are shared through the cache), and nothing stays in the cache from one kernel to the next.
+The count assumes that a kernel reads each element of an operand from memory once. A row that is
+reduced and then used again stays in registers or cache, and the tiles of a matrix product are
+shared through the cache. It also assumes that nothing stays in the cache between two kernels.
 """
 
 import re
@@ -11,25 +11,25 @@ from collections import defaultdict
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 
 _SLICES = {"slice", "dynamic-slice", "gather"}
-# Their result may be larger than the operand, of which it then needs everything.
+# Their result may be larger than the operand. The kernel then reads the whole operand.
 _EXPANSIONS = {"broadcast", "concatenate", "pad"}
-# The result is their first operand, updated: at most these bytes of it are touched.
+# Operations that update their first operand, and the index of the operand with the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-# Libraries that take scratch memory as one more output, a vector of bytes.
+# Targets of libraries that take scratch memory as one more output, a vector of bytes.
 _SCRATCH_TARGET = re.compile(r"__cub|__cudnn|cub")
 
 
 def bytes_moved(
     program: Program, computation: Computation, instruction: Instruction
 ) -> tuple[int, int]:
-    """Bytes read and bytes written by an instruction that is a kernel.
+    """Counts the bytes that a kernel reads and the bytes that it writes.
 
-    Of an operand that the kernel only slices, the slices are counted; of one that it updates in
-    place, the update. An array that is passed twice is counted once.
+    If the kernel only slices an operand, only the slices count. If it updates an operand in place,
+    only the update counts. An array that is passed twice counts once.
 
     Args:
-      program: all of it.
-      computation: where the instruction stands.
+      program: the whole program.
+      computation: the computation that holds the instruction.
       instruction: a fusion, library call, copy, collective, ...
     """
     opcode = instruction.opcode.removesuffix("-start")
@@ -53,7 +53,7 @@ def bytes_moved(
 
 
 def result_shapes(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """What a kernel makes: of an asynchronous one, what its `-done` instruction hands on."""
+    """Returns the shapes of a kernel's results; an asynchronous kernel has those of its `-done`."""
     if instruction.opcode.endswith("-start"):
         done = instruction.opcode.removesuffix("-start") + "-done"
         for other in computation.instructions.values():
@@ -90,14 +90,14 @@ def _bytes_written(
 def _parameter_fractions(
     program: Program, fused: Computation, fraction: float = 1.0
 ) -> dict[int, float]:
-    """Of each parameter, how much is read to compute `fraction` of the results.
+    """Returns the fraction of each parameter that is read to compute `fraction` of the results.
 
-    Kernels compute what they need: of an operand of which a slice is taken after elementwise
-    operations, the slice is read.
+    A kernel computes only the elements that it needs. If it slices an operand after elementwise
+    operations, it reads only the slice.
     """
     in_place = _updates_in_place(fused)
-    used: dict[str, float] = defaultdict(float)  # by uses that may be of the same elements
-    sliced: dict[str, float] = defaultdict(float)  # by slices, taken to be of different ones
+    used: dict[str, float] = defaultdict(float)  # uses may read the same elements: the largest
+    sliced: dict[str, float] = defaultdict(float)  # slices read different elements: the sum
     used[fused.root] = fraction
     for instruction in reversed(fused.instructions.values()):
         needed = min(1.0, used[instruction.name] + sliced[instruction.name])
@@ -125,7 +125,7 @@ def _operand_fraction(
     fraction: float,
     in_place: bool,
 ) -> float:
-    """How much of an operand one instruction needs for `fraction` of its result."""
+    """Returns the fraction of an operand that `fraction` of the instruction's result needs."""
     opcode = instruction.opcode
 
     def size(position: int) -> int:
@@ -138,7 +138,7 @@ def _operand_fraction(
     if opcode in _UPDATES and index > 0:
         return 1.0
     if opcode in _UPDATES and in_place:
-        # A scatter adds to what is there, a slice is overwritten unread.
+        # A scatter adds to the old values. A slice is overwritten and not read.
         return min(1.0, size(2) / max(size(0), 1)) if opcode == "scatter" else 0.0
     if opcode == "fusion":
         called = program.computations[instruction.calls[0]]
@@ -152,7 +152,7 @@ def _outputs(fused: Computation) -> tuple[str, ...]:
 
 
 def _updates_in_place(fused: Computation) -> set[str]:
-    """Updates of a parameter that are a result: XLA gives both the same memory."""
+    """Returns the results that update a parameter. XLA gives both the same memory."""
     names = {_array(fused, output) for output in _outputs(fused)}
     updates = {name for name in names if fused.instructions[name].opcode in _UPDATES}
     return {
@@ -168,7 +168,7 @@ def _update(instruction: Instruction) -> str:
 
 
 def _array(computation: Computation, name: str) -> str:
-    """The instruction that makes the array, behind bitcasts, which cost nothing."""
+    """Returns the instruction that makes the array. Bitcasts cost nothing and are skipped."""
     while (instruction := computation.instructions[name]).opcode == "bitcast":
         name = instruction.operands[0]
     return name

@@ -1,4 +1,4 @@
-"""What the collectives of a compiled program send from device to device."""
+"""Counts the bytes that a compiled program's collectives send between devices."""
 
 import math
 import re
@@ -17,17 +17,18 @@ _GROUPS = re.compile(
 
 
 def is_collective(opcode: str) -> bool:
-    """Also the first half of an asynchronous one, such as all-reduce-start."""
+    """Whether an opcode is a collective, or starts an asynchronous one (all-reduce-start)."""
     return opcode.removesuffix("-start") in _COLLECTIVES
 
 
 def link_bytes(
     instruction: Instruction, operands: tuple[Shape, ...], results: tuple[Shape, ...]
 ) -> int:
-    """Bytes that each device sends, by the ring algorithms of NCCL; 0 of what is no collective.
+    """Counts the bytes that each device sends with NCCL's ring algorithms; 0 if not a collective.
 
-    Of n devices: an all-reduce sends 2 (n - 1) / n of its operand, a reduce-scatter and an
-    all-to-all (n - 1) / n of it, an all-gather (n - 1) / n of its result, a permute its operand.
+    With n devices, an all-reduce sends 2 (n - 1) / n of its operand. A reduce-scatter and an
+    all-to-all send (n - 1) / n of it. An all-gather sends (n - 1) / n of its result. A permute
+    sends its operand.
     """
     if not is_collective(instruction.opcode):
         return 0
@@ -45,7 +46,7 @@ def link_bytes(
 
 
 def group_size(instruction: Instruction) -> int | None:
-    """How many devices take part, or None where all do and the program does not say how many."""
+    """Counts the devices that take part; None if all do and the program does not give a number."""
     found = _GROUPS.search(instruction.attributes)
     if found is None:
         return None
@@ -55,6 +56,6 @@ def group_size(instruction: Instruction) -> int | None:
     if devices is not None:
         return int(devices)
     sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes))
-    # A part of an axis is 'x':(before)size.
+    # The program writes a part of an axis as 'x':(before)size.
     names = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", used)
     return math.prod(int(part or sizes[name]) for name, part in names)

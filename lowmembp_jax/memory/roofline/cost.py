@@ -1,4 +1,4 @@
-"""What a compiled program moves and computes, kernel by kernel, and an estimate of its time.
+"""Counts what a compiled program moves and computes, kernel by kernel, and estimates its time.
 
 The numbers come from the program's own instructions, without a GPU. `_traffic.py` counts bytes and
 `_flops.py` counts FLOPs. A kernel takes as long as its bytes or its FLOPs, whichever is longer (the
@@ -23,7 +23,7 @@ from lowmembp_jax.memory.roofline.collectives import is_collective, link_bytes
 from lowmembp_jax.memory.roofline.totals import Cost as Cost
 from lowmembp_jax.memory.roofline.totals import Kernel as Kernel
 
-#: Seconds from the end of one kernel to the start of the next: about what a CUDA stream takes.
+#: Seconds from the end of a kernel to the start of the next one on a CUDA stream, approximately.
 LAUNCH_SECONDS = 2e-6
 
 # Instructions that launch nothing.
@@ -34,22 +34,22 @@ _FREE = {
 
 
 class _Transfers:
-    """Transfers that run beside the kernels of one computation, which are collected here."""
+    """Collects the kernels of one computation and the transfers that run beside them."""
 
     def __init__(self, bandwidth: float):
         self.kernels: list[Kernel] = []
         self._bandwidth = bandwidth  # of the device's own memory
         self._now = 0.0
-        self._free: dict[str, float] = defaultdict(float)  # when the last of a kind ends
-        self._running: dict[str, list[tuple[int, float]]] = {}  # places in `kernels`, and ends
+        self._free: dict[str, float] = defaultdict(float)  # the end of the last transfer, by kind
+        self._running: dict[str, list[tuple[int, float]]] = {}  # index in `kernels` and end
 
     def run(self, *kernels: Kernel) -> None:
-        """One after another."""
+        """Runs kernels one after another."""
         self.kernels += kernels
         self._now += Cost(kernels).estimated_seconds
 
     def start(self, name: str, *kernels: Kernel) -> None:
-        """Transfers that `end` waits for."""
+        """Starts transfers that `end` waits for."""
         self._running[name] = []
         for kernel in kernels:
             own = kernel.bytes_moved / self._bandwidth + LAUNCH_SECONDS
@@ -60,7 +60,7 @@ class _Transfers:
             self._running[name].append((len(self.kernels) - 1, end))
 
     def end(self, name: str) -> None:
-        """Waits for what was started under this name, if anything was."""
+        """Waits for the transfers that were started under this name, if any."""
         for place, end in self._running.pop(name, ()):
             kernel, wait = self.kernels[place], max(end - self._now, 0.0)
             seconds = kernel.estimated_seconds + wait
@@ -68,20 +68,20 @@ class _Transfers:
             self._now += wait
 
     def end_all(self) -> None:
-        """Waits for what this computation does not wait for itself."""
+        """Waits for the transfers that the computation does not end itself."""
         for name in tuple(self._running):
             self.end(name)
 
 
 class _Counter:
-    """Walks a program as it runs."""
+    """Walks through a program in the order in which it runs."""
 
     def __init__(self, program: Program, device: Device, link_bandwidth: float | None):
         self.program = program
         self.device = device
         self.link_bandwidth = link_bandwidth
-        self.notes: dict[str, None] = {}  # ordered, once each
-        self.uncounted: dict[str, None] = {}  # whose arithmetic is
+        self.notes: dict[str, None] = {}  # an ordered set
+        self.uncounted: dict[str, None] = {}  # names of kernels whose arithmetic is not counted
 
     def kernels(self, computation: Computation) -> list[Kernel]:
         transfers = _Transfers(self.device.reached_bandwidth)
@@ -106,7 +106,7 @@ class _Counter:
         elif instruction.opcode == "conditional":
             branches = [self.kernels(self._called(name)) for name in instruction.calls]
             yield from max(branches, key=lambda branch: Cost(tuple(branch)).estimated_seconds)
-            self.notes["of each conditional, the branch that takes longest is counted"] = None
+            self.notes["each conditional counts as its slowest branch"] = None
         elif instruction.opcode in ("call", "async-start"):
             for name in instruction.calls:
                 yield from self.kernels(self._called(name))
@@ -117,12 +117,12 @@ class _Counter:
         return self.program.computations[name]
 
     def _loop(self, loop: Instruction) -> Iterator[Kernel]:
-        # With a known count XLA runs no condition.
+        # If the trip count is known, XLA does not run the condition.
         parts = [loop.attribute("body")]
         if (count := loop.trip_count) is None:
-            self.notes[f"how often {loop.name} ({loop.op_name}) runs is unknown: counted once"] = (
-                None
-            )
+            self.notes[
+                f"how often {loop.name} ({loop.op_name}) runs is unknown: it counts once"
+            ] = None
             parts.append(loop.attribute("condition"))
         for name in parts:
             for kernel in self.kernels(self._called(name)):
@@ -134,7 +134,7 @@ class _Counter:
         read, written = bytes_moved(self.program, computation, instruction)
         sent = link_bytes(instruction, sum(operands, ()), results)
         to_host = any(shape.on_host for shape in results)
-        # A slice that is put into an array of the host's, or taken out of one.
+        # The kernel puts a slice into an array in the host's memory, or takes one out.
         on_host = written if to_host or any(shape.on_host for shape in sum(operands, ())) else 0
         if to_host:
             written = 0
@@ -152,7 +152,7 @@ class _Counter:
         if on_host:
             seconds = max(seconds, on_host / self.device.host_bandwidth)
             self.notes[
-                f"arrays go to the host's memory and back, by PCIe at "
+                f"arrays move to and from the host's memory over PCIe at "
                 f"{self.device.host_bandwidth / 1e9:.0f} GB/s"
             ] = None
         if sent and self.link_bandwidth:
@@ -179,7 +179,7 @@ class _Counter:
         )
 
     def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
-        """Names of what a kernel computes that takes longer than its memory."""
+        """Names the arithmetic of a kernel that may take longer than its memory traffic."""
         if instruction.opcode == "custom-call":
             yield instruction.attribute("custom_call_target")
         if any(i.opcode == "sort" for i in (instruction, *self.program.inner(instruction))):
@@ -191,7 +191,7 @@ class _Counter:
 
 
 def _allocates(instruction: Instruction) -> bool:
-    """Whether it only names memory, as of the host."""
+    """Whether the instruction only allocates memory, for example on the host."""
     return instruction.attribute("custom_call_target") == "AllocateBuffer"
 
 
@@ -219,16 +219,16 @@ def cost(
     """Counts what a compiled program moves and computes on one device, and estimates its time.
 
     Args:
-      program: compiled for a GPU, its text, or that parsed.
-      device: that it was compiled for, from `lm.memory.get_device`.
-      link_bandwidth: bytes a second that a device sends to others; without it the time of
-        collectives is that of reading and writing memory.
+      program: a program compiled for a GPU, its HLO text, or the parsed text.
+      device: the GPU that it was compiled for, from `lm.memory.get_device`.
+      link_bandwidth: bytes a second that a device sends to others. If None, a collective takes the
+        time to read and write its memory.
 
     Returns:
-      The kernels and totals over them. All times are estimates.
+      The kernels and their totals. All times are estimates.
 
     Raises:
-      ValueError: the text is not a program of HLO.
+      ValueError: the text is not an HLO program.
     """
     if isinstance(program, jax.stages.Compiled):
         program = program.as_text() or ""
@@ -239,7 +239,7 @@ def cost(
     notes = tuple(counter.notes)
     if counter.uncounted:
         notes += (
-            f"the arithmetic of {', '.join(counter.uncounted)} is left out: the time of such "
-            f"kernels is that of their memory alone, and may be too short",
+            f"the arithmetic of {', '.join(counter.uncounted)} is left out: the estimated time of "
+            f"these kernels counts only their memory traffic and may be too short",
         )
     return Cost(kernels, notes)

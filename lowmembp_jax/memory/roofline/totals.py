@@ -1,11 +1,11 @@
-"""What kernels read, write and compute, and totals over them."""
+"""The bytes, FLOPs and time of kernels, and their totals."""
 
 import dataclasses
 import re
 from collections import defaultdict
 from typing import Any, Literal
 
-# Parts of JAX's name stack that are no module.
+# Parts of JAX's name stack that are not modules.
 _NOT_MODULES = {
     "body", "checkpoint", "closed_call", "cond", "eval_jaxpr", "rematted_computation", "remat2",
     "scan", "shard_map", "while",
@@ -13,43 +13,43 @@ _NOT_MODULES = {
 
 
 def module_path(op_name: str) -> str:
-    """The path of Flax modules in a name of JAX's, such as "ViT/layer_0/query", or ""."""
+    """Returns the path of Flax modules in JAX's name of an operation: "ViT/layer_0/query" or ""."""
     names: list[str] = []
     for part in op_name.split("/")[1:-1]:
         name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
-        # transpose(jvp(ViT))/jvp(ViT)/layer_0 is that of a layer in jax.checkpoint.
+        # A layer in jax.checkpoint repeats the module: transpose(jvp(ViT))/jvp(ViT)/layer_0.
         again = name != part and names[-1:] == [name]
-        # Numbers are those of blocks in an nnx.List.
+        # A number is the index of a block in an nnx.List.
         if (name.isidentifier() or name.isdigit()) and name not in _NOT_MODULES and not again:
             names.append(name)
     return "/".join(names)
 
 
 def layers_together(module: str) -> str:
-    """A path of modules with a star for the number of a layer: equal for all layers."""
+    """Replaces the layers' numbers in a path of modules by stars, so that all layers are equal."""
     return re.sub(r"(?<=[_/])\d+(?=/|$)", "*", module)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One instruction that launches work. The numbers are of one run on one device.
+    """An instruction that launches work. The numbers are for one run on one device.
 
     Attributes:
-      name: of the instruction.
-      opcode: of the instruction.
-      op_name: JAX's name of the operation; of a fusion, of the last one in it that has a name.
-      source: "path/file.py:12" of the user's code.
+      name: the instruction's name.
+      opcode: the instruction's opcode.
+      op_name: JAX's name of the operation. A fusion has the name of its last named operation.
+      source: the line of the user's code, as "path/file.py:12".
       kind: "matrix product", "attention", "convolution", "collective", "copy", "custom call"
-        (Pallas and Triton kernels among them) or "other": elementwise operations, reductions, ...
-      bytes_read: from the device's memory.
-      bytes_written: to the device's memory.
-      link_bytes: sent to other devices.
-      flops: on the matrix units; 0 for custom calls whose insides the program does not show.
-      dtype: the type of the factors, "bf16", "f32" (TF32), "f32 highest", ..., or "".
-      count: how often it runs: loops are multiplied out.
-      estimated_seconds: by the roofline, launch included; of a transfer that runs beside other
-        kernels, what the step waits for it.
-      host_bytes: moved to or from the host's memory.
+        (including Pallas and Triton kernels) or "other" (elementwise operations, reductions, ...).
+      bytes_read: bytes read from the device's memory.
+      bytes_written: bytes written to the device's memory.
+      link_bytes: bytes sent to other devices.
+      flops: FLOPs on the matrix units; 0 for a custom call that the program does not show inside.
+      dtype: the dtype of the factors: "bf16", "f32" (TF32), "f32 highest", ..., or "".
+      count: the number of runs, with all loops multiplied out.
+      estimated_seconds: the roofline's estimate plus the launch. If a transfer runs beside other
+        kernels, only the time that the step waits for it.
+      host_bytes: bytes moved to or from the host's memory.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Kernel:
 
     @property
     def phase(self) -> str:
-        """One of "forward", "recomputation", "backward" and "other", such as an optimizer.
+        """One of "forward", "recomputation", "backward" and "other" (for example the optimizer).
 
-        A fusion may hold more than what it is named after.
+        A fusion may also hold operations of another phase than its name.
         """
         if "rematted_computation" in self.op_name:
             return "recomputation"
@@ -84,16 +84,16 @@ class Kernel:
 
     @property
     def module(self) -> str:
-        """The path of Flax modules that it belongs to, such as "ViT/layer_0/query", or ""."""
+        """The path of Flax modules that the kernel belongs to, "ViT/layer_0/query" or ""."""
         return module_path(self.op_name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Kernels in the order in which they run, and totals over them, on one device.
+    """The kernels of a program in the order in which they run on one device, and their totals.
 
     Attributes:
-      kernels: of the program.
+      kernels: the program's kernels.
       notes: what the totals leave out.
     """
 
@@ -105,7 +105,7 @@ class Cost:
 
     @property
     def launches(self) -> int:
-        """Kernels that run."""
+        """The number of kernel runs."""
         return sum(kernel.count for kernel in self.kernels)
 
     @property
@@ -118,7 +118,7 @@ class Cost:
 
     @property
     def bytes_moved(self) -> int:
-        """Read and written."""
+        """Bytes read plus bytes written."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -135,13 +135,13 @@ class Cost:
 
     @property
     def estimated_seconds(self) -> float:
-        """An estimate, by the roofline."""
+        """The roofline's estimate of the time."""
         return float(self._total("estimated_seconds"))
 
     def by(self, key: Literal["kind", "phase", "module", "source", "dtype"]) -> dict[str, "Cost"]:
-        """The same in parts, the one that takes longest first.
+        """Splits the cost by an attribute of the kernels, the slowest part first.
 
-        `by("phase")["recomputation"].flops` is what `jax.checkpoint` computes a second time.
+        `by("phase")["recomputation"].flops` are the FLOPs that `jax.checkpoint` recomputes.
         """
         parts: dict[str, list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
@@ -150,7 +150,7 @@ class Cost:
         return dict(sorted(costs.items(), key=lambda item: -item[1].estimated_seconds))
 
     def to_dict(self, kernels: bool = True) -> dict[str, Any]:
-        """Totals, totals by phase and by kind, and, if asked for, every kernel."""
+        """Returns the totals, also by phase and by kind, and with `kernels` every kernel."""
         names = (
             "launches", "bytes_read", "bytes_written", "bytes_moved", "link_bytes", "host_bytes",
             "flops", "estimated_seconds",
@@ -171,7 +171,7 @@ class Cost:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Cost":
-        """The inverse of `to_dict` with every kernel."""
+        """Inverts `to_dict` with every kernel."""
         names = [field.name for field in dataclasses.fields(Kernel)]
         kernels = [{key: one[key] for key in names if key in one} for one in data["kernels"]]
         return cls(tuple(Kernel(**kernel) for kernel in kernels), tuple(data["notes"]))
