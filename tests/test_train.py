@@ -151,7 +151,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
 
     threading.Thread(target=interrupt).start()
     assert run_main(monkeypatch, arguments(texts, output)) == 130
-    assert "SIGINT: checkpoint written, --resume goes on" in capsys.readouterr().err
+    assert "SIGINT: checkpoint written, --resume continues" in capsys.readouterr().err
     stopped = losses(output)[-1][0]
     assert max(int(p.name) for p in (output / "checkpoints").iterdir()) == stopped < STEPS
 
@@ -182,7 +182,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     assert all(array.is_deleted() for array in jax.tree.leaves(restored) if array.ndim)
     printed = capsys.readouterr()
     assert "dropped" not in printed.err
-    went_on = int(re.search(r"going on after step (\d+)", printed.out)[1])
+    went_on = int(re.search(r"resuming after step (\d+)", printed.out)[1])
     assert stopped < went_on and killed - went_on <= EVERY
     assert losses(output) == losses(whole_run[0])
     assert results["dev"] == whole_run[1]["dev"]
@@ -234,7 +234,7 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         (["--seed", 10**25], "--seed must be 0 to 4294967295, got 10000000000000000000000000"),
         (["--rank", 10**25], "--rank must be 1 to 65536, got 10000000000000000000000000"),
         (["--data.sequence-length", 10**25], "--data.sequence-length must be 1 to 1048576"),
-        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31"),
+        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: expected fewer than 2\^31"),
         (["--export", Path(__file__)], "--export .*test_train.py: Not a directory"),
         (["--data.dev-fraction", "nan"], "--data.dev-fraction must be 1e-09 to 0.9.*, got nan"),
         (["--data.classes", -1], "--data.classes must be at least 2, got -1"),
@@ -256,14 +256,14 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
         ),
         (["--learning-rate", -1], "--learning-rate must be 1e-38 to .*, got -1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be 1e-38 to .*, got nan"),
-        (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
+        (["--process-count", 2], "--process-count and --process-index need --coordinator"),
         (["--coordinator", "here:1"], "here:1 needs --process-count and --process-index"),
         (["--model", "bert-huge"], "--model must be one of vit-toy, .*got 'bert-huge'"),
         (["--data.task", "language-modelling"], "is for text-classification, --data.task is"),
         (["--checkpoint", "somewhere"], "expected only one of them"),
         (["--data.sequence-length", 600], "--data.sequence-length must be at most 512"),
         (["--batch-size", 64], "batch_size must be at most 58"),
-        (["--batch-size", 12], "--batch-size / --accumulate is 12, accepted are multiples of 8"),
+        (["--batch-size", 12], "--batch-size / --accumulate: expected a multiple of 8, .* got 12"),
     ],
 )
 def test_bad_arguments(texts, tmp_path, given, message):
