@@ -1,6 +1,6 @@
-"""Checks kernels against float64 on fresh random inputs, in memory that held something else.
+"""Checks kernels against float64 on fresh random inputs, in memory that held other values.
 
-A stage of `on_gpu.py`: a case is one of our implementations, or what users have today.
+This is a stage of `on_gpu.py`. A case is one of our implementations, or the baselines.
 """
 
 import secrets
@@ -22,19 +22,20 @@ from lowmembp_examples.benchmarks.kernel_cases import (
 from lowmembp_examples.benchmarks.programs import ForwardBackward, Jobs, compile_all, finished
 from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
 
-#: Largest norm(result - reference) / norm(reference), and largest difference of one element over
-#: the largest of the reference. A bf16 result is rounded to 2^-9; Flax also computes GELU in bf16.
+#: Largest norm(result - reference) / norm(reference), and largest difference of one element divided
+#: by the reference's largest element. A bf16 result is rounded to 2^-9; Flax also computes GELU in
+#: bf16.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 BASELINE_TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (3e-2, 1e-1)}
 
 
 def _into_poison(function: Callable):
-    """Jits `function`, which then writes its results over its donated first argument."""
+    """Jits `function` so that it writes its results over a donated first argument."""
     return jax.jit(lambda poison, *args: function(*args), donate_argnums=0, keep_unused=True)
 
 
 def _poison(shape_or_array):
-    """NaN; for integers all bits set, or every bit that an earlier result does not have."""
+    """Returns NaN; for integers all bits set, or the inverted bits of an earlier result."""
     a = shape_or_array
     if jnp.issubdtype(a.dtype, jnp.floating):
         return jnp.full(a.shape, jnp.nan, a.dtype)
@@ -43,7 +44,7 @@ def _poison(shape_or_array):
 
 
 def _run(program, args: tuple):
-    """Returns the results of a second run, and whether every element of them was written.
+    """Returns the results of a second run, and whether it wrote all of their elements.
 
     An unwritten NaN shows in the errors. An unwritten integer differs between the runs.
     """
@@ -61,9 +62,9 @@ def _run(program, args: tuple):
 
 
 def check(kernel: Kernel, contenders: dict[str, Callable], dtype, rows: int, key) -> Iterator[dict]:
-    """Yields a record for each contender and direction, with its errors or why there are none.
+    """Yields a record for each contender and direction, with its errors or the reason of a failure.
 
-    The backward gets the residuals that the forward of the same contender wrote.
+    The backward gets the residuals from the forward of the same contender.
     """
     args, g = kernel.inputs((rows, kernel.width), dtype, key)
     x, *others = (np.asarray(a).astype(np.float64) for a in (*args, g))
@@ -84,7 +85,7 @@ def check(kernel: Kernel, contenders: dict[str, Callable], dtype, rows: int, key
             constants = programs["constants"](*args)
             (y, saved), written = _run(programs["forward"], args)
             gradients, complete = _run(programs["backward"], (args, y, saved, constants, g))
-        except Exception as error:  # The error is a result, and the other kernels go on.
+        except Exception as error:  # The error is a result; the other kernels still run.
             failed = {"passed": False, "status": f"failed: {reason(error)}"}
             yield from (start | {"direction": direction} | failed for direction in DIRECTIONS)
             continue
@@ -104,7 +105,7 @@ def check(kernel: Kernel, contenders: dict[str, Callable], dtype, rows: int, key
 
 
 def _verdict(results: dict, tolerances: tuple[float, float], exact: bool) -> dict:
-    """Compares results with references; `exact`: all was written, and the codes are right."""
+    """Compares results with references. `exact`: all elements were written and codes are right."""
     errors = {}
     for name, (got, want) in results.items():
         difference = np.asarray(got).astype(np.float64).reshape(want.shape) - want
@@ -120,7 +121,7 @@ def _verdict(results: dict, tolerances: tuple[float, float], exact: bool) -> dic
         "errors": errors,
         "tolerances": tolerances,
         "written_and_codes_equal": exact,
-        # A NaN is beyond every limit.
+        # A NaN exceeds every limit.
         "passed": bool(exact and np.all(worst <= tolerances)),
     }
 

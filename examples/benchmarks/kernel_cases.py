@@ -1,4 +1,4 @@
-"""The kernels that are measured, what users have in their place, and float64 references."""
+"""The measured kernels, their baselines, and float64 references."""
 
 import importlib.util
 import math
@@ -25,16 +25,15 @@ class Kernel:
     """A forward and backward pair: one kernel each way, or two for parameter gradients.
 
     Attributes:
-      name: as in the results.
+      name: the name in the results.
       ours: the operator; takes `implementation`.
-      baselines: what users have today, by name.
-      reference: the operator in float64, of all its arrays and the cotangent. Returns results by
+      baselines: the operators that users have today, by name.
+      reference: the operator in float64; takes all arrays and the cotangent. Returns results by
         name, y first, then the gradient of each array.
       width: row length.
-      arrays: how many arguments have the shape of x: 2 for a gated unit.
-      parameters: how many float32 `[width]` arguments follow them.
-      saved: what the forward writes besides y: "codes", "nothing", "rstd", or "normalized" with
-        rstd.
+      arrays: number of arguments with the shape of x, 2 for a gated unit.
+      parameters: number of float32 `[width]` arguments after them.
+      saved: the forward's output besides y: "codes", "nothing", "rstd", or "normalized" with rstd.
       table: the step table of an activation.
     """
 
@@ -49,14 +48,15 @@ class Kernel:
     table: lm.StepTable | None = None
 
     def bytes_an_element(self, direction: str, dtype: jnp.dtype, rows: int) -> float:
-        """Returns the fewest bytes: each input read once, each result written once. By hand:
+        """Returns the fewest bytes per element: each input read once, each result written once.
 
+        The count is by hand:
         - activation, both ways: two arrays of x's dtype (x, y or g, dx), and the codes;
         - gated unit: gate, up, h forward; gate, up, g and two gradients backward;
-        - norm forward: x and y, and the normalized x if it is saved; rstd takes 4 bytes a row;
-        - norm backward: y or the normalized x, g and dx; rstd takes 4 bytes a row;
-        - parameters: 4 bytes a column each forward; backward what is read to undo or pass the
-          affine, and a gradient each.
+        - norm forward: x and y, and the normalized x if it is saved; rstd takes 4 bytes per row;
+        - norm backward: y or the normalized x, g and dx; rstd takes 4 bytes per row;
+        - parameters, 4 bytes per column: the forward reads each; the backward reads the parameters
+          that it needs to undo or pass the affine, and writes each gradient.
         """
         if self.arrays == 2:
             return (3 if direction == "forward" else 5) * dtype.itemsize
@@ -80,7 +80,7 @@ class Kernel:
     def inputs(self, shape: tuple[int, int], dtype, key) -> tuple[tuple, jax.Array]:
         """Draws (x, *parameters), or gate and up, and a cotangent.
 
-        x reaches all thresholds; scales are in 1 to 3.
+        x reaches all thresholds; scales are from 1 to 3.
         """
         keys = jax.random.split(key, 5)
         parameters = [2 + jnp.tanh(jax.random.normal(k, shape[-1:])) for k in keys[2:4]]
@@ -120,13 +120,13 @@ def _silu(x):
 
 
 def codes(table: lm.StepTable, x: np.ndarray) -> np.ndarray:
-    """Returns the code of each x. Thresholds are compared in float32, in which x is exact."""
+    """Returns the code of each x. Thresholds are rounded to float32, in which x is exact."""
     thresholds = np.asarray(table.thresholds, np.float32).astype(np.float64)
     return (x[..., None] > thresholds).sum(-1)
 
 
 def _activation(function, table, x, g):
-    """`dx` has the activation's own slope, `dx_step` the slope of the step table."""
+    """Returns y and both gradients: `dx` by the exact slope, `dx_step` by the step table's."""
     y, slope = function(x)
     return {"y": y, "dx": g * slope, "dx_step": g * np.asarray(table.levels)[codes(table, x)]}
 
@@ -185,14 +185,14 @@ def _gated_kernel(name, ours, flax, function) -> Kernel:
 
 
 def _norm_kernels(name: str, ours: Callable, module: type[nn.Module], affine: int) -> list[Kernel]:
-    """Without affine, with it, and with it but saving no more than without."""
+    """Returns a norm without affine, with affine, and with affine but only its output saved."""
     center = module is nn.LayerNorm
     baselines = _with_checkpoint("flax", partial(_flax, module))
     if importlib.util.find_spec("tokamax"):
         baselines["tokamax"] = partial(_tokamax, center)
     make = partial(Kernel, reference=partial(_norm, center), width=HIDDEN)
     ours = partial(ours, epsilon=EPSILON)
-    # "xla" by itself would save x: the kernels save something else.
+    # By default "xla" would save x, which the kernels do not save.
     normalized, output = (partial(ours, residual=saved) for saved in ("normalized", "output"))
     return [
         make(name, ours, baselines, saved="rstd"),

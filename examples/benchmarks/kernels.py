@@ -1,6 +1,7 @@
-"""Times every kernel, forward and backward, beside copies and what users have today.
+"""Times every kernel, forward and backward, beside copies and the baselines.
 
-A stage of `on_gpu.py`: a case is a size of x and one of our implementations, or "baselines".
+This is a stage of `on_gpu.py`. A case is a size of x and one of our implementations, or
+"baselines".
 """
 
 import secrets
@@ -33,18 +34,18 @@ from lowmembp_examples.benchmarks.programs import (
 )
 from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
 
-#: MiB of x, in this order.
+#: MiB of x, in the order of measurement.
 SIZES = (256, 1024, 64, 16, 4, 1)
 
 
 def _options(copies: int) -> dict | None:
-    # CUDA graphs would run independent launches side by side, which no training step does.
+    # CUDA graphs would run independent launches side by side, unlike a training step.
     graphs = jax.default_backend() == "gpu" and copies > 1
     return {"xla_gpu_enable_command_buffer": ""} if graphs else None
 
 
 def copy_bandwidth(size_mib: float, effort: Effort) -> float:
-    """Returns bytes read and written a second by copies on the device, timed as the kernels."""
+    """Returns the bytes that copies on the device read and write a second, timed like kernels."""
     size = int(size_mib * MIB)
     copies, sets = layout(size, effort)
     draw = jax.jit(lambda key: jax.random.normal(key, (size // 4,)))
@@ -60,8 +61,8 @@ def measure(
 ) -> Iterator[dict]:
     """Yields a record for each contender and direction, as soon as it is measured.
 
-    The bytes of our kernels are counted by hand, the same for each implementation. For others they
-    are the bytes of the arguments and results. `bandwidth` is what copies of this size reach.
+    The bytes of our kernels are counted by hand, the same for each implementation. Baselines count
+    the bytes of their arguments and results. `bandwidth` is the bandwidth of copies of this size.
     """
     rows = max(1, int(size_mib * MIB) // (kernel.width * dtype.itemsize))
     elements = rows * kernel.width
@@ -120,7 +121,7 @@ def measure(
             record |= {"dtype": dtype.name, "size_mib": size_mib, "shape": (rows, kernel.width)}
             try:
                 yield record | time_one(name, finished(compiling), direction)
-            except Exception as error:  # Out of memory, for example: the next one goes on.
+            except Exception as error:  # For example out of memory; the next contender still runs.
                 yield record | {"status": f"failed: {reason(error)}", "passed": False}
 
 

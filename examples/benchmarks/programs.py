@@ -17,21 +17,21 @@ from jax.extend.core import Jaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 MIB = 2**20
-#: A program whose x is smaller than this holds several independent runs of the operator.
+#: A program with a smaller x contains several independent runs of the operator.
 _PROGRAM_BYTES = 64 * MIB
 #: A jitted function and its abstract arguments, by the name of the program.
 Jobs = dict[str, tuple[Callable, tuple]]
 
 
 class Effort(NamedTuple):
-    """How much to measure.
+    """The extent of a measurement.
 
     Attributes:
-      batch_seconds: the calls queued between two waits take at least this long.
-      batches: the number of such batches.
+      batch_seconds: the least time of a batch, the calls queued between two waits.
+      batches: the number of batches.
       working_set: the least size of all inputs and outputs, several times the L2 of any GPU.
-      most_copies: the most runs in a program. With more, dispatching the buffers of a program
-        takes as long as the launches that it saves.
+      most_copies: the most runs in a program. With more runs, dispatching a program's buffers takes
+        as long as the launches that the program saves.
     """
 
     batch_seconds: float = 5e-3
@@ -40,12 +40,12 @@ class Effort(NamedTuple):
     most_copies: int = 16
 
 
-#: Shows on a CPU that everything runs.
+#: Enough to show on a CPU that everything runs.
 SMOKE = Effort(batch_seconds=0, batches=2, working_set=0, most_copies=2)
 
 
 def layout(size: int, effort: Effort) -> tuple[int, int]:
-    """Runs in a program, and sets of arguments to rotate among, for an x of `size` bytes."""
+    """Returns the runs in a program and the sets of arguments to rotate, for x of `size` bytes."""
     copies = min(effort.most_copies, max(1, _PROGRAM_BYTES // size))
     return copies, max(1, math.ceil(effort.working_set / (2 * size * copies)))
 
@@ -53,15 +53,15 @@ def layout(size: int, effort: Effort) -> tuple[int, int]:
 def time_calls(call: Callable[[int], Any], effort: Effort) -> dict[str, Any]:
     """Times calls by the host's clock, around batches of queued calls.
 
-    The GPU runs the calls of a batch one after the other while the host queues the next ones. So
-    neither launches nor the wait at the end count if a call takes longer than its dispatch.
+    The GPU runs the calls of a batch one after the other while the host queues the next ones. If a
+    call takes longer than its dispatch, the times do not include launches or the wait at the end.
 
     Args:
       call: `call(i)` queues the i-th call and returns its output.
       effort: the least seconds of a batch, and the number of batches.
 
     Returns:
-      Seconds a call (median, and the lower and upper quartile) and the number of calls a batch.
+      Seconds per call (median, and the lower and upper quartile) and the number of calls per batch.
     """
 
     def batch(count: int) -> float:
@@ -83,8 +83,8 @@ def time_calls(call: Callable[[int], Any], effort: Effort) -> dict[str, Any]:
 def repeated(function: Callable) -> Callable[[list[tuple]], list]:
     """Returns one program that applies `function` to every tuple of a list.
 
-    Launches of a program follow each other more closely than calls. All inputs differ and all
-    outputs are returned, so XLA cannot leave a run out. `launches` shows if XLA joins runs.
+    Launches inside a program follow each other more closely than calls. All inputs differ and the
+    program returns all outputs, so XLA cannot drop a run. `launches` shows whether XLA joins runs.
     """
     return lambda sets: [function(*args) for args in sets]
 
@@ -103,7 +103,7 @@ def moved_bytes(compiled: jax.stages.Compiled) -> int:
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def floats(seed, shape, dtype, deviation=0.02):
-    """Draws numbers uniformly around 0, by default as small as weights."""
+    """Draws uniform numbers around 0, by default as small as weights."""
     uniform = _bits(seed, shape).astype(jnp.float32) * 2.0**-31 - 1.0
     return (uniform * (deviation * math.sqrt(3))).astype(dtype)
 
@@ -117,7 +117,7 @@ def integers(seed, shape, dtype, bound):
 def _bits(seed, shape):
     """Hashes the index of each element (MurmurHash3's finalizer, Appleby 2011).
 
-    XLA makes one small kernel of it; `jax.random` takes many times as long to compile.
+    XLA compiles this to one small kernel; `jax.random` takes many times as long to compile.
     """
     x = lax.iota(jnp.uint32, math.prod(shape)) + seed * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -131,11 +131,11 @@ def _depends_on_first_input(jaxpr: Jaxpr, place: int) -> bool:
 
 
 class ForwardBackward:
-    """Splits `op(x, *parameters)` into two functions to be jitted.
+    """Splits `op(x, *parameters)` into a forward and a backward function, which you can jit.
 
-    The residuals are what `jax.vjp` saves, as under `lax.scan` over layers. `forward`
-    does not return residuals that are in memory anyway, because it would have to copy them: the
-    arguments, the output, and `constants`, which depend only on the parameters.
+    The residuals are the arrays that `jax.vjp` saves, as in `lax.scan` over layers. `forward` does
+    not return residuals that are in memory anyway, because it would have to copy them. These are
+    the arguments, the output, and `constants`, which depend only on the parameters.
 
     Args:
       op: the operator.
@@ -196,7 +196,7 @@ def compile_all(
     jobs_of: Callable[[ForwardBackward], Jobs],
     options: dict | None = None,
 ) -> dict[str, Compiling]:
-    """Compiles the jobs of each operator side by side; `finished` has the programs of one."""
+    """Compiles the jobs of each operator in parallel; `finished` returns an operator's programs."""
     found: dict[str, Compiling] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, op in contenders.items():
@@ -205,7 +205,7 @@ def compile_all(
                     step: pool.submit(function.lower(*inputs).compile, options)
                     for step, (function, inputs) in jobs_of(ForwardBackward(op, *args)).items()
                 }
-            except Exception as error:  # The error is a result, and the other contenders go on.
+            except Exception as error:  # The error is a result; the other contenders still run.
                 found[name] = error
     return found
 
