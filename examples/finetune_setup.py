@@ -95,7 +95,7 @@ def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
     check_ranges(vars(config), ranges)
     if config.device not in lm.memory.DEVICES:
         known = ", ".join(lm.memory.DEVICES)
-        raise UsageError(f"--device must be one of {known}, got {config.device!r}")
+        raise UsageError(f"--device: expected one of {known}, got {config.device!r}")
     is_own("--output", config.output, "results.json", MARK)
 
 

@@ -158,7 +158,7 @@ def work_of(
 def run(config: Config) -> dict[str, Any]:
     """Trains and measures; returns the results. Writes results.json after each of them."""
     if config.checkpoint_every < 1:
-        raise UsageError(f"--checkpoint-every must be at least 1, got {config.checkpoint_every}")
+        raise UsageError(f"--checkpoint-every: expected at least 1, got {config.checkpoint_every}")
     prepared = prepare(config)
     sizes, results = prepared.source.config, prepared.results
     if not isinstance(sizes, BertConfig) or sizes.model_type != "bert":

@@ -128,7 +128,7 @@ def test_qlora_losses_are_those_of_one_device(vit):
         ("data=two", "got 'data=two'"),
         ("data=8 data=1", "each once"),
         ("data=0", "got 'data=0'"),
-        ("data=2 fsdp=2", "is for 4 devices, there are 8"),
+        ("data=2 fsdp=2", "expected sizes for 8 devices, got sizes for 4"),
     ],
 )
 def test_wrong_meshes(axes, message):

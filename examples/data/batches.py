@@ -57,11 +57,11 @@ class TrainingBatches:
         _own_rows(self)
         if self.batch_size > len(self.dataset):
             raise ValueError(
-                f"batch_size must be at most {len(self.dataset)}, the number of training "
+                f"batch_size: expected at most {len(self.dataset)}, the number of training "
                 f"examples, got {self.batch_size}"
             )
         if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -129,10 +129,10 @@ def hold_out(
 def _own_rows(batches: TrainingBatches | EvaluationBatches) -> slice:
     size, index, count = batches.batch_size, batches.process_index, batches.process_count
     if not 0 <= index < count:
-        raise ValueError(f"process_index must be 0 to process_count - 1 = {count - 1}, got {index}")
+        raise ValueError(f"process_index: expected 0 to {count - 1}, got {index}")
     if size < 1 or size % count:
         raise ValueError(
-            f"batch_size must be a positive multiple of process_count={count}, got {size}"
+            f"batch_size: expected a positive multiple of process_count={count}, got {size}"
         )
     return slice(index * size // count, (index + 1) * size // count)
 

@@ -68,7 +68,8 @@ def load_stdlib_docs(classes: int) -> tuple[LabelledText, LabelledText]:
     largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
     if len(largest) < classes:
         raise ValueError(
-            f"classes={classes}: the standard library under {root} has {len(largest)} packages"
+            f"classes: expected at most {len(largest)}, the packages of the standard library under "
+            f"{root}, got {classes}"
         )
     names = re.compile(rf"\w*(?:{'|'.join(largest)})\w*", re.IGNORECASE)
 

@@ -97,16 +97,16 @@ def load_task(config: DataConfig, order: Order = tuple) -> Task:
       ValueError: a field of `config` is invalid.
     """
     if config.dev is not None and config.train is None:
-        raise ValueError(f"dev={config.dev} needs train as well")
+        raise ValueError(f"dev: expected None without train, got {config.dev}")
     if config.task == "text-classification" and config.sequence_length < 3:  # [CLS] word [SEP]
-        raise ValueError(f"sequence_length must be at least 3, got {config.sequence_length}")
+        raise ValueError(f"sequence_length: expected at least 3, got {config.sequence_length}")
     load = {
         "text-classification": _text_classification,
         "image-classification": _image_classification,
         "language-modelling": _language_modelling,
     }
     if config.task not in load:
-        raise ValueError(f"task must be one of {', '.join(load)}, got {config.task!r}")
+        raise ValueError(f"task: expected one of {', '.join(load)}, got {config.task!r}")
     return load[config.task](config, order)
 
 

@@ -162,7 +162,7 @@ def check(config: Config) -> None:
     check_ranges({name.removeprefix("optimizer."): fields[name] for name in fields}, ranges)
     if config.batch_size % config.optimizer.accumulate:
         raise UsageError(
-            f"--batch-size must be a multiple of --accumulate {config.optimizer.accumulate}, "
+            f"--batch-size: expected a multiple of --accumulate {config.optimizer.accumulate}, "
             f"got {config.batch_size}"
         )
     given, processes = config.coordinator, (config.process_count, config.process_index)
@@ -170,7 +170,7 @@ def check(config: Config) -> None:
         if processes != (None, None):
             raise UsageError("--process-count and --process-index need --coordinator HOST:PORT")
     elif not ((port := re.fullmatch(r"\S+:(\d{1,5})", given)) and 0 < int(port[1]) < 2**16):
-        raise UsageError(f"--coordinator must be HOST:PORT or auto, got {given!r}")
+        raise UsageError(f"--coordinator: expected HOST:PORT or auto, got {given!r}")
     elif None in processes:
         raise UsageError(f"--coordinator {given} needs --process-count and --process-index")
     if config.export is None:
@@ -179,8 +179,8 @@ def check(config: Config) -> None:
     own = [output / name for name in ("checkpoints", "tensorboard", "log.jsonl", "results.json")]
     if output.is_relative_to(export) or {export, *export.parents} & {*own}:
         raise UsageError(
-            f"--export {config.export} must not be --output {config.output}, contain it, or be one "
-            f"of its own files"
+            f"--export: expected a directory outside the files of --output {config.output} that "
+            f"does not contain them, got {config.export}"
         )
 
 

@@ -34,7 +34,7 @@ def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, tuple[float, fl
         value = values[name]
         if value is not None and not (low <= value <= high and value < math.inf):
             bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
+            raise UsageError(f"--{name.replace('_', '-')}: expected {bounds}, got {value}")
 
 
 def exit_status(run: Callable[[], Any], output: Path) -> int:

@@ -45,7 +45,7 @@ def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
         name, _, size = axis.partition("=")
         if name not in AXES or not re.fullmatch("[1-9][0-9]{0,8}", size) or name in sizes:
             raise UsageError(
-                f"--mesh must be AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
+                f"--mesh: expected AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
                 f"instance data=2 fsdp=4, got {' '.join(axes)!r}"
             )
         sizes[name] = int(size)
@@ -53,7 +53,8 @@ def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
     shape = [sizes.get(name, 1) for name in AXES]
     if math.prod(shape) != len(devices):
         raise UsageError(
-            f"--mesh {' '.join(axes)} is for {math.prod(shape)} devices, there are {len(devices)}"
+            f"--mesh {' '.join(axes)}: expected sizes for {len(devices)} devices, got sizes for "
+            f"{math.prod(shape)}"
         )
     return Mesh(np.array(devices).reshape(shape), AXES)
 

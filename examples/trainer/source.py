@@ -60,7 +60,7 @@ def find_source(
             toys = {family.task: f"{family.name}-toy" for family in reversed(FAMILIES.values())}
             model = toys[task or "text-classification"]
         if model not in MODELS:
-            raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
+            raise UsageError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
         source = Source(*MODELS[model], None)
     else:
         try:
@@ -169,7 +169,7 @@ def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
         patch = source.config.patch_size
         if isinstance(source.config, vit.ViTConfig) and image_size % patch:
             raise UsageError(
-                f"--data.image-size must be a multiple of {patch}, the model's patches, "
+                f"--data.image-size: expected a multiple of {patch}, the model's patches, "
                 f"got {image_size}"
             )
     elif source.checkpoint is None:
@@ -184,7 +184,7 @@ def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
     config = dataclasses.replace(source.config, **changes)
     if length > getattr(config, "max_tokens", length):
         raise UsageError(
-            f"--data.sequence-length must be at most {config.max_tokens}, the model's number of "
+            f"--data.sequence-length: expected at most {config.max_tokens}, the model's number of "
             f"positions, got {length}"
         )
     return config
