@@ -73,7 +73,7 @@ def llama(
 
 #: Only the encoder has this method, because its attention has a name.
 OF_VIT = "compress, attention in bfloat16"
-#: The function that builds a step; batch, tokens and layers.
+#: By model, the function that builds a step, its batch, tokens and layers.
 MODELS = {
     "ViT-B": (vit, encoder.BATCH, encoder.TOKENS, 12),
     "LLaMA-7B": (llama, 4, 2048, 2),

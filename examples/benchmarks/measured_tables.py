@@ -234,7 +234,7 @@ def optimizer_memory() -> Rows:
 
 
 def finetune(file: str) -> Rows:
-    """Accuracy, loss and memory from an example's results.json."""
+    """The accuracy, loss and memory in an example's results.json."""
     result = read(file)
     runs, sizes = result["runs"], result["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)

@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--select", nargs="+", default=[], help="stages or patterns of stage/case")
-    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
+    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Times an operator as the two programs of a training: forward with residuals, and backward."""
+"""Times an operator in two programs, as in training: forward with residuals, and backward."""
 
 import math
 import os

@@ -133,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", nargs="?", choices=STAGES)
     parser.add_argument("case", nargs="?", help="default: all")
-    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
+    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
     options = parser.parse_args()
     gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

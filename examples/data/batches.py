@@ -68,7 +68,7 @@ class TrainingBatches:
         return len(self.dataset) // self.batch_size
 
     def at(self, step: int) -> Any:
-        """This process's rows of the batch of `step`."""
+        """Returns this process's rows of the batch of `step`."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.batch_size
         indices = _order(self.seed, epoch, len(self.dataset))[start : start + self.batch_size]
@@ -137,6 +137,6 @@ def _own_rows(batches: TrainingBatches | EvaluationBatches) -> slice:
     return slice(index * size // count, (index + 1) * size // count)
 
 
-@functools.lru_cache(maxsize=2)  # a permutation an epoch, not one a step
+@functools.lru_cache(maxsize=2)  # makes one permutation per epoch instead of one per step
 def _order(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
     return np.random.default_rng([seed, epoch, 0]).permutation(size)

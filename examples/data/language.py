@@ -13,7 +13,7 @@ from lowmembp_examples.data.files import DataError, opened, read_text
 from tokenizers import Tokenizer
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
-_PIECE = 1 << 20  # characters that are tokenized at once
+_PIECE = 1 << 20  # characters to tokenize at once
 
 
 class LanguageBatch(NamedTuple):

@@ -185,7 +185,7 @@ class Checkpoints:
     def restore(self, abstract: Any) -> Any:
         """Returns the newest undamaged checkpoint, or None if there is no checkpoint.
 
-        Prints which checkpoints are damaged, and deletes them.
+        Prints which newer checkpoints are damaged, and deletes them.
 
         Args:
           abstract: a pytree of `jax.ShapeDtypeStruct`s, whose shardings select the devices.

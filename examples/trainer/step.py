@@ -177,7 +177,7 @@ def make_step(
             scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
         norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         if scale is not None:
-            # optax's `should_skip_update_fn` would not count the batch and fall behind `step`.
+            # optax's `should_skip_update_fn` would not count the batch, unlike `step`.
             grads = jax.tree.map(lambda grad: jnp.where(finite, grad, 0), grads)
         # optax.MultiSteps multiplies numbers and booleans.
         with jax.numpy_dtype_promotion("standard"):
