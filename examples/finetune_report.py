@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 _MIB = 2**20
-#: What is measured, and how its bars are told apart without colour.
+#: The measured quantities. Their bars differ without colour.
 _PARTS = {
     "kept_bytes": {"label": "kept for the backward", "color": "0.85"},
     "peak_bytes": {"label": "peak, compiled for the GPU", "color": "0.55", "hatch": "//"},
@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """One row a method; memory is compared with the first row's."""
+    """Prints one row per method. Percentages compare memory with the first row."""
     runs, memory = results["runs"], results["memory"]
     device = results["config"]["device"].upper()
     table = Table("method", title="Fine-tuning: what the ops change", title_justify="left")
@@ -46,14 +46,14 @@ def print_table(results: dict[str, Any]) -> None:
         f"{device} peak: the whole compiled step, parameters and AdamW state included. "
         "Rows without an accuracy are not trained."
     )
-    # Terminals wrap a table badly, and files have no width: let it take what it needs.
+    # Terminals wrap a table badly, and files have no width, so the table gets 120 columns or more.
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)
 
 
 def _mean(runs: Sequence[dict[str, float]], score: str, unit: str = "") -> str:
-    """Over the seeds, with the standard error of the mean where there are several."""
+    """Formats the mean over the seeds, with its standard error if there are several."""
     if not runs:
         return ""
     factor, digits = (100, 1) if unit else (1, 3)
@@ -65,7 +65,7 @@ def _mean(runs: Sequence[dict[str, float]], score: str, unit: str = "") -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Memory bars of the last measured size, and loss curves; PNG."""
+    """Writes a PNG with memory bars of the last measured size, and loss curves."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for size in results["memory"][-1:]:
         measured = [part for part in _PARTS if size[part]]

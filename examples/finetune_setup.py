@@ -1,4 +1,4 @@
-"""What the methods of finetune.py have in common: arguments, data, and initial parameters."""
+"""The parts that all methods of finetune.py share: arguments, data, and initial parameters."""
 
 import dataclasses
 import importlib.metadata
@@ -26,10 +26,11 @@ from lowmembp_examples.trainer.source import Source, find_source, fit, initial_p
 
 import lowmembp_jax as lm
 
-#: A text is the mean of its tokens, as MiniLM was trained. Norms keep their output only, which its
-#: scales allow: in the layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9 (embeddings: 0.15 and
-#: 7.5), and the gradient of the scales is as near to the float32 one as Flax's: within 5e-7 in
-#: float32, 1.1% in bfloat16 (Flax 1.2%). `Bert` excepts the last norm, with its scale of 5e-33.
+#: MiniLM pools a text as the mean of its tokens, as in its training. Its norms save only their
+#: output, which its scales allow: in the layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9
+#: (embeddings: 0.15 and 7.5). The gradient of the scales is as near to the float32 gradient as
+#: Flax's: within 5e-7 in float32, 1.1% in bfloat16 (Flax 1.2%). `Bert` makes an exception for the
+#: last norm, whose scale is 5e-33.
 MINILM = FAMILIES["bert"]._replace(
     model=lambda sizes, compute, _: BertClassifier(sizes, compute, "output", pooling="mean"),
     head=("classifier",),
@@ -47,42 +48,42 @@ class Config:
     dev: Path | None = None
     """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
     checkpoint: Path | None = None
-    """Directory of another BERT: config.json, model.safetensors, tokenizer.json. A classifier that
-    it has is not used."""
+    """Directory of another BERT: config.json, model.safetensors, tokenizer.json. Its classifier is
+    not used."""
     output: Path = Path("results/finetune")
     """Directory for results.json and results.png."""
     classes: int = 8
     """Packages of the standard library to tell apart, without --train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation (parameters are float32). bfloat16 is slow on most CPUs."""
+    """The dtype of the computation (parameters are float32). bfloat16 is slow on most CPUs."""
     batch_size: int = 16
-    """Texts a step."""
+    """Texts per step."""
     max_tokens: int = 48
-    """Tokens a text: longer ones are cut, shorter ones padded."""
+    """Tokens per text. Longer texts are cut, shorter ones padded."""
     epochs: int = 2
     """Passes over the training texts."""
     steps: int | None = None
-    """Training steps, in place of --epochs."""
+    """Training steps, instead of --epochs."""
     learning_rate: float = 2e-4
     """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""
     weight_decay: float = 0.01
-    """AdamW's weight decay, of matrices only."""
+    """AdamW's weight decay, for matrices only."""
     seed: int = 0
-    """Of the classifier's initial values and the order of the texts."""
+    """Seed of the classifier's initial values and of the order of the texts."""
     seeds: int = 1
-    """Trainings of each method, with seeds from --seed on; the table has the means."""
+    """Trainings of each method, with seeds from --seed on. The table shows the means."""
     plan: bool = True
-    """Compile the step for --device where the packages for it are installed (about 2 minutes)."""
+    """Compile the step for --device if the packages for it are installed (about 2 minutes)."""
     device: str = "h200"
     """The GPU to compile for, one of lowmembp_jax.memory.DEVICES."""
     gpu_batch_size: int = 256
-    """Texts a step in the memory columns for a GPU-sized bfloat16 step, which is not run."""
+    """Texts per step in the memory columns for a GPU-sized bfloat16 step, which is not run."""
     gpu_max_tokens: int = 128
-    """Tokens a text in those columns."""
+    """Tokens per text in these columns."""
 
 
 def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
-    """Raises UsageError for the first argument that does not work."""
+    """Raises UsageError for the first invalid argument."""
     ranges = {
         **dict.fromkeys(("batch_size", "epochs", "steps"), (1, math.inf)),
         "gpu_batch_size": (1, 2**20),
@@ -94,25 +95,25 @@ def check_arguments(config: Config, most_tokens: float = math.inf) -> None:
     check_ranges(vars(config), ranges)
     if config.device not in lm.memory.DEVICES:
         known = ", ".join(lm.memory.DEVICES)
-        raise UsageError(f"--device must be one of {known}, got {config.device!r}")
+        raise UsageError(f"--device: expected one of {known}, got {config.device!r}")
     is_own("--output", config.output, "results.json", MARK)
 
 
 class Prepared(NamedTuple):
-    """What is the same for all methods."""
+    """The inputs that all methods share."""
 
     source: Source  # fitted to the task
     task: Task
-    params: dict[int, Any]  # initial, by seed
+    params: dict[int, Any]  # initial parameters, by seed
     attention: Attention
-    results: dict[str, Any]  # of no run yet
+    results: dict[str, Any]  # the content of results.json, with no runs yet
 
 
 def prepare(config: Config) -> Prepared:
     """Reads the checkpoint and the data.
 
     Raises:
-      UsageError: an argument, the checkpoint or the data do not work.
+      UsageError: an argument, the checkpoint or the data are invalid.
     """
     check_arguments(config)
     with record_files() as files:

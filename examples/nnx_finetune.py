@@ -1,11 +1,11 @@
-"""Fine-tunes a real BERT in Flax NNX: as it comes, with lm.nnx.compress, with lm.nnx's operators.
+"""Fine-tunes a real BERT in plain Flax NNX, with lm.nnx.compress, and with lm.nnx's operators.
 
     pip install ".[examples]"
     python examples/nnx_finetune.py
 
-The weights, the data and the table are those of finetune.py; here the model is an NNX module, the
-step is in nnx.jit and the optimizer an nnx.Optimizer. About 5 minutes on two CPU cores. Orbax
-checkpoints go into --output, and --resume goes on from them.
+The weights, the data and the table are the same as in finetune.py. Here the model is an NNX module,
+nnx.jit compiles the step, and the optimizer is an nnx.Optimizer. This takes about 5 minutes on two
+CPU cores. Orbax checkpoints go into --output, and --resume continues from them.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-#: The rows of the table: how each computes.
+#: The rows of the table, and each row's method.
 METHODS: dict[str, Method] = {
     "plain Flax NNX": "default",
     "lm.nnx.compress": "compress",
     "lm.nnx operators": "lowmembp",
 }
-#: What a run depends on beside its method, steps and seed: --resume compares it.
+#: The fields that --resume compares, along with method, steps and seed.
 _FIELDS = (
     *("train", "dev", "checkpoint", "classes", "dtype", "batch_size", "max_tokens"),
     *("learning_rate", "weight_decay"),
@@ -59,9 +59,9 @@ class Config(FinetuneConfig):
     output: Path = Path("results/nnx_finetune")
     """Directory for results.json, results.png and the checkpoints."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; there is one after the last step in any case."""
+    """Steps between checkpoints. The run always writes one after the last step."""
     resume: bool = False
-    """Go on from the checkpoints in --output."""
+    """Continue from the checkpoints in --output."""
 
 
 def mean_loss(model: BertClassifier, batch: TextBatch) -> Any:
@@ -88,11 +88,11 @@ def make_optimizer_of(model: BertClassifier, config: Config, steps: int) -> nnx.
 def train(
     name: str, model: BertClassifier, prepared: Prepared, config: Config, seed: int
 ) -> dict[str, Any]:
-    """Trains the model in place, from its checkpoint if there is one to resume; evaluates.
+    """Trains the model in place, starting from its checkpoint if there is one; evaluates.
 
     Raises:
-      DivergedError: the loss is not a number any more.
-      UsageError: there is a run already, or one with another config.
+      DivergedError: the loss is no longer finite.
+      UsageError: the directory has a run and `config.resume` is off, or the run has another config.
     """
     task = prepared.task
     steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
@@ -132,7 +132,7 @@ def train(
 def work_of(
     sizes: BertConfig, config: Config, size: dict[str, Any], device: str, name: str
 ) -> lm.memory.Workload:
-    """The training step of a method with abstract modules, to plan."""
+    """Returns a method's training step, with abstract modules, for the planner."""
     batch, tokens, dtype = size["batch"], size["tokens"], size["dtype"]
     platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "another"
     attention = choose_attention(sizes, platform, dtype, tokens)
@@ -156,15 +156,15 @@ def work_of(
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Trains and measures; writes results.json whenever more is known, and returns it."""
+    """Trains and measures; returns the results. Writes results.json after each of them."""
     if config.checkpoint_every < 1:
-        raise UsageError(f"--checkpoint-every must be at least 1, got {config.checkpoint_every}")
+        raise UsageError(f"--checkpoint-every: expected at least 1, got {config.checkpoint_every}")
     prepared = prepare(config)
     sizes, results = prepared.source.config, prepared.results
     if not isinstance(sizes, BertConfig) or sizes.model_type != "bert":
         raise UsageError(f"--checkpoint {config.checkpoint}: expected a BERT")
     path = config.output / "results.json"
-    if not path.exists():  # it tells that the directory is a run's
+    if not path.exists():  # this file marks the directory as a run's
         write_json(path, results)
     for name, method in METHODS.items():
         compute = Compute(method, jnp.dtype(config.dtype), attention=prepared.attention)

@@ -1,24 +1,26 @@
-"""Trains or fine-tunes a ViT, Swin, BERT, RoBERTa or LLaMA, on one device or on many.
+"""Trains or fine-tunes a ViT, Swin, BERT, RoBERTa or LLaMA, on one or many devices.
 
     pip install ".[examples]"
     python examples/train.py
 
-A small BERT learns, from nothing, from which of 8 packages of Python's standard library a docstring
-is: with Python 3.11.7, in 128 steps, 75.8% of the held-out ones, loss 0.870. 40 CPU seconds.
+By default, a small BERT learns from scratch which of 8 packages of Python's standard library a
+docstring documents. With Python 3.11.7 it reaches 75.8% accuracy on held-out docstrings (loss
+0.870) after 128 steps, in 40 CPU seconds.
 
-More:
+More examples:
 
     python examples/train.py --model llama-toy --dtype bfloat16
     python examples/train.py --checkpoint bert-base-uncased/ --data.train train.tsv --train lora-qv
     python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/
     python examples/train.py --checkpoint llama-7b/ --train qlora-all --mesh fsdp=4 tensor=2
 
---output gets config.json, log.jsonl, TensorBoard's events, checkpoints and at the end results.json.
-Ctrl-C writes a checkpoint; after it, or after a kill, the same command with --resume goes on.
+The run writes config.json, log.jsonl, TensorBoard events, checkpoints and results.json into
+--output. Ctrl-C writes a checkpoint. After Ctrl-C or a kill, add --resume to the same command to
+continue.
 """
 
 if __name__ == "__main__":
-    # Before the imports below, which take seconds.
+    # This comes before the imports below because they take seconds.
     from lowmembp_examples.trainer.signals import end_in_one_line
 
     end_in_one_line()
@@ -53,13 +55,13 @@ _PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix",
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Checks every argument before it writes, trains, evaluates, and returns the results."""
+    """Trains and evaluates; returns the results. Checks every argument before it writes a file."""
     config = with_learning_rate(config)
     check(config)
     if (place := config.coordinator) is not None:
         given = () if place == "auto" else (place, config.process_count, config.process_index)
         try:
-            if given:  # JAX ends the process where it finds no host
+            if given:  # JAX ends the process if it finds no host
                 socket.getaddrinfo(place.rpartition(":")[0].strip("[]"), None)
             jax.distributed.initialize(*given)
         except (OSError, RuntimeError, ValueError) as error:
@@ -86,7 +88,7 @@ def _train(config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: st
     )
     with closing(Checkpoints(config.output / "checkpoints", config.keep)) as checkpoints:
         state = first_state(trained, make_state, mesh, checkpoints)
-        del trained  # the state has its own
+        del trained  # the state has its own copy
         outcome = train_steps(config, prepared, optimizer, state, mesh, checkpoints)
     task = prepared.task
     if config.export is not None:
@@ -120,7 +122,7 @@ def _train(config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: st
     }
     path = config.output / "results.json"
     if jax.process_index() == 0:
-        if not path.exists():  # a run that was done before has all its results
+        if not path.exists():  # resuming a finished run must not overwrite its results
             write_json(path, results)
         dev = {name: value for name, value in outcome.dev.items() if value is not None}
         values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())

@@ -82,14 +82,14 @@ def test_the_lines_are_short(tmp_path):
 
 def test_names_and_outputs_are_as_many(tmp_path):
     path = checkpoint(tmp_path / "a", id2label={"0": "ant", "1": "bee"})
-    with pytest.raises(UsageError, match="id2label has 2 names, the head is for 3"):
+    with pytest.raises(UsageError, match="id2label: expected 3 names, found 2"):
         find_source(None, path, None)
     assert match(path, ["ant", "bee"], new_head=True)[0] == ("ant", "bee")
 
 
 @pytest.mark.parametrize("given", [("llama", TINY / "llama"), ("a model", None)])
 def test_a_new_head_of_what_has_none(given):
-    with pytest.raises(UsageError, match="--new-head goes with a --checkpoint of a classifier"):
+    with pytest.raises(UsageError, match="--new-head needs a --checkpoint of a classifier"):
         find_source(None, given[1], None, new_head=True)
 
 

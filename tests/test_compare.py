@@ -47,7 +47,7 @@ def test_the_most_telling_cells_come_first():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "vit-b17"], "models: expected vit-b16, llama-7b"),
+        (["--models", "vit-b17"], "models: expected names from vit-b16, llama-7b"),
         (["--models", "vit-b16", "--train", "qlora-all"], "nothing to compare: vit-b16 with"),
         (["--devices", "h300"], "h300"),
     ],

@@ -107,11 +107,11 @@ def test_held_out_examples_are_others_and_always_the_same():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((12, 0), "batch_size must be at most 11, the number of training examples, got 12"),
-        ((0, 0), "batch_size must be a positive multiple of process_count=1, got 0"),
-        ((5, 0, 0, 2), "batch_size must be a positive multiple of process_count=2, got 5"),
-        ((4, 0, 2, 2), "process_index must be 0 to process_count - 1 = 1, got 2"),
-        ((4, -1), "seed must not be negative, got -1"),
+        ((12, 0), "batch_size: expected at most 11, the number of training examples, got 12"),
+        ((0, 0), "batch_size: expected a positive multiple of process_count=1, got 0"),
+        ((5, 0, 0, 2), "batch_size: expected a positive multiple of process_count=2, got 5"),
+        ((4, 0, 2, 2), "process_index: expected 0 to 1, got 2"),
+        ((4, -1), "seed: expected at least 0, got -1"),
     ],
 )
 def test_arguments_that_do_not_work_are_named(arguments, message):

@@ -81,7 +81,7 @@ def test_single_files(tmp_path):
     train, dev = binary(tmp_path / "data_batch_1.bin"), binary(tmp_path / "test_batch.bin")
     task = load_task(DataConfig("image-classification", train=train, dev=dev))
     assert (len(task.train), len(task.dev)) == (7, 7)
-    with pytest.raises(DataError, match=r"test_batch\.bin: holds test images only"):
+    with pytest.raises(DataError, match=r"test_batch\.bin: expected training images"):
         load_task(DataConfig("image-classification", train=dev))
 
 

@@ -116,7 +116,7 @@ IMAGES, LABELS = random_images(4, 8, 8, 3), np.array([0, 1, 2, 1])
         ({"images": IMAGES / 255, "labels": LABELS}, r"images must be uint8 .* float64 \[4, 8, 8"),
         ({"images": IMAGES[0, 0], "labels": LABELS}, r"images must be uint8 .*found uint8 \[8, 3"),
         ({"images": IMAGES[..., :2], "labels": LABELS}, r"images must be uint8 .*\[4, 8, 8, 2\]"),
-        ({"images": IMAGES[:0], "labels": LABELS}, "images holds no pixel"),
+        ({"images": IMAGES[:0], "labels": LABELS}, "images has no pixels"),
         ({"images": IMAGES, "labels": LABELS / 2}, r"labels must be integers .* float64 \[4\]"),
         ({"images": IMAGES, "labels": LABELS[:3]}, "images has 4 images, labels 3 labels"),
         ({"images": IMAGES, "labels": LABELS - 1}, r"labels\[0\] must be 0 to .* found -1"),

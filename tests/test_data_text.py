@@ -109,11 +109,13 @@ def test_errors_of_a_task(tmp_path):
         load(train=tmp_path / "none.tsv")
     with pytest.raises(DataError, match=r"train\.tsv: not a usable tokenizer.json: .*line 1"):
         load(train=train, tokenizer=train)
-    with pytest.raises(ValueError, match=r"dev=.*dev\.tsv needs train"):
+    with pytest.raises(ValueError, match=r"dev: expected None without train, .*dev\.tsv"):
         load(dev=dev)
-    with pytest.raises(ValueError, match="sequence_length must be at least 3, got 2"):
+    with pytest.raises(ValueError, match="sequence_length: expected at least 3, got 2"):
         load(sequence_length=2)
-    with pytest.raises(ValueError, match=r"task must be one of text-classification, .* 'sorting'"):
+    with pytest.raises(
+        ValueError, match=r"task: expected one of text-classification, .* 'sorting'"
+    ):
         load_task(DataConfig("sorting"))
 
 

@@ -34,7 +34,10 @@ def test_a_number_that_differs_is_mended():
 @pytest.mark.parametrize(
     ("page", "error"),
     [
-        ("<!-- table: nothing -->\n<!-- end of table -->\n", "no table 'nothing'; there are"),
+        (
+            "<!-- table: nothing -->\n<!-- end of table -->\n",
+            "table: expected one of .* got 'nothing'",
+        ),
         ("<!-- table: t -->\n| a |\n", "needs a line <!-- end of table -->"),
         (
             "<!-- table: step_tables -->\n\n<!-- table: step_tables -->\n<!-- end of table -->",

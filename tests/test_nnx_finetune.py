@@ -118,8 +118,8 @@ def test_the_step_is_planned():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--checkpoint-every", 0), "--checkpoint-every must be at least 1, got 0"),
-        (("--batch-size", 9), "batch_size must be at most 8, the number of training examples"),
+        (("--checkpoint-every", 0), "--checkpoint-every: expected at least 1, got 0"),
+        (("--batch-size", 9), "batch_size: expected at most 8, the number of training examples"),
     ],
 )
 def test_bad_arguments_are_named(small, command, arguments, message):

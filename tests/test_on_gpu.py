@@ -152,7 +152,7 @@ def test_it_goes_on_where_it_stopped(main):
     pallas, triton, vit = "correctness/pallas", "correctness/triton", "blocks/ViT-B"
     code, started, results, said = main(statuses=["failed: no", "done", KeyboardInterrupt()])
     assert (code, started) == (130, [pallas, triton, vit])
-    assert "stopped; what is done is in" in said.err and "no wheels" in said.out
+    assert "stopped; finished jobs are in" in said.err and "no wheels" in said.out
     assert results["jobs"][pallas]["status"] == "failed: no"
     assert len(results["jobs"][triton]["records"]) == 3
     assert results["jobs"][vit]["status"] == "not run"

@@ -151,7 +151,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
 
     threading.Thread(target=interrupt).start()
     assert run_main(monkeypatch, arguments(texts, output)) == 130
-    assert "SIGINT: checkpoint written, --resume goes on" in capsys.readouterr().err
+    assert "SIGINT: checkpoint written, --resume continues" in capsys.readouterr().err
     stopped = losses(output)[-1][0]
     assert max(int(p.name) for p in (output / "checkpoints").iterdir()) == stopped < STEPS
 
@@ -182,7 +182,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     assert all(array.is_deleted() for array in jax.tree.leaves(restored) if array.ndim)
     printed = capsys.readouterr()
     assert "dropped" not in printed.err
-    went_on = int(re.search(r"going on after step (\d+)", printed.out)[1])
+    went_on = int(re.search(r"resuming after step (\d+)", printed.out)[1])
     assert stopped < went_on and killed - went_on <= EVERY
     assert losses(output) == losses(whole_run[0])
     assert results["dev"] == whole_run[1]["dev"]
@@ -227,43 +227,46 @@ def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
-        (["--accumulate", 3], "--batch-size must be a multiple of --accumulate 3, got 16"),
-        (["--warmup", 2], "--warmup must be 0 to 1, got 2.0"),
-        (["--checkpoint-every", 1], "--checkpoint-every must be at least 2, got 1"),
-        (["--seed", 10**25], "--seed must be 0 to 4294967295, got 10000000000000000000000000"),
-        (["--rank", 10**25], "--rank must be 1 to 65536, got 10000000000000000000000000"),
-        (["--data.sequence-length", 10**25], "--data.sequence-length must be 1 to 1048576"),
-        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: fewer than 2\^31"),
+        (["--batch-size", 0], "--batch-size: expected at least 1, got 0"),
+        (["--accumulate", 3], "--batch-size: expected a multiple of --accumulate 3, got 16"),
+        (["--warmup", 2], "--warmup: expected 0 to 1, got 2.0"),
+        (["--checkpoint-every", 1], "--checkpoint-every: expected at least 2, got 1"),
+        (["--seed", 10**25], "--seed: expected 0 to 4294967295, got 10000000000000000000000000"),
+        (["--rank", 10**25], "--rank: expected 1 to 65536, got 10000000000000000000000000"),
+        (["--data.sequence-length", 10**25], "--data.sequence-length: expected 1 to 1048576"),
+        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: expected fewer than 2\^31"),
         (["--export", Path(__file__)], "--export .*test_train.py: Not a directory"),
-        (["--data.dev-fraction", "nan"], "--data.dev-fraction must be 1e-09 to 0.9.*, got nan"),
-        (["--data.classes", -1], "--data.classes must be at least 2, got -1"),
-        (["--data.image-size", 10**6], "--data.image-size must be 1 to 4096, got 1000000"),
+        (["--data.dev-fraction", "nan"], "--data.dev-fraction: expected 1e-09 to 0.9.*, got nan"),
+        (["--data.classes", -1], "--data.classes: expected at least 2, got -1"),
+        (["--data.image-size", 10**6], "--data.image-size: expected 1 to 4096, got 1000000"),
         (["--data.train", "/dev/zero"], "--data.train: /dev/zero: expected a file, found a device"),
-        (["--epochs", 1e308], r"--epochs must be 1e-38 to .*, got 1e\+308"),
-        (["--beta2", 1], "--beta2 must be 0 to 0.9999999, got 1.0"),
-        (["--weight-decay", 1e300], r"--weight-decay must be 0 to .*, got 1e\+300"),
-        (["--mesh", "data=" + "1" * 5000], "--mesh must be AXIS=SIZE"),
-        (["--coordinator", "nonsense"], "--coordinator must be HOST:PORT or auto, got 'nonsense'"),
-        (["--coordinator", "localhost:99999"], "--coordinator must be HOST:PORT or auto"),
+        (["--epochs", 1e308], r"--epochs: expected 1e-38 to .*, got 1e\+308"),
+        (["--beta2", 1], "--beta2: expected 0 to 0.9999999, got 1.0"),
+        (["--weight-decay", 1e300], r"--weight-decay: expected 0 to .*, got 1e\+300"),
+        (["--mesh", "data=" + "1" * 5000], "--mesh: expected AXIS=SIZE"),
+        (
+            ["--coordinator", "nonsense"],
+            "--coordinator: expected HOST:PORT or auto, got 'nonsense'",
+        ),
+        (["--coordinator", "localhost:99999"], "--coordinator: expected HOST:PORT or auto"),
         (
             ["--coordinator", "no.invalid:1", "--process-count", 1, "--process-index", 0],
             "--coordinator no.invalid:1: ",
         ),
         (
             ["--coordinator", "here:1", "--process-count", 1, "--process-index", 1],
-            "--process-index must be 0 to 0, got 1",
+            "--process-index: expected 0 to 0, got 1",
         ),
-        (["--learning-rate", -1], "--learning-rate must be 1e-38 to .*, got -1.0"),
-        (["--learning-rate", "nan"], "--learning-rate must be 1e-38 to .*, got nan"),
-        (["--process-count", 2], "--process-count and --process-index go with --coordinator"),
+        (["--learning-rate", -1], "--learning-rate: expected 1e-38 to .*, got -1.0"),
+        (["--learning-rate", "nan"], "--learning-rate: expected 1e-38 to .*, got nan"),
+        (["--process-count", 2], "--process-count and --process-index need --coordinator"),
         (["--coordinator", "here:1"], "here:1 needs --process-count and --process-index"),
-        (["--model", "bert-huge"], "--model must be one of vit-toy, .*got 'bert-huge'"),
+        (["--model", "bert-huge"], "--model: expected one of vit-toy, .*got 'bert-huge'"),
         (["--data.task", "language-modelling"], "is for text-classification, --data.task is"),
         (["--checkpoint", "somewhere"], "expected only one of them"),
-        (["--data.sequence-length", 600], "--data.sequence-length must be at most 512"),
-        (["--batch-size", 64], "batch_size must be at most 58"),
-        (["--batch-size", 12], "--batch-size / --accumulate is 12, accepted are multiples of 8"),
+        (["--data.sequence-length", 600], "--data.sequence-length: expected at most 512"),
+        (["--batch-size", 64], "batch_size: expected at most 58"),
+        (["--batch-size", 12], "--batch-size / --accumulate: expected a multiple of 8, .* got 12"),
     ],
 )
 def test_bad_arguments(texts, tmp_path, given, message):
@@ -274,7 +277,7 @@ def test_bad_arguments(texts, tmp_path, given, message):
 
 def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
     assert run_main(monkeypatch, arguments(texts, tmp_path, "--model", "bert-huge")) == 2
-    assert "error: --model must be one of" in capsys.readouterr().err
+    assert "error: --model: expected one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -114,7 +114,7 @@ def test_unusable_checkpoints_are_named(tmp_path):
     with pytest.raises(UsageError, match=r"--checkpoint .*config\.json: No such file"):
         find_source(None, tmp_path / "nothing", None)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(UsageError, match="model_type 'gpt2', accepted are vit, swin, bert"):
+    with pytest.raises(UsageError, match=r"model_type: expected one of vit, swin, bert.*'gpt2'"):
         find_source(None, tmp_path, None)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"--checkpoint .*config\.json: not JSON"):
@@ -122,7 +122,7 @@ def test_unusable_checkpoints_are_named(tmp_path):
     deep = json.loads((TINY / "bert" / "config.json").read_text()) | {"num_hidden_layers": 999}
     (tmp_path / "config.json").write_text(json.dumps(deep))
     (tmp_path / "model.safetensors").write_bytes((TINY / "bert/model.safetensors").read_bytes())
-    with pytest.raises(UsageError, match=r"config\.json has 999 layers, the files 41 tensors"):
+    with pytest.raises(UsageError, match=r"config\.json has 999 layers, .* 41 tensors"):
         find_source(None, tmp_path, None)
     source = find_source(None, TINY / "bert", None)
     with pytest.raises(UsageError, match=r"--data.tokenizer has 500 token ids, .* has 120"):

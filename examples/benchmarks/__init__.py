@@ -1,1 +1,1 @@
-"""What the methods cost and save, beside what else users have."""
+"""Benchmarks of the methods and their alternatives: memory, time, and gradient errors."""

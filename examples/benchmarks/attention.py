@@ -20,7 +20,7 @@ TOLERANCES = {"bfloat16": 1e-2, "float16": 2e-3}
 
 
 class Case(NamedTuple):
-    """Sizes of one model's attention; `bias` and `lengths` say whether it has them."""
+    """Sizes of one model's attention, and whether it has a `bias` and `lengths`."""
 
     batch: int
     tokens: int
@@ -90,13 +90,13 @@ def compare(case: Case, effort: Effort) -> Iterator[dict[str, Any]]:
             try:
                 program = jax.jit(partial(step, implementation, more)).lower(arrays).compile()
                 errors = {name: error(a, want[name]) for name, a in program(arrays).items()}
-            except Exception as why:  # The error is a result, and the other implementations go on.
+            except Exception as why:  # The error is a result; the other implementations still run.
                 yield record | {"status": f"failed: {reason(why)}", "passed": False}
                 continue
             time = time_calls(lambda _, run=program, on=arrays: run(on), effort)
             yield record | {
                 "status": "checked",
-                # A NaN is beyond every limit.
+                # A NaN exceeds every limit.
                 "passed": all(e <= tolerance for e in errors.values()),
                 "errors": errors,
                 "temporary_bytes": program.memory_analysis().temp_size_in_bytes,

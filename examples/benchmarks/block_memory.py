@@ -1,12 +1,12 @@
-"""What a transformer block keeps for its backward, beside the strongest alternatives.
+"""Measures the memory that a transformer block saves for its backward pass, by method.
 
     python examples/benchmarks/block_memory.py
 
-compiles a ViT-B-like encoder (`encoder.py`) for an H200, no GPU needed, once per method, trained
-part and layout of the layers. `results/block_memory.json` and a table get the peaks that XLA
-assigns, what the kernels of 4 blocks move, how many there are, and an estimate of their time by the
-roofline. Some 15 minutes on 2 cores. Methods, by their names in `encoder.py`, measure those alone
-again, and keep the other rows.
+compiles a ViT-B-like encoder (`encoder.py`) for an H200, once per method, trained part and layout
+of the layers. You need no GPU. It writes `results/block_memory.json` and prints a table: the peaks
+that XLA assigns, the bytes that the kernels of 4 blocks move, the number of kernels, and a roofline
+estimate of their time. This takes some 15 minutes on 2 cores. Give names of methods from
+`encoder.py` to measure only these again; the file retains the other rows.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def measure(method: str, train: encoder.Train, scan: bool) -> dict[str, Any]:
         "method": method,
         "train": train,
         "layers": "scan" if scan else "unrolled",
-        # From the fourth on: with fewer XLA may have its peak elsewhere.
+        # Blocks 5 to 12 only: with fewer blocks XLA's peak may be elsewhere.
         "block_units": round((twelve - four) / 8 / encoder.UNIT, 3),
         "peak_mib_12_blocks": round(twelve / 2**20, 1),
         "estimated_ms_4_blocks": round(cost.estimated_seconds * 1e3, 3),
@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
     methods = parser.parse_args().methods or list(encoder.METHODS)
     if unknown := set(methods) - encoder.METHODS.keys():
-        parser.error(f"no method {sorted(unknown)}; there are {', '.join(encoder.METHODS)}")
+        parser.error(
+            f"METHOD: expected names from {', '.join(encoder.METHODS)}, got {sorted(unknown)}"
+        )
     result = {
         "command": " ".join(["python", *sys.argv]),
         "device": DEVICE,

@@ -1,8 +1,8 @@
 """Measures step time and peak memory of ViT-B and LLaMA-7B blocks, by method and implementation.
 
 A step is the forward and backward of unrolled layers in bf16, without an optimizer; norms have no
-scale and bias. The layers come from `encoder.py` and `models/llama.py`. A stage of `on_gpu.py`:
-each case needs its own process, because JAX reports the peak of a whole process.
+scale and bias. The layers come from `encoder.py` and `models/llama.py`. This is a stage of
+`on_gpu.py`. Each case needs its own process, because JAX reports the peak of a whole process.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def llama(
     scan: bool = False,
 ):
     """Returns loss and gradients, and the abstract arguments, weights first."""
-    # Imported here, because reading its checkpoints needs another package.
+    # This is imported late, because reading its checkpoints needs another package.
     from lowmembp_examples.models.common import Compute
     from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
     from lowmembp_examples.models.rotary import rotary_positions
@@ -73,7 +73,7 @@ def llama(
 
 #: Only the encoder has this method, because its attention has a name.
 OF_VIT = "compress, attention in bfloat16"
-#: The function that builds a step; batch, tokens and layers.
+#: By model, the function that builds a step, its batch, tokens and layers.
 MODELS = {
     "ViT-B": (vit, encoder.BATCH, encoder.TOKENS, 12),
     "LLaMA-7B": (llama, 4, 2048, 2),
@@ -99,7 +99,8 @@ def measure(model: str, method: str, implementation: str | None, effort: Effort)
     loss = float(compiled(*args)[0])
     peak = _peak()
     timed = time_calls(lambda _: compiled(*args), effort)
-    # Forward: 2 for a weight and row, and as many for each layer's scores. Backward: twice that.
+    # The forward takes 2 FLOPs per weight and row, and for each layer's attention 4 per row, token
+    # and hidden unit. The backward takes twice as many.
     weights = sum(leaf.size for leaf in jax.tree.leaves(shapes[0]) if leaf.ndim > 1)
     flops = 6 * batch * tokens * (weights + layers * 2 * tokens * shapes[1].shape[-1])
     yield {
@@ -113,7 +114,7 @@ def measure(model: str, method: str, implementation: str | None, effort: Effort)
         "milliseconds": timed["seconds"] * 1e3,
         "quartiles": [t * 1e3 for t in timed["quartiles"]],
         "peak_bytes": peak,
-        # Otherwise compiling took more, and the step's own peak is not known.
+        # Without a rise, compiling took more memory, and the step's own peak is unknown.
         "peak_is_the_step's": peak is not None and peak > before,
         "planned_bytes": moved_bytes(compiled) + compiled.memory_analysis().temp_size_in_bytes,
         "matmul_flops": flops,

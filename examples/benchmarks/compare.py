@@ -1,19 +1,19 @@
-"""Compares ways to save memory, ours and others, on whole training steps of real models.
+"""Compares methods that save memory on whole training steps of real models.
 
     python examples/benchmarks/compare.py
     python examples/benchmarks/compare.py --models vit-b16 --train full --devices h200
 
-XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for each GPU; you need
-none. A cell is a model, what is trained, how its layers run, a method and a GPU. A finished cell is
-a line of `results/compare.jsonl`: the peak and its parts, bytes moved and FLOPs of the compiled
-kernels, and an estimate of the time. `datasheet_seconds` are older estimates, by datasheet rates.
-Start it again to go on with what is missing; what failed comes last. A cell takes 5 to 60 seconds,
-all of them some 5 hours. The most telling come first. Several processes with other models may
-write to one file.
+XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for each GPU. You need no
+GPU. A cell is a model, its trained parts, the way its layers run, a method and a GPU. A finished
+cell is a line of `results/compare.jsonl` with the peak and its parts, the bytes moved and FLOPs of
+the compiled kernels, and an estimate of the time. `datasheet_seconds` are older estimates, from
+datasheet rates. Start the script again to compile the missing cells; failed cells come last. A cell
+takes 5 to 60 seconds, all cells some 5 hours. The most informative cells come first. Several
+processes with different models may write to one file.
 
 --largest-batch also finds the largest batch in 24 and in 80 GB, with up to 16 compilations each.
-Delete lines of the file to have them again. The operators as in the paper (2 bits by the published
-tables) are no cell of their own: they are the program of "lowmembp" with other constants. For
+Delete lines of the file to compute them again. The paper's operators (2 bits by the published
+tables) have no cells, because they are the program of "lowmembp" with other constants. For
 measurements on a GPU see `on_gpu.py`.
 
 `readme_tables.py` and `plots.py` write tables and pictures from the file.
@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-# It must take no memory of a GPU on which others measure.
+# This script must not take memory of a GPU on which others measure.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import tyro
@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-#: What is compared unless you ask for something else.
+#: The models to compare by default.
 MODEL_NAMES = (
     *("vit-b16", "llama-7b", "bert-base", "roberta-base"),
     *("llama-1b", "vit-l16", "swin-t"),
@@ -57,22 +57,22 @@ PLANNED, FAILED = "planned", "failed"
 OUTPUT = Path(__file__).parent / "results" / "compare.jsonl"
 _KEY = tuple(field.name for field in dataclasses.fields(Cell))
 _VERSIONS = ("jax", "jaxlib", "flax", "qwix", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-#: By the name of a column, the function that finds it and perhaps others.
+#: By the name of a column, the function that computes it and perhaps other columns.
 Columns = dict[str, Callable[[Cell], dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Which cells.
+    """The cells to compile.
 
     Attributes:
-      models: by the names of `lowmembp plan --model`.
-      train: what is trained; only a LLaMA has 4-bit weights.
+      models: names as in `lowmembp plan --model`.
+      train: trained parts; only a LLaMA has 4-bit weights.
       methods: see `models/common.py`.
-      devices: of `lowmembp devices`.
-      layers: first those as the trainer runs them; a Swin scans pairs of them.
+      devices: names from `lowmembp devices`.
+      layers: how layers run, first as the trainer runs them; a Swin scans pairs of layers.
       output: the file of rows.
-      largest_batch: search for it.
+      largest_batch: search for the largest batch.
     """
 
     models: tuple[str, ...] = MODEL_NAMES
@@ -85,8 +85,10 @@ class Config:
 
 
 def trained_parts(model: str) -> tuple[Train, ...]:
-    """What is trained, the most telling first: nobody tunes a large LLaMA in full, or stores a
-    small model in 4 bits."""
+    """Returns the trained parts to compare, the most informative first.
+
+    Nobody tunes a large LLaMA in full, or stores a small model in 4 bits.
+    """
     if model in ("llama-7b", "llama-13b"):
         return ("lora-qv", "qlora-all", "lora-all", "full")
     return TRAIN if model.startswith("llama") else TRAIN[:3]
@@ -99,17 +101,17 @@ def cells(
     devices: Sequence[str] = DEVICES,
     layers: Sequence[Layers] = LAYERS,
 ) -> list[Cell]:
-    """Returns the cells in the order in which they are compiled.
+    """Returns the cells in the order of their compilation.
 
     First comes each model on the first GPU, with the first two of its `trained_parts` and its
-    layers as the trainer runs them; then these on the other GPUs; then the rest.
+    layers as the trainer runs them; then the same on the other GPUs; then the rest.
 
     Raises:
-      ValueError: a model has no size here, or no cell is left.
+      ValueError: a model has no size here, or the arguments leave no cell.
     """
     sizes = SIZES | _TINY
     if unknown := [model for model in models if model not in sizes]:
-        raise ValueError(f"models: expected {', '.join(sizes)}, got {unknown}")
+        raise ValueError(f"models: expected names from {', '.join(sizes)}, got {unknown}")
     found: dict[Cell, tuple[int, ...]] = {}
     for (place, device), model, method in product(enumerate(devices), models, methods):
         family, _ = MODELS[model]
@@ -128,10 +130,10 @@ def cells(
 
 
 def read(path: Path = OUTPUT) -> dict[Cell, dict[str, Any]]:
-    """Returns a row for each cell, merged from its lines; none where there is no file.
+    """Returns a row for each cell, merged from its lines; no rows if there is no file.
 
     Raises:
-      ValueError: a line is no row; the message has the file and the line's number.
+      ValueError: a line is not a row; the message has the file and the line's number.
     """
     rows: dict[Cell, dict[str, Any]] = {}
     for line in json_lines.read(path, _KEY):
@@ -140,7 +142,7 @@ def read(path: Path = OUTPUT) -> dict[Cell, dict[str, Any]]:
 
 
 def planned(cell: Cell) -> dict[str, Any]:
-    """What XLA says of the compiled step, in bytes and FLOPs, and the estimated seconds."""
+    """Returns the plan of the compiled step: bytes, FLOPs and the estimated seconds."""
     began = time.monotonic()
     [found] = validate.plan(cell)
     numbers = ("peak", "parts", "bytes_moved", "flops", "estimated_seconds")
@@ -154,16 +156,16 @@ def planned(cell: Cell) -> dict[str, Any]:
 
 
 def largest_batch(cell: Cell) -> dict[str, Any]:
-    """The largest batch whose peak is within each budget; 0 if none is.
+    """Returns the largest batch whose peak is within each budget; 0 if no batch is.
 
     It is a multiple of an eighth of the cell's own batch, or of four times that batch if this
-    allows more: for odd numbers of rows XLA pads the operands of LoRA's products, and saves them.
-    Otherwise it is right to some percent.
+    allows more. For odd numbers of rows XLA pads the operands of LoRA's products, and saves them.
+    Otherwise the result is right to some percent.
     """
     fine, round_ = max(1, cell.batch // 8), 4 * cell.batch
     found, each_gb = {}, 0.0
     for gigabytes in BUDGETS:
-        start = int(each_gb * gigabytes)  # as many a GB as in less memory
+        start = int(each_gb * gigabytes)  # scale the result of the smaller budget
         fits = _largest_multiple(cell, gigabytes, fine, start or cell.batch)
         if fits >= round_:
             fits = max(fits, _largest_multiple(cell, gigabytes, round_, fits))
@@ -187,14 +189,14 @@ def _largest_multiple(cell: Cell, gigabytes: int, multiple: int, start: int) -> 
 
 
 def run(todo: Iterable[Cell], output: Path, columns: Columns) -> int:
-    """Adds the columns that cells lack, a line for each; returns how many failed."""
+    """Computes the columns that cells lack, and appends a line for each; returns the failures."""
     rows = read(output)
     work: list[tuple[bool, Cell, list[str]]] = []
     for cell in todo:
         row = rows.get(cell, {})
         if lacking := [n for n in columns if str(row.get(n, FAILED)).startswith(FAILED)]:
             work.append((not row.keys().isdisjoint(lacking), cell, lacking))
-    work.sort(key=lambda each: each[0])  # what failed comes last
+    work.sort(key=lambda each: each[0])  # failed cells come last
     errors = 0
     bar = tqdm(work, unit="cell", mininterval=0.5)
     for _, cell, lacking in bar:
@@ -205,7 +207,7 @@ def run(todo: Iterable[Cell], output: Path, columns: Columns) -> int:
                 continue
             try:
                 found = columns[name](cell)
-            except Exception as error:  # The error is a result, and the other cells go on.
+            except Exception as error:  # The error is a result; the other cells still run.
                 errors += 1
                 found = {name: f"{FAILED}: {reason(error)}"}
                 bar.write(f"{cell.name} on {cell.device}: {reason(error)}")
@@ -234,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         errors = run(todo, config.output, columns)
     except KeyboardInterrupt:
-        print(f"stopped; what is done is in {config.output}", file=sys.stderr)
+        print(f"stopped; finished cells are in {config.output}", file=sys.stderr)
         return 130
     print(f"{len(todo)} cells, {errors} errors: {config.output}")
     return int(errors > 0)

@@ -1,4 +1,4 @@
-"""The tables of the rows of `compare.py`, as `measured_tables.py` has the others."""
+"""The tables of `compare.py`'s rows. `measured_tables.py` has the other tables."""
 
 from collections.abc import Callable
 from itertools import product
@@ -11,12 +11,12 @@ from lowmembp_examples.trainer.models import MODELS
 
 ROWS = compare.OUTPUT
 GIB = 2**30
-#: Rows by method, by model and what is trained.
+#: By model and trained part, the rows by method.
 Compared = dict[tuple[str, str], dict[str, dict[str, Any]]]
 
 
 def compared(device: str = "h200", layers_of_the_trainer: bool = True) -> Compared:
-    """Returns what was compiled for a GPU, with layers as the trainer runs them or otherwise."""
+    """Returns a GPU's compiled rows, with layers as the trainer runs them or the other way."""
     done: Compared = {}
     for cell, row in compare.read(ROWS).items():
         usual = cell.layers == MODELS[cell.model][0].layers[0]
@@ -27,7 +27,7 @@ def compared(device: str = "h200", layers_of_the_trainer: bool = True) -> Compar
 
 
 def plan_of_vit() -> Rows:
-    """`lowmembp plan --model vit-b16 --train lora-qv`, as `compare.py` has it."""
+    """The table of `lowmembp plan --model vit-b16 --train lora-qv`, from `compare.py`'s rows."""
     rows = [["method", "peak", "intermediate results", "moved", "TFLOP", "time (estimate)"]]
     found = compared()["vit-b16", "lora-qv"]
     for method, name in COMPARE_METHODS.items():
@@ -40,7 +40,7 @@ def plan_of_vit() -> Rows:
 
 
 def summary() -> Rows:
-    """A few models and methods, to decide by."""
+    """The peaks and times of a few models and methods, to choose a method."""
     methods = ("default", "dots", "full-remat", "compress", "lowmembp+compress")
     rows = [["model, batch, trained", *(COMPARE_METHODS[method] for method in methods)]]
     done = compared()
@@ -77,7 +77,7 @@ def _largest_batch(row: dict[str, Any]) -> str:
 
 
 def _table(text: Callable[[dict[str, Any]], str], devices=("h200",), layers=(True,)) -> Rows:
-    """A row for each model and what is trained; a cell for each method, as `text` writes it."""
+    """A row for each model and trained part; a cell for each method, formatted by `text`."""
     rows = [["model, batch, trained", *COMPARE_METHODS.values()]]
     for device, usual in product(devices, layers):
         done = compared(device, usual)

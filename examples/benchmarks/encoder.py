@@ -1,8 +1,8 @@
-"""A ViT-B-like encoder whose training step is compiled to see what a block keeps.
+"""A ViT-B-like encoder. Its compiled training step shows the memory that a block saves.
 
-bf16 throughout, pre-LayerNorm without affine (merged into the next Dense), cuDNN flash attention,
-tanh-GELU, biases everywhere. The projection after the attention contracts over
-(head, head_dim), so that the attention's output is kept once, by whichever asks for it.
+It has bf16 throughout, pre-LayerNorm without affine (merged into the next Dense), cuDNN flash
+attention, tanh-GELU and biases everywhere. The projection after the attention contracts over
+(head, head_dim), so that the attention and the projection share one saved output.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,8 @@ BATCH, TOKENS, HIDDEN, HEADS, HEAD_DIM, FFN, RANK = 64, 256, 768, 12, 64, 3072, 
 #: Bytes of one bf16 activation of the residual stream's shape.
 UNIT = BATCH * TOKENS * HIDDEN * 2
 
-#: einsum of each Dense, shapes of its kernel and bias, and how a LoRA pair splits the einsum.
+#: Each Dense's einsum, the shape of its kernel, which ends with the shape of its bias, and the two
+#: einsums of its LoRA pair.
 DENSES = {
     "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
     "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
@@ -42,7 +43,7 @@ def _unwrapped(block: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Method:
-    """How to save memory: norm, activation, and a wrapper around the block."""
+    """A method that saves memory: its norm, its activation, and a wrapper around the block."""
 
     norm: Callable
     activation: Callable
@@ -59,7 +60,7 @@ def _remat(policy) -> Callable:
     return partial(jax.checkpoint, policy=policy)
 
 
-#: Of `run(x, parameters)`.
+#: Wraps `run(x, parameters)`.
 _compress = partial(lm.compress, params_argnums=1)
 _compress_but_attention = partial(
     _compress,
@@ -70,7 +71,7 @@ _compress_but_attention = partial(
 )
 _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.gelu)
 
-#: What a user can choose from. The first is Flax as it comes.
+#: The methods that a user can choose. The first is plain Flax.
 METHODS: dict[str, Method] = {
     "default": Method(_flax_norm, nn.gelu),
     "checkpointed norm and activation": Method(jax.checkpoint(_flax_norm), jax.checkpoint(nn.gelu)),
@@ -102,7 +103,7 @@ METHODS: dict[str, Method] = {
 
 
 def dense(x, name: str, weights: dict):
-    """One Dense, with its LoRA pair where there is one."""
+    """Applies one Dense, with its LoRA pair if it has one."""
     einsum, _, down, up = DENSES[name]
     y = jnp.einsum(einsum, x, weights[name]["kernel"])
     y = y + weights[name]["bias"].reshape(y.shape[2:])[None, None]
@@ -112,7 +113,10 @@ def dense(x, name: str, weights: dict):
 
 
 def block(method: Method, attention: str, x, parameters: tuple[dict, dict]):
-    """One encoder block, `[batch, tokens, hidden]` to the same; trained and frozen parameters."""
+    """Applies one encoder block to x, [batch, tokens, hidden]; returns the same shape.
+
+    `parameters` are the trained and the frozen parameters.
+    """
     trained, frozen = parameters
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
@@ -125,7 +129,7 @@ def block(method: Method, attention: str, x, parameters: tuple[dict, dict]):
 
 
 def parameters(train: Train) -> tuple[dict, dict]:
-    """Abstract trained and frozen parameters of one block."""
+    """Returns the abstract trained and frozen parameters of one block."""
     base, lora = {}, {}
     for name, (_, shape, down, up) in DENSES.items():
         inputs, outputs = len(down.split("->")[0].split(",")[1]) - 1, len(up.split("->")[1]) - 2
@@ -142,7 +146,7 @@ def parameters(train: Train) -> tuple[dict, dict]:
 
 
 def layers_of(weights: Any, layers: int, scan: bool) -> Any:
-    """Abstract weights of several layers: stacked for `lax.scan`, or a list."""
+    """Returns the abstract weights of several layers: stacked for `lax.scan`, or a list."""
     if not scan:
         return [weights] * layers
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype), weights)
@@ -157,7 +161,7 @@ def training_step(
     rows: tuple[int, int] = (BATCH, TOKENS),
     attention: str = "cudnn",
 ):
-    """Loss and gradients of the encoder, and the abstract arguments to compile it with."""
+    """Returns a function for the encoder's loss and gradients, and its abstract arguments."""
     run = METHODS[method].wrap(partial(block, METHODS[method], attention))
     layer = parameters(train)
 
@@ -175,7 +179,10 @@ def training_step(
 
 
 def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_args) -> int:
-    """Peak of everything but arguments and outputs, in bytes, from XLA's buffer assignment."""
+    """Returns the peak of temporaries, in bytes, from XLA's buffer assignment.
+
+    It excludes arguments and outputs.
+    """
     step, abstract = training_step(method, train, scan, layers)
     compiled = lm.memory.compile_for(step, *abstract, **compile_args)
     return compiled.memory_analysis().temp_size_in_bytes
@@ -184,6 +191,6 @@ def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_arg
 def block_units(
     method: str, train: Train, scan: bool, layers: tuple[int, int] = (2, 4), **compile_args
 ) -> float:
-    """What one more block adds to the peak, in units of tokens x hidden x 2 bytes."""
+    """Returns how much one more block adds to the peak, in units of tokens x hidden x 2 bytes."""
     fewer, more = (peak_bytes(method, train, scan, n, **compile_args) for n in layers)
     return (more - fewer) / (layers[1] - layers[0]) / UNIT

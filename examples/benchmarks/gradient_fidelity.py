@@ -1,13 +1,14 @@
-"""How near each method's gradient is to the exact one, for a real model.
+"""Compares each method's gradient with the exact gradient, for real models.
 
     python examples/benchmarks/gradient_fidelity.py
 
-takes the gradient of a whole training loss, by all parameters, in float32, at the start and again
-after training with Flax's exact gradients: relative error |g - g*| / |g*| and cosine, over all
-parameters at once, the means of --batches batches. Of MiniLM (BERT, 6 layers, 384 wide, pretrained)
-on docstrings of Python's standard library, of a ViT of 4 layers on digits, and of a LLaMA of 4
-layers on source text. A line of `results/gradient_fidelity.jsonl` is one method; started again, it
-goes on. Some 12 minutes on two CPU cores. With --model minilm --train FILE, texts of your own.
+takes the gradient of a whole training loss with respect to all parameters, in float32, at the start
+and again after training with Flax's exact gradients. It reports the relative error |g - g*| / |g*|
+and the cosine over all parameters, as means over --batches batches. The models are MiniLM (BERT, 6
+layers, 384 wide, pretrained) on docstrings of Python's standard library, a ViT of 4 layers on
+digits, and a LLaMA of 4 layers on source text. Each method is a line of
+`results/gradient_fidelity.jsonl`; a restart continues the file. This takes some 12 minutes on two
+CPU cores. Use --model minilm --train FILE for your own texts.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-#: The rows: how each computes in float32, but for the first.
+#: The rows and how they compute. All but the first compute in float32.
 METHODS: dict[str, Compute] = {
     "plain Flax in bfloat16": Compute(dtype=jnp.bfloat16),
     "compress": Compute("compress"),
@@ -54,26 +55,27 @@ _SIZES = ("batch_size", "max_tokens", "batches", "steps")
 
 @dataclasses.dataclass
 class Config:
-    """How near each method's gradient is to the exact one, for a real model."""
+    """Compares each method's gradient with the exact gradient, for real models."""
 
     output: Path = Path(__file__).parent / "results" / "gradient_fidelity.jsonl"
-    """A line a method and time. What stands there already is not computed again."""
+    """The file of results, with a line for each method at the start and after training. Lines in
+    the file are not computed again."""
     model: tuple[real_models.Name, ...] = ("minilm", "vit", "llama")
-    """Which models."""
+    """The models."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Which rows."""
+    """The rows."""
     checkpoint: Path | None = None
     """Directory of another BERT: config.json, model.safetensors, tokenizer.json."""
     train: Path | None = None
     """Texts: .tsv (text<TAB>label) or .jsonl. Default: docstrings of the standard library."""
     batch_size: int = 32
-    """Texts a batch."""
+    """Texts per batch."""
     max_tokens: int = 48
-    """Tokens a text."""
+    """Tokens per text."""
     batches: int = 4
-    """Batches, each with an error of its own."""
+    """Batches to average errors over."""
     steps: int = 200
-    """Steps of AdamW between start and end."""
+    """AdamW steps between start and end."""
 
 
 def main() -> int:
@@ -96,13 +98,13 @@ def main() -> int:
 
 
 def run(model: real_models.RealModel, setting: dict[str, Any], config: Config) -> None:
-    """Adds a line for each method that the file has not with these settings."""
+    """Appends a line for each method that the file lacks with these settings."""
     done = json_lines.keys(config.output, (*setting, "method"))
     methods = [name for name in config.methods if (*setting.values(), name) not in done]
     if not methods:
         return
     params = trained(model, config.steps) if setting["when"] == "trained" else model.params
-    # Not of those that it was trained on last.
+    # These batches come after the batches of the training.
     drawn = [model.batches.at(config.steps + number) for number in range(config.batches)]
     exact = gradient(model, Compute())
     wanted = [exact(params, batch) for batch in drawn]
@@ -120,13 +122,13 @@ def run(model: real_models.RealModel, setting: dict[str, Any], config: Config) -
 
 
 def gradient(model: real_models.RealModel, compute: Compute) -> Any:
-    """By all parameters, of parameters and a batch."""
+    """Returns a function of parameters and a batch for the gradient of all parameters."""
     loss = model.loss(compute)
     return jax.jit(jax.grad(lambda params, batch: loss(params, {}, batch)[0]))
 
 
 def trained(model: real_models.RealModel, steps: int) -> Any:
-    """The parameters after steps with exact gradients."""
+    """Returns the parameters after training with exact gradients."""
     params = model.params
     for state, _ in tqdm(model.run(Compute(), steps), "training", steps, mininterval=1):
         params = state.params
@@ -134,7 +136,7 @@ def trained(model: real_models.RealModel, steps: int) -> Any:
 
 
 def cells(name: str, done: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """Of the table: relative error and cosine, at the start and after training."""
+    """Returns the table's cells: relative error and cosine, at the start and after training."""
     rows: dict[str, list[str]] = {}
     for row in done:
         rows.setdefault(row["method"], []).extend((f"{row['error']:.3f}", f"{row['cosine']:.4f}"))

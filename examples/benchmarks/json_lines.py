@@ -1,4 +1,4 @@
-"""Files of results with a line of JSON each, to which a run that goes on adds."""
+"""Files of results with one JSON record per line. A resumed run appends to its file."""
 
 import json
 import os
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def read(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The records of a file; none where there is no file. A last line without an end is no record.
+    """Reads the records of a file; none if there is no file. Ignores an unfinished last line.
 
     Args:
       path: the file.
-      names: fields that each record has.
+      names: fields that each record must have.
 
     Raises:
-      ValueError: another line is none; the message has the file and the line's number.
+      ValueError: another line is not a record; the message has the file and the line's number.
     """
     records = []
     *lines, _ = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
@@ -23,25 +23,27 @@ def read(path: Path, names: Sequence[str] = ()) -> list[dict[str, Any]]:
         try:
             records.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {line[:60]!r} is no record") from error
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON record, found {line[:60]!r}"
+            ) from error
         if missing := [name for name in names if name not in records[-1]]:
-            raise ValueError(f"{path}, line {number}: no record without {', '.join(missing)}")
+            raise ValueError(f"{path}, line {number}: the record lacks {', '.join(missing)}")
     return records
 
 
 def keys(path: Path, names: Sequence[str]) -> set[tuple[Any, ...]]:
-    """What is in a file: the values of these fields, by record.
+    """Returns the values of these fields for each record of a file.
 
     Raises:
-      ValueError: see `read`.
+      ValueError: as in `read`.
     """
     return {tuple(record[name] for name in names) for record in read(path, names)}
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line, which is on the disk afterwards, and drops what an interrupted one left.
+    """Appends a line and syncs it to the disk. First it drops the rest of an interrupted line.
 
-    It is one write: several processes may add to a file, as long as none of them is killed.
+    It appends with one write, so several processes may share a file if none of them is killed.
     """
     with path.open("ab+") as file:
         file.seek(0)

@@ -1,11 +1,11 @@
-"""The loss of a large vocabulary, by whole logits and by `lm.linear_cross_entropy`.
+"""Compares whole logits with `lm.linear_cross_entropy` for a large vocabulary.
 
     python examples/benchmarks/loss_memory.py
 
-compiles for an H200, no GPU needed: the loss alone, and training steps of language models with
-LoRA. It also trains a small LLaMA with either loss on the CPU. `results/loss_memory.json` gets the
-bytes that XLA assigns, FLOPs, times as estimated by the roofline, and how far the losses of the
-training differ. Some 3 minutes on 2 cores.
+compiles the loss alone, and training steps of language models with LoRA, for an H200. You need no
+GPU. It also trains a small LLaMA with either loss on the CPU. It writes the bytes that XLA assigns,
+FLOPs, roofline estimates of times, and the difference between the two trainings' losses to
+`results/loss_memory.json`. This takes some 3 minutes on 2 cores.
 """
 
 import os
@@ -33,7 +33,7 @@ import lowmembp_jax as lm
 OUTPUT = Path(__file__).parent / "results" / "loss_memory.json"
 DEVICE = "h200"
 TOKENS, FEATURES, VOCAB = 16384, 2048, 248320
-#: Gemma-2B's sizes (arXiv:2403.08295), its activation in the place of GELU being SiLU.
+#: Gemma-2B's sizes (arXiv:2403.08295), with SiLU instead of GELU.
 GEMMA = LlamaConfig(
     2048,
     18,
@@ -51,7 +51,7 @@ STEPS = 100
 
 
 def whole(logits: Any, labels: Any) -> Any:
-    """The mean, of all logits at once."""
+    """Returns the mean cross-entropy of whole logits."""
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
     ).mean()
@@ -71,7 +71,7 @@ def measure(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> dict[s
 
 
 def alone(loss: str, is_trained: bool, vocab: int = VOCAB) -> dict[str, float]:
-    """The loss and the gradients of hidden, and of the kernel where it is trained."""
+    """Measures the loss and the gradients of hidden, and of the kernel if it is trained."""
     array = jax.ShapeDtypeStruct
     args = (
         array((TOKENS, FEATURES), jnp.bfloat16),
@@ -93,8 +93,8 @@ def loss_of(model: Any, is_whole: bool, params: Any, ids: Any) -> Any:
 
 
 def lora_step(config: LlamaConfig, is_whole: bool, method: Method) -> dict[str, float]:
-    """A step of AdamW with LoRA on all Denses, bfloat16, layers in a scan."""
-    # cuDNN has no attention with heads of 256.
+    """Measures an AdamW step with LoRA on all Denses, bfloat16, scanned layers."""
+    # cuDNN has no attention for a head size of 256.
     attention = choose_attention(config, "gpu", "bfloat16", LENGTH)
     compute = Compute(method, jnp.bfloat16, jnp.bfloat16, attention)
     model = apply_lora(Llama(config, compute, scan_layers=True), "lora-all", RANK)
@@ -112,7 +112,7 @@ def lora_step(config: LlamaConfig, is_whole: bool, method: Method) -> dict[str, 
 
 
 def curve(is_whole: bool) -> Any:
-    """The losses of a small LLaMA in float32, trained from scratch by Adam."""
+    """Returns the losses of a small LLaMA in float32 that Adam trains from scratch."""
     config = LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=4099)
     model, optimizer = Llama(config), optax.adam(1e-3)
     starts = jax.random.randint(jax.random.key(1), (STEPS, 8, 2), 0, 97)

@@ -1,7 +1,7 @@
 """The measured tables of README.md and docs/, from the JSON files in `results/`.
 
-`TABLES` has a function for each name that a marker can have. It returns rows of cells, the head
-first. `readme_tables.py` writes them.
+`TABLES` maps the name in a marker to a function that returns rows of cells, the head first.
+`readme_tables.py` writes the tables.
 """
 
 import json
@@ -33,7 +33,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns the rows of a ViT-B block with unrolled layers, by method and what is trained."""
+    """Returns the rows of a ViT-B block with unrolled layers, by method and trained part."""
     rows = read("block_memory")["rows"]
     return {(r["method"], r["train"]): r for r in rows if r["layers"] == "unrolled"}
 
@@ -41,7 +41,8 @@ def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
 def step_times() -> tuple[str, dict[str, str]]:
     """Returns the GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
 
-    Our operators run in their default implementation, XLA. Both are empty if nothing was measured.
+    Our operators run in their default implementation, XLA. Both results are empty without a
+    measurement.
     """
     if not (RESULTS / "on_gpu.json").exists():
         return "", {}
@@ -86,7 +87,7 @@ def block_cost() -> Rows:
 
 
 def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Returns errors of gradients, by column of the tables, time and method."""
+    """Returns gradient errors by column of the tables, "start" or "trained", and method."""
     names = {"minilm": "MiniLM", "vit": "ViT", "llama": "LLaMA"}
     done = {}
     for row in json_lines.read(RESULTS / "gradient_fidelity.jsonl"):
@@ -96,7 +97,7 @@ def fidelity_rows() -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 def gradient_fidelity(*methods: str) -> Rows:
-    """Relative error and cosine of a loss's gradient, at the start and after training."""
+    """The relative error and cosine of a loss's gradient, at the start and after training."""
     done, sets = fidelity_rows(), ("MiniLM, SST-2", "MiniLM", "ViT", "LLaMA")
     rows = [["", *(cell for name in sets for cell in (name, f"{name}, trained"))]]
     for method in methods:
@@ -107,7 +108,7 @@ def gradient_fidelity(*methods: str) -> Rows:
 
 
 def gradient_summary() -> Rows:
-    """The errors on a pretrained model and real text, for the README."""
+    """The gradient errors of a pretrained model on real text, for the README."""
     done = fidelity_rows()
     rows = [["gradients of MiniLM on SST-2", "error", "cosine", "after 200 steps", "cosine"]]
     for method in ("plain Flax in bfloat16", "compress", "operators, 2 bits", "operators, 4 bits"):
@@ -130,7 +131,7 @@ def step_table_errors() -> Rows:
 
 
 def third_party(methods: dict[str, str]) -> Rows:
-    """MiB, and the share of plain; `methods` has columns by the names of `third_party.py`."""
+    """MiB and the ratio to plain. `methods` maps names in `third_party.py` to columns."""
     heads = ["plain", *methods.values()]
     trained = {"full": "full tuning", "LoRA": "LoRA"}
     rows = [["model", *(f"{train}: {head}" for train in trained.values() for head in heads)]]
@@ -145,7 +146,7 @@ def third_party(methods: dict[str, str]) -> Rows:
 
 
 def storage_formats() -> Rows:
-    """Errors of gradients by input and format."""
+    """Gradient errors by input and format."""
     found = read("storage_formats")["rows"]
     formats = next(iter(found.values()))
     rows = [["gradient's relative error", *formats]]
@@ -153,7 +154,7 @@ def storage_formats() -> Rows:
 
 
 def other_models() -> Rows:
-    """MiB at the peak, estimated milliseconds, and the gradient's error if it is not exact."""
+    """The peak in MiB, estimated milliseconds, and the error of an approximate gradient."""
     rows = [["six blocks", *OTHER_MODELS.values()]]
     for kind, found in read("other_models")["rows"].items():
         cells = []
@@ -166,7 +167,7 @@ def other_models() -> Rows:
 
 
 def decisions() -> Rows:
-    """The one answer to "which method?", on each page that gives it."""
+    """The table that answers "which method?" on every page."""
     return [
         ["your case", "use", "what it costs"],
         [
@@ -214,7 +215,7 @@ def decisions() -> Rows:
 
 
 def optimizer_memory() -> Rows:
-    """Peaks of full tuning, the optimizer's state among them."""
+    """Peaks of full tuning, including the optimizer's state."""
     head = ["model", "optimizer state", "master weights", "update"]
     rows = [[*head, "state", "peak", "time (estimate)"]]
     for row in read("optimizer_memory")["rows"]:
@@ -233,7 +234,7 @@ def optimizer_memory() -> Rows:
 
 
 def finetune(file: str) -> Rows:
-    """Accuracy, loss and memory from an example's results.json."""
+    """The accuracy, loss and memory in an example's results.json."""
     result = read(file)
     runs, sizes = result["runs"], result["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
@@ -252,7 +253,7 @@ def finetune(file: str) -> Rows:
 
 
 def loss_alone() -> Rows:
-    """Temporaries, FLOPs and estimated time of one loss."""
+    """Temporaries, FLOPs and estimated time of the loss alone."""
     rows = [["loss", "gradients of", "temporaries", "TFLOP", "time (estimate)"]]
     for row in read("loss_memory")["alone"]:
         of = "hidden and kernel" if row["kernel_is_trained"] else "hidden, the kernel is frozen"
@@ -278,7 +279,7 @@ def loss_models() -> Rows:
 
 
 def loss_curve() -> Rows:
-    """The difference between a training's losses and the losses with whole logits."""
+    """The difference between the losses of trainings with tiled and with whole logits."""
     curve = read("loss_memory")["curve"]
     heads = ["small LLaMA, float32", "first loss", "last loss", "largest relative difference"]
     numbers = (f"{curve['first']:.3f}", f"{curve['last']:.3f}")
@@ -287,7 +288,7 @@ def loss_curve() -> Rows:
 
 
 def published(kind: str) -> Rows:
-    """What others measured on GPUs, beside what the planner says; one row a quantity.
+    """Published GPU measurements beside the planner's numbers, one row per quantity.
 
     Args:
       kind: "memory", "time" or "change", see `published.Case`.

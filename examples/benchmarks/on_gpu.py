@@ -1,19 +1,19 @@
-"""Everything that only a GPU can say, most important first: one command, one file of results.
+"""Runs every check and measurement that needs a GPU, and writes one file of results.
 
     python examples/benchmarks/on_gpu.py --output results/gpu --minutes 25
 
 needs this checkout, `jax` with CUDA, and the dependencies of lowmembp_jax. You need not install the
-project. The stages run in this order, each case in its own process:
+project. The stages run in this order, the most important first. Each case has its own process.
 
     correctness       every kernel of every implementation, against float64
-    attention         cuDNN's attention and the others, values and gradients, against float32
+    attention         all implementations of attention, values and gradients, against float32
     blocks            step time and peak memory of ViT-B and LLaMA-7B blocks, by method
     validate_measure  peak memory and step time of whole training steps
     validate_plan     what the planner says of the same steps; needs its wheels and no GPU
 
-Records are in `on_gpu.json` under --output as soon as they are known. When the minutes are over,
-the running process is killed, and the program says what was not run. Start it again with the same
---output to go on where it stopped; what failed comes last. `--select` runs a part:
+The program writes each record to `on_gpu.json` in --output at once. After --minutes it kills the
+running process and prints which jobs are missing. Start it again with the same --output to
+continue; failed jobs come last. Use `--select` to run a part:
 
     python examples/benchmarks/on_gpu.py --output results/gpu --select blocks/ViT-B attention
 
@@ -22,9 +22,9 @@ Another machine with the same JAX can make the plans, before or after, in the sa
     pip install -e ".[planner]"
     python examples/benchmarks/on_gpu.py --output results/gpu --select validate_plan --device h200
 
-If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say so, and the
-others run. `report.py` prints the results in tables, `readme_tables.py` adds the step times to the
-README. Exit status 0 means that everything ran and was right. `--smoke` runs tiny sizes on a CPU.
+If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say so, and the other
+cases run. `report.py` prints the results in tables, `readme_tables.py` adds the step times to the
+README. Exit status 0 means that everything ran and passed. `--smoke` runs tiny sizes on a CPU.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The function of each stage that returns its cases.
+#: By stage, the function that returns its cases.
 STAGES = {
     "correctness": "correctness.cases",
     "attention": "attention.cases",
@@ -50,13 +50,13 @@ STAGES = {
     "validate_plan": "validate.plans",
 }
 NEEDS_NO_GPU = ("validate_plan",)
-#: A process that takes longer hangs. With less time left, none is started.
+#: The time after which a process is taken to hang, and the least time to start another process.
 MOST_SECONDS, LEAST_SECONDS = {"validate_plan": 1800}, 15
 MODULES = "lowmembp_examples.benchmarks"
 
 
 def write_json(path: Path, results: dict) -> None:
-    """Writes all of it or nothing: a reader of the file never sees half of it."""
+    """Writes the whole file or nothing, so a reader never sees a part."""
     partial_file = path.with_suffix(".partial")
     partial_file.write_text(json.dumps(results, indent=1) + "\n")
     partial_file.replace(path)
@@ -65,7 +65,7 @@ def write_json(path: Path, results: dict) -> None:
 def run_process(
     command: list[str], environment: dict[str, str], seconds: float, add: Callable[[dict], None]
 ) -> str:
-    """Gives each record that a process prints to `add`, at once; returns how it ended."""
+    """Runs a process; passes each record that it prints to `add` at once; returns how it ended."""
     killed = threading.Event()
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -91,7 +91,7 @@ def run_process(
 
 
 def run_jobs(results: dict, jobs: list[str], path: Path, seconds: float, start: Callable) -> None:
-    """Runs what is not done, what failed before last; `start(job, seconds, add)` runs one."""
+    """Runs the unfinished jobs, with failed ones last. `start(job, seconds, add)` runs one job."""
     end, known = time.monotonic() + seconds, results["jobs"]
     todo = [job for job in jobs if known.get(job, {}).get("status") != "done"]
     todo.sort(key=lambda job: known.get(job, {}).get("status", "").startswith("failed"))
@@ -123,7 +123,7 @@ def load(path: Path, gpu: str | None) -> dict:
     """Returns the results so far.
 
     Raises:
-      ValueError: another GPU has made them.
+      ValueError: the results are from another GPU.
     """
     results = json.loads(path.read_text()) if path.exists() else {"runs": [], "jobs": {}}
     if gpu and results.setdefault("gpu", gpu) != gpu:
@@ -132,10 +132,12 @@ def load(path: Path, gpu: str | None) -> dict:
 
 
 def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]:
-    """Returns "stage/case" for all that can run here, or for what starts with a pattern.
+    """Returns "stage/case" for all jobs that can run here, or for those that match a pattern.
+
+    A pattern matches the start of a job.
 
     Raises:
-      ValueError: a pattern matches none.
+      ValueError: a pattern matches no job.
     """
     jobs = [f"{stage}/{case}" for stage, c in stages.items() if isinstance(c, list) for case in c]
     chosen = {pattern: [job for job in jobs if fnmatch(job, f"{pattern}*")] for pattern in patterns}
@@ -146,7 +148,7 @@ def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]
 
 
 def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
-    """Makes the checkout importable, through a link in `folder`."""
+    """Returns an environment in which the checkout is importable, through a link in `folder`."""
     Path(folder, "lowmembp_examples").symlink_to(ROOT / "examples")
     searched = (str(ROOT), folder, os.environ.get("PYTHONPATH"))
     environment = os.environ | {
@@ -156,7 +158,7 @@ def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX takes only one
         environment.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
     if smoke:
-        # Compiling takes most of the time, and programs need not be fast here.
+        # Compiling takes most of the time, and these programs need not be fast.
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
         environment["JAX_PLATFORMS"] = "cpu"
     return environment
@@ -167,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--select", nargs="+", default=[], help="stages or patterns of stage/case")
-    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
+    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +186,7 @@ def run(options: argparse.Namespace, folder: str) -> int:
         stage, _, case = job.partition("/")
         own = {"JAX_PLATFORMS": "cpu"} if stage in NEEDS_NO_GPU else {}
         if stage in ("blocks", "validate_measure") and not options.smoke:
-            # XLA tunes a matrix product once for all methods that have it.
+            # With a cache, XLA tunes a matrix product once for all methods that have it.
             own["JAX_COMPILATION_CACHE_DIR"] = folder
             own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         return run_process([*stages_command, stage, case], environment | own, seconds, add)
@@ -219,7 +221,7 @@ def run(options: argparse.Namespace, folder: str) -> int:
     try:
         run_jobs(results, jobs, path, end - time.monotonic(), start)
     except KeyboardInterrupt:
-        print(f"stopped; what is done is in {path}", file=sys.stderr)
+        print(f"stopped; finished jobs are in {path}", file=sys.stderr)
         return 130
     report = [sys.executable, "-m", f"{MODULES}.report", str(path)]
     subprocess.run(report, env=environment, check=False)
@@ -229,7 +231,7 @@ def run(options: argparse.Namespace, folder: str) -> int:
         for job in jobs
         for record in results["jobs"][job]["records"]
         if record.get("passed") is False
-        # Some cannot run without a GPU, such as cuDNN's attention.
+        # Some records fail without a GPU, for instance cuDNN's attention.
         and not (options.smoke and record["status"].startswith("failed"))
     ]
     for text in wrong + [f"{job}: {results['jobs'][job]['status']}" for job in missing]:
@@ -239,6 +241,6 @@ def run(options: argparse.Namespace, folder: str) -> int:
 
 
 if __name__ == "__main__":
-    # A scheduler's signal also ends the process that runs.
+    # On a scheduler's signal, the program exits and ends the running process as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

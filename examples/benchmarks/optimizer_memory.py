@@ -1,12 +1,12 @@
-"""Full tuning of LLaMA with the optimizer's state in 8 bits and master weights in 24.
+"""Plans full tuning of LLaMA with 8-bit optimizer state and 24-bit master weights.
 
     python examples/benchmarks/optimizer_memory.py
 
 plans the trainer's step for an H100 (AdamW, bfloat16, `compress+remat`, 4 x 2,048 tokens) with each
-of the four combinations; a step with both that also updates each layer inside the backward pass;
-and the update of one stacked array alone, whose temporaries it reports.
-No GPU is needed. Results are in `results/optimizer_memory.json`; `readme_tables.py` writes the
-table.
+of the four combinations of float32 and compressed state. It also plans a step with both compressed
+that updates each layer inside the backward pass, and the update of one stacked array alone, whose
+temporaries it reports. You need no GPU. Results are in `results/optimizer_memory.json`;
+`readme_tables.py` writes the table.
 """
 
 import itertools
@@ -33,7 +33,7 @@ import lowmembp_jax as lm
 OUTPUT = Path(__file__).parent / "results" / "optimizer_memory.json"
 DEVICE = "h100"
 NAMES = ("llama-1b", "llama-7b")
-#: A matrix of LLaMA-7B's MLP, of all layers.
+#: A matrix of LLaMA-7B's MLP, stacked over all layers.
 SHAPE = (32, 4096, 11008)
 
 
@@ -70,7 +70,7 @@ def row(
 
 
 def layerwise_step(model: str, batch: int = 4, tokens: int = 2048) -> tuple[Any, tuple[Any, ...]]:
-    """A training step that updates each layer inside the backward pass, and its arguments."""
+    """Returns a step that updates each layer inside the backward pass, and its arguments."""
     config = CONFIGS[model]
     compute = Compute("default", jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "cudnn", False)
     layer = LlamaLayer(config, compute, "auto", scanned=True)
@@ -120,7 +120,7 @@ def layerwise(model: str) -> dict[str, Any]:
 
 
 def update() -> dict[str, Any]:
-    """AdamW's update of one array, in bytes."""
+    """Returns the state and the temporaries of AdamW's update of one array, in bytes."""
     optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-4)))
     params = {"kernel": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
     state = jax.eval_shape(optimizer.init, params)

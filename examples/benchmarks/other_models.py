@@ -1,11 +1,11 @@
-"""`lm.compress` on blocks that are no transformers', beside the policies of `jax.checkpoint`.
+"""Compares `lm.compress` with the policies of `jax.checkpoint` on blocks beyond transformers.
 
     python examples/benchmarks/other_models.py
 
-compiles a training step of six blocks each, bf16 and not scanned, for an H200, no GPU needed:
-the peak and an estimate of the time by the roofline. Of four narrow ones in float32 it computes the
-gradient with `lm.compress` and without. Writes `results/other_models.json` after each kind of
-block; some 5 minutes on 2 cores.
+compiles a training step of six unrolled bf16 blocks of each kind for an H200, and reports its peak
+and a roofline estimate of its time. You need no GPU. For four narrow float32 blocks it computes the
+gradient with `lm.compress` and without. It writes `results/other_models.json` after each kind of
+block. This takes some 5 minutes on 2 cores.
 """
 
 import os
@@ -32,7 +32,7 @@ LAYERS, NARROW_LAYERS = 6, 4
 
 
 class Bottleneck(nn.Module):
-    """ResNet's, with the GroupNorm of BiT: He et al. 2016, Kolesnikov et al. 2020."""
+    """ResNet's bottleneck (He et al. 2016) with the GroupNorm of BiT (Kolesnikov et al. 2020)."""
 
     dtype: Any
 
@@ -46,7 +46,7 @@ class Bottleneck(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Liu et al. 2022."""
+    """ConvNeXt's block (Liu et al. 2022)."""
 
     dtype: Any
 
@@ -59,7 +59,7 @@ class ConvNeXt(nn.Module):
 
 
 class UNetBlock(nn.Module):
-    """The residual block of diffusion models' U-Nets: Ho et al. 2020."""
+    """The residual block of a diffusion model's U-Net (Ho et al. 2020)."""
 
     dtype: Any
 
@@ -73,7 +73,7 @@ class UNetBlock(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """A gated linear recurrence by `lax.associative_scan`, as in Griffin, De et al. 2024."""
+    """A gated linear recurrence by `lax.associative_scan`, as in Griffin (De et al. 2024)."""
 
     dtype: Any
 
@@ -94,7 +94,7 @@ class Recurrence(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Tolstikhin et al. 2021."""
+    """MLP-Mixer's block (Tolstikhin et al. 2021)."""
 
     dtype: Any
 
@@ -110,7 +110,7 @@ class Mixer(nn.Module):
 
 
 class Experts(nn.Module):
-    """Eight experts, each token to the one of the largest score: Fedus et al. 2021."""
+    """Eight experts; each token goes to the expert with the largest score (Fedus et al. 2021)."""
 
     dtype: Any
 
@@ -133,7 +133,7 @@ class Experts(nn.Module):
 
 
 class Kind(NamedTuple):
-    """A block, and the shapes of its input: compiled, and for the gradient's error."""
+    """A block, its input's shape for compilation, and a narrow shape for the gradient's error."""
 
     block: type[nn.Module]
     shape: tuple[int, ...]
@@ -159,12 +159,12 @@ METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
     "compress of full remat": partial(lm.compress_module, policy=_POLICIES.nothing_saveable),
     "compress, everything_saveable": partial(lm.compress_module, policy=lm.everything_saveable),
 }
-#: Those whose gradient is not exact.
+#: The methods with approximate gradients.
 ROUNDED = [method for method in METHODS if method.startswith("compress")]
 
 
 def gradients(kind: str, method: str, layers: int, dtype: Any) -> tuple[nn.Module, Callable]:
-    """The model, and the loss's gradient by its parameters, of these, an input and a target."""
+    """Returns the model, and a function of parameters, input and target for the loss's gradient."""
     block = METHODS[method](KINDS[kind].block)
 
     class Model(nn.Module):
@@ -179,7 +179,7 @@ def gradients(kind: str, method: str, layers: int, dtype: Any) -> tuple[nn.Modul
 
 
 def plan(kind: str, method: str) -> lm.memory.Plan:
-    """Of a step of gradient descent."""
+    """Plans a step of gradient descent."""
     model, gradient = gradients(kind, method, LAYERS, jnp.bfloat16)
     x, y = (jax.ShapeDtypeStruct(KINDS[kind].shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -191,7 +191,7 @@ def plan(kind: str, method: str) -> lm.memory.Plan:
 
 
 def error(kind: str, method: str) -> float:
-    """Of a narrow model's gradient, relative to the exact one."""
+    """Returns the relative error of a narrow model's gradient."""
     x, y = jax.random.normal(jax.random.key(0), (2, *KINDS[kind].narrow))
     model, exact = gradients(kind, "plain", NARROW_LAYERS, jnp.float32)
     _, rounded = gradients(kind, method, NARROW_LAYERS, jnp.float32)

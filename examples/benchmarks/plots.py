@@ -1,11 +1,11 @@
-"""Draws the pictures in `docs/`: memory against the estimated time of a step, a point a method.
+"""Draws the pictures in `docs/`: memory against a step's estimated time, one point per method.
 
     python examples/benchmarks/plots.py
 
 `block_memory.svg` shows the residuals of a ViT-B block with unrolled layers, from
 `results/block_memory.json`. `compare/MODEL.svg` shows the peak of a model's whole training step on
-an H200, from `results/compare.jsonl`. The description of a picture repeats its points for a test.
-Nothing in a picture differs from run to run.
+an H200, from `results/compare.jsonl`. A picture's description repeats its points for a test. The
+same results always give the same files.
 """
 
 import json
@@ -32,7 +32,7 @@ BLOCK_LABELS = {
     "compress, attention in bfloat16": "lm.compress, attention in bf16",
     "lowmembp_jax": "the operators, 2 bits",
 }
-#: "offload" is in no picture: it takes five times as long, and would stretch the scale.
+#: No picture has "offload", because it takes five times as long and would stretch the scale.
 COMPARE_LABELS = {
     "default": "Flax as it comes",
     "norm+activation": "norm, activation checkpointed",
@@ -47,20 +47,20 @@ COMPARE_LABELS = {
     "lowmembp+compress": "lm.compress of the operators",
 }
 _OURS = ("lm.compress", "the operators")
-#: Where a label may stand: its corner or middle, from its own point in points, and alignment.
+#: Possible places of a label: its offset from its data point, in typographic points, and alignment.
 _PLACES = [
     *((0, 6, "center", "bottom"), (0, -6, "center", "top")),
     *((7, 0, "left", "center"), (-7, 0, "right", "center")),
     *((-4, 6, "left", "bottom"), (4, 6, "right", "bottom")),
     *((-4, -6, "left", "top"), (4, -6, "right", "top")),
 ]
-_ROUNDS = 5  # in which labels make room for each other
+_ROUNDS = 5  # rounds in which labels make room for each other
 #: Milliseconds and memory, by label.
 Points = dict[str, tuple[float, float]]
 
 
 class Picture(NamedTuple):
-    """Points by the title of their panel, and the labels of the axes."""
+    """A picture: the points by the title of their panel, and the labels of the axes."""
 
     panels: dict[str, Points]
     time: str
@@ -85,7 +85,7 @@ def block_picture() -> Picture:
 
 
 def model_picture(model: str) -> Picture:
-    """Has a panel for each of the first two entries of `TRAINED` whose times are estimated."""
+    """Returns a picture with panels for the first two entries of `TRAINED` with times."""
     done, panels = compared(), {}
     for train, trained in TRAINED.items():
         points = {
@@ -103,7 +103,7 @@ def model_picture(model: str) -> Picture:
 
 
 def pictures() -> dict[Path, Picture]:
-    """Returns all pictures by their file: of models whose times are estimated, and the blocks'."""
+    """Returns all pictures by file: the blocks', and one per model with estimated times."""
     models = [model for model in COMPARED if model_picture(model).panels]
     folder = ROOT / "docs" / "compare"
     return {BLOCK: block_picture()} | {folder / f"{m}.svg": model_picture(m) for m in models}
@@ -128,17 +128,17 @@ def draw(path: Path, picture: Picture) -> None:
     figure.supxlabel(picture.time, size=10)
     figure.supylabel(picture.memory, size=10)
     canvas.draw()
-    figure.set_layout_engine("none")  # The labels depend on where things are now.
+    figure.set_layout_engine("none")  # The labels depend on the current layout.
     for axes, points in zip(every, picture.panels.values(), strict=True):
         _label(axes, points, canvas)
-    # Text as text, and nothing that differs from run to run.
+    # These settings save text as text, and give the same file in every run.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Description": picture.description})
 
 
 def _label(axes: Axes, points: Points, canvas: FigureCanvasAgg) -> None:
-    """Puts each label beside its point, where it covers the least of points and labels."""
+    """Puts each label beside its point, where it overlaps points and other labels the least."""
     markers = [
         Bbox.from_bounds(x - 6, y - 6, 12, 12)
         for x, y in (axes.transData.transform(point) for point in points.values())

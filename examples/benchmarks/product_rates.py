@@ -1,12 +1,12 @@
-"""What part of a GPU's published rate products reach, by their size: XLA's measurements.
+"""Finds the fraction of a GPU's published rate that products reach, by size, as XLA measured it.
 
     python examples/benchmarks/product_rates.py
 
-prints the tables of `lowmembp_jax/memory/calibration.py`. XLA carries a table of measured products
-inside its GPU compiler (`matmul_interpolator_data.h`, later `default_matmul_perf_table.txtpb` in
+prints the tables of `lowmembp_jax/memory/calibration.py`. XLA's GPU compiler contains a table of
+measured products (`matmul_interpolator_data.h`, later `default_matmul_perf_table.txtpb` in
 openxla/xla, Apache-2.0): 375 shapes for an H100 and a B200, each axis 256 to 4,096, 1, 2 or 4
-products at once. This script finds the table in the plugin that is installed and takes the median
-of each power of two of multiply-adds.
+products at once. This script finds the table in the installed plugin and takes the median for each
+power of two of multiply-adds.
 """
 
 import math
@@ -19,7 +19,7 @@ from pathlib import Path
 import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import SIZES
 
-#: XLA's name of a GPU, and that of `lm.memory.DEVICES`.
+#: XLA's name of a GPU, and its name in `lm.memory.DEVICES`.
 _GPUS = {"sm_90": "h100", "sm_100_B200": "b200"}
 #: XLA's name of a product, and the dtype of the factors.
 _DTYPES = {"bf16xbf16->bf16": "bf16", "f32xf32->f32": "f32", "f8e4m3fnxf8e4m3fn->bf16": "f8e4m3fn"}
@@ -32,7 +32,7 @@ def plugin() -> Path:
     """Returns the file of XLA's GPU compiler.
 
     Raises:
-      FileNotFoundError: it is not installed.
+      FileNotFoundError: the compiler is not installed.
     """
     import jax_plugins
 
@@ -46,7 +46,7 @@ def table(path: Path) -> str:
     """Returns XLA's table of measured products, as text.
 
     Raises:
-      ValueError: the file has none.
+      ValueError: the file has no table.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         place = data.find(b'key: "bf16xbf16->bf16"')
@@ -56,9 +56,9 @@ def table(path: Path) -> str:
 
 
 def efficiencies(text: str) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Returns medians by GPU, dtype and size (`SIZES`), as parts of the published rate.
+    """Returns medians by GPU, dtype and size (`SIZES`), as fractions of the published rate.
 
-    A dtype that exceeds the published rate was not measured rightly, and is left out.
+    A dtype that exceeds the published rate is left out, because its measurement must be wrong.
     """
     found = {}
     parts = re.split(r'key: "(\w+)"\s*value \{', text)[1:]

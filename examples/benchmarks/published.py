@@ -1,10 +1,10 @@
-"""Memory and times that others measured on GPUs, beside what the planner says without one.
+"""Compares the planner with memory and times that others measured on GPUs.
 
     python examples/benchmarks/published.py
 
-plans each configuration of `CASES` and writes `results/published.json`, case by case: a run that
-was interrupted goes on where it was. `--again` starts anew. No GPU is needed. It takes 5 minutes on
-2 cores. `readme_tables.py` writes the tables of docs/validation.md.
+plans each configuration of `CASES` and writes `results/published.json` after each case. After an
+interruption, start it again to continue; `--again` starts from the beginning. You need no GPU. It
+takes 5 minutes on 2 cores. `readme_tables.py` writes the tables of docs/validation.md.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ _MAXTEXT = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration that somebody measured.
+    """A configuration with published measurements.
 
     Attributes:
-      kind: "memory", "time" or "change": which table it is in.
-      what: was measured.
-      gpu: that it was measured on; "GPU" where the source does not name it.
+      kind: the table of this case: "memory", "time" or "change".
+      what: a description of the measured step.
+      gpu: the GPU of the measurement; "GPU" if the source does not name it.
       source: a link.
-      unit: of the numbers.
-      published: them, by quantity.
+      unit: the unit of the numbers.
+      published: the published numbers, by quantity.
       plan: plans the same quantities, and others.
       planned_for: one of `lm.memory.DEVICES`.
     """
@@ -207,10 +207,10 @@ CASES = (
 
 
 def main(again: bool = False) -> None:
-    """Plans what others measured.
+    """Plans the steps that others measured.
 
     Args:
-      again: forget what is in the file.
+      again: ignore the results in the file.
     """
     results: dict[str, Any] = {"rows": []}
     if OUTPUT.exists() and not again:

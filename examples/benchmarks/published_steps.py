@@ -1,4 +1,4 @@
-"""Programs whose memory or time somebody measured on a GPU, as `published.py` plans them."""
+"""Programs with published measurements of memory or time on a GPU, for `published.py`."""
 
 from collections import defaultdict
 from functools import partial
@@ -24,7 +24,7 @@ MIB, GIB = 2**20, 2**30
 #: Bytes a second from one H100 to another, measured with p2pBandwidthLatencyTest (NCCL, issue
 #: 1264): 380 of 450 GB/s.
 NVLINK = "380GB"
-#: What every published recipe for MaxText on GPUs sets.
+#: Every published recipe for MaxText on GPUs sets this option.
 NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
 
 
@@ -33,7 +33,7 @@ def array(*shape: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.Sh
 
 
 def memory(device: str, unit: int, fn: Any, *args: Any, **options: Any) -> dict[str, float]:
-    """Returns what `memory_analysis()` calls temporaries and arguments, and the planner's peak."""
+    """Returns `memory_analysis()`'s temporaries and arguments, and the planner's peak."""
     sizes = lm.memory.compile_for(fn, *args, device=device, **options).memory_analysis()
     assert sizes is not None
     return {
@@ -66,7 +66,7 @@ def scan_of_layers(device: str, offload: bool) -> dict[str, float]:
 
 
 def adam(device: str, offload: bool) -> dict[str, float]:
-    """Returns GiB of a step of 4 layers of 7,168 x 7,168, Adam's state on the device or not."""
+    """Returns GiB of a step of 4 layers of 7,168 x 7,168, Adam's state on the device or host."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate=0.1))
     place = partial(NamedSharding, Mesh(np.array(jax.devices()[:1]), ("x",)), P())
     on_device, on_host = place(memory_kind="device"), place(memory_kind="pinned_host")
@@ -99,13 +99,13 @@ def adam(device: str, offload: bool) -> dict[str, float]:
 
 
 def llama_fsdp(examples: int) -> dict[str, float]:
-    """Returns the seconds of MaxText's Llama 2-7B on 8 H100s, and TFLOP/s as MaxText counts.
+    """Returns the seconds of MaxText's Llama 2-7B on 8 H100s, and TFLOP/s as MaxText counts them.
 
-    Unrolled layers that save products and attention (`minimal_flash`), 4,096 tokens, float32 master
-    weights and AdamW's state divided over 8 GPUs, gathered in bfloat16.
+    Unrolled layers save products and attention (`minimal_flash`). A text has 4,096 tokens. Float32
+    master weights and AdamW's state are divided over 8 GPUs; weights are gathered in bfloat16.
 
     Args:
-      examples: a GPU.
+      examples: examples per GPU.
     """
     tokens, gpus = 4096, 8
     work = MODELS["llama-7b"](
@@ -126,7 +126,7 @@ def llama_fsdp(examples: int) -> dict[str, float]:
     )
     seconds = plan.cost.estimated_seconds
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    # MaxText's `calculate_tflops_training_per_device`: half of the scores are masked.
+    # As in MaxText's `calculate_tflops_training_per_device`, half of the scores are masked.
     flops = 6 * parameters * tokens * examples + 6 * 32 * 4096 * tokens**2 * examples
     return {"step": seconds, "TFLOP/s": flops / seconds / 1e12}
 
@@ -134,7 +134,7 @@ def llama_fsdp(examples: int) -> dict[str, float]:
 def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, float]:
     """Returns the GB of temporaries of MaxText's Llama 3-8B with context parallelism over 8 H200s.
 
-    One text of 131,072 tokens: each GPU has 16,384 of them and gathers keys and values.
+    One text has 131,072 tokens. Each GPU has 16,384 of them and gathers keys and values.
     """
     tokens, gpus, axis = 131072, 8, "fsdp"
     config = llama.LlamaConfig(
@@ -151,7 +151,7 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
     def attention(q, k, v, implementation, *, causal):
         def part(q, k, v):
             k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
-            # A mask changes no memory, and cuDNN has none for a part of the queries.
+            # A mask changes no memory, and cuDNN has no mask for a part of the queries.
             return of_one_gpu(q, k, v, implementation)
 
         return jax.shard_map(
@@ -168,7 +168,7 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
         layers=layers,
     )
     state, _, batch = work.args
-    # In a loop XLA gathers the parameters layer by layer by itself.
+    # In a loop, XLA itself gathers the parameters layer by layer.
     step = _gathering(work, mesh) if layers == "unrolled" else work.step
     own = shardings(state, mesh)
     with mock.patch.object(llama, "attention", attention):
@@ -187,7 +187,7 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
 
 
 def _gathering(work: lm.memory.Workload, mesh: Mesh) -> Any:
-    """The trainer's step, with the parameters gathered in bfloat16 before they are used."""
+    """Returns the trainer's step with parameters that are gathered in bfloat16 before their use."""
     whole, loss_of = NamedSharding(mesh, P()), work.loss
     assert loss_of is not None
 
@@ -223,8 +223,8 @@ def layer_products(device: str) -> dict[str, float]:
 def against_checkpointed(model: str, **options: Any) -> dict[str, float]:
     """Returns by how many percent the operators change peak, intermediate results and time.
 
-    The baseline is `norm+activation`, the nearest to what PyTorch keeps. Mesa's time is as well
-    against it.
+    The baseline is `norm+activation`, whose residuals are nearest to PyTorch's. Mesa's time has the
+    same baseline.
     """
     plans = {}
     for method in ("norm+activation", "lowmembp", "mesa"):

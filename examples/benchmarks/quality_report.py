@@ -1,11 +1,11 @@
-"""Tables and the picture of `training_quality.py`.
+"""Makes the tables and the picture of `training_quality.py`.
 
     python examples/benchmarks/quality_report.py
 
-draws `docs/training_quality.svg`: the losses of all methods over the steps, as the mean of the
+draws `docs/training_quality.svg`: the losses of all methods over the steps, averaged over the
 seeds. `readme_tables.py` writes the tables. Numbers in brackets are differences to plain Flax,
-paired by seed, with the standard error of their mean. A method trains as well if its difference is
-not several standard errors from 0.
+paired by seed, with the standard error of their mean. A method trains as well as plain Flax if its
+difference is not several standard errors from 0.
 """
 
 import statistics
@@ -33,14 +33,14 @@ NAMES = {
     "swin": "Swin, CIFAR-10",
     "llama": "LLaMA, source text",
 }
-#: By task and method, by seed.
+#: By task and method, the records by seed.
 Trainings = dict[tuple[str, str], dict[int, dict[str, Any]]]
-#: Losses are drawn as means of so many steps.
+#: The picture shows losses as means over this many steps.
 _SMOOTHED = 10
 
 
 def trainings(path: Path = OUTPUT) -> Trainings:
-    """Returns the longest trainings of each task, with the seeds that all its methods have."""
+    """Returns each task's longest trainings, for the seeds that all of its methods have."""
     found: Trainings = defaultdict(dict)
     records = json_lines.read(path)
     for task in {record["task"] for record in records}:
@@ -57,7 +57,7 @@ def trainings(path: Path = OUTPUT) -> Trainings:
 
 
 def compared(done: Trainings) -> list[str]:
-    """Returns the tasks that plain Flax and another method were trained on."""
+    """Returns the tasks with trainings by plain Flax and another method."""
     return [
         task
         for task in NAMES
@@ -80,7 +80,7 @@ def _rows(cell: Callable[[dict, dict], str], methods: Sequence[str], head: str) 
 
 
 def metric(name: str, form: str) -> list[list[str]]:
-    """A measure on held-out data: "loss" or "accuracy"."""
+    """The table of a measure on held-out data, "loss" or "accuracy"."""
 
     def cell(found: dict, plain: dict) -> str:
         if any(name not in record["dev"] for record in found.values()):
@@ -100,7 +100,7 @@ def metric(name: str, form: str) -> list[list[str]]:
 
 
 def cosine() -> list[list[str]]:
-    """Cosine of the method's gradient with the exact one, at the start and the last time."""
+    """The cosine of each method's gradient with the exact one, at the start and late."""
 
     def cell(found: dict, _: dict) -> str:
         values = [list(record["cosines"].values()) for record in found.values()]
@@ -111,7 +111,7 @@ def cosine() -> list[list[str]]:
 
 
 def optimizers() -> list[list[str]]:
-    """Losses with other optimizer state, which have a file of their own."""
+    """The losses with other optimizer states, from their own file."""
     done = trainings(OPTIMIZERS)
     tasks = [task for task in NAMES if done[task, PLAIN]]
     rows = [["dev loss", *(f"{NAMES[task]} ({len(done[task, PLAIN])} seeds)" for task in tasks)]]

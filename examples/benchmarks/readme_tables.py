@@ -3,8 +3,8 @@
     python examples/benchmarks/readme_tables.py
 
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end of table -->`;
-`measured_tables.py` has the names. Run it when a file of `results/` is new: a test compares. The
-step times of a GPU are one column more as soon as `results/on_gpu.json` is there.
+`measured_tables.py` has the names. Run this script when a file in `results/` changes, because a
+test compares them. `results/on_gpu.json` adds a column with a GPU's step times.
 """
 
 import re
@@ -24,15 +24,15 @@ def pages() -> list[Path]:
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], Rows]] = TABLES) -> str:
-    """The page with its tables as the results have them.
+    """Returns the page with its tables filled from the results.
 
     Raises:
-      ValueError: a marker has no table, or no end.
+      ValueError: a marker names no known table, or has no end.
     """
 
     def write(match: re.Match) -> str:
         if match[1] not in tables:
-            raise ValueError(f"no table {match[1]!r}; there are {', '.join(tables)}")
+            raise ValueError(f"table: expected one of {', '.join(tables)}, got {match[1]!r}")
         return f"<!-- table: {match[1]} -->\n{markdown(tables[match[1]]())}{_END}"
 
     if text.count("<!-- table: ") != len(_TABLE.findall(text)) or text.count(_END) != text.count(

@@ -1,4 +1,4 @@
-"""Models on real data, small enough for a CPU: what gradients and their errors are measured on."""
+"""Models on real data, small enough to measure gradients and their errors on a CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,15 +32,15 @@ IMAGE = 32
 
 
 class RealModel(NamedTuple):
-    """A model, its parameters at the start, and its batches.
+    """A model, its initial parameters, and its batches.
 
     Attributes:
       source: family and sizes.
-      params: the trained ones; pretrained, or drawn at random.
-      batches: by number.
-      task: where they are from, and what is held out.
+      params: the trained parameters, pretrained or drawn at random.
+      batches: the training batches.
+      task: the training data and the held-out data.
       frozen: the other parameters.
-      train: which are trained, see `lora.partition`.
+      train: which parameters are trained, see `lora.partition`.
     """
 
     source: Source
@@ -57,7 +57,7 @@ class RealModel(NamedTuple):
         return make_loss(self.source.family.task, self.build(compute))
 
     def run(self, compute: Compute, steps: int, rate: float = 2e-4) -> Iterator[tuple[Any, Any]]:
-        """State and metrics after each step of AdamW from the start."""
+        """Trains with AdamW from the initial parameters; yields state and metrics of each step."""
         optimizer = make_optimizer(OptimizerConfig(rate), steps)
         step = jax.jit(make_step(self.loss(compute), optimizer))
         state = init_state(self.params, optimizer, "float32")
@@ -76,20 +76,20 @@ def load(
     seed: int = 0,
     train: Train = "full",
 ) -> RealModel:
-    """The model of that name.
+    """Loads a model and its data.
 
     Args:
       name: "minilm", the pretrained BERT of 6 layers, on docstrings of Python's standard library;
-        "vit" and "swin", of 4 layers, on digits; "llama", of 4 layers, on the library's source
-        text.
-      batch_size: examples a batch.
-      tokens: of a text.
-      checkpoint: directory of another BERT than MiniLM: config.json, model.safetensors,
+        "vit" and "swin", with 4 layers, on digits; "llama", with 4 layers, on the standard
+        library's source text.
+      batch_size: examples per batch.
+      tokens: tokens per text.
+      checkpoint: directory of a BERT to use instead of MiniLM: config.json, model.safetensors,
         tokenizer.json.
-      data: a data set of your own, `DataConfig.train`.
-      dev: what is held out of it, `DataConfig.dev`.
-      seed: of the parameters that are drawn, and of the order of the examples.
-      train: which parameters are trained.
+      data: your own data set, `DataConfig.train`.
+      dev: your own data to evaluate on, `DataConfig.dev`.
+      seed: seed of the random parameters and of the order of the examples.
+      train: which parameters to train.
     """
     if name == "minilm":
         directory = checkpoint or minilm_directory()

@@ -11,7 +11,7 @@ from statistics import correlation
 
 Rows = list[list[str]]
 MIB = 2**20
-#: The least of each.
+#: The least value of each target.
 RIGHT, STEP, PEAK = TARGETS = {
     "right against float64": 1,
     "step, times default Flax": 1,
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d|$")
 
 
 def markdown(rows: Rows) -> str:
-    """Writes rows as a table; columns of cells that begin with digits are aligned to the right."""
+    """Formats rows as a Markdown table; right-aligns columns whose cells begin with digits."""
     columns = zip(*rows[1:], strict=True)
     rules = ("---:" if all(map(_NUMBER.match, c)) and any(c) else "---" for c in columns)
     lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
@@ -30,14 +30,14 @@ def markdown(rows: Rows) -> str:
 
 
 def records(results: dict, stage: str, status: str) -> list[dict]:
-    """Returns the records of one stage that have this status."""
+    """Returns a stage's records that have this status."""
     jobs = results["jobs"].items()
     found = [r for job, one in jobs if job.startswith(f"{stage}/") for r in one["records"]]
     return [r for r in found if r["status"] == status]
 
 
 def targets(results: dict) -> Rows:
-    """A row for each target and implementation: the lowest that was reached decides."""
+    """A row for each target and implementation. The lowest measured value decides."""
     reached: dict[tuple[str, str], list[tuple[float, str]]] = {}
 
     def add(target, who, ratio, where):
@@ -92,7 +92,7 @@ def blocks(results: dict) -> Rows:
 
 
 def steps(results: dict) -> dict[str, dict]:
-    """Returns the "plan" and the "measure" of each whole step, where they are known."""
+    """Returns the known records of each whole step, under "plan" and "measure"."""
     found: dict[str, dict] = {}
     for job, one in results["jobs"].items():
         stage, _, name = job.partition("/")
@@ -102,13 +102,15 @@ def steps(results: dict) -> dict[str, dict]:
 
 
 def difference(step: dict) -> dict | None:
-    """Returns the plan of a step against its measured peak, in bytes; None without both.
+    """Compares a step's planned peak with its measured peak, in bytes; None without both.
 
-    The three causes sum to measured - planned. `compiler`: the GPU's program takes more than the
-    planned one, by autotuning, libraries' workspaces or another version of them. `residents`: the
-    arrays before the step take more than the program's arguments, by rounding and whatever else is
-    alive. `allocator`: the step took more than its program asks for, by rounding, chunks that are
-    not split, and what XLA's runtime and libraries allocate while it runs.
+    Three causes sum to measured - planned:
+    - `compiler`: the program on the GPU takes more than the planned program, because of autotuning,
+      workspaces of libraries, or other versions of libraries.
+    - `residents`: the arrays before the step take more than the program's arguments, because of
+      rounding and other live arrays.
+    - `allocator`: the step took more than its program requests, because of rounding, unsplit
+      chunks, and allocations of XLA's runtime and libraries during the step.
     """
     plan, measured = step.get("plan"), step.get("measure")
     if not plan or not measured or not measured["after"]:
@@ -116,8 +118,8 @@ def difference(step: dict) -> dict | None:
     program, before, after = measured["program"], measured["before"], measured["after"]
     arguments, peak = program["argument_size_in_bytes"], after["peak_bytes_in_use"]
     if peak <= before["peak_bytes_in_use"]:
-        return {"hidden": True}  # Compiling took as much: the step's own peak is not known.
-    # A donated argument is an output, too.
+        return {"hidden": True}  # Compiling took as much, so the step's own peak is unknown.
+    # A donated argument is also an output.
     results = program["output_size_in_bytes"] - program["alias_size_in_bytes"]
     total = arguments + results + program["temp_size_in_bytes"]
     return {
@@ -146,11 +148,11 @@ def planned_and_measured(found: dict[str, dict]) -> Rows:
         elif off:
             cells[1:3] = f"{off['measured'] / MIB:,.0f}", f"{off['relative']:+.2%}"
             cells[3:6] = (f"{off[cause] / MIB:+,.1f}" for cause in causes)
-        if measured and measured["after"]:  # The time of a CPU means nothing.
+        if measured and measured["after"]:  # Times on a CPU mean nothing.
             seconds = measured["timing"]["seconds"]
             cells[7] = f"{seconds * 1e3:.1f}"
             cells[8] = f"{seconds / plan['estimated_seconds']:.2f}" if plan else ""
-        # The step has changed between plan and measurement.
+        # Different jaxprs show that the step changed between plan and measurement.
         other = " (another program)" if not off.get("same_jaxpr", True) else ""
         rows.append([name + other, *cells])
     return rows
@@ -175,7 +177,7 @@ def ranking(found: dict[str, dict]) -> Rows:
 
 
 def _correlation(pairs: list[tuple[float, float]]) -> str:
-    """Empty where nothing differs."""
+    """Formats the rank correlation; empty if the values in a column do not differ."""
     columns = list(zip(*pairs, strict=True))
     ranks = [[sorted(column).index(x) for x in column] for column in columns]
     differ = ranks and all(len(set(rank)) > 1 for rank in ranks)

@@ -1,4 +1,4 @@
-"""Runs a case of a stage of `on_gpu.py`, or says what there is to run here.
+"""Runs a case of a stage of `on_gpu.py`, or lists the cases that can run here.
 
     python -m lowmembp_examples.benchmarks.stages attention LLaMA-7B
 
@@ -34,12 +34,12 @@ Cases = dict[str, Callable[[], Iterator[dict[str, Any]]]]
 
 
 class Machine(NamedTuple):
-    """Where the stages run.
+    """The machine that runs the stages.
 
     Attributes:
-      gpu: the name that JAX gives it, None without one.
+      gpu: JAX's name of the GPU; None without a GPU.
       device: a name in `lm.memory.DEVICES`, or a file, to plan for instead of this GPU.
-      smoke: tiny sizes on the CPU, to see that everything runs.
+      smoke: run tiny sizes on the CPU, to see that everything runs.
     """
 
     gpu: str | None
@@ -56,7 +56,7 @@ class Machine(NamedTuple):
 
 
 def cases_of(stage: str, machine: Machine) -> Cases:
-    """Imports the module of a stage, which may need a package that others do not need."""
+    """Returns a stage's cases. Imports its module late, because it may need another package."""
     if not (machine.gpu or machine.smoke or stage in NEEDS_NO_GPU):
         raise RuntimeError("no GPU")
     module, _, function = STAGES[stage].partition(".")
@@ -66,12 +66,12 @@ def cases_of(stage: str, machine: Machine) -> Cases:
 
 
 def reason(error: BaseException) -> str:
-    """Returns an exception in one line, for the results."""
+    """Formats an exception in one line, for the results."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def finite(value: Any) -> Any:
-    """Replaces NaN and inf, which are no JSON, by text."""
+    """Replaces NaN and inf, which JSON lacks, by text."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -90,7 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def first_line(*command: str) -> str | None:
-    """Returns what a command such as nvidia-smi says first; None without it."""
+    """Returns the first line that a command prints; None if it fails or is missing."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -99,12 +99,12 @@ def first_line(*command: str) -> str | None:
 
 
 def nvidia_smi(field: str) -> str | None:
-    """Returns a field of the first GPU, such as "driver_version"; None without a driver."""
+    """Returns a field of the first GPU, for instance "driver_version"; None without a driver."""
     return first_line("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
 
 
 def describe(machine: Machine) -> dict[str, Any]:
-    """Returns the machine, and the cases of each stage or why it cannot run."""
+    """Describes the machine, with the cases of each stage or the reason why it cannot run."""
     stages: dict[str, list[str] | str] = {}
     for stage in STAGES:
         try:
@@ -124,11 +124,11 @@ def describe(machine: Machine) -> dict[str, Any]:
 
 
 def main() -> int:
-    """An error ends the case, and is the last line of stderr."""
+    """Runs the command line. An error ends the case, and is the last line of stderr."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", nargs="?", choices=STAGES)
     parser.add_argument("case", nargs="?", help="default: all")
-    parser.add_argument("--device", help="to plan for; default: the GPU that is here")
+    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
     options = parser.parse_args()
     gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

@@ -1,11 +1,12 @@
-"""The step tables of the library: fitted, their errors measured, and drawn.
+"""Fits the library's step tables, measures their errors, and draws them.
 
     python examples/benchmarks/step_tables.py
 
-writes `results/step_tables.json`, the relative errors of the derivatives for x of N(0, 1/2),
-N(0, 1) and N(0, 2), and for what reaches the GELUs of MiniLM's 6 layers on docstrings of Python's
-standard library; and the pictures of docs/activations.md. About a minute. With --source it fits the
-tables again and writes `lowmembp_jax/operators/step_tables.py` instead.
+writes the relative errors of the derivatives to `results/step_tables.json`. The inputs x are from
+N(0, 1/2), N(0, 1) and N(0, 2), or are the inputs of the GELUs in MiniLM's 6 layers on docstrings of
+Python's standard library. It also draws the pictures of docs/activations.md. This takes about a
+minute. With --source it instead fits the tables again and writes
+`lowmembp_jax/operators/step_tables.py`.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.cli.fit_report import SIGMAS, plot_fit
 
 ROOT = Path(__file__).parents[2]
-#: What tables are shipped for; the last three are step functions or have them on one side.
+#: The activations with shipped tables. The derivatives of the last three are step functions.
 ACTIVATIONS = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_erf": partial(jax.nn.gelu, approximate=False),
@@ -50,21 +51,21 @@ ACTIVATIONS = {
 }
 PUBLISHED = {"gelu": lm.REGELU2_TABLE, "silu": lm.RESILU2_TABLE}
 DIGITS = 5
-LIBRARY = ROOT / "lowmembp_jax" / "step_tables.py"
+LIBRARY = ROOT / "lowmembp_jax" / "operators" / "step_tables.py"
 
 
 @dataclasses.dataclass
 class Config:
-    """The step tables of the library: fitted, their errors measured, and drawn."""
+    """Fits the library's step tables, measures their errors, and draws them."""
 
     output: Path = Path(__file__).parent / "results" / "step_tables.json"
-    """The results."""
+    """The file of results."""
     source: bool = False
-    """Fit the tables and write them into the library, and nothing else."""
+    """Only fit the tables and write them into the library."""
 
 
 def shipped(name: str, bits: int) -> lm.StepTable:
-    """The table as the library has it: fitted, and rounded."""
+    """Returns a fitted table, rounded as in the library."""
     fitted = lm.fit_step_table(ACTIVATIONS[name], bits)
     return lm.StepTable(
         *(tuple(round(v, DIGITS) for v in each) for each in (fitted.thresholds, fitted.levels))
@@ -72,7 +73,7 @@ def shipped(name: str, bits: int) -> lm.StepTable:
 
 
 def minilm_inputs(texts: int = 128, tokens: int = 48) -> np.ndarray:
-    """What reaches the GELUs of the 6 layers of the pretrained MiniLM, padding left out."""
+    """Returns the inputs of the GELUs in the pretrained MiniLM's 6 layers, without padding."""
     model = real_models.load("minilm", texts, tokens)
     batch = model.batches.at(0)
 
@@ -91,7 +92,7 @@ def minilm_inputs(texts: int = 128, tokens: int = 48) -> np.ndarray:
 
 
 def source() -> str:
-    """Of `LIBRARY`, with other numbers."""
+    """Returns the text of `LIBRARY` with newly fitted numbers."""
     head, begin, _ = LIBRARY.read_text().partition("StepTable] = {\n")
     lines = []
     for name in ACTIVATIONS:
@@ -106,7 +107,7 @@ def source() -> str:
 
 
 def measured(sample: np.ndarray) -> dict[str, Any]:
-    """Relative errors of the derivatives, by activation, table and distribution of x."""
+    """Returns the derivatives' relative errors by activation, table and distribution of x."""
     weights = {f"N(0, {sigma:g})": sigma for sigma in SIGMAS}
     rows: dict[str, Any] = {}
     for name, function in ACTIVATIONS.items():

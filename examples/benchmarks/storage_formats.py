@@ -1,10 +1,10 @@
-"""How near the gradients of `lm.compress` are for numbers of any scale, offset and tail.
+"""Measures the gradient errors of `lm.compress` for inputs of many scales, offsets and tails.
 
     python examples/benchmarks/storage_formats.py
 
-takes the gradient of one small block by its parameters and its input, in float32, for each kind of
-input and each format, and writes its relative error to `results/storage_formats.json`. The error is
-the larger of the two gradients' errors. Some 2 minutes on 2 cores.
+takes the gradients of one small block with respect to its parameters and its input, in float32, for
+each kind of input and each format. It writes the larger of the two relative errors to
+`results/storage_formats.json`. This takes some 2 minutes on 2 cores.
 """
 
 import json
@@ -81,7 +81,7 @@ def attention(params, x):
 
 
 def scanned(params, x):
-    """Three layers whose residual stream stays far from 0."""
+    """Applies three layers whose residual stream stays far from 0."""
 
     def layer(x, _):
         return 100 + jnp.tanh(layer_norm(x) @ params["up"]) @ params["down"], None
@@ -90,7 +90,7 @@ def scanned(params, x):
 
 
 def scaled(axis: int) -> jax.Array:
-    """X with scales over four orders of magnitude along an axis."""
+    """Returns X with scales over four orders of magnitude along an axis."""
     shape = [1, 1]
     shape[axis] = X.shape[axis]
     return X * jnp.exp(2 * normal(*shape, key=11))
@@ -129,12 +129,12 @@ TARGET = normal(ROWS, WIDTH, key=8)
 
 
 def gradients(block: Block, params: Any, x: jax.Array) -> Any:
-    """The gradients by the parameters and by x."""
+    """Returns the gradients with respect to the parameters and x."""
     return jax.grad(lambda params, x: jnp.sum(block(params, x) * TARGET), argnums=(0, 1))(params, x)
 
 
 def error(name: str, format: str) -> float:
-    """The larger relative error of the gradients by the parameters and by the input."""
+    """Returns the larger of the relative errors of the parameters' and the input's gradients."""
     block, x = CASES[name]
     exact = gradients(block, PARAMS, x)
     rounded = gradients(lm.compress(block, dtype=format), PARAMS, x)
@@ -143,7 +143,7 @@ def error(name: str, format: str) -> float:
 
 
 def bfloat16_error(name: str) -> float:
-    """The same of plain JAX with parameters and input in bfloat16."""
+    """Returns the same error for plain JAX with parameters and input in bfloat16."""
     block, x = CASES[name]
     exact = gradients(block, PARAMS, x)
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, x))

@@ -1,6 +1,6 @@
-"""How the measured tables call what the JSON files in `results/` name."""
+"""Names in the measured tables for the names in the JSON files in `results/`."""
 
-#: Methods of `block_memory.json`: how the pages call them, and what they compute again.
+#: Methods of `block_memory.json`: their names on the pages, and the parts that they recompute.
 BLOCK_METHODS = {
     "default": ("Flax as it comes", "nothing"),
     "checkpointed norm and activation": ("`jax.checkpoint` around norm and GELU", "norm, GELU"),
@@ -34,7 +34,7 @@ FIDELITY_METHODS = {
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
     "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`",
 }
-#: Of `other_models.json`.
+#: Methods of `other_models.json`.
 OTHER_MODELS = {
     "plain": "Flax as it comes",
     "dots policy": "dots policy",
@@ -45,14 +45,14 @@ OTHER_MODELS = {
     "compress of full remat": "inputs of blocks alone",
     "compress, everything_saveable": "`lm.everything_saveable`",
 }
-#: Methods of `finetune.json` and `nnx_finetune.json` that have names of the library in them.
+#: Methods of `finetune.json` and `nnx_finetune.json` whose names contain names of the library.
 FINETUNED = {
     "lm.compress": "`lm.compress`",
     "lm.compress, inputs of layers alone": "`lm.compress`, inputs of layers alone",
     "lm.nnx.compress": "`lm.nnx.compress`",
     "lm.nnx operators": "`lm.nnx.MSLayerNorm`, `lm.gelu`",
 }
-#: Of `loss_memory.json`.
+#: Methods of `loss_memory.json`.
 LOSSES = {
     "whole logits": "plain",
     "linear_cross_entropy": "`lm.linear_cross_entropy`",

@@ -1,11 +1,12 @@
-"""What `lm.patch` saves in models that others wrote: the Flax models of `transformers` 4.55.
+"""Measures the memory that `lm.patch` saves in the Flax models of `transformers` 4.55.
 
     python examples/benchmarks/third_party.py
 
-compiles loss and gradients of each model (4 layers, bf16, not scanned) for an H200, no GPU needed:
-as it comes, with this library's operators, and with all blocks in `lm.compress`; all parameters
-trained, and LoRA on query and value. What is compared is what XLA allocates beyond arguments and
-results. Writes `results/third_party.json` after each and a table; some 30 minutes on 2 cores.
+compiles the loss and gradients of each model (4 layers, bf16, not scanned) for an H200. You need no
+GPU. Each model runs unchanged, with this library's operators, and with all blocks in `lm.compress`;
+with all parameters trained, and with LoRA on query and value. The script compares the memory that
+XLA allocates beyond arguments and results. It writes `results/third_party.json` after each model,
+and prints a table. This takes some 30 minutes on 2 cores.
 """
 
 import os
@@ -32,7 +33,7 @@ LAYERS = 4
 
 
 class Model(NamedTuple):
-    """A model of `transformers`, by the name in front of "Config", and its input."""
+    """A model of `transformers` and its input. Its name is the part before "Config"."""
 
     blocks: str  # the module paths of its blocks
     sizes: dict[str, Any]
@@ -80,7 +81,7 @@ _LORA = r".*/(query|value|q_proj|v_proj|q_lin|v_lin|q|v|c_attn)"
 
 
 def peak(name: str, train: str, method: str | None, shrink: int = 1) -> int:
-    """Bytes beyond arguments and results of a step that gives loss and gradients.
+    """Returns the bytes beyond arguments and results that loss and gradients take.
 
     `shrink` divides the batch.
     """
@@ -117,7 +118,7 @@ def peak(name: str, train: str, method: str | None, shrink: int = 1) -> int:
         assert len(report.swapped.get("compress", range(LAYERS))) == LAYERS, report
         return result
 
-    # XLA 0.10.2 finds no tiles for a product of the ViT in a kernel of Triton's.
+    # The XLA of jaxlib 0.10.2 finds no tiles for one of the ViT's products in a Triton kernel.
     options = {"xla_gpu_enable_triton_gemm": False} if "image_size" in kind.sizes else None
     compiled = lm.memory.compile_for(
         step, trained, frozen, x, device=DEVICE, compiler_options=options

@@ -1,13 +1,13 @@
-"""Does it train as well? Each method beside plain Flax, on real data, with several seeds.
+"""Trains with each method and with plain Flax, on real data with several seeds.
 
     python examples/benchmarks/training_quality.py --texts train.tsv dev.tsv --images cifar10.npz
 
-trains, with the same schedule and batches, the pretrained MiniLM in full and with LoRA on texts (of
-SST-2, say), a ViT and a Swin on images, and a byte-level LLaMA on source text, in float32. A line
-of `results/training_quality.jsonl` is one training: loss and accuracy of what is held out, the
-losses of all steps, and the cosine of the method's gradient with the exact one on the way. Started
-again, it goes on. 45 minutes a seed on two CPU cores; --tasks and --methods do a part of it.
-`quality_report.py` draws the losses, `readme_tables.py` writes the tables.
+trains the pretrained MiniLM in full and with LoRA on texts (for instance SST-2), a ViT and a Swin
+on images, and a byte-level LLaMA on source text. All methods have the same schedule and batches, in
+float32. Each training is a line of `results/training_quality.jsonl`: loss and accuracy on held-out
+data, the losses of all steps, and cosines of the method's gradient with the exact gradient. A
+restart continues the file. A seed takes 45 minutes on two CPU cores; --tasks and --methods select a
+part. `quality_report.py` draws the losses, `readme_tables.py` writes the tables.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ import lowmembp_jax as lm
 
 OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
 PLAIN = "plain Flax"
-#: The last two are the same in a LLaMA as the first: its gated unit is exact.
+#: In a LLaMA all three are the same, because its gated unit is exact.
 _TABLES = ("operators, 4 bits", "operators, 2 bits", "operators, 2 bits as published")
 _COMPRESS = ("compress", "compress, int8", "compress, int4", "compress, inputs of layers alone")
 _BOTH = "operators, 4 bits, and compress"
@@ -54,26 +54,26 @@ METHODS = (
     | {name: APPROXIMATE[name] for name in (*_COMPRESS, *_TABLES, _BOTH)}
     | dict.fromkeys(OPTIMIZERS, Compute())
 )
-#: What a task does not need, but where it is asked for: both together are for LoRA.
+#: Methods that a task leaves out by default. `_BOTH` is for LoRA.
 _LEFT_OUT = {"llama": (*_TABLES[1:], _BOTH), "minilm, LoRA": ()}
-#: What makes two records the same training.
+#: Two records with equal values of these fields are the same training.
 _KEY = ("task", "method", "seed", "steps", "data")
-#: How often in a training the gradient is compared.
+#: How often a training compares gradients.
 _COSINES = 5
-#: Batches of 64 that are evaluated at most: of source text there is much.
+#: The most batches of 64 to evaluate, because there is much source text.
 _DEV_BATCHES = 32
 
 
 class Setup(NamedTuple):
-    """What is trained, and for how long."""
+    """A training: its model, its trained part, its schedule and its data."""
 
     model: real_models.Name
     train: Train
     batch_size: int
     steps: int
     rate: float
-    data: str  # field of `Config`, or "" for the data that need no file
-    tokens: int = 48  # of a text
+    data: str  # field of `Config`, or "" for data that need no file
+    tokens: int = 48  # tokens per text
 
 
 TASKS = {
@@ -87,23 +87,23 @@ TASKS = {
 
 @dataclasses.dataclass
 class Config:
-    """Does it train as well? Each method beside plain Flax, on real data, with several seeds."""
+    """Trains with each method and with plain Flax, on real data with several seeds."""
 
     texts: tuple[Path, ...] = ()
     """Labelled texts to train on and to evaluate on: two files, .tsv (text<TAB>label) or .jsonl.
     Default: docstrings of the standard library."""
     images: tuple[Path, ...] = ()
-    """Labelled images, as the trainer's --data.train takes them. Default: printed digits."""
+    """Labelled images, as in the trainer's --data.train. Default: printed digits."""
     output: Path = OUTPUT
-    """A line a training. What stands there already is not trained again."""
+    """The file of results, with a line per training. Trainings in the file do not run again."""
     tasks: tuple[str, ...] = tuple(TASKS)
-    """Which models."""
+    """The tasks."""
     methods: tuple[str, ...] = ()
-    """Which methods. Default: those that differ in the task."""
+    """The methods. Default: the methods that differ in the task."""
     seeds: int = 5
-    """Trainings of each."""
+    """Trainings of each task and method."""
     steps: int | None = None
-    """Steps of each training. Default: the task's own."""
+    """Steps of each training. Default: the task's number of steps."""
 
 
 class Runner:
@@ -116,15 +116,15 @@ class Runner:
         self.step = jax.jit(make_step(model.loss(compute), self.optimizer), donate_argnums=0)
         exact = model.loss(Compute())
         self.totals = jax.jit(lambda *args: exact(*args)[1])
-        # Nothing to compare where it is plain Flax's.
+        # Plain Flax's gradient is exact, so there is nothing to compare.
         losses = () if compute == Compute() else (model.loss(compute), exact)
         self.gradients = [jax.jit(jax.grad(loss, has_aux=True)) for loss in losses]
 
     def run(self, model: real_models.RealModel, name: str) -> dict[str, Any]:
-        """Trains with a progress bar of that name; what it gave.
+        """Trains and evaluates; returns the results. `name` labels the progress bar.
 
         Raises:
-          DivergedError: the loss is not a number any more.
+          DivergedError: the loss is no longer finite.
         """
         losses, cosines, steps = [], {}, self.setup.steps
         state = init_state(model.params, self.optimizer, "float32", self.rates.param_dtype)
@@ -139,7 +139,7 @@ class Runner:
             if not math.isfinite(losses[-1]):
                 raise DivergedError(f"{name}, step {number + 1}: the loss is {losses[-1]}")
         seconds = time.perf_counter() - start
-        # The forward is exact with each method: one program evaluates all.
+        # Each method's forward is exact, so plain Flax's program evaluates all of them.
         batches = itertools.islice(EvaluationBatches(model.task.dev, 64), _DEV_BATCHES)
         sums = [self.totals(state.params, model.frozen, batch) for batch in batches]
         totals = jax.tree.map(lambda *x: np.sum(x, dtype=np.float64), *sums)
@@ -166,7 +166,7 @@ def load(setup: Setup, config: Config, seed: int) -> real_models.RealModel:
 
 
 def run_task(task: str, config: Config) -> None:
-    """Trains what is not in the file yet: a seed with all methods, then the next."""
+    """Runs the trainings that the file lacks: all methods with one seed, then the next seed."""
     setup = TASKS[task]
     setup = setup._replace(steps=config.steps or setup.steps)
     runners: dict[str, Runner] = {}

@@ -1,8 +1,8 @@
 """Plans whole training steps and measures them: two stages of `on_gpu.py`.
 
-`validate_plan` needs no GPU, but the planner's wheels (`pip install -e ".[planner]"`) and a minute
-or two of CPU a case. `validate_measure` needs a process for each case, because the allocator's
-peak cannot be set back. `report.py` compares the two.
+`validate_plan` needs the planner's wheels (`pip install -e ".[planner]"`), a minute or two of CPU
+per case, and no GPU. `validate_measure` needs a process for each case, because the allocator's peak
+cannot be reset. `report.py` compares the two.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from lowmembp_examples.trainer.models import Layers
 import lowmembp_jax as lm
 from lowmembp_jax.memory.classification.arguments import Argument, arguments
 
-#: The device in `lm.memory.DEVICES` for the name that a GPU's driver gives it. Variants with
-#: another bandwidth or clock, such as the H100 PCIe, are missing on purpose.
+#: Devices in `lm.memory.DEVICES`, with a pattern for the driver's name of the GPU. Variants with
+#: another bandwidth or clock, for instance the H100 PCIe, are missing on purpose.
 _GPUS = {
     "t4": r"Tesla T4",
     "l4": r"NVIDIA L4",
@@ -42,7 +42,7 @@ _GPUS = {
     "b200": r"NVIDIA B200",
     "b300": r"NVIDIA B300.*",
 }
-#: Batch size, and tokens of a text, by model: the most telling first.
+#: By model, the batch size and the tokens of a text; the most informative model first.
 SIZES = {
     "vit-b16": (64, None),
     "llama-7b": (4, 2048),
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def group(self) -> str:
-        """The methods of a group are compared with each other."""
+        """The group of cells whose methods `report.py` compares."""
         return f"{self.model}/{self.train}"
 
     @property
@@ -102,20 +102,20 @@ class Cell:
     def workload(
         self, batch: int | None = None, attention: Attention | None = None
     ) -> lm.memory.Workload:
-        """Builds the step, with another batch size or attention if you ask for it."""
+        """Builds the step, with another batch size or attention if given."""
         fields = asdict(self) | {"batch": batch or self.batch, "attention": attention}
         return MODELS[fields.pop("model")](**fields)
 
 
-#: Shows on a CPU that everything runs. cuDNN's attention does not run there.
+#: A cell that shows on a CPU that everything runs. cuDNN's attention does not run there.
 SMOKE_CELL = Cell("llama-tiny", "qlora-qv", "scan", "lowmembp", "h200", 2, 32)
 SMOKE_ATTENTION: Attention = "chunked"
 
 
 def cells(device: str) -> list[Cell]:
-    """The steps to plan and measure, the most telling first.
+    """Returns the steps to plan and measure, the most informative first.
 
-    The first 16 cover the memory of five families (in full, LoRA, QLoRA), and all methods once.
+    The first 16 cover the memory of five families (full tuning, LoRA, QLoRA), and each method once.
     """
     two = ("default", "lowmembp")
     others = tuple(method for method in lm.memory.METHODS if method not in two)
@@ -133,7 +133,7 @@ def cells(device: str) -> list[Cell]:
 
 
 def _jaxpr_hash(traced: jax.stages.Traced) -> str:
-    """The same for the same step, wherever it is traced."""
+    """Returns a hash that is equal for equal steps, wherever they are traced."""
     text = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -161,15 +161,15 @@ def plan(cell: Cell, attention: Attention | None = None) -> Iterator[dict[str, A
 def measure(
     cell: Cell, effort: Effort, attention: Attention | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yields what the allocator and the clock say of the step on JAX's default device.
+    """Yields the memory and the time of the step on JAX's default device.
 
-    The step is compiled first, so that what autotuning allocates is gone before the arguments
-    come. `memory_stats` is read `before` the first step, `after` two steps that are waited for, and
-    at the `end` of the queued steps that are timed. It is None on devices without such counters.
+    It compiles the step first, so that autotuning's allocations are free before it makes the
+    arguments. It reads `memory_stats` `before` the first step, `after` waiting for two steps, and
+    at the `end` of the timed steps. `memory_stats` is None on devices without such counters.
     """
     work = cell.workload(attention=attention)
     start = time.perf_counter()
-    # The planned program takes all arguments, used or not.
+    # The planned program also takes unused arguments.
     step = jax.jit(work.step, donate_argnums=work.donate_argnums, keep_unused=True)
     traced = step.trace(*work.args)
     compiled = traced.lower().compile()
@@ -215,8 +215,8 @@ def materialize(workload: lm.memory.Workload, vocab_size: int) -> tuple[Any, ...
     their rows.
 
     Args:
-      workload: of `planning.MODELS`.
-      vocab_size: ids of tokens are below it.
+      workload: a workload from `planning.MODELS`.
+      vocab_size: token ids are smaller.
 
     Raises:
       ValueError: an argument has an unknown name.

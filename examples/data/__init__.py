@@ -1,1 +1,1 @@
-"""Labelled text and images, plain text: the user's files, and data that need no download."""
+"""Data sets of labelled text, images and plain text, from files or without any download."""

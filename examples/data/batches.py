@@ -1,7 +1,7 @@
-"""Batches of a data set, each a function of the seed and the step alone.
+"""Batches of a data set. Each batch depends only on the seed and the step.
 
-Nothing here keeps a position. A run that was killed goes on with `batches.at(step)` and sees what
-it would have seen; several processes see disjoint parts of what one process would see.
+Nothing here stores a position. After a kill, `batches.at(step)` gives the same batches as without
+it. Several processes get disjoint parts of the batches that one process would get.
 """
 
 import dataclasses
@@ -15,37 +15,36 @@ from lowmembp_examples.data.files import DataError
 
 
 class Dataset(Protocol):
-    """Examples with numbers, 0 to `len(dataset) - 1`."""
+    """Examples, numbered from 0 to `len(dataset) - 1`."""
 
     def __len__(self) -> int: ...
 
     def batch(
         self, indices: Int[np.ndarray, " batch"], noise: UInt32[np.ndarray, " batch"] | None
     ) -> Any:
-        """These examples as a NamedTuple of arrays [batch, ...], `mask` (all True) among them.
+        """Returns these examples as a NamedTuple of arrays [batch, ...] with an all-True `mask`.
 
-        `noise` are random bits, for each example its own, of which random augmentation is made;
-        None where there shall be none.
+        `noise` has random bits per example for random augmentation, or is None for none.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """The endless batches of a training: `at(step)` is the one of step 0, 1, 2, ...
+    """The endless batches of a training: `at(step)` gives the batch of step 0, 1, 2, ...
 
-    Each epoch has an order of its own, from `seed` and the epoch; what is left of an epoch after
-    its last whole batch is not used.
+    Each epoch has its own order, from `seed` and the epoch. The examples after an epoch's last
+    whole batch are not used.
 
     Attributes:
       dataset: the examples.
-      batch_size: examples a step, of all processes together.
+      batch_size: examples per step, over all processes.
       seed: not negative.
       process_index, process_count: which of the equal, contiguous slices of each batch `at` gives.
 
     Raises:
-      ValueError: more examples a batch than the data set has; a batch that cannot be divided by
-        the number of processes; a negative seed; no such process.
+      ValueError: a batch larger than the data set, a batch size that is not a multiple of the
+        number of processes, a negative seed, or a process index that is out of range.
     """
 
     dataset: Dataset
@@ -58,22 +57,22 @@ class TrainingBatches:
         _own_rows(self)
         if self.batch_size > len(self.dataset):
             raise ValueError(
-                f"batch_size must be at most {len(self.dataset)}, the number of training "
+                f"batch_size: expected at most {len(self.dataset)}, the number of training "
                 f"examples, got {self.batch_size}"
             )
         if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+            raise ValueError(f"seed: expected at least 0, got {self.seed}")
 
     @property
     def steps_per_epoch(self) -> int:
         return len(self.dataset) // self.batch_size
 
     def at(self, step: int) -> Any:
-        """This process's rows of the batch of `step`."""
+        """Returns this process's rows of the batch of `step`."""
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         start = step_of_epoch * self.batch_size
         indices = _order(self.seed, epoch, len(self.dataset))[start : start + self.batch_size]
-        # Drawn for the whole batch: the number of processes changes no example.
+        # Every process draws for the whole batch, so the number of processes changes no example.
         noise = np.random.default_rng([self.seed, step, 1]).integers(
             2**32, size=self.batch_size, dtype=np.uint32
         )
@@ -85,10 +84,10 @@ class TrainingBatches:
 class EvaluationBatches:
     """All examples once, in order, in batches of one size.
 
-    The last batch is filled up with repetitions of the first example whose `mask` is False, so
-    that every process has the same number of batches and of rows.
+    The last batch is padded with copies of the first example, whose `mask` is False. Every process
+    therefore has the same number of batches and rows.
 
-    Attributes and errors as of `TrainingBatches`; the batch may be larger than the data set.
+    Attributes and errors are as in `TrainingBatches`, but a batch may exceed the data set.
     """
 
     dataset: Dataset
@@ -113,12 +112,12 @@ class EvaluationBatches:
 def hold_out(
     size: int, fraction: float, source: object
 ) -> tuple[Int[np.ndarray, " train"], Int[np.ndarray, " dev"]]:
-    """The numbers of `size` examples, divided at random and always in the same way, sorted.
+    """Divides the numbers of `size` examples at random, always in the same way; both parts sorted.
 
-    At least one is held out.
+    At least one example is held out.
 
     Raises:
-      DataError: naming `source`: nothing would be left to train on.
+      DataError: no example would be left to train on; the message names `source`.
     """
     count = max(1, round(size * fraction))
     if count >= size:
@@ -130,14 +129,14 @@ def hold_out(
 def _own_rows(batches: TrainingBatches | EvaluationBatches) -> slice:
     size, index, count = batches.batch_size, batches.process_index, batches.process_count
     if not 0 <= index < count:
-        raise ValueError(f"process_index must be 0 to process_count - 1 = {count - 1}, got {index}")
+        raise ValueError(f"process_index: expected 0 to {count - 1}, got {index}")
     if size < 1 or size % count:
         raise ValueError(
-            f"batch_size must be a positive multiple of process_count={count}, got {size}"
+            f"batch_size: expected a positive multiple of process_count={count}, got {size}"
         )
     return slice(index * size // count, (index + 1) * size // count)
 
 
-@functools.lru_cache(maxsize=2)  # a permutation an epoch, not one a step
+@functools.lru_cache(maxsize=2)  # makes one permutation per epoch instead of one per step
 def _order(seed: int, epoch: int, size: int) -> Int[np.ndarray, " size"]:
     return np.random.default_rng([seed, epoch, 0]).permutation(size)

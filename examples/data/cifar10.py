@@ -1,8 +1,8 @@
-"""CIFAR-10 as its authors distribute it, for C programs and for Python.
+"""Reads CIFAR-10 in its authors' two versions, for C programs and for Python.
 
 https://www.cs.toronto.edu/~kriz/cifar.html: six files of 10,000 images of 32 x 32 pixels. An image
-is 3072 bytes, its red, green and blue plane; in the binary version (.bin) its label is the byte
-before it, in the Python version the file is a pickle of {b"data": uint8 [10000, 3072],
+has 3072 bytes: its red, green and blue planes. In the binary version (.bin) the byte before an
+image is its label. In the Python version a file is a pickle of {b"data": uint8 [10000, 3072],
 b"labels": list}.
 """
 
@@ -27,19 +27,20 @@ _Examples = tuple[UInt8[np.ndarray, "examples 3072"], Int[np.ndarray, " examples
 
 
 def is_cifar10(path: Path) -> bool:
-    """Whether `path` is one of CIFAR-10's files, or a directory of them, going by the names."""
+    """Whether `path` is named like one of CIFAR-10's files, or is a directory of such files."""
     if path.is_dir():
         return any(map(is_cifar10, path.glob("*_batch*")))
     return path.is_file() and path.name.startswith(("data_batch", "test_batch"))
 
 
 def read_cifar10(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
-    """Training and test images of a directory, or of one file; either may be missing, then None.
+    """Reads the training and test images of a directory or of one file. A missing part is None.
 
-    DataError names the file, and the record where it is known.
+    Raises:
+      DataError: a file is broken; the message names the file, and the record if it is known.
     """
     files = sorted(path.glob("*_batch*")) if path.is_dir() else [path]
-    # Of a directory with both versions, the binary one.
+    # A directory with both versions is read in its binary version.
     files = [file for file in files if file.suffix == ".bin"] or files
 
     def read(prefix: str) -> LabelledImages | None:
@@ -74,14 +75,14 @@ def _read_binary(path: Path) -> _Examples:
 def _read_pickle(path: Path) -> _Examples:
     try:
         content = read_bytes(path)
-        for opcode, argument, _ in pickletools.genops(content):  # raises where lengths are wrong
+        for opcode, argument, _ in pickletools.genops(content):  # raises for wrong lengths
             # The unpickler allocates a table up to this number.
             if opcode.name.endswith("PUT") and not 0 <= (argument or 0) <= len(content):
                 raise ValueError(f"{opcode.name} {argument}")
         batch = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-        # Python 2's strings are bytes here; a file written again by Python 3 has strings.
+        # Python 2's strings are read as bytes. A file that Python 3 has rewritten has strings.
         batch = {key.decode() if isinstance(key, bytes) else key: batch[key] for key in batch}
-        # Lists in lists could be small here, and large as an array.
+        # Nested lists could be small in the file and large as an array.
         if not {*map(type, batch["labels"])} <= {int}:
             raise ValueError("labels must be integers")
         planes, labels = batch["data"].to_numpy(), np.array(batch["labels"], np.int64)
@@ -97,7 +98,7 @@ def _read_pickle(path: Path) -> _Examples:
 
 
 class _Array:
-    """Stands for `numpy.ndarray` while a pickle is read: it keeps the state and does nothing."""
+    """Replaces `numpy.ndarray` while a pickle is read. It stores the state and does nothing."""
 
     def __init__(self, *_):
         self.state = (1, (0,), None, False, b"")
@@ -115,7 +116,7 @@ class _Array:
 
 
 class _Dtype:
-    """Stands for `numpy.dtype`."""
+    """Replaces `numpy.dtype`."""
 
     def __init__(self, name, *_):
         self.name = name
@@ -125,14 +126,14 @@ class _Dtype:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that a pickled uint8 array needs and no other: it runs no code of a file."""
+    """Knows only the names that a pickled uint8 array needs, so it runs no code from a file."""
 
     _KNOWN = {  # noqa: RUF012
         ("numpy.core.multiarray", "_reconstruct"): _Array,
         ("numpy._core.multiarray", "_reconstruct"): _Array,
         ("numpy", "ndarray"): _Array,
         ("numpy", "dtype"): _Dtype,
-        # Bytes, as Python 3 writes them for Python 2.
+        # Python 3 writes bytes for Python 2 in this way.
         ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
     }
 

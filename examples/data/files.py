@@ -1,4 +1,4 @@
-"""Reads a user's files. Errors name the file and the line; `record_files` lists what is read."""
+"""Reads a user's files. Errors name the file and the line; `record_files` lists the files."""
 
 import codecs
 import io
@@ -15,7 +15,7 @@ from numpy.lib import format as npy
 
 
 class DataError(ValueError):
-    """The data given cannot be used; the message says which file and line."""
+    """The given data cannot be used; the message names the file and the line."""
 
 
 _records: list[list[Path]] = []
@@ -23,7 +23,7 @@ _records: list[list[Path]] = []
 
 @contextmanager
 def record_files() -> Iterator[list[Path]]:
-    """Gives a list of the files that are opened inside, to compare their contents later."""
+    """Yields a list that collects the files opened inside, to compare their contents later."""
     _records.append([])
     try:
         yield _records[-1]
@@ -32,7 +32,11 @@ def record_files() -> Iterator[list[Path]]:
 
 
 def opened(path: Path) -> Path:
-    """The path, added to what `record_files` lists; DataError for a device or a socket."""
+    """Adds the path to the lists of `record_files`; returns it.
+
+    Raises:
+      DataError: the path is a device or a socket.
+    """
     if path.exists() and not (path.is_file() or path.is_dir() or path.is_fifo()):
         raise DataError(f"{path}: expected a file, found a device or a socket")
     for record in _records:
@@ -41,7 +45,7 @@ def opened(path: Path) -> Path:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; DataError where it is not there, or may not be read."""
+    """Returns the content of a file; raises DataError if it is missing or unreadable."""
     try:
         return opened(path).read_bytes()
     except OSError as error:
@@ -49,22 +53,22 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file, line ends as they are, without a byte order mark.
+    """Returns the content of a UTF-8 file with its line ends, without a byte order mark.
 
     Raises:
-      DataError: as for `read_bytes`; bytes that are not UTF-8.
+      DataError: as in `read_bytes`, or the bytes are not UTF-8.
     """
     content = read_bytes(path).removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        # Lines end as in `bytes.splitlines`; the bad byte stands on the last of them.
+        # Lines end as in `bytes.splitlines`. The bad byte is in the last line of this part.
         line = len((content[: error.start] + b".").splitlines())
         raise DataError(f"{path}:{line}: not UTF-8: {error.reason}") from error
 
 
 def parse_json(text: str) -> dict[str, Any]:
-    """The object that the text is; ValueError if it is no JSON object or is nested too deep."""
+    """Parses a JSON object; raises ValueError for other text, or if it is nested too deeply."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -78,7 +82,7 @@ def parse_json(text: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; DataError as for `read_text` and `parse_json`."""
+    """Reads a JSON file with an object; raises DataError as `read_text` and `parse_json` do."""
     text = read_text(path)
     try:
         return parse_json(text)
@@ -87,7 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class StoredArray:
-    """An array of a NumPy archive: its shape and dtype, and its content where NumPy asks for it."""
+    """An array of a NumPy archive. It has a shape and dtype, and reads its content on demand."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo):
         self._path, self._info = path, info
@@ -111,11 +115,11 @@ class StoredArray:
 
 
 def read_arrays(path: Path) -> dict[str, StoredArray]:
-    """The arrays of a NumPy archive. Only headers are read before an array is used.
+    """Opens the arrays of a NumPy archive. It reads only headers; using an array reads its content.
 
     Raises:
-      DataError: no such file, not an archive, a broken one, or arrays of Python objects. Using an
-        array raises it too.
+      DataError: no such file, not an archive, a broken archive, or arrays of Python objects. Using
+        an array can raise it too.
     """
     with _archive(path) as archive:
         members = archive.infolist()
@@ -128,5 +132,5 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         with zipfile.ZipFile(opened(path)) as archive:
             yield archive
     except Exception as error:  # a broken archive can raise anything
-        reason = f"{type(error).__name__}: {error}"[:200]  # some quote what they have read
+        reason = f"{type(error).__name__}: {error}"[:200]  # some errors quote the file
         raise DataError(f"{path}: not a .npz of plain arrays: {reason}") from error

@@ -1,4 +1,4 @@
-"""Labelled images from files: `.npz`, a folder of classes, or CIFAR-10 as it is distributed."""
+"""Reads labelled images from a `.npz` file, a folder with a folder per class, or CIFAR-10."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +18,13 @@ _DEV_KEYS = (
 
 
 def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
-    """The training images of `path` and, if it has them too, the ones to evaluate on.
+    """Reads the training images of `path`, and its evaluation images if it has them.
 
-    Formats: a `.npz` file (`read_npz`), CIFAR-10's files or the directory of them
-    (`data.cifar10`), a directory of images (`read_folder`). DataError names what is in no such
-    format.
+    Formats: a `.npz` file (`read_npz`), CIFAR-10's files or their directory (`data.cifar10`), a
+    directory of images (`read_folder`).
+
+    Raises:
+      DataError: `path` does not exist, or has another format.
     """
     if not path.exists():
         raise DataError(f"{path}: No such file or directory")
@@ -33,23 +35,25 @@ def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | Non
     if path.suffix == ".npz":
         return read_npz(path)
     raise DataError(
-        f"{path}: expected a .npz file, a directory of images in one directory a class, or "
+        f"{path}: expected a .npz file, a directory with one directory of images per class, or "
         "CIFAR-10's data_batch_* and test_batch files"
     )
 
 
 def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
-    """Training and evaluation images of a NumPy archive.
+    """Reads the training and evaluation images of a NumPy archive.
 
-    Keys: `train_images`, `train_labels` (or `x_train`, `y_train`, or `images`, `labels`) and, for
-    evaluation, `NAME_images`, `NAME_labels` (or `x_NAME`, `y_NAME`), NAME the first there is of
-    val, valid, validation, dev, test; optionally `classes`, names, needed if a class has no image.
-    Images are uint8, [examples, height, width, 3], or in gray [examples, height, width] or with a
-    last axis of 1. Labels are integers from 0, [examples] or [examples, 1].
+    The keys for training are `train_images`, `train_labels` (or `x_train`, `y_train`, or `images`,
+    `labels`). The keys for evaluation are `NAME_images`, `NAME_labels` (or `x_NAME`, `y_NAME`),
+    where NAME is the first of val, valid, validation, dev, test in the archive. `classes` has the
+    names of the classes; it is needed only if a class has no image.
+
+    Images are uint8 [examples, height, width, 3], or gray [examples, height, width] or
+    [examples, height, width, 1]. Labels are integers from 0, [examples] or [examples, 1].
 
     Raises:
-      DataError: naming the file and the array: not an archive, keys missing, shapes or dtypes
-        that are not these, a label that is not in range.
+      DataError: not an archive, a missing key, another shape or dtype, or a label out of range; the
+        message names the file and the array.
     """
     arrays = read_arrays(path)
     splits = [
@@ -87,15 +91,15 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
 def _check_shapes(
     path: Path, image_key: str, label_key: str, arrays: Mapping[str, StoredArray]
 ) -> None:
-    """Raises DataError for arrays that are not images and their labels, before they are read."""
+    """Raises DataError, before it reads the arrays, if they are not images and their labels."""
     images, labels = arrays[image_key], arrays[label_key]
     if images.dtype != np.uint8 or not (images.ndim == 3 or images.shape[3:] in ((1,), (3,))):
         raise DataError(
-            f"{path}: {image_key} must be uint8 [examples, height, width, 3] (or gray, 1 in place "
-            f"of 3 or nothing), found {images.dtype} {list(images.shape)}"
+            f"{path}: {image_key} must be uint8 [examples, height, width, 3] (or gray, without the "
+            f"last axis or with 1 instead of 3), found {images.dtype} {list(images.shape)}"
         )
     if not images.size:
-        raise DataError(f"{path}: {image_key} holds no pixel: {list(images.shape)}")
+        raise DataError(f"{path}: {image_key} has no pixels: {list(images.shape)}")
     if labels.dtype.kind not in "iu" or not labels.ndim or labels.shape[1:] not in ((), (1,)):
         raise DataError(
             f"{path}: {label_key} must be integers [examples], found {labels.dtype} "
@@ -108,11 +112,13 @@ def _check_shapes(
 
 
 def read_folder(path: Path) -> tuple[LabelledImages, LabelledImages | None]:
-    """Images in one directory a class, .png or .jpg; other files are not looked at.
+    """Reads a directory with one directory of .png or .jpg images per class; skips other files.
 
-    The classes are directories of `path`, or of `path/train` and one of `path/val`, `valid`,
-    `validation`, `dev`, `test`. Only headers are read here. DataError names a class without an
-    image, or a file that is none.
+    The class directories are in `path`, or in `path/train` and one of `path/val`, `valid`,
+    `validation`, `dev`, `test`. This reads only the images' headers.
+
+    Raises:
+      DataError: a class has no image, or a file is not an image.
     """
     if not (path / "train").is_dir():
         return _read_classes(path), None

@@ -1,4 +1,4 @@
-"""Labelled images: as a data set, from arrays in memory or from files that are read when used."""
+"""Labelled images as a data set, from arrays in memory or from files that are read when used."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 
 class LabelledImages(NamedTuple):
-    """`images[i]` has the label `classes[labels[i]]`."""
+    """Labelled images: `images[i]` belongs to class `classes[labels[i]]`."""
 
     images: UInt8[np.ndarray, "examples height width 3"] | Sequence[Path]
     labels: Int[np.ndarray, " examples"]
@@ -21,7 +21,7 @@ class LabelledImages(NamedTuple):
     source: Path | str  # for messages
 
     def name(self, index: int) -> str:
-        """What to call an image in a message: its file, or its number in its file."""
+        """Names an image in a message, by its file or by its number in its file."""
         image = self.images[index]
         return str(image) if isinstance(image, Path) else f"{self.source}, image {index}"
 
@@ -33,10 +33,10 @@ class LabelledImages(NamedTuple):
         return self._replace(images=images, labels=self.labels[indices])
 
     def with_classes(self, classes: tuple[str, ...], owner: Path | str) -> "LabelledImages":
-        """The same images, with labels that are numbers of `classes`, which `owner` has.
+        """Returns the same images with labels that number `classes`, the classes of `owner`.
 
         Raises:
-          DataError: an image of another class.
+          DataError: an image belongs to another class.
         """
         numbers = {name: number for number, name in enumerate(classes)}
         table = np.array([numbers.get(name, -1) for name in self.classes], np.int32)
@@ -50,7 +50,7 @@ class LabelledImages(NamedTuple):
 
 
 class ImageBatch(NamedTuple):
-    """Normalized images; `mask` is False where a row only fills the batch up."""
+    """Normalized images. `mask` is False in padding rows."""
 
     images: Float[np.ndarray, "batch height width 3"]  # float32
     labels: Int[np.ndarray, " batch"]  # int32
@@ -63,9 +63,8 @@ class ImageDataset:
 
     Attributes:
       data: images of any sizes, read and resized when they are used.
-      size: height and width of a batch's images, in pixels. Images of another size are resized by
-        Pillow's bilinear filter, without regard to their aspect ratio, as Hugging Face's image
-        processors of ViT do.
+      size: height and width of a batch's images, in pixels. Pillow's bilinear filter resizes images
+        of another size, whatever their aspect ratio, as Hugging Face's ViT image processors do.
       mean, std: a batch holds (pixel / 255 - mean) / std, for each of red, green, blue.
       flip: mirror half of the training images, left to right.
     """
@@ -84,7 +83,7 @@ class ImageDataset:
         indices: Int[np.ndarray, " batch"],
         noise: UInt32[np.ndarray, " batch"] | None = None,
     ) -> ImageBatch:
-        """Raises DataError where a file holds no readable image."""
+        """Reads, resizes and normalizes these images; raises DataError for an unreadable file."""
         mean, std = np.array(self.mean), np.array(self.std)
         scale, shift = (1 / (255 * std)).astype(np.float32), (mean / std).astype(np.float32)
         images = np.empty((len(indices), self.size, self.size, 3), np.float32)
@@ -96,7 +95,7 @@ class ImageDataset:
             np.multiply(pixels, scale, out=images[row])
             images[row] -= shift
 
-        with ThreadPoolExecutor() as pool:  # Pillow and NumPy let go of the interpreter's lock
+        with ThreadPoolExecutor() as pool:  # Pillow and NumPy release the interpreter's lock
             list(pool.map(fill, range(len(indices))))
         return ImageBatch(images, self.data.labels[indices], np.ones(len(indices), bool))
 
@@ -112,7 +111,7 @@ def _resized(
 
 
 def open_image(path: Path) -> Image.Image:
-    """Opens a PNG or a JPEG. Some of Pillow's other decoders run programs, so none is used."""
+    """Opens a PNG or a JPEG. It uses no other decoder, because some of Pillow's run programs."""
     if not opened(path).is_file():
         raise ValueError("expected a regular file")
     return Image.open(path, formats=("PNG", "JPEG"))
@@ -122,7 +121,7 @@ def _read(path: Path, size: int) -> UInt8[np.ndarray, "{size} {size} 3"]:
     try:
         with open_image(path) as image:
             upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits, of which Pillow would cut what is above 255
+            if upright.mode.startswith("I"):  # 16 bits; Pillow would clip values above 255
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             if "transparency" in upright.info:
                 upright = upright.convert("RGBA")

@@ -1,4 +1,4 @@
-"""Text with labels: from TSV and JSONL files to token ids in batches."""
+"""Reads labelled text from TSV and JSONL files, and turns it into batches of token ids."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _TEXT_NAMES = ("text", "sentence")
 
 
 class LabelledText(NamedTuple):
-    """`texts[i]` has the label `labels[i]`; it stands on line `first_line + i` of its file."""
+    """Labelled text: `texts[i]` has the label `labels[i]` and is on line `first_line + i`."""
 
     texts: list[str]
     labels: list[str]
@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
 
 
 class TextBatch(NamedTuple):
-    """A batch of `Tokens`; `mask` is False where a row only fills the batch up."""
+    """A batch of `Tokens`. `mask` is False in padding rows."""
 
     input_ids: Int[np.ndarray, "batch tokens"]
     lengths: Int[np.ndarray, " batch"]
@@ -54,19 +54,19 @@ class TextDataset:
 
 
 def read_labelled_text(path: Path) -> LabelledText:
-    """Reads JSONL where the file is called .jsonl or .ndjson, TSV otherwise."""
+    """Reads JSONL if the file's suffix is .jsonl or .ndjson, otherwise TSV."""
     return (read_jsonl if path.suffix in (".jsonl", ".ndjson") else read_tsv)(path)
 
 
 def read_tsv(path: Path) -> LabelledText:
     """Reads lines of `text<TAB>label`, UTF-8, with no quoting.
 
-    A first line with a column named "label" is a header (GLUE's files have one): then the other
-    column is named "text" or "sentence", and there may be more columns.
+    A first line with a column named "label" is a header, as in GLUE's files. The text is then in
+    the column "text" or "sentence", and there may be more columns.
 
     Raises:
-      DataError: no such file, no line in it, a line without exactly two columns or as many as the
-        header has, an empty text or label, bytes that are not UTF-8, a header without a text.
+      DataError: no such file, an empty file, a wrong number of columns (without a header, a line
+        has two), an empty text or label, bytes that are not UTF-8, or a header without a text.
     """
     lines = _lines(path)
     header = [name.strip().lower() for name in lines[0].split("\t")]
@@ -91,13 +91,13 @@ def read_tsv(path: Path) -> LabelledText:
 
 
 def read_jsonl(path: Path) -> LabelledText:
-    """Reads lines of `{"text": ..., "label": ...}`, UTF-8; "sentence" may stand for "text".
+    """Reads lines of `{"text": ..., "label": ...}`, UTF-8; "sentence" may replace "text".
 
-    A label is a string or an integer. Other keys are not looked at.
+    A label is a string or an integer. Other keys are ignored.
 
     Raises:
-      DataError: no such file, no line in it, a line that is no such object, an empty text or
-        label, bytes that are not UTF-8.
+      DataError: no such file, an empty file, a line that is not such an object, an empty text or
+        label, or bytes that are not UTF-8.
     """
 
     def parse(line: str) -> tuple[str, str]:
@@ -108,7 +108,7 @@ def read_jsonl(path: Path) -> LabelledText:
             raise ValueError(f'expected a string "text" or "sentence", found {sorted(record)}')
         if isinstance(label, bool) or not isinstance(label, str | int):
             raise ValueError(f'"label" must be a string or an integer, found {repr(label)[:40]}')
-        text.encode()  # a ValueError for half of a surrogate pair, which no tokenizer takes
+        text.encode()  # raises ValueError for a lone surrogate, which no tokenizer accepts
         return text, str(label)
 
     return _parse_lines(path, _lines(path), parse)
@@ -118,14 +118,21 @@ def _lines(path: Path) -> list[str]:
     text = read_text(path)
     if not text:
         raise DataError(f"{path}: the file is empty")
-    # Not `splitlines`, which also splits at characters that are text, such as U+2028.
+    # `splitlines` would also split at characters that are text, such as U+2028.
     return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n").split("\n")
 
 
 def _parse_lines(
     path: Path, lines: list[str], parse: Callable[[str], tuple[str, str]], first_line: int = 1
 ) -> LabelledText:
-    """`parse` gives a line's text and label, or a ValueError to which file and line are added."""
+    """Parses lines; adds the file and the line's number to a ValueError of `parse`.
+
+    Args:
+      path: the file, for errors.
+      lines: all lines of the file.
+      parse: returns a line's text and label.
+      first_line: the number of the first line to parse, from 1.
+    """
     data = LabelledText([], [], first_line)
     for number, line in enumerate(lines[first_line - 1 :], start=first_line):
         try:
@@ -145,7 +152,7 @@ def check_labels(train: Path, train_data: LabelledText, dev: Path, dev_data: Lab
     """Checks that a classifier of `train`'s labels can be evaluated on `dev`.
 
     Raises:
-      DataError: a label in `dev` that `train` has not; fewer than two labels in `train`.
+      DataError: `dev` has a label that `train` lacks, or `train` has fewer than two labels.
     """
     known = set(train_data.labels)
     if len(known) < 2:
@@ -156,7 +163,7 @@ def check_labels(train: Path, train_data: LabelledText, dev: Path, dev_data: Lab
 
 
 def class_names(labels: Iterable[str]) -> list[str]:
-    """The distinct labels in their order: of numbers where all are integers, else of strings."""
+    """Returns the distinct labels, sorted as numbers if all are integers, else as strings."""
     distinct = sorted(set(labels))
     try:
         return sorted(distinct, key=int)
@@ -167,7 +174,7 @@ def class_names(labels: Iterable[str]) -> list[str]:
 def tokenize(
     data: LabelledText, tokenizer: Tokenizer, max_tokens: int, classes: list[str]
 ) -> Tokens:
-    """Token ids, cut and padded to `max_tokens`; a label becomes its index in `classes`."""
+    """Returns token ids, cut and padded to `max_tokens`. A label becomes its index in `classes`."""
     tokenizer.enable_padding(length=max_tokens, pad_id=padding_id(tokenizer))
     tokenizer.enable_truncation(max_tokens)
     encodings = tokenizer.encode_batch(data.texts)

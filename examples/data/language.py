@@ -1,4 +1,4 @@
-"""Text for language modelling: one long row of tokens, cut into windows."""
+"""Text for language modelling: one long sequence of tokens, cut into windows."""
 
 import dataclasses
 from bisect import bisect_right
@@ -13,13 +13,13 @@ from lowmembp_examples.data.files import DataError, opened, read_text
 from tokenizers import Tokenizer
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
-_PIECE = 1 << 20  # characters that are tokenized at once
+_PIECE = 1 << 20  # characters to tokenize at once
 
 
 class LanguageBatch(NamedTuple):
-    """Windows of tokens: `tokens[:, :-1]` go in, `tokens[:, 1:]` are to be predicted.
+    """Windows of tokens: `tokens[:, :-1]` are the inputs, `tokens[:, 1:]` the targets.
 
-    `mask` is False where a row only fills the batch up.
+    `mask` is False in padding rows.
     """
 
     tokens: Int[np.ndarray, "batch length+1"]  # int32
@@ -30,17 +30,17 @@ class LanguageBatch(NamedTuple):
 class WindowDataset:
     """Windows of a text as a `data.batches.Dataset` of `LanguageBatch`es.
 
-    A window is `length` + 1 tokens; the next one begins with the last token of the one before, so
-    that each token is predicted once. What is left at the end is not used.
+    A window has `length` + 1 tokens. It starts with the last token of the previous window, so that
+    each token is predicted once. Tokens after the last whole window are not used.
 
     Attributes:
       tokens: an array of token ids, or a `Bytes`.
-      first, last: the part of it that is used, [first, last).
+      first, last: the used part of the tokens, [first, last).
       length: tokens to predict in a window.
-      source: for messages.
+      source: the name of the text in messages.
 
     Raises:
-      DataError: not one window fits in.
+      DataError: the text is shorter than one window.
     """
 
     tokens: "Int[np.ndarray, ' tokens'] | Bytes"
@@ -66,10 +66,13 @@ class WindowDataset:
 
 
 class Bytes:
-    """The bytes of files, one after the other, sliced like an array of uint8.
+    """The concatenated bytes of files, sliced like an array of uint8.
 
-    A slice is read when it is asked for, and no file is kept open, since there may be more of them
-    than a process may open. DataError where a file is not there, or has become shorter since.
+    Slicing reads the files. No file stays open, because there may be more files than a process may
+    open.
+
+    Raises:
+      DataError: a file is missing; slicing also raises it if a file has become shorter.
     """
 
     def __init__(self, paths: Sequence[Path]):
@@ -103,7 +106,11 @@ class Bytes:
 
 
 def text_files(path: Path) -> list[Path]:
-    """`path`, or the text files in that directory and below, by name; DataError if it has none."""
+    """Returns `[path]`, or for a directory its text files, including subdirectories, sorted.
+
+    Raises:
+      DataError: the directory has no text file.
+    """
     if not path.is_dir():
         return [path]
     files = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
@@ -113,7 +120,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer) -> Int[np.ndarray, " tokens"]:
-    """The token ids of UTF-8 files, one after the other, int32, without special tokens."""
+    """Returns the concatenated token ids of UTF-8 files, int32, without special tokens."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     ids = [np.zeros(0, np.int32)]
@@ -124,7 +131,10 @@ def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer) -> Int[np.ndarray, 
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Lines together up to about a million characters: a tokenizer's time may not be linear."""
+    """Cuts a text at line ends into pieces of about a million characters.
+
+    The time of some tokenizers is not linear in the length.
+    """
     start = 0
     while start < len(text):
         end = text.find("\n", start + _PIECE) + 1 or len(text)

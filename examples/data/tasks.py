@@ -1,4 +1,4 @@
-"""The tasks of the trainer: which data, and what a model has to fit them.
+"""The trainer's tasks: the data, and the sizes that a model needs for them.
 
 task = load_task(DataConfig("text-classification", train=Path("train.tsv")))
 batch = TrainingBatches(task.train, batch_size=32, seed=0).at(step)
@@ -32,7 +32,7 @@ from lowmembp_examples.data.tokenizer import id_count, load_tokenizer, word_toke
 TaskName = Literal["text-classification", "image-classification", "language-modelling"]
 
 _WORDS = 8192
-#: Mean and standard deviation of red, green, blue: of ViT's and of Swin's checkpoints.
+#: Mean and standard deviation of red, green, blue, for checkpoints of ViT ("half") and Swin.
 _NORMALIZATION = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -41,28 +41,28 @@ _NORMALIZATION = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to train on. Without files, data that need no download."""
+    """The training data. The defaults need no download."""
 
     task: TaskName = "text-classification"
-    """Without --train: packages of Python's standard library told apart by their docstrings,
+    """The kind of data. Without --train: docstrings of Python's standard library by package,
     printed digits, or the source text of the standard library."""
     train: Path | None = None
-    """Text: .tsv (text<TAB>label) or .jsonl ("text", "label"). Images: .npz, a directory with a
-    directory a class, or CIFAR-10's. Language: a text file or a directory of them."""
+    """Text: .tsv (text<TAB>label) or .jsonl ("text", "label"). Images: .npz, a directory with one
+    directory per class, or CIFAR-10's files. Language: a text file or a directory of text files."""
     dev: Path | None = None
-    """What to evaluate on, in the same form. Default: what --train has for it, or a part held
-    out."""
+    """Data to evaluate on, in the same form. Default: the evaluation data of --train, or a held-out
+    part."""
     dev_fraction: float = 0.1
-    """How much is held out where there is no --dev: at random, of a text for language modelling
-    its end."""
+    """The fraction to hold out without --dev: random examples, or the end of a text for language
+    modelling."""
     tokenizer: Path | None = None
     """A tokenizer.json. Default: the words of the training texts; for language modelling, bytes."""
     sequence_length: int = 128
-    """Tokens a text, longer ones cut; or tokens to predict in a window."""
+    """Tokens per text (longer texts are cut), or tokens to predict in a window."""
     image_size: int = 32
     """Pixels; images of other sizes are resized."""
     normalization: Literal["half", "imagenet"] = "half"
-    """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's."""
+    """Mean and standard deviation for normalizing images: 0.5, or ImageNet's."""
     classes: int = 8
     """Packages of the standard library to tell apart, for text classification without --train."""
     flip: bool = False
@@ -71,13 +71,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Data to train and to evaluate on: batches are `TextBatch`, `ImageBatch`, `LanguageBatch`."""
+    """Training and evaluation data. Batches are `TextBatch`, `ImageBatch` or `LanguageBatch`."""
 
     train: Dataset
     dev: Dataset
-    classes: tuple[str, ...]  # names of the labels; none for language modelling
-    vocab_size: int  # token ids are below it; 0 for images
-    source: str  # where the data are from, to print
+    classes: tuple[str, ...]  # names of the labels; empty for language modelling
+    vocab_size: int  # token ids are smaller; 0 for images
+    source: str  # the origin of the data, to print
     tokenizer: str | None = None  # the content of a tokenizer.json; None for bytes and images
 
 
@@ -87,24 +87,26 @@ Order = Callable[[Sequence[str]], Sequence[str]]
 def load_task(config: DataConfig, order: Order = tuple) -> Task:
     """Reads the data.
 
-    `order` gives the classes of the task, in the order of a classifier's outputs, for the names of
-    the labels: all of these and maybe more.
+    Args:
+      config: the task and its files.
+      order: maps the names of the labels to the task's classes, in the order of a classifier's
+        outputs. It may add classes.
 
     Raises:
-      DataError: a file that cannot be used, named with the line or the record.
-      ValueError: a field of `config` that does not work.
+      DataError: a file cannot be used; the message names it with the line or the record.
+      ValueError: a field of `config` is invalid.
     """
     if config.dev is not None and config.train is None:
-        raise ValueError(f"dev={config.dev} needs train as well")
+        raise ValueError(f"dev: expected None without train, got {config.dev}")
     if config.task == "text-classification" and config.sequence_length < 3:  # [CLS] word [SEP]
-        raise ValueError(f"sequence_length must be at least 3, got {config.sequence_length}")
+        raise ValueError(f"sequence_length: expected at least 3, got {config.sequence_length}")
     load = {
         "text-classification": _text_classification,
         "image-classification": _image_classification,
         "language-modelling": _language_modelling,
     }
     if config.task not in load:
-        raise ValueError(f"task must be one of {', '.join(load)}, got {config.task!r}")
+        raise ValueError(f"task: expected one of {', '.join(load)}, got {config.task!r}")
     return load[config.task](config, order)
 
 
@@ -128,7 +130,7 @@ def _text_classification(config: DataConfig, order: Order) -> Task:
         if config.tokenizer is None
         else load_tokenizer(config.tokenizer)
     )
-    as_json = tokenizer.to_str()  # without padding, which the task adds to it
+    as_json = tokenizer.to_str()  # before `tokenize` adds padding
     datasets = (
         TextDataset(tokenize(part, tokenizer, config.sequence_length, classes))
         for part in (train, dev)
@@ -142,7 +144,7 @@ def _image_classification(config: DataConfig, order: Order) -> Task:
     else:
         train, dev = read_images(config.train)
         if train is None:
-            raise DataError(f"{config.train}: holds test images only, no training images")
+            raise DataError(f"{config.train}: expected training images, found only test images")
         if len(train.classes) < 2:
             raise DataError(f"{config.train}: a classifier needs at least 2 classes, found 1")
         if config.dev is not None:

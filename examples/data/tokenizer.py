@@ -1,4 +1,4 @@
-"""Tokenizers: a `tokenizer.json`, or one made of the words of the training texts."""
+"""Loads a tokenizer from a `tokenizer.json`, or makes one from the words of the training texts."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,14 +6,15 @@ from pathlib import Path
 from lowmembp_examples.data.files import DataError, read_bytes
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-_HIGHEST = 2**22  # token id, or number of tokens that a text is filled up to
+_HIGHEST = 2**22  # the highest token id, and the longest padded text
 _PADDING = ("[PAD]", "<pad>", "<|padding|>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads a `tokenizer.json` of Hugging Face's tokenizers library, or of the directory `path`.
+    """Reads a `tokenizer.json` of Hugging Face's tokenizers library, or from a directory `path`.
 
-    DataError, with the library's reason, if it cannot be read or cannot encode any text.
+    Raises:
+      DataError: it cannot be read or cannot encode any text; the message has the library's reason.
     """
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -23,28 +24,28 @@ def load_tokenizer(path: Path) -> Tokenizer:
         padding = [value for value in (tokenizer.padding or {}).values() if type(value) is int]
         if max(padding, default=0) > _HIGHEST:
             raise ValueError(f"padding: numbers must be at most {_HIGHEST}, found {max(padding)}")
-        tokenizer.encode("\N{HUGGING FACE}")  # fails where the token for unknown words is missing
+        tokenizer.encode("\N{HUGGING FACE}")  # fails if the token for unknown words is missing
         if (highest := id_count(tokenizer) - 1) > _HIGHEST:
             raise ValueError(f"token ids must be at most {_HIGHEST}, found {highest}")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # what Rust panics with is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         raise DataError(f"{path}: not a usable tokenizer.json: {error}") from error
     return tokenizer
 
 
 def id_count(tokenizer: Tokenizer) -> int:
-    """How long a table must be to have a row for every id: 1 + the highest.
+    """Returns 1 + the highest token id, the length of a table with a row for every id.
 
-    More than the number of tokens where ids are left out. Padding, and what is put around a text,
-    have ids of their own, which need not be in the vocabulary.
+    It exceeds the number of tokens if the ids have gaps. Padding and the special tokens around a
+    text have their own ids, which may be missing from the vocabulary.
     """
     around = tokenizer.encode("").ids
     return 1 + max(*tokenizer.get_vocab().values(), *around, padding_id(tokenizer))
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """The token that fills short texts up: the tokenizer's own choice, [PAD] or <pad>; else 0."""
+    """Returns the id that pads short texts: the tokenizer's own, else [PAD] or <pad>, else 0."""
     if tokenizer.padding is not None:
         return tokenizer.padding["pad_id"]
     known = (tokenizer.token_to_id(token) for token in _PADDING)
@@ -52,10 +53,11 @@ def padding_id(tokenizer: Tokenizer) -> int:
 
 
 def word_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Lower-case words and punctuation that occur twice or more in `texts`, as [CLS] text [SEP].
+    """Makes a tokenizer of the lower-case words and punctuation that occur at least twice.
 
-    The most frequent ones, `vocab_size` at most. Equal texts give an equal tokenizer: the library
-    orders words of one frequency by the alphabet.
+    It has the most frequent ones, at most `vocab_size`, and encodes a text as [CLS] text [SEP].
+    Equal texts give equal tokenizers, because the library sorts equally frequent words
+    alphabetically.
     """
     tokenizer = Tokenizer(models.WordLevel({}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()

@@ -1,1 +1,1 @@
-"""The parts of train.py: what it trains, on which devices, what it writes."""
+"""The parts of train.py: arguments, models, shardings, the training step, logs and checkpoints."""

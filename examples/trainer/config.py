@@ -1,4 +1,4 @@
-"""The trainer's command line: what there is to choose, and what is checked before it starts."""
+"""The trainer's command line arguments and their checks."""
 
 import dataclasses
 import math
@@ -19,23 +19,23 @@ from lowmembp_examples.trainer.step import OptimizerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Data(DataConfig):
-    """What to train on. Without files, data that need no download."""
+    """The training data. The defaults need no download."""
 
     task: TaskName | None = None
-    """Default: the model's."""
+    """Default: the model's task."""
     image_size: int | None = None
-    """Pixels; images of other sizes are resized. Default: the model's."""
+    """Pixels; images of other sizes are resized. Default: the model's image size."""
     normalization: Literal["half", "imagenet"] | None = None
-    """Mean and standard deviation that images are normalized with: 0.5, or ImageNet's. Default:
-    what checkpoints of the model were trained with, imagenet for Swin and half for ViT."""
+    """Mean and standard deviation for normalizing images: 0.5, or ImageNet's. Default: the values
+    that the model's checkpoints were trained with, imagenet for Swin and half for ViT."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer(OptimizerConfig):
-    """How parameters are changed."""
+    """Options of the optimizer, AdamW."""
 
     learning_rate: float | None = None
-    """At its peak. Default: 5e-5 where all of a checkpoint is trained, else 1e-3."""
+    """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,69 +43,71 @@ class Config:
     """Train or fine-tune a ViT, Swin, BERT, RoBERTa or LLaMA."""
 
     model: str | None = None
-    """vit-b16, bert-base, llama-7b, ... with random parameters. Default: the task's smallest."""
+    """vit-b16, bert-base, llama-7b, ... with random parameters. Default: the task's smallest
+    model."""
     checkpoint: Path | None = None
-    """In place of --model: a Hugging Face directory, or Google's .npz of a ViT."""
+    """A Hugging Face directory, or Google's .npz file of a ViT, instead of --model."""
     new_head: bool = False
-    """Begin a new classifier in place of the checkpoint's, for labels that it does not know."""
+    """Replace the checkpoint's classifier with a new one, for other labels."""
     data: Data = Data()
     train: Train = "full"
-    """What is trained: everything, or LoRA in query and value (qv) or in all Denses; fa: with A
-    frozen; qlora: beside weights in 4 bits."""
+    """Which parameters to train: all of them, or LoRA in query and value (qv) or in all Denses. fa
+    freezes LoRA's A; qlora stores the frozen weights in 4 bits."""
     rank: int = 8
-    """Of LoRA."""
+    """LoRA's rank."""
     alpha: float = 16.0
-    """Of LoRA: its product counts alpha / rank."""
+    """LoRA's product is scaled by alpha / rank."""
     method: Method = "lowmembp"
-    """How memory is saved: by this library's ops, by storing what each layer keeps in 8 bits, or by
-    jax.checkpoint in one of its ways."""
+    """How to save memory: with this library's operators, by storing each layer's residuals in 8
+    bits, or with a policy of jax.checkpoint."""
     compress_dtype: Literal["float8", "int8", "int4"] = "float8"
-    """What the compress methods store in."""
+    """The dtype in which the compress methods store residuals."""
     bits: Literal[2, 4] = 2
-    """That the lowmembp methods' activations keep an element."""
+    """Bits an element that the activations of the lowmembp methods save."""
     merge: bool | None = None
-    """Put norms' scale and bias into the Denses behind them, where they cost no memory; the model
-    begins as the same function. Default: with the lowmembp methods."""
+    """Merge the norms' scale and bias into the Denses behind them, where they cost no memory. The
+    initial model computes the same function. Default: on for the lowmembp methods."""
     norm_residual: NormResidual = "auto"
-    """What the lowmembp methods' norms keep where they are not merged: output, with a little
-    rounding, is one array less."""
+    """The residual of the lowmembp methods' norms that are not merged. output saves one array less
+    and rounds a little."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the computation. Trained parameters are float32; float16 scales the loss."""
+    """The dtype of the computation. Trained parameters are float32; float16 scales the loss."""
     optimizer: tyro.conf.OmitArgPrefixes[Optimizer] = dataclasses.field(default_factory=Optimizer)
     batch_size: int = 32
-    """Examples a step of the optimizer, of all devices and of --accumulate batches together."""
+    """Examples per optimizer step, over all devices and all --accumulate batches."""
     epochs: float = 4.0
     """Passes over the training data."""
     steps: int | None = None
-    """Steps of the optimizer, in place of --epochs."""
+    """Optimizer steps, instead of --epochs."""
     seed: int = 0
-    """Of initial parameters and of the order of the data."""
+    """Seed of the initial parameters and of the order of the data."""
     mesh: tuple[str, ...] = ()
-    """How devices are used, for instance data=2 fsdp=2 tensor=2. Default: all for data."""
+    """How to divide the devices, for instance data=2 fsdp=2 tensor=2. Default: all for data."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, for several processes; auto where JAX finds them (SLURM, TPUs)."""
+    """HOST:PORT of process 0, for several processes; auto if JAX finds them (SLURM, TPUs)."""
     process_count: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_index: int | None = None
-    """Which of them this one is, from 0."""
+    """The number of this process, from 0."""
     output: Path = Path("results/train")
     """Directory of the run."""
     resume: bool = False
-    """Go on with the run in --output, if there is one."""
+    """Continue the run in --output, if there is one."""
     log_every: int = 10
     """Steps between lines of the log."""
     evaluate_every: int = 100
-    """Steps between evaluations; there is one at the end."""
+    """Steps between evaluations. The run always evaluates at the end."""
     checkpoint_every: int = 100
-    """The most steps that a kill loses. A checkpoint is begun in half as many, for the last may be
-    unfinished when the kill comes."""
+    """The most steps that a kill loses. The run starts a checkpoint twice as often, because a kill
+    can come before the last one is complete."""
     keep: int = 2
-    """Checkpoints that are kept, the newest."""
+    """How many of the newest checkpoints to keep."""
     export: Path | None = None
-    """Directory for the trained model in Hugging Face's format, LoRA and norms in its weights."""
+    """Directory for the trained model in Hugging Face's format, with LoRA and norms merged into
+    its weights."""
 
 
-#: Fields that may be others when a run goes on: they change rounding at most.
+#: Fields that may change when a run resumes: they change rounding at most.
 _MAY_CHANGE = {
     *("mesh", "coordinator", "process_count", "process_index", "output", "resume"),
     *("log_every", "evaluate_every", "checkpoint_every", "keep", "export"),
@@ -113,8 +115,8 @@ _MAY_CHANGE = {
 
 
 def identity(config: Config, files: Sequence[Path]) -> dict[str, Any]:
-    """What the numbers of a run depend on, for JSON: fields, nested ones as "data.task", and
-    hashes of the files that it has opened."""
+    """Returns, for JSON, everything that a run's numbers depend on: fields (nested ones as
+    "data.task") and hashes of the files that it opened."""
     fields = {name: value for name, value in all_fields(config).items() if name not in _MAY_CHANGE}
     data = config.data
     arguments = {"data.train": data.train, "data.dev": data.dev, "data.tokenizer": data.tokenizer}
@@ -122,7 +124,7 @@ def identity(config: Config, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
-    """All fields of a config, nested ones as "data.task", for JSON."""
+    """Returns all fields of a config for JSON, nested ones as "data.task"."""
     fields = {}
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
@@ -134,7 +136,7 @@ def all_fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def with_learning_rate(config: Config) -> Config:
-    """The config with a learning rate, the default where none is given."""
+    """Returns the config with the default learning rate if it has none."""
     if config.optimizer.learning_rate is not None:
         return config
     tunes_all = config.checkpoint is not None and config.train == "full"
@@ -143,7 +145,7 @@ def with_learning_rate(config: Config) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raises UsageError for the first argument that does not work."""
+    """Raises UsageError for the first invalid argument."""
     positive = (1e-38, 1e38)  # float32
     names = ("batch_size", "log_every", "evaluate_every", "keep", "steps", "process_count")
     ranges = {
@@ -160,15 +162,15 @@ def check(config: Config) -> None:
     check_ranges({name.removeprefix("optimizer."): fields[name] for name in fields}, ranges)
     if config.batch_size % config.optimizer.accumulate:
         raise UsageError(
-            f"--batch-size must be a multiple of --accumulate {config.optimizer.accumulate}, "
+            f"--batch-size: expected a multiple of --accumulate {config.optimizer.accumulate}, "
             f"got {config.batch_size}"
         )
     given, processes = config.coordinator, (config.process_count, config.process_index)
     if given in (None, "auto"):
         if processes != (None, None):
-            raise UsageError("--process-count and --process-index go with --coordinator HOST:PORT")
+            raise UsageError("--process-count and --process-index need --coordinator HOST:PORT")
     elif not ((port := re.fullmatch(r"\S+:(\d{1,5})", given)) and 0 < int(port[1]) < 2**16):
-        raise UsageError(f"--coordinator must be HOST:PORT or auto, got {given!r}")
+        raise UsageError(f"--coordinator: expected HOST:PORT or auto, got {given!r}")
     elif None in processes:
         raise UsageError(f"--coordinator {given} needs --process-count and --process-index")
     if config.export is None:
@@ -177,13 +179,13 @@ def check(config: Config) -> None:
     own = [output / name for name in ("checkpoints", "tensorboard", "log.jsonl", "results.json")]
     if output.is_relative_to(export) or {export, *export.parents} & {*own}:
         raise UsageError(
-            f"--export {config.export} must not be --output {config.output}, around it, or one of "
-            f"its own files"
+            f"--export: expected a directory outside the files of --output {config.output} that "
+            f"does not contain them, got {config.export}"
         )
 
 
 def data_config(data: Data, source: Source) -> DataConfig:
-    """The data, with what follows from the model where nothing is given."""
+    """Fills the fields of `data` that are None with the model's defaults."""
     given = {name: value for name, value in vars(data).items() if value is not None}
     family, sizes, checkpoint = source
     defaults: dict[str, Any] = {"task": family.task}
@@ -194,6 +196,6 @@ def data_config(data: Data, source: Source) -> DataConfig:
         path = checkpoint.path / "tokenizer.json"
         if path.exists():
             defaults["tokenizer"] = path
-        elif family.task != "language-modelling" or sizes.vocab_size != 256:  # of bytes
-            raise UsageError(f"--data.tokenizer is needed, {path} is not there")
+        elif family.task != "language-modelling" or sizes.vocab_size != 256:  # 256: bytes
+            raise UsageError(f"--data.tokenizer is needed, because {path} is not there")
     return DataConfig(**(defaults | given))

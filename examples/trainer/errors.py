@@ -1,4 +1,4 @@
-"""What the trainer raises, and what a command says of it."""
+"""The trainer's exceptions, and how a command reports them."""
 
 import logging
 import math
@@ -13,32 +13,32 @@ from lowmembp_examples.data.files import DataError
 
 
 class UsageError(ValueError):
-    """An argument has a value that does not work; the message names it."""
+    """An argument has an invalid value; the message names the argument."""
 
 
 class DivergedError(Exception):
-    """The loss is not a number any more; the message says since when."""
+    """The loss is no longer finite; the message names the step."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it has written a checkpoint."""
+    """A signal stopped the run, and the run wrote a checkpoint."""
 
     def __init__(self, signum: int):
-        super().__init__(f"{signal.Signals(signum).name}: checkpoint written, --resume goes on")
+        super().__init__(f"{signal.Signals(signum).name}: checkpoint written, --resume continues")
         self.status = 128 + signum
 
 
 def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raises UsageError for the first value that is not in its range, or not finite."""
+    """Raises UsageError for the first value that is outside its range or not finite."""
     for name, (low, high) in ranges.items():
         value = values[name]
         if value is not None and not (low <= value <= high and value < math.inf):
             bounds = f"at least {low}" if high == math.inf else f"{low} to {high}"
-            raise UsageError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
+            raise UsageError(f"--{name.replace('_', '-')}: expected {bounds}, got {value}")
 
 
 def exit_status(run: Callable[[], Any], output: Path) -> int:
-    """Runs a command and returns its exit status; one line on stderr says what ended it early."""
+    """Runs a command and returns its exit status. If it ends early, one line on stderr says why."""
     for name in ("absl", "asyncio"):  # they log errors with tracebacks
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:

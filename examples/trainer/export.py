@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory: LoRA and the norms' affines in its weights."""
+"""Exports a trained model to a Hugging Face directory, with LoRA and norms merged as needed."""
 
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,17 @@ def export(
     tokenizer: str | None = None,
     run: str = "",
 ) -> None:
-    """Writes a Hugging Face directory, with tokenizer.json where `tokenizer` has its content.
+    """Writes a Hugging Face directory.
 
-    `params` are all of the model's, on the host, with LoRA and NF4 as `lora.add_lora` makes them,
-    `merged` whether norms are merged into Denses. Only a run of the same hash `run` writes again.
-    UsageError where a norm that is merged and kept, as in BERT, has a scale of 0.
+    Args:
+      params: all parameters of the model, on the host, with LoRA and NF4 as `lora.add_lora` makes
+        them.
+      merged: whether norms are merged into Denses.
+      tokenizer: the content of tokenizer.json, or None to write none.
+      run: the run's hash, for config.json. Only a run with the same hash may write here again.
+
+    Raises:
+      UsageError: a norm that is merged and kept, as in BERT, has a scale of 0.
     """
     params = _fold_lora(params, lora_scale)
     if merged:
@@ -56,14 +62,14 @@ def export(
 
 
 def _fold_lora(params: Params, scale: float) -> Params:
-    """W + scale A B in place of W, A and B; float32."""
+    """Replaces W, A and B by W + scale A B, in float32."""
     leaves = flatten_dict(params)
     folded = {}
     for path, leaf in leaves.items():
         if path[-1].endswith(("_lora_a", "_lora_b")):
             continue
         array = leaf
-        if hasattr(leaf, "how"):  # stacked, where layers are scanned
+        if hasattr(leaf, "how"):  # NF4; scanned layers are stacked
             dequantize = jax.vmap(qwix.dequantize) if "layers" in path else qwix.dequantize
             array = dequantize(leaf.array)
         array = np.asarray(array).astype(np.float32)
@@ -78,10 +84,11 @@ def _fold_lora(params: Params, scale: float) -> Params:
 def unmerge(
     family: Family, config: Any, params: Params, inputs: tuple[Any, ...]
 ) -> tuple[Any, Params]:
-    """Config and parameters of the same function, in a model whose norms are not merged.
+    """Returns the config and the parameters of the same function in a model with unmerged norms.
 
-    Norms get a scale of 1 and a bias of 0. Those that the rules keep beside the Denses are taken
-    out of them again. A bias that a Dense has by merging alone goes back into the norm: (b W^+) W.
+    Norms get a scale of 1 and a bias of 0. A norm that the rules merge and keep retains its scale
+    and bias, and the Denses lose them. A bias that a Dense has only because of merging goes back
+    into the norm: (b W^+) W.
     """
     if not getattr(config, "qkv_bias", True):
         config = type(config)(**vars(config) | {"qkv_bias": True})
@@ -108,7 +115,7 @@ def unmerge(
         leaves[path] = full(expected[path].shape, np.float32)
     for path in leaves.keys() - expected.keys():
         bias, kernel = leaves.pop(path), leaves[(*path[:-1], "kernel")]
-        # Only patch merging's Dense: it has twice as many inputs as outputs.
+        # This is Swin's patch merging only. Its Dense has twice as many inputs as outputs.
         norm = (*path[:-2], "merging_norm", "bias")
         leaves[norm] = np.linalg.lstsq(kernel.T, bias, rcond=None)[0]
     return config, unflatten_dict(leaves)

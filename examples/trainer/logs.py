@@ -1,4 +1,4 @@
-"""Logs of a run: a line a record in log.jsonl, TensorBoard's events, and a progress bar."""
+"""Logs of a run: one line per record in log.jsonl, TensorBoard events, and a progress bar."""
 
 import json
 import math
@@ -19,15 +19,15 @@ from tqdm import tqdm
 
 
 class Logs:
-    """Writes in process 0 only.
+    """Writes the logs, in process 0 only.
 
     Attributes:
       bar: the progress bar, in steps.
-      last: the values of the last record of training, up to step `first`.
+      last: the values of the last training record up to step `first`.
     """
 
     def __init__(self, directory: Path, first: int, steps: int):
-        """Removes what a killed run logged after step `first`, where this one goes on."""
+        """Removes the records that a killed run logged after `first`, the step to resume from."""
         self._writes, self.last = jax.process_index() == 0, {}
         if self._writes:
             path = directory / "log.jsonl"
@@ -40,7 +40,7 @@ class Logs:
                 self.last = {key: record[key] for key in record if key not in ("step", "kind")}
             self._file = path.open("a", buffering=1)
             (directory / "tensorboard").mkdir(exist_ok=True)
-            # Not `SummaryWriter`, whose thread hangs when a disk is full.
+            # `SummaryWriter` would hang when the disk is full, because of its thread.
             self._events = EventsWriter(str(directory / "tensorboard" / "events"))
             self._add_event(first + 1, session_log=SessionLog(status=SessionLog.START))
         self.bar = tqdm(
@@ -48,7 +48,7 @@ class Logs:
         )
 
     def write(self, kind: str, step: int, values: dict[str, float | None]) -> None:
-        """Appends a record: of `kind` "train" or "dev"; None is not a number."""
+        """Appends a record. `kind` is "train" or "dev"; a value of None was not finite."""
         if not self._writes:
             return
         record = {"step": step, "kind": kind, **values}
@@ -71,7 +71,10 @@ class Logs:
 
 
 def _lines(path: Path, last: int) -> Iterator[str]:
-    """The lines of steps up to `last`; says which are no records. The last may be a part."""
+    """Yields the lines of steps up to `last`. Warns about lines that are not records.
+
+    Text after the last line break is an unfinished record and is dropped.
+    """
     lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -82,7 +85,7 @@ def _lines(path: Path, last: int) -> Iterator[str]:
 
 
 def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
-    """One record of the batches since the last: mean loss, last gradient's norm, skipped batches.
+    """Summarizes batches: their mean loss, the last gradient's norm, the number of skipped batches.
 
     If the gradients of all batches overflowed, the loss and the norm are None.
     """
@@ -97,9 +100,11 @@ def summary(metrics: Sequence[Metrics]) -> dict[str, float | None]:
 
 
 class Meter:
-    """Throughput, of the steps counted since it was last asked or restarted.
+    """Measures throughput over the steps since the last call of `rates` or `restart`.
 
-    `examples` a step, and `tokens` an example where they are counted.
+    Args:
+      examples: examples per step.
+      tokens: tokens per example; None if tokens are not counted.
     """
 
     def __init__(self, examples: int, tokens: int | None):
@@ -124,14 +129,14 @@ class Meter:
 
 
 def peak_memory() -> int | None:
-    """Bytes that the fullest of this process's devices has had in use; None where unknown."""
+    """Peak memory of this process's fullest device, in bytes; None if the device does not say."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
     return max(peaks, default=None)
 
 
 def postfix(values: dict[str, Any]) -> str:
-    """A record for the progress bar."""
+    """Formats a record for the progress bar."""
     names = {"loss": "loss {:.3f}", "examples_per_second": "{:,.0f} examples/s"}
     names |= {"tokens_per_second": "{:,.0f} tokens/s"}
     texts = [

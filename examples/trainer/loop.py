@@ -1,4 +1,4 @@
-"""The steps of a run: trains, logs, evaluates, writes checkpoints, and stops when asked to."""
+"""The training loop: trains, logs, evaluates, writes checkpoints, and stops on a signal."""
 
 import math
 import time
@@ -22,10 +22,10 @@ from lowmembp_examples.trainer.step import Metrics, TrainState, learning_rate, m
 
 
 class Outcome(NamedTuple):
-    """What a run ends with."""
+    """The result of a run."""
 
     state: TrainState  # after the last step, on the mesh
-    record: dict[str, Any]  # the last that was logged of the training
+    record: dict[str, Any]  # the last training record in the log
     dev: dict[str, float | None]  # the last evaluation
     seconds: float  # since the run started, or was resumed
 
@@ -36,7 +36,7 @@ def first_state(
     mesh: Mesh,
     checkpoints: Checkpoints,
 ) -> TrainState:
-    """The state of the newest checkpoint, or else of these parameters; sharded from the start."""
+    """Returns the newest checkpoint's state, or without one a new state of `trained`; sharded."""
     abstract = jax.eval_shape(make_state, trained)
     parts = shardings(abstract, mesh)
     abstract = jax.tree.map(
@@ -56,12 +56,14 @@ def train_steps(
 ) -> Outcome:
     """Trains from the state, which is donated, to the last step; then evaluates.
 
-    Stopped: a signal came, and a checkpoint is written. DivergedError: going on makes no sense.
+    Raises:
+      Stopped: a signal stopped the run, and a checkpoint is written.
+      DivergedError: the loss is not finite, or float16 gradients overflow at every loss scale.
     """
     accumulate, steps, frozen = config.optimizer.accumulate, prepared.steps, prepared.frozen
     first = int(state.step) // accumulate
     if first and jax.process_index() == 0:
-        print(f"going on after step {first}")
+        print(f"resuming after step {first}")
     loss_fn = make_loss(prepared.family.task, prepared.model)
     whole = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(
@@ -81,7 +83,7 @@ def train_steps(
         return values
 
     def is_good(state: TrainState, metrics: Metrics, batch: Any) -> bool:
-        """Whether the state may replace an older checkpoint: a loss and gradients are finite."""
+        """Whether the state may replace an older checkpoint: its loss and gradients are finite."""
         loss = totals(state.params, frozen, put_batch(batch, mesh)).loss
         return not metrics.skipped and math.isfinite(loss)
 
@@ -99,12 +101,12 @@ def train_steps(
             meter.count()
             if done == first + 1:
                 jax.block_until_ready(metrics)
-                meter.restart()  # throughput leaves compilation out
+                meter.restart()  # do not count compilation in the throughput
 
             is_last = done == steps
             is_logged = done % config.log_every == 0 or is_last
             is_saved = done % (config.checkpoint_every // 2) == 0
-            # Several processes agree on it, and wait for one another.
+            # Several processes agree on a stop and wait for one another, so they ask seldom.
             stop = signals.received() if is_logged or jax.process_count() == 1 else 0
             if is_logged or is_saved or stop:
                 values = summary(jax.device_get(pending)) | meter.rates()
@@ -125,7 +127,7 @@ def train_steps(
             if stop and not due:
                 raise Stopped(stop)
         dev = evaluate(state, steps)
-        if first < steps:  # else the log has it
+        if first < steps:  # else the log already has this record
             logs.write("dev", steps, dev)
         checkpoints.save(state, int(state.step))
         seconds = time.perf_counter() - start
@@ -133,7 +135,7 @@ def train_steps(
 
 
 def check_loss(values: dict[str, Any], step: int) -> None:
-    """Raises DivergedError where going on makes no sense."""
+    """Raises DivergedError if the loss is not finite or float16 overflows at every loss scale."""
     if values.get("loss_scale", 1.0) < 1e-4:
         raise DivergedError(f"step {step}: float16 gradients overflow at every loss scale")
     if values["loss"] is None and not values["skipped"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from lowmembp_examples.lora import combine
 from lowmembp_examples.trainer.step import LossFn
 
-#: What models take of a batch of `data.tasks`, by task.
+#: The model's inputs from a batch of `data.tasks`, by task.
 _INPUTS = {
     "text-classification": lambda batch: (batch.input_ids, batch.lengths),
     "image-classification": lambda batch: (batch.images,),
@@ -18,23 +18,23 @@ _INPUTS = {
 
 
 class Totals(NamedTuple):
-    """Sums over a batch, float32; padding of a batch counts nowhere."""
+    """Sums over a batch, float32. Padding rows of a batch do not count."""
 
     loss: Float[Array, ""]  # cross-entropy, nats
-    count: Float[Array, ""]  # of predictions: examples, or tokens
-    correct: Float[Array, ""]  # of those; 0 for language modelling, where no logits are kept
+    count: Float[Array, ""]  # predictions: examples, or tokens
+    correct: Float[Array, ""]  # correct predictions; 0 for language modelling, which has no logits
 
 
 def make_loss(task: str, model: nn.Module) -> LossFn:
-    """`loss_fn(trained, frozen, batch)`: the mean over the batch, and `Totals`.
+    """Returns `loss_fn(trained, frozen, batch)`, which gives the mean loss and `Totals`.
+
+    `trained` and `frozen` are the two parts from `lora.partition`; `frozen` is `{}` if nothing is
+    frozen.
 
     Args:
       task: a `data.tasks.TaskName`.
-      model: a classifier, or for language modelling one that sums the cross-entropy of the targets
-        that it is given (`models.llama.Llama`); `lora.apply_lora`'s too.
-
-    The parameters, `trained` and `frozen`, are as `lora.partition` makes them, `{}` where nothing
-    is frozen.
+      model: a classifier, or for language modelling a model that sums the cross-entropy of given
+        targets (`models.llama.Llama`). `lora.apply_lora` may have wrapped it.
     """
     dtype = model.compute.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -52,11 +52,11 @@ def make_loss(task: str, model: nn.Module) -> LossFn:
 
 
 def mean_and_totals(logits: Float[Array, "batch classes"], batch: Any) -> tuple[Any, Totals]:
-    """The mean cross-entropy of a classifier's logits, and `Totals`.
+    """Returns the mean cross-entropy of a classifier's logits, and `Totals`.
 
     Args:
       logits: float32.
-      batch: has the labels, and a mask that is False for what only fills the batch up.
+      batch: has the labels, and a mask that is False for padding rows.
     """
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     correct = (logits.argmax(-1) == batch.labels).astype(jnp.float32)
@@ -69,7 +69,10 @@ def _sums(losses, weights, correct) -> Totals:
 
 
 def scores(task: str, totals: Totals) -> dict[str, float | None]:
-    """What an evaluation says, of the sums over all batches; None is too large for a float."""
+    """Returns an evaluation's scores from the sums over all batches.
+
+    The perplexity is None if it is too large for a float.
+    """
     loss = float(totals.loss / totals.count)
     if task == "language-modelling":
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else None}

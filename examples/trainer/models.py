@@ -1,4 +1,4 @@
-"""The models that the trainer knows: by family, and by name."""
+"""The trainer's models, by family and by name."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -17,10 +17,10 @@ class Family(NamedTuple):
     """The models of one file."""
 
     module: ModuleType
-    model: Callable[..., nn.Module]  # of sizes, `Compute` and `NormResidual`
+    model: Callable[..., nn.Module]  # takes sizes, `Compute` and `NormResidual`
     config: type
     task: TaskName
-    head: tuple[str, ...]  # modules that are new where a checkpoint lacks them
+    head: tuple[str, ...]  # modules that start from random values if a checkpoint lacks them
     toy: Any  # sizes for a CPU
 
     @property
@@ -29,17 +29,17 @@ class Family(NamedTuple):
 
     @property
     def layers(self) -> tuple[Layers, ...]:
-        """How its layers can be run: first as the trainer does."""
+        """How its layers can run; the trainer uses the first way."""
         return ("scan", "unrolled") if self.module is llama else ("unrolled", "scan")
 
     @property
     def configs(self) -> dict[str, Any]:
-        """Its sizes by name."""
+        """The family's sizes, by name."""
         named = self.module.CONFIGS.items()
         return {name: config for name, config in named if type(config) is self.config}
 
     def merges_norms(self, layers: Layers | None) -> bool:
-        """Whether a model whose layers run so takes norms merged into Denses."""
+        """Whether a model with such `layers` can have its norms merged into Denses."""
         if issubclass(self.config, llama.LlamaConfig):
             return not self.config.is_gemma
         return not (layers == "scan" and issubclass(self.config, bert.BertConfig))
@@ -51,18 +51,22 @@ class Family(NamedTuple):
         norm_residual: NormResidual = "auto",
         layers: Layers | None = None,
     ) -> nn.Module:
-        """The model; `layers` is one of the family's (else a ValueError), by default the first."""
+        """Builds the model. `layers` defaults to the first of the family's `layers`.
+
+        Raises:
+          ValueError: the family does not have such `layers`.
+        """
         layers = layers or self.layers[0]
         if layers not in self.layers:
             raise ValueError(
-                f"layers={layers!r}: accepted for {self.name} are {', '.join(self.layers)}"
+                f"layers: expected one of {', '.join(self.layers)} for {self.name}, got {layers!r}"
             )
         fields = {"scan_layers": True} if layers == "scan" else {}
         return self.model(config, compute, norm_residual, **fields)
 
     def norm_rules(self, config: Any, layers: Layers | None = None) -> Any:
-        """For `lm.merge_norm_affine`; `layers` as for `build`."""
-        if self.module is llama:  # depends on whether the head is tied
+        """Returns the rules for `lm.merge_norm_affine`. `layers` is as in `build`."""
+        if self.module is llama:  # the rules depend on whether the head is tied
             return llama.norm_rules(config)
         if self.name == "swin":
             return swin.norm_rules(layers == "scan")
@@ -106,7 +110,10 @@ MODELS = {
 
 
 def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Attention:
-    """The leanest attention that runs there, for texts of `length` tokens or the model's images."""
+    """Returns the attention that needs least memory on `platform`.
+
+    `length` is the number of tokens of a text. Images have the length that the config gives.
+    """
     if isinstance(config, swin.SwinConfig):
         head_size = config.embed_dim // config.num_heads[0]
         length = config.window_size**2

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: data, a model that fits them, its parameters."""
+"""Prepares a run: reads the data, builds a model that fits them, and gets its parameters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,24 +29,24 @@ import lowmembp_jax as lm
 
 
 class Prepared(NamedTuple):
-    """What a run trains, and on what."""
+    """The data and the model of a run."""
 
-    task: Task  # the data, whole
-    batches: TrainingBatches  # this process's part, as of `dev`
-    dev: EvaluationBatches
-    steps: int  # of the optimizer
+    task: Task  # all the data
+    batches: TrainingBatches  # this process's part
+    dev: EvaluationBatches  # this process's part
+    steps: int  # optimizer steps
     family: Family
     sizes: Any  # the model's configuration
-    inputs: tuple[jax.ShapeDtypeStruct, ...]  # of the model
+    inputs: tuple[jax.ShapeDtypeStruct, ...]  # the model's inputs
     model: nn.Module  # with the method that saves memory, and LoRA
     merged: bool  # whether affine parameters of norms are merged into the next Dense
     frozen: Any  # the parameters that are not trained, on the mesh
-    param_dtype: Any  # theirs
-    tokens: int | None  # of an example; None for images
+    param_dtype: Any  # the dtype of the model's parameters without LoRA
+    tokens: int | None  # tokens per example; None for images
 
 
 def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prepared, Any]:
-    """What the run trains, and with what parameters it starts; those are put on the mesh."""
+    """Prepares a run; returns it and its initial trained parameters, which are on the mesh."""
     accumulate = config.optimizer.accumulate
     part = own_part(mesh, config.batch_size // accumulate)
     source = find_source(config.model, config.checkpoint, config.data.task, config.new_head)
@@ -63,9 +63,9 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
         raise UsageError(f"{[*named, '--data or --batch-size'][0]}: {error}") from error
     sizes = fit(source, task, data.sequence_length, data.image_size)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
-    if steps * accumulate >= 2**31:  # counted in int32
+    if steps * accumulate >= 2**31:  # the state counts batches in int32
         given = f"--steps {config.steps}, --epochs {config.epochs}"
-        raise UsageError(f"{given}: fewer than 2^31 batches are accepted")
+        raise UsageError(f"{given}: expected fewer than 2^31 batches, got {steps * accumulate}")
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
 
     family, dtype = source.family, jnp.dtype(config.dtype)

@@ -1,4 +1,4 @@
-"""The directory of a run: its config, its checkpoints, and going on where a killed one stopped."""
+"""The directory of a run: its config, its checkpoints, and how a killed run resumes."""
 
 import fcntl
 import hashlib
@@ -22,22 +22,22 @@ from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 _CHECKSUMS = "sha256.json"
-_PIECE = 1 << 20  # bytes of data that are hashed at once
-#: What tells the JSON of a run from a user's.
+_PIECE = 1 << 20  # bytes hashed at once
+#: Text that tells a run's JSON from a user's.
 MARK = '"program": "lowmembp_jax"'
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes the file whole or not at all; a number that is not finite is a ValueError."""
+    """Writes the file whole or not at all. Raises ValueError for a number that is not finite."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     os.replace(part, path)
 
 
 def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dict[str, str | None]:
-    """Hashes of all files that a run has opened, by the argument whose path leads to them.
+    """Hashes all files that a run has opened, by the argument whose path leads to them.
 
-    Files that no argument leads to, such as the standard library's, have one hash together.
+    Files that no argument leads to, for instance the standard library's, share one hash.
     """
     hashes, rest = {}, [*dict.fromkeys(files)]
     for argument, root in arguments.items():
@@ -51,9 +51,9 @@ def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dic
 
 
 def fingerprint(files: Mapping[str, Path]) -> str | None:
-    """A hash of the names and contents of files; None with a pipe, which is read only once.
+    """Hashes the names and contents of files; None if one is a pipe, which can be read only once.
 
-    If they have more than a GiB, pieces of a MiB at equal distances are read.
+    Above 1 GiB in all, it reads only pieces of 1 MiB at equal distances.
     """
     if not all(file.is_file() for file in files.values()):
         return None
@@ -66,9 +66,10 @@ def fingerprint(files: Mapping[str, Path]) -> str | None:
 
 
 def is_own(option: str, directory: Path, name: str, mark: str) -> bool:
-    """Whether a run has written to the directory: the mark is in a file of it. Writes nothing.
+    """Whether a run has written to the directory: its file `name` contains `mark`. Writes nothing.
 
-    UsageError where nothing can be written, or where the directory holds anything else.
+    Raises:
+      UsageError: the directory cannot be written, or holds anything else.
     """
     path = directory / name
     try:
@@ -81,8 +82,8 @@ def is_own(option: str, directory: Path, name: str, mark: str) -> bool:
         raise UsageError(f"{option} {directory}: {error.strerror}") from error
     if names and mark not in (text or ""):
         raise UsageError(
-            f"{option} {directory}: expected a new or an empty directory, because files in it "
-            f"could be lost, found {min(names)}; choose another one"
+            f"{option} {directory}: expected a new or an empty directory, because the run could "
+            f"overwrite files, found {min(names)}; choose another one"
         )
     return bool(names)
 
@@ -93,8 +94,8 @@ def check_output(directory: Path, resume: bool) -> None:
         return
     if not resume:
         raise UsageError(
-            f"--output {directory} has a run already: --resume goes on with it, another directory "
-            f"begins a new one"
+            f"--output {directory} has a run already: --resume continues it, another directory "
+            f"starts a new one"
         )
     for name in ("log.jsonl", "results.json"):
         if (directory / name).is_dir():
@@ -105,13 +106,13 @@ def check_output(directory: Path, resume: bool) -> None:
 
 @contextmanager
 def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterator[None]:
-    """Makes the directory and writes config.json; where there is a run, compares it.
+    """Makes the directory and writes config.json, or compares it with the config of an older run.
 
-    No other run gets into the directory until this one leaves it or its process ends.
+    No other run can use the directory until this context or the process ends.
 
     Raises:
-      UsageError: as `check_output`; another run is in the directory, or one with another config,
-        whose fields are named; the content of a pipe cannot be compared.
+      UsageError: as in `check_output`; another run is writing there; the older run has another
+        config, and the message names the fields; the content of a pipe cannot be compared.
     """
     check_output(directory, resume)
     path, config = directory / "config.json", {"program": "lowmembp_jax", **config}
@@ -126,7 +127,7 @@ def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterat
     if fields:
         changes = (f"{name}: {found.get(name)!r}, now {config.get(name)!r}" for name in fields)
         raise UsageError(f"--resume: the run in {directory} has another {'; '.join(changes)}")
-    if jax.process_count() > 1:  # all have looked before one writes
+    if jax.process_count() > 1:  # every process must check before one writes
         multihost_utils.sync_global_devices("open_run")
     with ExitStack() as stack:
         try:
@@ -145,9 +146,9 @@ def open_run(directory: Path, config: Mapping[str, Any], resume: bool) -> Iterat
 
 
 class Checkpoints:
-    """Orbax checkpoints of a pytree, such as a `TrainState`, written while the training goes on.
+    """Writes Orbax checkpoints of a pytree, for instance a `TrainState`, during the training.
 
-    A checkpoint is renamed when it is complete, with the checksums of its files in it.
+    Orbax renames a checkpoint when it is complete. It contains the checksums of its files.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -162,29 +163,35 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def _write_checksums(self) -> None:
-        """In process 0, before Orbax renames the directory."""
+        """Orbax calls this in process 0, before it renames the directory."""
         for directory in self._directory.glob("*.orbax-checkpoint-tmp*"):
             files = (path for path in directory.rglob("*") if path.is_file())
             names = {str(path.relative_to(directory)) for path in files} - {"_CHECKPOINT_METADATA"}
             write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in names})
 
     def save(self, state: Any, step: int) -> None:
-        """Begins to write, and returns; waits first for the one before.
+        """Waits for the previous checkpoint, then starts to write this one and returns.
 
-        DivergedError where a number of the state is not finite; OSError where this one or the one
-        before cannot be written.
+        Raises:
+          DivergedError: a number of the state is not finite.
+          OSError: this checkpoint or the previous one cannot be written.
         """
         if not _is_finite(state):
-            raise DivergedError(f"checkpoint {step} is not written: parameters are not numbers")
+            raise DivergedError(f"checkpoint {step} is not written: parameters are not finite")
         if self._manager.latest_step() != step:
             with self._one_error():
                 self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, abstract: Any) -> Any:
-        """The newest that is not damaged, or None where there is none at all; says what is damaged.
+        """Returns the newest undamaged checkpoint, or None if there is no checkpoint.
 
-        The shardings of `abstract`'s `jax.ShapeDtypeStruct`s say on which devices. UsageError where
-        all are damaged.
+        Prints which newer checkpoints are damaged, and deletes them.
+
+        Args:
+          abstract: a pytree of `jax.ShapeDtypeStruct`s, whose shardings select the devices.
+
+        Raises:
+          UsageError: all checkpoints are damaged.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
@@ -215,7 +222,7 @@ class Checkpoints:
         return True
 
     def close(self) -> None:
-        """Waits for what is being written; an OSError where it cannot be."""
+        """Waits for the last checkpoint; raises OSError if it cannot be written."""
         with self._one_error():
             self._manager.wait_until_finished()
             self._manager.close()
@@ -226,7 +233,7 @@ class Checkpoints:
             yield
         except OSError:
             raise
-        except Exception as error:  # TensorStore's are of several types
+        except Exception as error:  # TensorStore raises several types
             reason = str(error).splitlines()[0].rsplit(": ", 1)[-1]
             place = self._directory
             raise OSError(None, f"no checkpoint can be written: {reason}", str(place)) from error

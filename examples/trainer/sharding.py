@@ -1,9 +1,9 @@
-"""Meshes, and how parameters and batches lie on them.
+"""Meshes, and the shardings of parameters and batches.
 
-Three axes: examples are divided over "data" and "fsdp"; parameters, and with them the optimizer's
-state, over "fsdp" (Rajbhandari et al. 2019, arXiv:1910.02054) and "tensor" (Shoeybi et al. 2019,
-arXiv:1909.08053: a layer's first Denses by columns, its last by rows, one sum after them). XLA adds
-the collectives.
+A mesh has three axes. Examples are divided over "data" and "fsdp". Parameters and the optimizer's
+state are divided over "fsdp" (Rajbhandari et al. 2019, arXiv:1910.02054) and "tensor" (Shoeybi et
+al. 2019, arXiv:1909.08053: a layer's first Denses by columns, its last by rows, one sum after
+them). XLA adds the collectives.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from lowmembp_jax.optimizers.compressed_state import CompressedState
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
 
-# Names of Denses, and which axis of their kernels is divided over "tensor", from behind: stacked
-# layers are one axis more in front.
+# Names of Denses, and the axis of their kernels that is divided over "tensor". It counts from the
+# end, because stacked layers have one more axis in front.
 _COLUMNS = {"query": -2, "key": -2, "value": -2, "intermediate": -1, "gate": -1, "up": -1}
 _ROWS = {"attention_output": -3, "output": -2, "down": -2}
 #: Smaller arrays are not divided over "fsdp".
@@ -32,19 +32,20 @@ _SMALL = 2048
 
 
 def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of all devices, from "axis=size" of `AXES`.
+    """Makes a mesh of all devices from strings "axis=size", with the axes of `AXES`.
 
-    Axes that are not named are 1, or "data" all devices if none is.
+    Other axes have size 1. Without any string, "data" has all devices.
 
     Raises:
-      UsageError: no such axis, a size that is no number, or sizes that do not use every device.
+      UsageError: an unknown or repeated axis, a size that is not a positive number, or sizes that
+        do not use every device.
     """
     sizes = {}
     for axis in axes:
         name, _, size = axis.partition("=")
         if name not in AXES or not re.fullmatch("[1-9][0-9]{0,8}", size) or name in sizes:
             raise UsageError(
-                f"--mesh must be AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
+                f"--mesh: expected AXIS=SIZE with the axes {', '.join(AXES)}, each once, for "
                 f"instance data=2 fsdp=4, got {' '.join(axes)!r}"
             )
         sizes[name] = int(size)
@@ -52,22 +53,23 @@ def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
     shape = [sizes.get(name, 1) for name in AXES]
     if math.prod(shape) != len(devices):
         raise UsageError(
-            f"--mesh {' '.join(axes)} is for {math.prod(shape)} devices, there are {len(devices)}"
+            f"--mesh {' '.join(axes)}: expected sizes for {len(devices)} devices, got sizes for "
+            f"{math.prod(shape)}"
         )
     return Mesh(np.array(devices).reshape(shape), AXES)
 
 
 def partition_spec(path: Any, leaf: Any, mesh: Mesh) -> PartitionSpec:
-    """How a parameter, or its part of an optimizer's state, is divided, by its names and shape.
+    """Returns the partition of a parameter, or of its optimizer state, from its names and shape.
 
-    An axis of the mesh that the sizes do not divide is not used.
+    An axis of the mesh is used only if it divides a suitable axis of the array.
     """
     names = tuple(str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
     spec: list[str | None] = [None] * len(leaf.shape)
     axis = _tensor_axis(names)
     if axis is not None and -axis <= len(spec) and not leaf.shape[axis] % mesh.shape["tensor"]:
         spec[axis] = "tensor"
-    # A scan slices stacked layers along their axis: every device needs a whole one.
+    # A scan slices stacked layers along their first axis, so every device needs all of that axis.
     first = 1 if "layers" in names else 0
     free = [
         axis
@@ -91,7 +93,7 @@ def _tensor_axis(names: tuple[str, ...]) -> int | None:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """`NamedSharding`s of parameters, of a `TrainState`, or of both in one tree."""
+    """Returns the `NamedSharding`s of parameters, of a `TrainState`, or of both in one tree."""
 
     def of(path, node):
         if not isinstance(node, CompressedState):
@@ -107,7 +109,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def put(tree: Any, mesh: Mesh) -> Any:
-    """Arrays of the host, the same in every process, on the devices; each gets only its part."""
+    """Puts host arrays, equal in every process, on the devices. Each device gets only its part."""
 
     def place(array, sharding):
         array = np.asarray(array)
@@ -117,16 +119,18 @@ def put(tree: Any, mesh: Mesh) -> Any:
 
 
 def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:
-    """Which of how many equal slices of a batch this process's devices take.
+    """Returns (index, count): this process's devices take slice `index` of `count` equal slices.
 
-    Processes that share one, as "tensor" may go across them, have the same. UsageError where the
-    batch cannot be divided over the mesh.
+    Processes can share a slice, because "tensor" may span processes.
+
+    Raises:
+      UsageError: the batch cannot be divided over the mesh.
     """
     ways = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % ways:
         raise UsageError(
-            f"--batch-size / --accumulate is {batch_size}, accepted are multiples of {ways}, the "
-            f"devices that --mesh divides it over"
+            f"--batch-size / --accumulate: expected a multiple of {ways}, the devices that --mesh "
+            f"divides it over, got {batch_size}"
         )
     sharding = NamedSharding(mesh, BATCH)
     rows = sharding.addressable_devices_indices_map((batch_size,)).values()
@@ -136,7 +140,7 @@ def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """A batch on the devices, from the part that each process has (see `own_part`)."""
+    """Puts a batch on the devices, from the slice that each process has (see `own_part`)."""
     sharding = NamedSharding(mesh, BATCH)
     return jax.tree.map(
         lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch
@@ -144,7 +148,7 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """NumPy arrays, whole, in every process."""
+    """Returns the whole arrays as NumPy arrays, in every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     return multihost_utils.process_allgather(tree, tiled=True)

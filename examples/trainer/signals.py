@@ -1,6 +1,7 @@
 """The signals that end a run: before its first step, between two steps, and after the last.
 
-JAX is imported late: `train.py` handles signals before its imports, which take seconds.
+This module imports JAX late, because `train.py` handles signals before its imports, which take
+seconds.
 """
 
 import os
@@ -25,7 +26,7 @@ def handle(handler: Callable[[int, Any], Any]) -> dict[int, Any]:
 def end_in_one_line() -> None:
     """Makes signals end the process with one line, and hides errors that nothing can catch.
 
-    TensorStore's threads print such errors after a checkpoint could not be written.
+    TensorStore's threads print uncatchable errors when a checkpoint cannot be written.
     """
 
     def end(number: int, _: object) -> None:
@@ -37,7 +38,7 @@ def end_in_one_line() -> None:
 
 
 class StopSignals:
-    """While entered, the first signal only asks to stop; a second one stops at once."""
+    """Context in which the first signal only asks to stop, and a second one stops at once."""
 
     def __enter__(self) -> Self:
         self._received = 0
@@ -55,7 +56,7 @@ class StopSignals:
         print("\nstopping after this step; once more stops at once", file=sys.stderr)
 
     def received(self) -> int:
-        """The signal, 0 if none, that any process has got; all processes must ask together."""
+        """Returns the signal that any process has received, or 0. All processes must call it."""
         import jax
         import numpy as np
         from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""Where the trainer's model comes from: a name or a checkpoint, fitted to the task."""
+"""Finds the trainer's model, by name or from a checkpoint, and fits it to the task."""
 
 import dataclasses
 import reprlib
@@ -27,31 +27,31 @@ from lowmembp_examples.trainer.models import FAMILIES, MODELS, Family
 
 
 class Checkpoint(NamedTuple):
-    """Tensors as a file has them."""
+    """The tensors of a checkpoint's files."""
 
     path: Path
     tensors: dict[str, np.ndarray]
-    is_npz: bool  # Google's, of a ViT
-    head: tuple[str, ...]  # names of the classifier's outputs; none where there is no classifier
+    is_npz: bool  # whether it is Google's .npz of a ViT
+    head: tuple[str, ...]  # names of the classifier's outputs; empty without a classifier
 
 
 class Source(NamedTuple):
-    """A model to begin with."""
+    """A model to start from."""
 
     family: Family
-    config: Any  # sizes, of the family's config class
+    config: Any  # sizes, an instance of the family's config class
     checkpoint: Checkpoint | None
 
 
 def find_source(
     model: str | None, path: Path | None, task: TaskName | None, new_head: bool = False
 ) -> Source:
-    """The model of that name, or of the checkpoint; without either the task's smallest.
+    """Returns the model with that name, the checkpoint's, or without both the task's smallest.
 
-    `new_head` leaves the checkpoint's classifier out.
+    `new_head` leaves out the checkpoint's classifier.
 
     Raises:
-      UsageError: no such model, one for another task, or a checkpoint that cannot be read.
+      UsageError: an unknown model, a model for another task, or an unreadable checkpoint.
     """
     if model is not None and path is not None:
         raise UsageError(f"--model {model} and --checkpoint {path}: expected only one of them")
@@ -60,7 +60,7 @@ def find_source(
             toys = {family.task: f"{family.name}-toy" for family in reversed(FAMILIES.values())}
             model = toys[task or "text-classification"]
         if model not in MODELS:
-            raise UsageError(f"--model must be one of {', '.join(MODELS)}, got {model!r}")
+            raise UsageError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
         source = Source(*MODELS[model], None)
     else:
         try:
@@ -71,7 +71,7 @@ def find_source(
         given = f"--model {model}" if path is None else f"--checkpoint {path}"
         raise UsageError(f"{given} is for {source.family.task}, --data.task is {task}")
     if new_head and (path is None or not source.family.head):
-        raise UsageError("--new-head goes with a --checkpoint of a classifier")
+        raise UsageError("--new-head needs a --checkpoint of a classifier")
     return source
 
 
@@ -86,13 +86,15 @@ def _read(path: Path, new_head: bool) -> Source:
         if kind not in [*FAMILIES]:
             accepted = ", ".join(FAMILIES)
             found = reprlib.repr(kind)
-            raise DataError(f"config.json has model_type {found}, accepted are {accepted}")
+            raise DataError(f"config.json: model_type: expected one of {accepted}, found {found}")
         family, name_of = FAMILIES[kind], FAMILIES[kind].module.hugging_face_name
         config, names = family.config.from_json(path / "config.json"), label_names(given)
         tensors = current_names(read_tensors(path))
         layers = sum(getattr(config, "depths", ())) or config.num_hidden_layers
-        if layers > len(tensors):  # tracing a model of so many would take minutes
-            raise DataError(f"config.json has {layers} layers, the files {len(tensors)} tensors")
+        if layers > len(tensors):  # tracing a model with so many layers would take minutes
+            raise DataError(
+                f"config.json has {layers} layers, the files have only {len(tensors)} tensors"
+            )
     head = ()
     if family.head:
         kernel, bias = (name_of(("classifier", leaf)) for leaf in ("kernel", "bias"))
@@ -103,28 +105,28 @@ def _read(path: Path, new_head: bool) -> Source:
         if head and names != _default_names(len(names)):
             if len(names) != len(head):
                 raise DataError(
-                    f"config.json: id2label has {len(names)} names, the head is for {len(head)}"
+                    f"config.json: id2label: expected {len(head)} names, found {len(names)}"
                 )
             head = names
     return Source(family, config, Checkpoint(path, tensors, is_npz, head))
 
 
 def _default_names(count: int) -> tuple[str, ...]:
-    """What transformers calls classes whose names it does not know."""
+    """Returns the names that transformers gives to classes without names."""
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
 def match_classes(
     source: Source, say: Callable[[str], Any], names: Sequence[str]
 ) -> tuple[str, ...]:
-    """The classes of the task, in the order of the model's outputs.
+    """Returns the task's classes in the order of the model's outputs.
 
-    The classes of a checkpoint's head are found by name. Where the checkpoint does not know the
-    names (LABEL_0, ..., or Google's `.npz`), a head for as many classes as the data have is kept,
-    in the order of `names`; another is replaced by a new one. `say` is told which.
+    A checkpoint's head keeps its classes if it has all of `names`. A head without names (LABEL_0,
+    ..., or Google's `.npz`) is used in the order of `names` if the numbers of classes match;
+    otherwise a new head replaces it. `say` gets a line about the choice.
 
     Raises:
-      UsageError: the head knows names, and not these.
+      UsageError: the head has other names.
     """
     if source.checkpoint is None:
         return tuple(names)
@@ -135,7 +137,7 @@ def match_classes(
     if head != _default_names(len(head)):
         raise UsageError(
             f"--checkpoint {source.checkpoint.path}: the head is for {_listed(head)}; the data "
-            f"have {_listed(names)}. Give them the head's names, or begin a new head by --new-head"
+            f"have {_listed(names)}. Rename the labels, or start a new head with --new-head"
         )
     if len(head) == len(names):
         say(f"head: the checkpoint's, which has no names; in order, it is for {_listed(names)}")
@@ -151,12 +153,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
-    """The sizes of the model for a task: labels, token ids, image size.
+    """Returns the model's config with the task's number of labels, vocabulary and image size.
 
     Texts have `length` tokens. A checkpoint keeps its vocabulary.
 
     Raises:
-      UsageError: the checkpoint's vocabulary or positions do not reach.
+      UsageError: the checkpoint's vocabulary is too small, the model has too few positions, or
+        its patches do not divide the image.
     """
     changes = {}
     if task.classes:
@@ -166,12 +169,12 @@ def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
         patch = source.config.patch_size
         if isinstance(source.config, vit.ViTConfig) and image_size % patch:
             raise UsageError(
-                f"--data.image-size must be a multiple of {patch}, the model's patches, "
+                f"--data.image-size: expected a multiple of {patch}, the model's patches, "
                 f"got {image_size}"
             )
     elif source.checkpoint is None:
         changes["vocab_size"] = task.vocab_size
-        if not task.classes:  # LLaMA's positions have no table
+        if not task.classes:  # LLaMA has no table of positions
             changes["max_position_embeddings"] = max(length, source.config.max_tokens)
     elif task.vocab_size > source.config.vocab_size:
         raise UsageError(
@@ -181,14 +184,14 @@ def fit(source: Source, task: Task, length: int, image_size: int) -> Any:
     config = dataclasses.replace(source.config, **changes)
     if length > getattr(config, "max_tokens", length):
         raise UsageError(
-            f"--data.sequence-length must be at most {config.max_tokens}, the model's number of "
+            f"--data.sequence-length: expected at most {config.max_tokens}, the model's number of "
             f"positions, got {length}"
         )
     return config
 
 
 def model_inputs(task: TaskName, length: int, image_size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a model of the task takes, for one example."""
+    """Returns the shapes and dtypes of a model's inputs for one example of the task."""
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
     return {
         "image-classification": (
@@ -202,12 +205,12 @@ def model_inputs(task: TaskName, length: int, image_size: int) -> tuple[jax.Shap
 def initial_params(
     source: Source, config: Any, inputs: tuple[Any, ...], key: jax.Array
 ) -> dict[str, Any]:
-    """Parameters on the host, in the dtypes they have, of a model that is not merged.
+    """Returns the parameters of a model with unmerged norms, on the host, in their own dtypes.
 
     `key` draws all parameters, or only the parameters of a new head if there is a checkpoint.
 
     Raises:
-      UsageError: names every tensor of the checkpoint that does not fit.
+      UsageError: tensors of the checkpoint do not fit; the message names each of them.
     """
     family, _, checkpoint = source
     model = family.build(config, Compute())
@@ -229,7 +232,7 @@ def initial_params(
         name = name_of(("position_embeddings",))
         name = name if name in tensors else name.removeprefix(prefix)
         positions, sizes = tensors.get(name), source.config
-        # Others are named by `to_params`.
+        # `to_params` reports positions of another shape.
         if positions is not None and positions.shape == (
             *(1, 1 + (sizes.image_size // sizes.patch_size) ** 2, sizes.hidden_size),
         ):
@@ -250,14 +253,14 @@ def initial_params(
         )
     except ValueError as error:
         raise UsageError(f"--checkpoint {checkpoint.path}: {error}") from error
-    # What is not returned is not computed.
+    # XLA draws only the returned heads.
     return params | jax.device_get(
         jax.jit(lambda key: {name: draw(key)[name] for name in heads})(key)
     )
 
 
 def _is_new(abstract: Any, head: str, tensors: Any, name_of: Any, prefix: str) -> bool:
-    """Whether the checkpoint lacks a module, or has it for another number of labels."""
+    """Whether the checkpoint lacks the head's module, or has it for another number of labels."""
     bias = name_of((head, "bias"))
     found = tensors.get(bias, tensors.get(bias.removeprefix(prefix)))
     return found is None or found.shape != abstract[head]["bias"].shape

@@ -1,14 +1,14 @@
-"""The training step, a pure function: what the trainer runs and the planner compiles.
+"""The training step, a pure function that the trainer runs and the planner compiles.
 
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), steps=1000)
     state = init_state(params, optimizer, jnp.float16)
     step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0)
     state, metrics = step(state, frozen, batch)
 
-Mixed precision as in Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits;
+Mixed precision follows Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits;
 weights, their gradients, sums and norms are float32 by default. float16 scales the loss. A batch
 whose gradients overflow halves the scale, and its gradients count as zeros in the mean over
-accumulated batches. Where no batch of a mean counts, parameters and AdamW's state stay as they are.
+accumulated batches. If all batches of a mean overflow, parameters and AdamW's state do not change.
 """
 
 import dataclasses
@@ -25,26 +25,26 @@ from jaxtyping import Array, Float, Int
 
 import lowmembp_jax as lm
 
-#: `loss_fn(params, frozen, batch)`: the mean loss, float32, and a pytree of more to report.
+#: `loss_fn(params, frozen, batch)` returns the mean loss, float32, and a pytree for `Metrics.aux`.
 LossFn = Callable[[Any, Any, Any], tuple[Float[Array, ""], Any]]
 
 
 class TrainState(struct.PyTreeNode):
-    """What a training step changes."""
+    """The state that a training step updates."""
 
     params: Any  # the trained parameters: float32, or bfloat16 if master weights have 24 bits
-    opt_state: Any  # of `make_optimizer`'s optimizer
-    step: Int[Array, ""]  # int32, how many batches it has seen, skipped ones included
-    loss_scale: DynamicScale | None  # the loss is multiplied by its `scale`; for float16 only
+    opt_state: Any  # the state of `make_optimizer`'s optimizer
+    step: Int[Array, ""]  # int32, the number of batches seen, including skipped ones
+    loss_scale: DynamicScale | None  # its `scale` multiplies the loss; for float16 only
 
 
 class Metrics(struct.PyTreeNode):
-    """What a training step reports."""
+    """The report of a training step."""
 
     loss: Float[Array, ""]  # float32, the mean over the batch
-    grad_norm: Float[Array, ""]  # float32, of all gradients; inf or NaN where they overflow
-    skipped: Array  # bool, whether they overflowed, so that they count as zeros
-    aux: Any  # what the loss function has beside the loss
+    grad_norm: Float[Array, ""]  # float32, the norm of all gradients; inf or NaN if they overflow
+    skipped: Array  # bool, whether the gradients overflowed and therefore count as zeros
+    aux: Any  # the second output of the loss function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +52,24 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101)."""
 
     learning_rate: float = 1e-3
-    """At its peak."""
+    """Peak learning rate."""
     schedule: Literal["linear", "cosine"] = "linear"
-    """How the learning rate falls to 0, after it has risen linearly."""
+    """How the learning rate falls to 0 after its linear warmup."""
     warmup: float = 0.1
-    """The part of the steps in which it rises, 0 to 1."""
+    """The fraction of the steps in which the learning rate rises, 0 to 1."""
     weight_decay: float = 0.01
-    """Of matrices: kernels, embeddings of words, LoRA. Not of biases, norms and positions."""
+    """Weight decay of matrices (kernels, word embeddings, LoRA). Biases, norms and positions have
+    none."""
     beta2: float = 0.999
-    """AdamW's mean of squares."""
+    """AdamW's decay rate for the mean of squared gradients."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients with a larger global norm are scaled down to this norm."""
     accumulate: int = 1
-    """Batches whose gradients are averaged for one step of the optimizer."""
+    """Batches whose gradients are averaged for one optimizer step."""
     optimizer_state: Literal["float32", "8bit"] = "float32"
     """How AdamW's state is stored between steps."""
     master_weights: Literal["float32", "24bit"] = "float32"
-    """24bit: the trained parameters are bfloat16, and the optimizer's state has 8 more bits."""
+    """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
 
     @property
     def param_dtype(self) -> jnp.dtype:
@@ -77,14 +78,14 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The learning rate by the optimizer's step; `steps` are there in all."""
+    """Returns the learning rate as a function of the optimizer's step, out of `steps`."""
     warmup = min(round(config.warmup * steps), steps - 1)
     rest = steps - warmup
     falling = {
         "linear": optax.linear_schedule(config.learning_rate, 0.0, rest),
         "cosine": optax.cosine_decay_schedule(config.learning_rate, rest),
     }[config.schedule]
-    # From the first step on it is above 0.
+    # The first step's rate is above 0.
     rising = optax.linear_schedule(
         config.learning_rate / (warmup + 1), config.learning_rate, max(warmup, 1)
     )
@@ -92,9 +93,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """AdamW for `steps` of it in all.
+    """Makes AdamW with a schedule of `steps` steps.
 
-    With `config.accumulate`, one step of AdamW follows so many calls (`optax.MultiSteps`).
+    It takes one step every `config.accumulate` calls (`optax.MultiSteps`).
     """
 
     def matrices(params):
@@ -117,7 +118,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _clip(most: float) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm` by one product, which XLA fuses into an update of 8-bit state."""
+    """Clips as `optax.clip_by_global_norm`, but by one product.
+
+    XLA fuses the product into an update of 8-bit state.
+    """
 
     def update(updates, state, params=None):
         factor = jnp.minimum(1, most / optax.tree.norm(updates))
@@ -127,7 +131,7 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 
 def _is_matrix(path: Any, _: Any) -> bool:
-    # What is inside of an NNX variable has an entry without a key.
+    # The path into an NNX variable ends with an entry that has no key.
     name = [entry.key for entry in path if hasattr(entry, "key")][-1]
     return name in ("kernel", "embedding", "kernel_lora_a", "kernel_lora_b")
 
@@ -138,12 +142,15 @@ def init_state(
     dtype: jax.typing.DTypeLike,
     param_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TrainState:
-    """The state at step 0, with copies of the trained parameters.
+    """Returns the state at step 0, with copies of the trained parameters.
 
-    `dtype` is of the computation; float16 gets a loss scale. `param_dtype` is of the parameters,
-    see `OptimizerConfig`.
+    Args:
+      params: the trained parameters.
+      optimizer: from `make_optimizer`.
+      dtype: the computation's dtype; float16 gets a loss scale.
+      param_dtype: the parameters' dtype, see `OptimizerConfig`.
     """
-    # A copy: steps take the memory of their state over.
+    # The state needs copies, because a step that donates its state frees the arrays.
     params = jax.tree.map(lambda x: jnp.array(x, param_dtype), params)
     scale = None
     if jnp.dtype(dtype) == jnp.float16:
@@ -154,10 +161,10 @@ def init_state(
 def make_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Any, Any], tuple[TrainState, Metrics]]:
-    """`step(state, frozen, batch)` gives the next state and `Metrics`; not yet jitted.
+    """Returns `step(state, frozen, batch)`, which gives the next state and `Metrics`; not jitted.
 
-    `loss_fn` is differentiated in its first argument only: `frozen`, `{}` where nothing is frozen,
-    gets no gradient.
+    Only `loss_fn`'s first argument is differentiated. `frozen` gets no gradient; it is `{}` if
+    nothing is frozen.
     """
 
     def step(state: TrainState, frozen: Any, batch: Any) -> tuple[TrainState, Metrics]:
@@ -170,7 +177,7 @@ def make_step(
             scale, finite, (loss, aux), grads = gradient(state.params, frozen, batch)
         norm = optax.tree.norm(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
         if scale is not None:
-            # optax's `should_skip_update_fn` would not count the batch, and so fall behind `step`.
+            # optax's `should_skip_update_fn` would not count the batch, unlike `step`.
             grads = jax.tree.map(lambda grad: jnp.where(finite, grad, 0), grads)
         # optax.MultiSteps multiplies numbers and booleans.
         with jax.numpy_dtype_promotion("standard"):
