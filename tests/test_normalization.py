@@ -295,7 +295,7 @@ def test_a_mask_says_which_positions_count():
         (
             lambda x: lm.ms_rms_norm(x, mask=x > 0, implementation="pallas"),
             ValueError,
-            r"implementation='pallas'.* no mask, got .*mask=\(2, 4\); choose 'xla'",
+            r"implementation: 'pallas'.* no mask, got .*mask=\(2, 4\); choose 'xla'",
         ),
     ],
 )
