@@ -105,14 +105,19 @@ def scanned_step(params, batch):
     return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
 
+def _without_scheduler(notes):
+    """XLA's latency-hiding scheduler is on in newer versions of JAX, and has a note."""
+    return [note for note in notes if "latency-hiding" not in note]
+
+
 def test_a_scanned_and_a_sharded_step_are_understood():
     """And the dense one above: what XLA adds to its texts must be known here first."""
     scanned = lm.memory.plan(scanned_step, f32(4, WIDTH, WIDTH), f32(64, WIDTH), donate=0)
-    assert scanned.notes == ()
+    assert not _without_scheduler(scanned.notes)
     sharded = plan_mlp(
         64, mesh={"data": 4}, in_shardings=(P("data"), None, P("data")), donate=(0, 1)
     )
-    whole, wide = sharded.notes
+    whole, wide = _without_scheduler(sharded.notes)
     assert whole.startswith("each of the 4 devices has whole arrays of: optimizer state")
     assert "lm.compress_state" in wide
 
