@@ -172,7 +172,7 @@ def _report(results: dict[str, Any], output: Path) -> None:
     plot(results, output / "results.png")
     print_table(results)
     if results["missing_packages"]:
-        print('GPU columns are empty: pip install ".[planner]" (Linux) fills them.')
+        print('pip install ".[planner]" (Linux) adds the peak memory on a GPU to the table.')
     print(f"written: {output / 'results.json'}, {output / 'results.png'}")
 
 

@@ -30,21 +30,24 @@ def print_table(results: dict[str, Any]) -> None:
     table = Table("method", title="Fine-tuning: what the ops change", title_justify="left")
     table.add_column("dev\naccuracy", justify="right")
     table.add_column("dev loss\n(nats)", justify="right")
+    # Without the planner no peak is known.
+    parts = [part for part in _PARTS if any(size[part] for size in memory)]
     for size in memory:
-        for heading in ("kept", f"{device} peak"):
+        for part in parts:
+            heading = "kept" if part == "kept_bytes" else f"{device} peak"
             heading = f"{size['batch']} x {size['tokens']}\n{size['dtype']}\n{heading}"
             table.add_column(heading, justify="right")
     for name in memory[0]["kept_bytes"] if memory else runs:
         cells = [_mean(runs.get(name, []), "accuracy", "%"), _mean(runs.get(name, []), "loss")]
-        for counts in (size[part] for size in memory for part in _PARTS):
+        for counts in (size[part] for size in memory for part in parts):
             change = counts[name] / next(iter(counts.values())) - 1 if counts else 0
             text = f"{counts[name] / _MIB:,.0f} MiB" if counts else ""
             cells.append(f"{text} ({change:+.0%})" if change else text)
         table.add_row(name, *cells)
+    peak = f"{device} peak: the whole compiled step, parameters and AdamW state included. "
     table.caption = (
         "kept: from forward to backward, beyond parameters and batch, per step. "
-        f"{device} peak: the whole compiled step, parameters and AdamW state included. "
-        "Rows without an accuracy are not trained."
+        f"{peak if 'peak_bytes' in parts else ''}Rows without an accuracy are not trained."
     )
     # Terminals wrap a table badly, and files have no width, so the table gets 120 columns or more.
     console = Console()
