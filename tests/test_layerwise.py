@@ -16,6 +16,10 @@ OPTIMIZERS = {
     "injected": optax.inject_hyperparams(optax.adamw)(1e-2),
     "8-bit state": lm.compress_state(optax.adamw(1e-2), min_size=64),
 }
+#: Reads the values of all parameters, and of gradients only the parameter's own.
+DECAY_BY_ALL = optax.stateless(
+    lambda updates, params: jax.tree.map(lambda u: u * optax.tree.norm(params), updates)
+)
 
 
 def block(params, h, scale=None):
@@ -120,12 +124,18 @@ def test_pytrees_of_activations_and_a_mesh():
         ),
         (optax.apply_if_finite(optax.adam(1e-2), 3), "own gradient"),
         (optax.MultiSteps(optax.adam(1e-2), 2), "MultiSteps"),
+        (DECAY_BY_ALL, r"\['bias'\], \['kernel'\]"),
     ],
 )
 @pytest.mark.usefixtures("jax_defaults")
 def test_what_needs_all_gradients_is_refused(optimizer, message):
+    layers = lm.update_in_backward(block, optimizer)
     with pytest.raises(ValueError, match=message):
-        lm.update_in_backward(block, optimizer).init(stacked())
+        layers.init(stacked())
+    # A state that comes from elsewhere is no way around.
+    with pytest.raises(ValueError, match=message):
+        state = jax.vmap(optimizer.init)(stacked())
+        layers.backward(stacked(), state, jnp.stack([inputs()] * LAYERS), inputs())
 
 
 @pytest.mark.parametrize("params", [{}, {"a": jnp.ones(())}, {"a": jnp.ones(2), "b": jnp.ones(3)}])
@@ -134,6 +144,14 @@ def test_layers_must_be_stacked(params):
     for call in (lambda: layers.init(params), lambda: layers.forward(params, inputs())):
         with pytest.raises(ValueError, match="params: expected arrays"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((None, optax.sgd(1.0)), "block"), ((block, None), "optimizer")]
+)
+def test_arguments_are_named(arguments, name):
+    with pytest.raises(TypeError, match=f"update_in_backward: {name}: expected"):
+        lm.update_in_backward(*arguments)
 
 
 def test_block_must_return_what_it_gets():
@@ -145,7 +163,7 @@ def test_block_must_return_what_it_gets():
 @pytest.mark.gpu_compiler
 @pytest.mark.usefixtures("jax_defaults")
 def test_no_array_of_all_gradients_exists():
-    """5 bytes a parameter, in place: temporaries are those of one layer."""
+    """The step takes 5 bytes per parameter, in place, and temporaries for one layer."""
     optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-3)))
     layers = lm.update_in_backward(block, optimizer)
     params = jax.eval_shape(lambda: stacked(jnp.bfloat16, 64, 512))

@@ -56,7 +56,7 @@ def test_the_curves_are_those_of_the_compiler_that_is_installed():
 def test_products_of_transformer_engine(device, milliseconds):
     gpu = lm.memory.get_device(device)
     seconds = sum(gpu.product_seconds(2 * TOKENS * k * n, "bf16") for k, n in PRODUCTS)
-    # Forward, the gradient of the input and that of the weights have as many multiply-adds.
+    # The forward product and both gradients have the same number of multiply-adds.
     for measured in milliseconds:
         assert seconds == pytest.approx(measured / 1e3, rel=0.1)
 

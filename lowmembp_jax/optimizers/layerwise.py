@@ -67,16 +67,23 @@ def update_in_backward(
       `[layers, ...]`, as `nn.scan` and `jax.vmap(init)` make it.
 
     Raises:
-      ValueError: `init` raises it if the update of one parameter reads gradients of others, or if
-        the optimizer accumulates gradients. All three functions raise it if the arrays of `params`
-        have no common number of layers.
-      TypeError: `forward` raises it if `block` changes the shape or dtype of `h`.
+      ValueError: `init` and `backward` raise it if the update of one parameter reads gradients or
+        values of other parameters, or if the optimizer accumulates gradients. All three functions
+        raise it if the arrays of `params` have no common number of layers.
+      TypeError: `block` is not callable, or `optimizer` is not a transformation. `forward` raises
+        it if `block` changes the shape or dtype of `h`.
     """
+    if not callable(block):
+        raise TypeError(f"update_in_backward: block: expected a function, got {block!r}")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"update_in_backward: optimizer: expected an optax.GradientTransformation, got "
+            f"{optimizer!r}"
+        )
 
     def init(params):
         _count(params)
-        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-        _check_optimizer(optimizer, layer)
+        _check_optimizer(optimizer, params)
         return jax.vmap(optimizer.init)(params)
 
     def forward(params, h, *constants):
@@ -89,6 +96,8 @@ def update_in_backward(
 
     def backward(params, state, inputs, dh, *constants):
         count = _count(params)
+        # The state may come from a checkpoint, without a call of `init`.
+        _check_optimizer(optimizer, params)
 
         def layer(step, carry):
             params, state, dh = carry
@@ -126,17 +135,12 @@ def _count(params: Any) -> int:
     return sizes.pop()
 
 
-def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> None:
-    """Raises ValueError if the optimizer accumulates or combines gradients of two parameters."""
+def _check_optimizer(optimizer: optax.GradientTransformation, params: Any) -> None:
+    """Raises ValueError if the optimizer accumulates gradients or combines two parameters."""
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
     state = jax.eval_shape(optimizer.init, layer)
-    is_accumulating = jax.tree.leaves(
-        jax.tree.map(
-            lambda x: isinstance(x, optax.MultiStepsState),
-            state,
-            is_leaf=lambda x: isinstance(x, optax.MultiStepsState),
-        )
-    )
-    if any(is_accumulating):
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    if any(isinstance(x, optax.MultiStepsState) for x in nodes):
         raise ValueError(
             "update_in_backward: optimizer: expected an optimizer that updates in each step, got "
             "optax.MultiSteps, which accumulates all gradients"
@@ -147,10 +151,12 @@ def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> Non
     for output in range(outputs):
         wanted = [number == output for number in range(outputs)]
         _, used = partial_eval.dce_jaxpr(closed.jaxpr, wanted)
-        read = [name for name, is_used in zip(names, used[: len(names)], strict=True) if is_used]
+        # Gradients are the first inputs, and parameters the last.
+        ends = zip(names, used[: len(names)], used[len(used) - len(names) :], strict=True)
+        read = [name for name, *is_used in ends if any(is_used)]
         if len(read) > 1:
             raise ValueError(
                 "update_in_backward: optimizer: expected an optimizer that updates each parameter "
-                "from its own gradient, got an optimizer that combines the gradients of "
+                "from its own gradient and value, got an optimizer that combines "
                 f"{', '.join(read)}, as clipping by the global norm does"
             )

@@ -53,7 +53,7 @@ def bytes_moved(
 
 
 def result_shapes(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Returns the shapes of a kernel's results; an asynchronous kernel has those of its `-done`."""
+    """Returns the shapes of a kernel's results. The `-done` of an asynchronous kernel has them."""
     if instruction.opcode.endswith("-start"):
         done = instruction.opcode.removesuffix("-start") + "-done"
         for other in computation.instructions.values():

@@ -178,7 +178,7 @@ class Labels:
 
 
 def _only(names: set[str]) -> str:
-    """The only name, or "" if there are none or several."""
+    """Returns the name if there is exactly one, or ""."""
     return "".join(names) if len(names) == 1 else ""
 
 

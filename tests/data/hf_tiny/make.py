@@ -20,7 +20,7 @@ out:
     llama_rope    the rotary positions of Llama 3.1 and later, head tied to the embedding
     qwen3         norms of queries and keys, a head size of its own
     gemma2        every other layer sees a window of 5 tokens, low soft caps
-    gemma3_text   two kinds of rotary positions; layers see windows but for the second
+    gemma3_text   two kinds of rotary positions; all layers except the second see windows
     swin_padded   maps of 9 x 9 and 5 x 5 patches: padded to the windows of 4, and before merging
 
 The same machine and versions give the same bytes; others the same values within rounding.
