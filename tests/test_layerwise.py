@@ -146,6 +146,15 @@ def test_layers_must_be_stacked(params):
             call()
 
 
+@pytest.mark.parametrize("name", ["state", "inputs"])
+def test_state_and_inputs_are_of_all_layers(name):
+    layers = lm.update_in_backward(block, optax.sgd(1.0, momentum=0.9))
+    given = {"state": layers.init(stacked()), "inputs": jnp.stack([inputs()] * LAYERS)}
+    given[name] = jax.tree.map(lambda x: x[1:], given[name])
+    with pytest.raises(ValueError, match=rf"{name}: expected arrays \[4"):
+        layers.backward(stacked(), given["state"], given["inputs"], inputs())
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"), [((None, optax.sgd(1.0)), "block"), ((block, None), "optimizer")]
 )

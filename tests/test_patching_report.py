@@ -95,9 +95,9 @@ def test_report_names_every_place_also_with_equal_shapes_and_a_second_time(run):
     assert str(report) == (
         "swapped:\n"
         "  layer_norm in 3 places: first/norm, second/norm, third/norm\n"
-        "  gelu in 1 places: first\n"
+        "  gelu in 1 place: first\n"
         "  silu in 2 places: second, third\n"
-        "  rms_norm in 1 places: last"
+        "  rms_norm in 1 place: last"
     )
     with lm.patch() as report:
         pass
@@ -257,4 +257,4 @@ class Whole(nnx.Module):
 def test_the_model_itself_is_named():
     with lm.patch() as report:
         jax.eval_shape(Whole(), jnp.ones((2, 8)))
-    assert report.swapped == {"gelu": [""]} and "gelu in 1 places: Whole" in str(report)
+    assert report.swapped == {"gelu": [""]} and "gelu in 1 place: Whole" in str(report)

@@ -69,7 +69,8 @@ def update_in_backward(
     Raises:
       ValueError: `init` and `backward` raise it if the update of one parameter reads gradients or
         values of other parameters, or if the optimizer accumulates gradients. All three functions
-        raise it if the arrays of `params` have no common number of layers.
+        raise it if the arrays of `params` have no common number of layers, and `backward` if
+        `state` or `inputs` have another number.
       TypeError: `block` is not callable, or `optimizer` is not a transformation. `forward` raises
         it if `block` changes the shape or dtype of `h`.
     """
@@ -96,6 +97,12 @@ def update_in_backward(
 
     def backward(params, state, inputs, dh, *constants):
         count = _count(params)
+        for name, tree in (("state", state), ("inputs", inputs)):
+            if any(x.shape[:1] != (count,) for x in jax.tree.leaves(tree)):
+                raise ValueError(
+                    f"update_in_backward: {name}: expected arrays [{count}, ...], one entry for "
+                    f"each layer, got {jax.tree.map(lambda x: x.shape, tree)}"
+                )
         # The state may come from a checkpoint, without a call of `init`.
         _check_optimizer(optimizer, params)
 

@@ -110,7 +110,8 @@ class PatchReport:
         lines = ["swapped:" if self.swapped else "swapped: nothing"]
         for op, places in self.swapped.items():
             names = ", ".join(place or root for place in places)
-            lines.append(f"  {op} in {len(places)} places: {names}")
+            plural = "s" * (len(places) != 1)
+            lines.append(f"  {op} in {len(places)} place{plural}: {names}")
         lines += ["not swapped:"] if self.skipped else []
         for op, reasons in self.skipped.items():
             lines += [f"  {op} in {at or root}: {why}" for at, why in reasons.items()]
