@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from lowmembp_examples.benchmarks.blocks import llama
-from lowmembp_examples.benchmarks.encoder import block_units, training_step
-from lowmembp_examples.models.llama import LlamaConfig
+from lowmembp_examples.benchmarks.encoder import METHODS, block_units, layers_of, training_step
+from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.llama import LlamaConfig, LlamaLayer
+from lowmembp_examples.models.rotary import rotary_positions
 
 import lowmembp_jax as lm
 
@@ -101,7 +102,24 @@ LLAMA = LlamaConfig(2048, 2, 16, 5632)
 
 
 def llama_step(method, layers, scan):
-    return llama(method, 4, 2048, layers, "cudnn", config=LLAMA, scan=scan)
+    """Returns loss and gradients of LLaMA layers, and the abstract weights and input."""
+    kind = "lowmembp" if "lowmembp_jax" in method else "default"
+    compute = Compute(kind, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
+    layer = LlamaLayer(LLAMA, compute, "normalized", scan)
+    rotation = rotary_positions(2048, LLAMA.head_size, LLAMA.rope_theta)
+    run = METHODS[method].wrap(lambda x, weights: layer.apply({"params": weights}, x, rotation))
+
+    def loss(weights, x):
+        if scan:
+            x, _ = jax.lax.scan(lambda x, each: (run(x, each), None), x, weights)
+        else:
+            for each in weights:
+                x = run(x, each)
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    x = jax.ShapeDtypeStruct((4, 2048, LLAMA.hidden_size), jnp.bfloat16)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), x, rotation)["params"]
+    return jax.value_and_grad(loss), (layers_of(weights, layers, scan), x)
 
 
 def llama_units(method, scan):

@@ -97,6 +97,10 @@ def test_every_public_name_is_on_the_api_page():
     assert names == {name for name in names if re.search(rf"(\.|lm\.){name}\b", text)}
 
 
+def test_readme_length():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
 def test_the_pages_of_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     docs = {str(page.relative_to(ROOT / "docs")) for page in pages()[1:]}

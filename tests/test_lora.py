@@ -1,6 +1,9 @@
 """LoRA and QLoRA of a LLaMA; what is computed and trained in all models is tested elsewhere."""
 
 import dataclasses
+import importlib
+import sys
+import types
 
 import flax.linen as nn
 import jax
@@ -11,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import quick_jit
 from lora_reference import dense_weights, randomized
 from lowmembp_examples.lora import DENSES, add_lora, apply_lora, combine, partition
+from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import CONFIGS, Llama
 
 TINY = CONFIGS["llama-tiny"]
@@ -138,3 +142,14 @@ def test_adding_lora_traces_the_model_twice():
         make("lora-qv")
     plain_and_shapes_and_values = 3
     assert calls == plain_and_shapes_and_values
+
+
+def test_full_training_needs_no_qwix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    for name in ("lora", "lora_provider"):
+        monkeypatch.delitem(sys.modules, f"lowmembp_examples.{name}", raising=False)
+    lora = importlib.import_module("lowmembp_examples.lora")
+    model = nn.Dense(2)
+    assert lora.apply_lora(model, "full") is model
+    with pytest.raises(ModuleNotFoundError, match="qwix"):
+        lora.apply_lora(types.SimpleNamespace(compute=Compute()), "lora-qv")

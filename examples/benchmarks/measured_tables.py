@@ -12,19 +12,64 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lowmembp_examples.benchmarks import compare_tables, json_lines, quality_report
+from lowmembp_examples.benchmarks import compare, json_lines, quality_report
+from lowmembp_examples.benchmarks.quality_report import FIDELITY_METHODS
 from lowmembp_examples.benchmarks.report import Rows
-from lowmembp_examples.benchmarks.table_names import (
-    ACTIVATIONS,
-    BLOCK_METHODS,
-    FIDELITY_METHODS,
-    FINETUNED,
-    LOSSES,
-    OTHER_MODELS,
-)
 
 RESULTS = Path(__file__).parent / "results"
 MIB, GIB = 2**20, 2**30
+#: Methods of `block_memory.json`: their names on the pages, and the parts that they recompute.
+BLOCK_METHODS = {
+    "default": ("Flax as it comes", "nothing"),
+    "checkpointed norm and activation": ("`jax.checkpoint` around norm and GELU", "norm, GELU"),
+    "dots policy": ("`jax.checkpoint`, dots policy", "norm, GELU, attention"),
+    "products policy": ("`jax.checkpoint`, `lm.products_saveable`", "norm, GELU"),
+    "full remat": ("`jax.checkpoint`, everything", "everything"),
+    "compress": ("**`lm.compress`**", "norm, GELU"),
+    "compress, attention in bfloat16": ("`lm.compress`, attention in bfloat16", "norm, GELU"),
+    "lowmembp_jax": ("**the operators**", "**nothing**"),
+    "compress, lowmembp_jax": (
+        "the operators, in `lm.compress(policy=lm.everything_saveable)`",
+        "nothing",
+    ),
+    "lowmembp_jax, its remat policy": (
+        "the operators with `lm.checkpoint_policy()`",
+        "products, attention, GELU",
+    ),
+}
+#: Methods of `other_models.json`.
+OTHER_MODELS = {
+    "plain": "Flax as it comes",
+    "dots policy": "dots policy",
+    "products policy": "`lm.products_saveable`",
+    "full remat": "full remat",
+    "compress": "**`lm.compress`**",
+    "compress, int8": "the same, int8",
+    "compress of full remat": "inputs of blocks alone",
+    "compress, everything_saveable": "`lm.everything_saveable`",
+}
+#: Methods of `finetune.json` and `nnx_finetune.json` whose names contain names of the library.
+FINETUNED = {
+    "lm.compress": "`lm.compress`",
+    "lm.compress, inputs of layers alone": "`lm.compress`, inputs of layers alone",
+    "lm.nnx.compress": "`lm.nnx.compress`",
+    "lm.nnx operators": "`lm.nnx.MSLayerNorm`, `lm.gelu`",
+}
+#: Methods of `loss_memory.json`.
+LOSSES = {
+    "whole logits": "plain",
+    "linear_cross_entropy": "`lm.linear_cross_entropy`",
+    "whole logits, compress": "plain, `lm.compress`",
+    "linear_cross_entropy, compress": "**`lm.linear_cross_entropy`, `lm.compress`**",
+}
+ACTIVATIONS = {
+    "gelu_erf": "GELU",
+    "silu": "SiLU",
+    "mish": "Mish",
+    "softplus": "softplus",
+    "elu": "ELU",
+    "squared_relu": "squared ReLU",
+}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -38,36 +83,16 @@ def block_rows() -> dict[tuple[str, str], dict[str, Any]]:
     return {(r["method"], r["train"]): r for r in rows if r["layers"] == "unrolled"}
 
 
-def step_times() -> tuple[str, dict[str, str]]:
-    """Returns the GPU of `on_gpu.json`, and the milliseconds of ViT-B's blocks by method.
-
-    Our operators run in their default implementation, XLA. Both results are empty without a
-    measurement.
-    """
-    if not (RESULTS / "on_gpu.json").exists():
-        return "", {}
-    results = read("on_gpu")
-    if results["gpu"].startswith("none"):  # a smoke run
-        return "", {}
-    return results["gpu"].removeprefix("NVIDIA "), {
-        record["method"]: f"{record['milliseconds']:.1f} ms"
-        for job, one in results["jobs"].items()
-        for record in one["records"]
-        if job.startswith("blocks/ViT-B,") and record["implementation"] in (None, "xla")
-    }
-
-
 def block_memory() -> Rows:
-    done, (gpu, times) = block_rows(), step_times()
-    head = ["method", "full tuning", "LoRA on q, v", "LoRA on all Denses", "recomputes"]
-    rows = [head + ([f"step time, {gpu}"] if times else [])]
+    done = block_rows()
+    rows = [["method", "full tuning", "LoRA on q, v", "LoRA on all Denses", "recomputes"]]
     for method, (name, recomputes) in BLOCK_METHODS.items():
         found = [done.get((method, train)) for train in ("full", "lora-qv", "lora-all")]
         cells = (
             f"{r['block_units']:.2f} ({r['peak_mib_12_blocks']:,.0f} MiB)" if r else ""
             for r in found
         )
-        rows.append([name, *cells, recomputes, *([times.get(method, "")] if times else [])])
+        rows.append([name, *cells, recomputes])
     return rows
 
 
@@ -331,6 +356,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "finetune": partial(finetune, "finetune"),
     **{f"published_{kind}": partial(published, kind) for kind in ("memory", "time", "change")},
     "nnx_finetune": partial(finetune, "nnx_finetune"),
-    **compare_tables.TABLES,
+    **compare.TABLES,
     **quality_report.TABLES,
 }

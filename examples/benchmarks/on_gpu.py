@@ -1,30 +1,25 @@
 """Runs every check and measurement that needs a GPU, and writes one file of results.
 
-    python examples/benchmarks/on_gpu.py --output results/gpu --minutes 25
+    python examples/benchmarks/on_gpu.py --output results/gpu --device h200 --minutes 25
 
 needs this checkout, `jax` with CUDA, and the dependencies of lowmembp_jax. You need not install the
 project. The stages run in this order, the most important first. Each case has its own process.
 
-    correctness       every kernel of every implementation, against float64
-    attention         all implementations of attention, values and gradients, against float32
-    blocks            step time and peak memory of ViT-B and LLaMA-7B blocks, by method
-    validate_measure  peak memory and step time of whole training steps
-    validate_plan     what the planner says of the same steps; needs its wheels and no GPU
+    kernels    every kernel of every implementation, against float64
+    attention  all implementations of attention, values and gradients, against float32
+    measure    peak memory and step time of whole training steps
+    plan       what the planner says of the same steps; needs its wheels and no GPU
 
 The program writes each record to `on_gpu.json` in --output at once. After --minutes it kills the
 running process and prints which jobs are missing. Start it again with the same --output to
 continue; failed jobs come last. Use `--select` to run a part:
 
-    python examples/benchmarks/on_gpu.py --output results/gpu --select blocks/ViT-B attention
+    python examples/benchmarks/on_gpu.py --output results/gpu --select measure/vit-b16 attention
 
-Another machine with the same JAX can make the plans, before or after, in the same folder:
-
-    pip install -e ".[planner]"
-    python examples/benchmarks/on_gpu.py --output results/gpu --select validate_plan --device h200
-
-If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say so, and the other
-cases run. `report.py` prints the results in tables, `readme_tables.py` adds the step times to the
-README. Exit status 0 means that everything ran and passed. `--smoke` runs tiny sizes on a CPU.
+Another machine with the same JAX can make the plans, before or after, in the same folder, with
+`--select plan`. If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say
+so, and the other cases run. `report.py` prints the results in tables. Exit status 0 means that
+everything ran and passed. `--smoke` runs tiny sizes on a CPU.
 """
 
 import argparse
@@ -43,16 +38,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: By stage, the function that returns its cases.
 STAGES = {
-    "correctness": "correctness.cases",
-    "attention": "attention.cases",
-    "blocks": "blocks.cases",
-    "validate_measure": "validate.measurements",
-    "validate_plan": "validate.plans",
+    "kernels": "correctness.kernels",
+    "attention": "correctness.attentions",
+    "measure": "steps.measurements",
+    "plan": "steps.plans",
 }
-NEEDS_NO_GPU = ("validate_plan",)
 #: The time after which a process is taken to hang, and the least time to start another process.
-MOST_SECONDS, LEAST_SECONDS = {"validate_plan": 1800}, 15
-MODULES = "lowmembp_examples.benchmarks"
+MOST_SECONDS, LEAST_SECONDS = {"plan": 1800}, 15
+_MODULES = "lowmembp_examples.benchmarks"
+_SMOKE = "none: a smoke run, its numbers mean nothing"
 
 
 def write_json(path: Path, results: dict) -> None:
@@ -164,12 +158,24 @@ def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
     return environment
 
 
+def _wrong(results: dict, jobs: list[str]) -> list[str]:
+    """Returns a line for each failed check."""
+    return [
+        f"{job}: {record}"
+        for job in jobs
+        for record in results["jobs"][job]["records"]
+        if record.get("passed") is False
+        # Some implementations do not run without a GPU, for instance cuDNN's attention.
+        and not (results.get("gpu") == _SMOKE and record["status"].startswith("failed"))
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--select", nargs="+", default=[], help="stages or patterns of stage/case")
-    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
+    parser.add_argument("--device", default="h200", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,35 +185,34 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, folder: str) -> int:
     end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
     environment = environment_of_processes(folder, options.smoke)
-    where = ["--smoke"] * options.smoke + (["--device", options.device] if options.device else [])
-    stages_command = [sys.executable, "-m", f"{MODULES}.stages", *where]
+    command = [sys.executable, "-m", f"{_MODULES}.stages", "--device", options.device]
+    command += ["--smoke"] * options.smoke
 
     def start(job: str, seconds: float, add: Callable[[dict], None]) -> str:
         stage, _, case = job.partition("/")
-        own = {"JAX_PLATFORMS": "cpu"} if stage in NEEDS_NO_GPU else {}
-        if stage in ("blocks", "validate_measure") and not options.smoke:
+        own = {"JAX_PLATFORMS": "cpu"} if stage == "plan" else {}
+        if stage == "measure" and not options.smoke:
             # With a cache, XLA tunes a matrix product once for all methods that have it.
             own["JAX_COMPILATION_CACHE_DIR"] = folder
             own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        return run_process([*stages_command, stage, case], environment | own, seconds, add)
+        return run_process([*command, stage, case], environment | own, seconds, add)
 
     found: list[dict] = []
-    status = run_process(stages_command, environment, 300, found.append)
+    status = run_process(command, environment, 300, found.append)
     if not found:
         print(f"on_gpu.py: {status}", file=sys.stderr)
         return 2
     (machine,) = found
-    if not (machine["gpu"] or options.smoke or options.device):
+    if not (machine["gpu"] or options.smoke or options.select == ["plan"]):
         print(
-            f"on_gpu.py needs a GPU, and JAX has none: --smoke runs without one, --select "
-            f"validate_plan --device plans for one of {', '.join(machine['devices'])}",
+            "on_gpu.py needs a GPU, and JAX has none: --smoke runs tiny sizes without one, "
+            "--select plan makes the plans",
             file=sys.stderr,
         )
         return 2
     stages = machine.pop("stages")
-    smoke = "none: a smoke run, its numbers mean nothing"
     try:
-        results = load(path, smoke if options.smoke else machine["gpu"])
+        results = load(path, _SMOKE if options.smoke else machine["gpu"])
         jobs = select(stages, options.select)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -223,17 +228,10 @@ def run(options: argparse.Namespace, folder: str) -> int:
     except KeyboardInterrupt:
         print(f"stopped; finished jobs are in {path}", file=sys.stderr)
         return 130
-    report = [sys.executable, "-m", f"{MODULES}.report", str(path)]
+    report = [sys.executable, "-m", f"{_MODULES}.report", str(path)]
     subprocess.run(report, env=environment, check=False)
     missing = [job for job in jobs if results["jobs"][job]["status"] != "done"]
-    wrong = [
-        f"{job}: {record}"
-        for job in jobs
-        for record in results["jobs"][job]["records"]
-        if record.get("passed") is False
-        # Some records fail without a GPU, for instance cuDNN's attention.
-        and not (options.smoke and record["status"].startswith("failed"))
-    ]
+    wrong = _wrong(results, jobs)
     for text in wrong + [f"{job}: {results['jobs'][job]['status']}" for job in missing]:
         print(text)
     print(f"{len(jobs) - len(missing)} of {len(jobs)} done, {len(wrong)} wrong or failed: {path}")

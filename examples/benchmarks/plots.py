@@ -1,4 +1,4 @@
-"""Draws the pictures in `docs/`: memory against a step's estimated time, one point per method.
+"""Draws the pictures in `docs/`: memory against a step's estimated time, one marker per method.
 
     python examples/benchmarks/plots.py
 
@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
-from lowmembp_examples.benchmarks.compare_tables import GIB, compared
+from lowmembp_examples.benchmarks import compare
 from lowmembp_examples.benchmarks.measured_tables import block_rows
 from lowmembp_examples.benchmarks.readme_tables import ROOT
-from lowmembp_examples.benchmarks.table_names import COMPARED, TRAINED
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
 BLOCK = ROOT / "docs" / "block_memory.svg"
 BLOCK_LABELS = {
@@ -46,15 +42,9 @@ COMPARE_LABELS = {
     "lowmembp+remat": "the operators, remat",
     "lowmembp+compress": "lm.compress of the operators",
 }
+MODELS = ("vit-b16", "bert-base", "llama-7b")
 _OURS = ("lm.compress", "the operators")
-#: Possible places of a label: its offset from its data point, in typographic points, and alignment.
-_PLACES = [
-    *((0, 6, "center", "bottom"), (0, -6, "center", "top")),
-    *((7, 0, "left", "center"), (-7, 0, "right", "center")),
-    *((-4, 6, "left", "bottom"), (4, 6, "right", "bottom")),
-    *((-4, -6, "left", "top"), (4, -6, "right", "top")),
-]
-_ROUNDS = 5  # rounds in which labels make room for each other
+_MARKERS = "os^vD*Pph<>X"
 #: Milliseconds and memory, by label.
 Points = dict[str, tuple[float, float]]
 
@@ -81,112 +71,55 @@ def block_picture() -> Picture:
             if "estimated_ms_4_blocks" in row
         }
     time = "forward and backward of 4 blocks, estimated for an H200 [ms]"
-    return Picture(panels, time, "kept a block [tokens x hidden x 2 bytes]")
+    return Picture(panels, time, "saved by a block [tokens x hidden x 2 bytes]")
 
 
 def model_picture(model: str) -> Picture:
-    """Returns a picture with panels for the first two entries of `TRAINED` with times."""
-    done, panels = compared(), {}
-    for train, trained in TRAINED.items():
+    """Returns a picture with a panel for the first two trained parts that have times."""
+    done, panels = compare.read(), {}
+    for train, trained in compare.TRAINED.items():
         points = {
             COMPARE_LABELS[method]: (
                 round(1e3 * row["estimated_seconds"], 2),
-                round(row["peak"] / GIB, 3),
+                round(row["peak"] / compare.GIB, 3),
             )
             for method, row in done.get((model, train), {}).items()
             if method in COMPARE_LABELS and "estimated_seconds" in row
         }
-        if len(points) > 5 and len(panels) < 2:
-            panels[f"{COMPARED[model]}, {trained}"] = points
+        if len(points) == len(COMPARE_LABELS) and len(panels) < 2:
+            panels[f"{compare.NAMES[model]}, {trained}"] = points
     time = "a training step, estimated for an H200 [ms]"
     return Picture(panels, time, "peak of all memory [GiB]")
 
 
 def pictures() -> dict[Path, Picture]:
-    """Returns all pictures by file: the blocks', and one per model with estimated times."""
-    models = [model for model in COMPARED if model_picture(model).panels]
+    """Returns all pictures by file: the blocks', and one per model."""
     folder = ROOT / "docs" / "compare"
-    return {BLOCK: block_picture()} | {folder / f"{m}.svg": model_picture(m) for m in models}
+    return {BLOCK: block_picture()} | {folder / f"{m}.svg": model_picture(m) for m in MODELS}
 
 
 def draw(path: Path, picture: Picture) -> None:
-    figure = Figure(figsize=(5.5 * len(picture.panels), 5), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    most = max(memory for points in picture.panels.values() for _, memory in points.values())
+    figure = Figure(figsize=(5.5 * len(picture.panels), 5.5), layout="constrained")
+    labels = [*max(picture.panels.values(), key=len)]
     every = figure.subplots(1, len(picture.panels), sharey=True, squeeze=False)[0]
     for axes, (title, points) in zip(every, picture.panels.items(), strict=True):
         for label, point in points.items():
-            # Filled circles and open squares differ without colour, too.
-            style = {"marker": "s", "color": "dimgray", "mfc": "white"}
-            if label.startswith(_OURS):
-                style = {"marker": "o", "color": "C0"}
-            axes.plot(*point, **style)
-        axes.set_ylim(0, 1.1 * most)
-        axes.margins(x=0.25)
+            # Filled and open markers differ without colour, too.
+            ours = label.startswith(_OURS)
+            style = {"marker": _MARKERS[labels.index(label)], "color": "C0" if ours else "dimgray"}
+            axes.plot(*point, ls="", ms=9, mfc="C0" if ours else "white", label=label, **style)
+        axes.set_ylim(bottom=0)
+        axes.margins(0.15)
         axes.grid(alpha=0.3)
         axes.set_title(f"{title}: better is down and to the left", size=10)
     figure.supxlabel(picture.time, size=10)
     figure.supylabel(picture.memory, size=10)
-    canvas.draw()
-    figure.set_layout_engine("none")  # The labels depend on the current layout.
-    for axes, points in zip(every, picture.panels.values(), strict=True):
-        _label(axes, points, canvas)
+    handles, names = every[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=9)
     # These settings save text as text, and give the same file in every run.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, metadata={"Date": None, "Description": picture.description})
-
-
-def _label(axes: Axes, points: Points, canvas: FigureCanvasAgg) -> None:
-    """Puts each label beside its point, where it overlaps points and other labels the least."""
-    markers = [
-        Bbox.from_bounds(x - 6, y - 6, 12, 12)
-        for x, y in (axes.transData.transform(point) for point in points.values())
-    ]
-    texts = {
-        label: axes.annotate(
-            label,
-            point,
-            (0, 0),
-            textcoords="offset points",
-            size=8,
-            weight="bold" if label.startswith(_OURS) else "normal",
-        )
-        for label, point in points.items()
-    }
-
-    def put(label: str, place: tuple[int, int, str, str]) -> Bbox:
-        x, y, horizontal, vertical = place
-        texts[label].set(position=(x, y), ha=horizontal, va=vertical)
-        return texts[label].get_window_extent(canvas.get_renderer())
-
-    boxes = {label: [put(label, place) for place in _PLACES] for label in texts}
-
-    def covered(label: str, chosen: dict[str, int]) -> float:
-        box = boxes[label][chosen[label]]
-        others = [boxes[other][i] for other, i in chosen.items() if other != label]
-        outside = max(axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, 0) * box.height
-        return outside + sum(_common(box, other) for other in (*markers, *others))
-
-    def settled(start: int) -> dict[str, int]:
-        chosen = dict.fromkeys(texts, start)
-        for _ in range(_ROUNDS):
-            for label in texts:
-                tried = ({label: place} for place in range(len(_PLACES)))
-                chosen |= min(tried, key=lambda one: covered(*one, chosen | one))
-        return chosen
-
-    every = map(settled, range(len(_PLACES)))
-    best = min(every, key=lambda chosen: sum(covered(label, chosen) for label in texts))
-    for label, place in best.items():
-        put(label, _PLACES[place])
-
-
-def _common(a: Bbox, b: Bbox) -> float:
-    """Returns the area that two boxes share."""
-    width = min(a.x1, b.x1) - max(a.x0, b.x0)
-    height = min(a.y1, b.y1) - max(a.y0, b.y0)
-    return max(width, 0.0) * max(height, 0.0)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,27 @@ from typing import Any
 import matplotlib
 import numpy as np
 from lowmembp_examples.benchmarks import json_lines
-from lowmembp_examples.benchmarks.table_names import FIDELITY_METHODS
 from matplotlib.figure import Figure
 
 OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
 OPTIMIZERS = OUTPUT.with_name("optimizer_quality.jsonl")
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "training_quality.svg"
 PLAIN = "plain Flax"
+#: Methods as the tables name them.
+FIDELITY_METHODS = {
+    "plain Flax in bfloat16": "plain Flax in bfloat16",
+    "compress": "`lm.compress`",
+    "compress, unscaled float8_e4m3fn": "`lm.compress`, unscaled float8_e4m3fn",
+    "compress, int8": "`lm.compress`, int8",
+    "compress, int4": "`lm.compress`, int4",
+    "compress, inputs of layers alone": "inputs of layers alone",
+    "compress, inputs alone, int8": "inputs of layers alone, int8",
+    "Mesa: all that is kept, int8": "Mesa: all that the operators keep, int8",
+    "operators, 2 bits as published": "`lm.regelu2`, `lm.resilu2`: 2 bits, published tables",
+    "operators, 2 bits": "`lm.gelu`, `lm.silu`, 2 bits",
+    "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
+    "operators, 4 bits, and compress": "both: 4 bits, and `lm.compress`",
+}
 METHODS = (PLAIN, *FIDELITY_METHODS)
 NAMES = {
     "minilm": "MiniLM, SST-2",

@@ -1,4 +1,4 @@
-"""Prints the results of `on_gpu.py` in tables, and compares them with the targets.
+"""Prints the results of `on_gpu.py` in tables.
 
 python examples/benchmarks/report.py results/gpu/on_gpu.json
 """
@@ -10,14 +10,7 @@ from pathlib import Path
 from statistics import correlation
 
 Rows = list[list[str]]
-MIB = 2**20
-#: The least value of each target.
-RIGHT, STEP, PEAK = TARGETS = {
-    "right against float64": 1,
-    "step, times default Flax": 1,
-    "planned peak, 1 - relative error": 0.97,
-}
-_WANTED = {name: (RIGHT, STEP) for name in ("xla", "pallas", "triton")} | {"planner": (PEAK,)}
+_MIB = 2**20
 _NUMBER = re.compile(r"\d|$")
 
 
@@ -29,75 +22,28 @@ def markdown(rows: Rows) -> str:
     return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
 
 
-def records(results: dict, stage: str, status: str) -> list[dict]:
-    """Returns a stage's records that have this status."""
-    jobs = results["jobs"].items()
-    found = [r for job, one in jobs if job.startswith(f"{stage}/") for r in one["records"]]
-    return [r for r in found if r["status"] == status]
-
-
-def targets(results: dict) -> Rows:
-    """A row for each target and implementation. The lowest measured value decides."""
-    reached: dict[tuple[str, str], list[tuple[float, str]]] = {}
-
-    def add(target, who, ratio, where):
-        reached.setdefault((target, who), []).append((ratio, where))
-
-    for r in records(results, "correctness", "checked"):
-        add(RIGHT, r["implementation"], float(r["passed"]), f"{r['kernel']} {r['dtype']}")
-    timed = records(results, "blocks", "timed")
-    default = {r["model"]: r["milliseconds"] for r in timed if r["method"] == "default"}
-    for r in timed:
-        if r["method"] == "lowmembp_jax" and r["model"] in default:
-            add(STEP, r["implementation"], default[r["model"]] / r["milliseconds"], r["model"])
-    for name, whole_step in steps(results).items():
-        if "relative" in (off := difference(whole_step) or {}):
-            add(PEAK, "planner", 1 - abs(off["relative"]), name)
-
-    rows = [["target", "implementation", "wanted", "lowest", "verdict", "where", "reached"]]
-    for who, target in ((who, target) for who, wanted in _WANTED.items() for target in wanted):
-        limit, ratios = TARGETS[target], reached.get((target, who))
-        cells = ["", "not measured", "", ""]
-        if ratios:
-            lowest, where = min(ratios)
-            count = sum(ratio >= limit for ratio, _ in ratios)
-            verdict = "met" if lowest >= limit else "missed"
-            cells = [f"{lowest:.3g}", verdict, where, f"{count} of {len(ratios)}"]
-        rows.append([target, who, f"{limit:g}", *cells])
-    return rows
-
-
-def attention(results: dict) -> Rows:
-    rows = [["attention, forward and backward", "dtype", "worst error", "ms", "temporary MiB"]]
+def checks(results: dict) -> Rows:
+    """Checks that passed and the largest error, by stage and implementation."""
+    found: dict[tuple[str, str], list[dict]] = {}
     for job, one in results["jobs"].items():
-        for r in one["records"] if job.startswith("attention/") else ():
-            name = f"{job.partition('/')[2]}, {r['implementation']}"
-            cells = [r["status"][:40], "", ""]
-            if r["status"] == "checked":
-                worst = max(map(float, r["errors"].values()))
-                temporary = f"{r['temporary_bytes'] / MIB:.0f}"
-                cells = [f"{worst:.1e}", f"{r['milliseconds']:.3f}", temporary]
-            rows.append([name, r["dtype"], *cells])
-    return rows
-
-
-def blocks(results: dict) -> Rows:
-    rows = [["blocks", "ms", "TFLOP/s", "peak MiB", "planned MiB"]]
-    for r in records(results, "blocks", "timed"):
-        name = ", ".join(filter(None, (r["model"], r["method"], r["implementation"])))
-        peak = f"{r['peak_bytes'] / MIB:.0f}" if r["peak_is_the_step's"] else ""
-        speed, planned = r["flops_a_second"] / 1e12, r["planned_bytes"] / MIB
-        rows.append([name, f"{r['milliseconds']:.2f}", f"{speed:.0f}", peak, f"{planned:.0f}"])
+        stage = job.partition("/")[0]
+        for record in one["records"] if stage in ("kernels", "attention") else ():
+            found.setdefault((stage, record["implementation"]), []).append(record)
+    rows = [["check", "implementation", "passed", "largest relative error"]]
+    for (stage, implementation), records in found.items():
+        worst = [float(r["errors"][0]) for r in records if r["status"] == "checked"]
+        passed = f"{sum(r['passed'] for r in records)} of {len(records)}"
+        rows.append([stage, implementation, passed, f"{max(worst):.1e}" if worst else ""])
     return rows
 
 
 def steps(results: dict) -> dict[str, dict]:
-    """Returns the known records of each whole step, under "plan" and "measure"."""
+    """Returns the records of each whole step, under "plan" and "measure"."""
     found: dict[str, dict] = {}
     for job, one in results["jobs"].items():
         stage, _, name = job.partition("/")
-        for record in one["records"] if stage.startswith("validate_") else ():
-            found.setdefault(name, {})[stage.removeprefix("validate_")] = record
+        for record in one["records"] if stage in ("plan", "measure") else ():
+            found.setdefault(name, {})[stage] = record
     return found
 
 
@@ -116,12 +62,11 @@ def difference(step: dict) -> dict | None:
     if not plan or not measured or not measured["after"]:
         return None
     program, before, after = measured["program"], measured["before"], measured["after"]
-    arguments, peak = program["argument_size_in_bytes"], after["peak_bytes_in_use"]
+    arguments, peak = program["argument"], after["peak_bytes_in_use"]
     if peak <= before["peak_bytes_in_use"]:
         return {"hidden": True}  # Compiling took as much, so the step's own peak is unknown.
     # A donated argument is also an output.
-    results = program["output_size_in_bytes"] - program["alias_size_in_bytes"]
-    total = arguments + results + program["temp_size_in_bytes"]
+    total = arguments + program["output"] - program["alias"] + program["temp"]
     return {
         "planned": plan["peak"],
         "measured": peak,
@@ -134,20 +79,21 @@ def difference(step: dict) -> dict | None:
 
 
 def planned_and_measured(found: dict[str, dict]) -> Rows:
+    """Planned and measured memory in MiB and times in ms."""
     causes = ("compiler", "residents", "allocator")
-    head = ["planned and measured: MiB, ms", "planned", "measured", "plan is off", *causes]
-    rows = [[*head, "estimated", "timed", "ratio"]]
+    head = ["training step", "planned MiB", "measured MiB", "plan is off", *causes]
+    rows = [[*head, "estimated ms", "timed ms", "timed / estimated"]]
     for name, step in found.items():
         plan, measured = step.get("plan"), step.get("measure")
         off, cells = difference(step) or {}, [""] * 9
         if plan:
-            cells[0] = f"{plan['peak'] / MIB:,.0f}"
+            cells[0] = f"{plan['peak'] / _MIB:,.0f}"
             cells[6] = f"{plan['estimated_seconds'] * 1e3:.1f}"
         if "hidden" in off:
             cells[1] = "hidden"
         elif off:
-            cells[1:3] = f"{off['measured'] / MIB:,.0f}", f"{off['relative']:+.2%}"
-            cells[3:6] = (f"{off[cause] / MIB:+,.1f}" for cause in causes)
+            cells[1:3] = f"{off['measured'] / _MIB:,.0f}", f"{off['relative']:+.2%}"
+            cells[3:6] = (f"{off[cause] / _MIB:+,.1f}" for cause in causes)
         if measured and measured["after"]:  # Times on a CPU mean nothing.
             seconds = measured["timing"]["seconds"]
             cells[7] = f"{seconds * 1e3:.1f}"
@@ -189,8 +135,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="on_gpu.json")
     results = json.loads(parser.parse_args().results.read_text())
     found = steps(results)
-    tables = [each(results) for each in (attention, blocks, targets)]
-    for rows in (*tables, planned_and_measured(found), ranking(found)):
+    for rows in (checks(results), planned_and_measured(found), ranking(found)):
         if rows[1:]:
             print("", markdown(rows), sep="\n")
 

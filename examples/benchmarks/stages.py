@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
-from lowmembp_examples.benchmarks.on_gpu import NEEDS_NO_GPU, ROOT, STAGES
+from lowmembp_examples.benchmarks.on_gpu import STAGES
 
 import lowmembp_jax as lm
 import pallas_kernels.triton
@@ -38,12 +38,12 @@ class Machine(NamedTuple):
 
     Attributes:
       gpu: JAX's name of the GPU; None without a GPU.
-      device: a name in `lm.memory.DEVICES`, or a file, to plan for instead of this GPU.
+      device: the GPU's name in `lm.memory.DEVICES`, or a file with its description.
       smoke: run tiny sizes on the CPU, to see that everything runs.
     """
 
     gpu: str | None
-    device: str | None
+    device: str
     smoke: bool
 
     @property
@@ -57,12 +57,11 @@ class Machine(NamedTuple):
 
 def cases_of(stage: str, machine: Machine) -> Cases:
     """Returns a stage's cases. Imports its module late, because it may need another package."""
-    if not (machine.gpu or machine.smoke or stage in NEEDS_NO_GPU):
+    if not (machine.gpu or machine.smoke or stage == "plan"):
         raise RuntimeError("no GPU")
     module, _, function = STAGES[stage].partition(".")
-    return getattr(importlib.import_module(f"lowmembp_examples.benchmarks.{module}"), function)(
-        machine
-    )
+    module = importlib.import_module(f"lowmembp_examples.benchmarks.{module}")
+    return getattr(module, function)(machine)
 
 
 def reason(error: BaseException) -> str:
@@ -89,18 +88,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def first_line(*command: str) -> str | None:
+def _first_line(*command: str) -> str | None:
     """Returns the first line that a command prints; None if it fails or is missing."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
     return next(iter(found.splitlines()), None)
-
-
-def nvidia_smi(field: str) -> str | None:
-    """Returns a field of the first GPU, for instance "driver_version"; None without a driver."""
-    return first_line("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader")
 
 
 def describe(machine: Machine) -> dict[str, Any]:
@@ -111,14 +105,14 @@ def describe(machine: Machine) -> dict[str, Any]:
             stages[stage] = list(cases_of(stage, machine))
         except Exception as error:
             stages[stage] = reason(error)
+    driver = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "gpu": machine.gpu,
         "platform": jax.devices()[0].client.platform_version,
-        "driver": nvidia_smi("driver_version"),
+        "driver": _first_line(*driver),
         "versions": versions(),
-        "commit": first_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "commit": _first_line("git", "rev-parse", "HEAD"),
         "triton": pallas_kernels.triton.unavailable_reason() or "available",
-        "devices": list(lm.memory.DEVICES),
         "stages": stages,
     }
 
@@ -128,15 +122,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", nargs="?", choices=STAGES)
     parser.add_argument("case", nargs="?", help="default: all")
-    parser.add_argument("--device", help="GPU to plan for; default: this machine's")
+    parser.add_argument("--device", default="h200", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
     options = parser.parse_args()
     gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
     machine = Machine(gpu, options.device, options.smoke)
-    if not options.stage:
-        print(json.dumps(describe(machine)))
-        return 0
     try:
+        lm.memory.get_device(options.device)
+        if not options.stage:
+            print(json.dumps(describe(machine)))
+            return 0
         known = cases_of(options.stage, machine)
         for name in [options.case] if options.case else known:
             for record in known[name]():

@@ -1,22 +1,23 @@
-"""Plans whole training steps and measures them: two stages of `on_gpu.py`.
+"""Plans whole training steps and measures them on a GPU: two stages of `on_gpu.py`.
 
-`validate_plan` needs the planner's wheels (`pip install -e ".[planner]"`), a minute or two of CPU
-per case, and no GPU. `validate_measure` needs a process for each case, because the allocator's peak
-cannot be reset. `report.py` compares the two.
+Planning needs the planner's wheels, a minute or two of CPU per step, and no GPU. Measuring needs a
+process for each step, because the allocator's peak cannot be reset. `report.py` compares the two.
 """
 
 import hashlib
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import median, quantiles
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from lowmembp_examples.benchmarks.stages import Cases, Machine, nvidia_smi
-from lowmembp_examples.benchmarks.timing import SMOKE, Effort, floats, integers, time_calls
+from jax import lax
+from lowmembp_examples.benchmarks.stages import Cases, Machine
 from lowmembp_examples.lora import Train
 from lowmembp_examples.models.common import Attention, Method
 from lowmembp_examples.planning import MODELS
@@ -26,22 +27,6 @@ from lowmembp_examples.trainer.models import Layers
 import lowmembp_jax as lm
 from lowmembp_jax.memory.classification.arguments import Argument, arguments
 
-#: Devices in `lm.memory.DEVICES`, with a pattern for the driver's name of the GPU. Variants with
-#: another bandwidth or clock, for instance the H100 PCIe, are missing on purpose.
-_GPUS = {
-    "t4": r"Tesla T4",
-    "l4": r"NVIDIA L4",
-    "rtx4090": r"NVIDIA GeForce RTX 4090",
-    "rtx6000pro": r"NVIDIA RTX PRO 6000 Blackwell.*",
-    "a6000": r"NVIDIA RTX A6000",
-    "a100-40gb": r"NVIDIA A100-\w+-40GB",
-    "a100-80gb": r"NVIDIA A100-SXM\d-80GB",
-    "h100": r"NVIDIA H100 80GB HBM3",
-    "h200": r"NVIDIA H200",
-    "h200-nvl": r"NVIDIA H200 NVL",
-    "b200": r"NVIDIA B200",
-    "b300": r"NVIDIA B300.*",
-}
 #: By model, the batch size and the tokens of a text; the most informative model first.
 SIZES = {
     "vit-b16": (64, None),
@@ -55,27 +40,8 @@ SIZES = {
     "bert-large": (64, 128),
     "swin-s": (64, None),
 }
-_MEMORY = (
-    *("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"),
-    *("temp_size_in_bytes", "generated_code_size_in_bytes", "peak_memory_in_bytes"),
-    "total_allocation_bytes",
-)
-EFFORT = Effort(batch_seconds=0.3, batches=7)
-
-
-def device_of(gpu: str) -> str:
-    """Returns the planner's name of a GPU.
-
-    Raises:
-      ValueError: the planner does not know it.
-    """
-    for device, pattern in _GPUS.items():
-        if re.fullmatch(pattern, gpu):
-            return device
-    raise ValueError(
-        f"gpu: expected one that the planner knows ({', '.join(_GPUS)}), got {gpu!r}; "
-        f"name one to plan for with --device, or the file of a target description"
-    )
+#: The least seconds of the calls queued between two waits, and the number of waits.
+_SECONDS, _WAITS = 0.3, 7
 
 
 @dataclass(frozen=True)
@@ -108,8 +74,8 @@ class Cell:
 
 
 #: A cell that shows on a CPU that everything runs. cuDNN's attention does not run there.
-SMOKE_CELL = Cell("llama-tiny", "qlora-qv", "scan", "lowmembp", "h200", 2, 32)
-SMOKE_ATTENTION: Attention = "chunked"
+_SMOKE = Cell("llama-tiny", "qlora-qv", "scan", "lowmembp", "h200", 2, 32)
+_SMOKE_ATTENTION: Attention = "chunked"
 
 
 def cells(device: str) -> list[Cell]:
@@ -132,10 +98,13 @@ def cells(device: str) -> list[Cell]:
     ]
 
 
-def _jaxpr_hash(traced: jax.stages.Traced) -> str:
-    """Returns a hash that is equal for equal steps, wherever they are traced."""
+def _traced(work: lm.memory.Workload) -> tuple[jax.stages.Traced, str]:
+    """Returns the traced step, and a hash that is equal for equal steps, wherever it is traced."""
+    # The planned program also takes unused arguments.
+    step = jax.jit(work.step, donate_argnums=work.donate_argnums, keep_unused=True)
+    traced = step.trace(*work.args)
     text = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return traced, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def plan(cell: Cell, attention: Attention | None = None) -> Iterator[dict[str, Any]]:
@@ -144,48 +113,48 @@ def plan(cell: Cell, attention: Attention | None = None) -> Iterator[dict[str, A
     planned = lm.memory.plan(
         work.step, *work.args, device=cell.device, donate=work.donate_argnums, parts=work.parts
     )
-    traced = jax.jit(work.step, donate_argnums=work.donate_argnums).trace(*work.args)
     yield {
         "group": cell.group,
         "device": cell.device,
         "peak": planned.peak,
         "parts": {part: getattr(planned, part) for part in lm.memory.PARTS},
-        "fragmentation": planned.fragmentation,
         "bytes_moved": planned.cost.bytes_moved,
         "flops": planned.cost.flops,
         "estimated_seconds": planned.cost.estimated_seconds,
-        "jaxpr": _jaxpr_hash(traced),
+        "jaxpr": _traced(work)[1],
     }
 
 
 def measure(
-    cell: Cell, effort: Effort, attention: Attention | None = None
+    cell: Cell,
+    implementation: str | None = None,
+    attention: Attention | None = None,
+    seconds: float = _SECONDS,
 ) -> Iterator[dict[str, Any]]:
     """Yields the memory and the time of the step on JAX's default device.
 
     It compiles the step first, so that autotuning's allocations are free before it makes the
-    arguments. It reads `memory_stats` `before` the first step, `after` waiting for two steps, and
-    at the `end` of the timed steps. `memory_stats` is None on devices without such counters.
+    arguments. It reads `memory_stats` `before` the first step and `after` waiting for two steps.
+    They are None on devices without such counters.
     """
     work = cell.workload(attention=attention)
     start = time.perf_counter()
-    # The planned program also takes unused arguments.
-    step = jax.jit(work.step, donate_argnums=work.donate_argnums, keep_unused=True)
-    traced = step.trace(*work.args)
-    compiled = traced.lower().compile()
+    with lm.set_implementation(implementation):
+        traced, jaxpr = _traced(work)
+        compiled = traced.lower().compile()
+    sizes = compiled.memory_analysis()
+    names = ("argument", "output", "alias", "temp")
     record: dict[str, Any] = {
         "group": cell.group,
         "device": cell.device,
-        "jaxpr": _jaxpr_hash(traced),
+        "implementation": implementation,
+        "jaxpr": jaxpr,
+        "compile_seconds": time.perf_counter() - start,
+        "program": {name: getattr(sizes, f"{name}_size_in_bytes") for name in names},
     }
-    record["compile_seconds"] = time.perf_counter() - start
-    analysis = compiled.memory_analysis()
-    record["program"] = {n: getattr(analysis, n) for n in _MEMORY if hasattr(analysis, n)}
-
     gpu = jax.devices()[0]
-    state, frozen, batch = jax.block_until_ready(
-        materialize(work, getattr(FAMILIES[cell.model][1], "vocab_size", 0))
-    )
+    vocabulary = getattr(FAMILIES[cell.model][1], "vocab_size", 0)
+    state, frozen, batch = jax.block_until_ready(materialize(work, vocabulary))
     record["before"] = gpu.memory_stats()
     losses = []
     for _ in range(2):
@@ -193,17 +162,41 @@ def measure(
         losses.append(float(metrics.loss))
     record |= {"losses": losses, "after": gpu.memory_stats()}
 
-    def queue(_):
+    def queue():
         nonlocal state
         state, metrics = compiled(state, frozen, batch)
         return metrics
 
-    record["timing"] = time_calls(queue, effort)
-    record["end"] = gpu.memory_stats()
-    used = (nvidia_smi("memory.used") or "").removesuffix(" MiB")
-    if used.isdigit():  # This is the whole GPU's memory, with CUDA's context.
-        record["gpu_used"] = int(used) * 2**20
-    yield record
+    yield record | {"timing": time_calls(queue, seconds)}
+
+
+def time_calls(call: Callable[[], Any], seconds: float) -> dict[str, Any]:
+    """Times calls by the host's clock, around batches of queued calls.
+
+    The GPU runs the calls of a batch one after the other while the host queues the next ones. So
+    neither launches nor the wait at the end count if a call takes longer than its dispatch.
+
+    Args:
+      call: queues a call and returns its output.
+      seconds: the calls of a batch take at least this long.
+
+    Returns:
+      Seconds a call (median, and the lower and upper quartile) and the number of calls a batch.
+    """
+
+    def batch(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            out = call()
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    count = 1
+    while (taken := batch(count)) < seconds:
+        count = max(2 * count, math.ceil(1.1 * count * seconds / taken))
+    times = [batch(count) / count for _ in range(_WAITS)]
+    low, _, high = quantiles(times, n=4)
+    return {"seconds": median(times), "quartiles": (low, high), "calls_a_batch": count}
 
 
 def materialize(workload: lm.memory.Workload, vocab_size: int) -> tuple[Any, ...]:
@@ -211,8 +204,7 @@ def materialize(workload: lm.memory.Workload, vocab_size: int) -> tuple[Any, ...
 
     It makes one array at a time, so that the step's own peak stays the highest. Weights are small
     and random, scales of norms are one, 4-bit weights are random codes, and the optimizer's state
-    is zero. Images have mean 0 and deviation 1; tokens and labels are valid and random; texts fill
-    their rows.
+    is zero. Tokens and labels are valid and random; texts fill their rows.
 
     Args:
       workload: a workload from `planning.MODELS`.
@@ -225,29 +217,44 @@ def materialize(workload: lm.memory.Workload, vocab_size: int) -> tuple[Any, ...
     named = arguments(workload.step, workload.args, workload.parts)
     tokens = next((a.shape[1] for a in named if a.name.endswith(".input_ids")), 0)
     made = [
-        _array(argument, leaf.dtype, vocab_size, tokens, jnp.uint32(seed))
+        _array(argument, leaf.dtype, vocab_size, tokens, jnp.full(4, seed, jnp.uint32))
         for seed, (argument, leaf) in enumerate(zip(named, leaves, strict=True))
     ]
     return jax.tree.unflatten(tree, made)
 
 
-def _array(
-    argument: Argument, dtype: Any, vocab_size: int, tokens: int, seed: jax.Array
-) -> jax.Array:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _integers(key, shape, dtype, bound):
+    # Philox compiles in a fraction of the time of `jax.random`.
+    _, bits = lax.rng_bit_generator(key, shape, dtype=jnp.uint32)
+    return (bits % jnp.uint32(bound)).astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _floats(key, shape, dtype, deviation):
+    """Draws numbers uniformly around 0."""
+    _, bits = lax.rng_bit_generator(key, shape, dtype=jnp.uint32)
+    uniform = bits.astype(jnp.float32) * 2.0**-31 - 1.0
+    return (uniform * (deviation * math.sqrt(3))).astype(dtype)
+
+
+def _array(argument: Argument, dtype: Any, vocab_size: int, tokens: int, key: jax.Array):
     name, part, shape, _ = argument
     if part == "parameters":
         if dtype == jnp.uint4:
-            return integers(seed, shape, dtype, 16)
-        return jnp.ones(shape, dtype) if name.endswith("['scale']") else floats(seed, shape, dtype)
+            return _integers(key, shape, dtype, 16)
+        if name.endswith("['scale']"):
+            return jnp.ones(shape, dtype)
+        return _floats(key, shape, dtype, 0.02)
     if part == "optimizer_state" or name == "state.step":
         return jnp.zeros(shape, dtype)
     match name.rpartition(".")[2]:
         case "images":
-            return floats(seed, shape, dtype, 1.0)
+            return _floats(key, shape, dtype, 1.0)
         case "input_ids" | "tokens":
-            return integers(seed, shape, dtype, vocab_size)
+            return _integers(key, shape, dtype, vocab_size)
         case "labels":
-            return integers(seed, shape, dtype, 2)
+            return _integers(key, shape, dtype, 2)
         case "lengths":
             return jnp.full(shape, tokens, dtype)
         case "mask":
@@ -261,13 +268,20 @@ def plans(machine: Machine) -> Cases:
             f"planning needs {', '.join(missing)}: pip install 'lowmembp_jax[planner]'"
         )
     if machine.smoke:
-        return {SMOKE_CELL.name: partial(plan, SMOKE_CELL, SMOKE_ATTENTION)}
-    device = machine.device or device_of(machine.gpu or "none")
-    return {cell.name: partial(plan, cell) for cell in cells(device)}
+        return {_SMOKE.name: partial(plan, _SMOKE, _SMOKE_ATTENTION)}
+    return {cell.name: partial(plan, cell) for cell in cells(machine.device)}
 
 
 def measurements(machine: Machine) -> Cases:
+    """Each step, and the operators' steps again with each of their implementations."""
     if machine.smoke:
-        return {SMOKE_CELL.name: partial(measure, SMOKE_CELL, SMOKE, SMOKE_ATTENTION)}
-    device = machine.device or device_of(machine.gpu or "none")
-    return {cell.name: partial(measure, cell, EFFORT) for cell in cells(device)}
+        how = {"implementation": None, "attention": _SMOKE_ATTENTION, "seconds": 0}
+        return {_SMOKE.name: partial(measure, _SMOKE, **how)}
+    found = {}
+    for cell in cells(machine.device):
+        found[cell.name] = partial(measure, cell)
+        if cell.method == "lowmembp" and cell.group in ("vit-b16/full", "llama-7b/lora-qv"):
+            for who in machine.implementations:
+                if who != "xla":
+                    found[f"{cell.name}, {who}"] = partial(measure, cell, who)
+    return found
