@@ -1,13 +1,10 @@
 """examples/data: labelled images from .npz files and folders, and the digits drawn here."""
 
-import io
-import zipfile
-
 import numpy as np
 import pytest
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
 from lowmembp_examples.data.digits import draw_digits
-from lowmembp_examples.data.files import DataError, read_arrays
+from lowmembp_examples.data.files import DataError
 from lowmembp_examples.data.image_files import read_folder, read_npz
 from lowmembp_examples.data.images import ImageDataset, LabelledImages
 from lowmembp_examples.data.tasks import DataConfig, load_task
@@ -125,7 +122,7 @@ IMAGES, LABELS = random_images(4, 8, 8, 3), np.array([0, 1, 2, 1])
             {"images": IMAGES, "labels": LABELS, "classes": np.array(["a", "b"])},
             r"labels\[2\] must be 0 to 1, .* found 2",
         ),
-        ({"images": np.array([None]), "labels": LABELS}, "not a .npz of plain arrays: .* object"),
+        ({"images": np.array([None]), "labels": LABELS}, "not a .npz of plain arrays: .* Object"),
     ],
 )
 def test_errors_of_an_npz_name_the_array(tmp_path, arrays, message):
@@ -142,35 +139,10 @@ def test_broken_archives(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"a\.npz: not a \.npz of plain arrays: "):
             load(train=path)
-    path.write_bytes(content[:27] + b"\3" + content[28:])  # a name of 780 bytes, in the message
-    with pytest.raises(DataError, match=r"a\.npz: not a .* BadZipFile: File name") as error:
-        load(train=path)
-    assert len(str(error.value)) < 280 + len(str(path))
     np.save(tmp_path / "b.npy", IMAGES)
     (tmp_path / "b.npy").rename(path)
     with pytest.raises(DataError, match=r"a\.npz: not a \.npz"):
         load(train=path)
-
-
-def test_a_header_that_claims_petabytes(tmp_path):
-    file = io.BytesIO()
-    header = {"descr": "|u1", "fortran_order": False, "shape": (2**25, 2**25)}
-    np.lib.format.write_array_header_1_0(file, header)
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("images.npy", file.getvalue() + bytes(100))
-    with pytest.raises(DataError, match=r"a\.npz: not a .* uint8 .* in 228 bytes"):
-        load(train=tmp_path / "a.npz")
-
-
-@pytest.mark.parametrize(
-    "array", [np.zeros((0, 3)), np.float32(3), np.asfortranarray(IMAGES[0]), np.array(["a", "bc"])]
-)
-def test_arrays_are_as_numpy_reads_them(tmp_path, array):
-    np.savez_compressed(tmp_path / "a.npz", a=array, b=IMAGES)
-    found = read_arrays(tmp_path / "a.npz")
-    assert found["a"].dtype == array.dtype
-    np.testing.assert_array_equal(found["a"], array)
-    np.testing.assert_array_equal(found["b"], IMAGES)
 
 
 def test_folder(tmp_path):

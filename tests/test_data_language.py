@@ -5,7 +5,7 @@ import pytest
 from lowmembp_examples.data import language
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
 from lowmembp_examples.data.files import DataError
-from lowmembp_examples.data.language import Bytes, WindowDataset, read_tokens, text_files
+from lowmembp_examples.data.language import WindowDataset, read_tokens, text_files
 from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.data.tokenizer import word_tokenizer
 
@@ -18,34 +18,6 @@ def write(path, content):
 
 def load(**fields):
     return load_task(DataConfig("language-modelling", **fields))
-
-
-@pytest.fixture
-def parts(tmp_path):
-    contents = [b"abc", b"", b"defgh", b"i", b""]
-    return [write(tmp_path / f"{i}.txt", content) for i, content in enumerate(contents)]
-
-
-def test_files_are_one_row_of_bytes(parts):
-    row = Bytes(parts)
-    assert len(row) == 9
-    whole = np.frombuffer(b"abcdefghi", np.uint8)
-    for start in range(10):
-        for stop in range(start, 12):
-            np.testing.assert_array_equal(row[start:stop], whole[start:stop])
-
-
-def test_files_that_change_are_named(parts):
-    row = Bytes(parts)
-    write(parts[2], b"de")
-    assert row[0:5].tobytes() == b"abcde"
-    with pytest.raises(DataError, match=r"2\.txt: the file has become shorter"):
-        row[0:6]
-    parts[3].unlink()
-    with pytest.raises(DataError, match=r"3\.txt: No such file"):
-        row[8:9]
-    with pytest.raises(DataError, match=r"3\.txt: No such file"):
-        Bytes(parts)
 
 
 @pytest.mark.parametrize("size", [9, 10, 11, 12, 13])

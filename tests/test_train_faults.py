@@ -1,20 +1,15 @@
 """The trainer loses nothing and trains on nothing else: files of users, other data, full disks."""
 
-import io
 import os
-import pickle
 import shutil
-import struct
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from lowmembp_examples.data.digits import draw_digits
 from lowmembp_examples.data.files import DataError, record_files
-from lowmembp_examples.data.image_files import read_images
 from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.train import train
 from lowmembp_examples.trainer.config import identity
@@ -201,83 +196,16 @@ def test_a_pipe_can_be_read_and_not_resumed(tmp_path):
     os.close(read)
 
 
-@pytest.mark.parametrize("name", sorted({*Image.registered_extensions().values()}))
-def test_only_png_and_jpeg_reach_a_decoder(tmp_path, name):
+def test_other_files_among_images_are_no_images(tmp_path):
     data = pictures(tmp_path)
-    file, content = data.train / "cat" / "9.png", io.BytesIO()
-    try:
-        Image.new("RGB", (8, 8)).save(content, format=name)
-    except (KeyError, OSError, ValueError, DeprecationWarning):
-        pytest.skip("Pillow cannot write it here")
-    file.write_bytes(content.getvalue())
-    if name in ("PNG", "JPEG", "MPO"):
-        assert len(load_task(data).classes) == 2
-        return
-    with pytest.raises(DataError, match=r"9\.png: not a readable image"):
+    file = data.train / "cat" / "8.png"
+    Image.new("RGB", (8, 8)).save(file, format="GIF")  # only PNG and JPEG reach a decoder
+    with pytest.raises(DataError, match=r"8\.png: not a readable image"):
         load_task(data)
-
-
-def test_a_pipe_among_images_is_no_image(tmp_path):
-    data = pictures(tmp_path)
+    file.unlink()
     os.mkfifo(data.train / "cat" / "9.png")
     with pytest.raises(DataError, match=r"9\.png: not a readable image"):
         load_task(data)
-
-
-def memo(path):
-    path.write_bytes(b"\x80\x02Nr" + struct.pack("<I", 2**26) + b".")
-
-
-def bytearray8(path):
-    path.write_bytes(b"\x80\x05\x96" + struct.pack("<Q", 2**29) + b".")
-
-
-def nested(path):
-    """A list of 10 lists of 10 lists ..., each only once in the file."""
-    value = [1]
-    for _ in range(8):
-        value = [value] * 10
-    path.write_bytes(pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": value}, 2))
-
-
-@pytest.mark.parametrize("make", [memo, bytearray8, nested])
-def test_a_small_pickle_takes_little_memory(tmp_path, make):
-    make(tmp_path / "data_batch_1")
-    assert peak_of_refusal(tmp_path) < 2**24
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        {"images": np.zeros((5, 8, 8, 3), np.uint8), "labels": np.zeros(2**25, np.int8)},
-        {"images": np.zeros(2**26, np.uint8), "labels": np.arange(5)},
-        {"other": np.zeros(2**26, np.uint8)},
-    ],
-)
-def test_a_small_archive_takes_little_memory(tmp_path, arrays):
-    np.savez_compressed(tmp_path / "a.npz", **arrays)
-    assert peak_of_refusal(tmp_path / "a.npz") < 2**24
-
-
-def peak_of_refusal(path):
-    """Bytes that were allocated before the file was refused."""
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError):
-            read_images(path)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_labels_with_a_gap_need_names(tmp_path):
-    arrays = {"images": np.zeros((2, 8, 8, 3), np.uint8), "labels": np.array([0, 50_000])}
-    np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(DataError, match=r"labels\[1\] must be 0 to 1, .* found 50000"):
-        read_images(tmp_path / "a.npz")
-    names = np.array([str(number) for number in range(50_001)])
-    np.savez(tmp_path / "a.npz", **arrays, classes=names)
-    assert len(read_images(tmp_path / "a.npz")[0].classes) == 50_001
 
 
 CHECKSUMS = ("[]", "{}", "3", "", "[" * 10**5, '{"a": [1]}', '{"a\\u0000": 1}')

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tyro
 from lowmembp_examples.data.files import record_files
-from lowmembp_examples.data.language import Bytes, text_files
+from lowmembp_examples.data.language import read_file_bytes, text_files
 from lowmembp_examples.trainer.config import Config, identity
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import Logs
@@ -154,7 +154,7 @@ def test_other_data_are_refused(tmp_path):
         given = ["--data.train", str(train), "--data.dev", str(dev)]
         with record_files() as files:
             for path in (train, dev):
-                Bytes(text_files(path))
+                read_file_bytes(text_files(path))
         return open_run(tmp_path / "run", identity(tyro.cli(Config, args=given), files), resume)
 
     with run(False):

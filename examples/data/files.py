@@ -3,15 +3,12 @@
 import codecs
 import io
 import json
-import math
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
 
 class DataError(ValueError):
@@ -90,47 +87,16 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: {error}") from error
 
 
-class StoredArray:
-    """An array of a NumPy archive. It has a shape and dtype, and reads its content on demand."""
-
-    def __init__(self, path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo):
-        self._path, self._info = path, info
-        with archive.open(info) as file:
-            head = io.BytesIO(file.read(1 << 14))  # NumPy accepts headers up to 10,000 bytes
-        one = npy.read_magic(head) == (1, 0)
-        read_header = npy.read_array_header_1_0 if one else npy.read_array_header_2_0
-        self.shape, fortran_order, self.dtype = read_header(head)
-        self._order: Literal["C", "F"] = "F" if fortran_order else "C"
-        self._start = head.tell()
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
-        size = self._start + self.size * self.dtype.itemsize
-        if self.dtype.hasobject or size != info.file_size:
-            raise ValueError(f"{self.dtype} {self.shape} in {info.file_size} bytes")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        with _archive(self._path) as archive:
-            content = archive.read(self._info)
-            array = np.frombuffer(content, self.dtype, self.size, self._start)
-            return array.reshape(self.shape, order=self._order).astype(dtype or self.dtype)
-
-
-def read_arrays(path: Path) -> dict[str, StoredArray]:
-    """Opens the arrays of a NumPy archive. It reads only headers; using an array reads its content.
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Reads the arrays of a NumPy archive.
 
     Raises:
-      DataError: no such file, not an archive, a broken archive, or arrays of Python objects. Using
-        an array can raise it too.
+      DataError: no such file, not an archive, a broken archive, or arrays of Python objects.
     """
-    with _archive(path) as archive:
-        members = archive.infolist()
-        return {m.filename.removesuffix(".npy"): StoredArray(path, archive, m) for m in members}
-
-
-@contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    content = read_bytes(path)
     try:
-        with zipfile.ZipFile(opened(path)) as archive:
-            yield archive
+        with np.load(io.BytesIO(content)) as archive:
+            return dict(archive)
     except Exception as error:  # a broken archive can raise anything
         reason = f"{type(error).__name__}: {error}"[:200]  # some errors quote the file
         raise DataError(f"{path}: not a .npz of plain arrays: {reason}") from error

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from lowmembp_examples.data.cifar10 import is_cifar10, read_cifar10
-from lowmembp_examples.data.files import DataError, StoredArray, read_arrays
+from lowmembp_examples.data.files import DataError, read_arrays
 from lowmembp_examples.data.images import LabelledImages, open_image
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -36,7 +36,7 @@ def read_images(path: Path) -> tuple[LabelledImages | None, LabelledImages | Non
         return read_npz(path)
     raise DataError(
         f"{path}: expected a .npz file, a directory with one directory of images per class, or "
-        "CIFAR-10's data_batch_* and test_batch files"
+        "CIFAR-10's data_batch_*.bin and test_batch.bin"
     )
 
 
@@ -79,7 +79,7 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
                 f"{path}: {keys[1]}[{index}] must be 0 to {len(classes) - 1}, one for each of the "
                 f"{len(classes)} classes, found {labels[index]}"
             )
-        images = np.asarray(arrays[keys[0]])
+        images = arrays[keys[0]]
         images = images[..., None] if images.ndim == 3 else images
         rgb = np.broadcast_to(images, (*images.shape[:3], 3))
         return LabelledImages(rgb, labels.astype(np.int32), classes, path)
@@ -89,9 +89,9 @@ def read_npz(path: Path) -> tuple[LabelledImages | None, LabelledImages | None]:
 
 
 def _check_shapes(
-    path: Path, image_key: str, label_key: str, arrays: Mapping[str, StoredArray]
+    path: Path, image_key: str, label_key: str, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Raises DataError, before it reads the arrays, if they are not images and their labels."""
+    """Raises DataError if the arrays are not images and their labels."""
     images, labels = arrays[image_key], arrays[label_key]
     if images.dtype != np.uint8 or not (images.ndim == 3 or images.shape[3:] in ((1,), (3,))):
         raise DataError(

@@ -1,15 +1,13 @@
 """Text for language modelling: one long sequence of tokens, cut into windows."""
 
 import dataclasses
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt8
-from lowmembp_examples.data.files import DataError, opened, read_text
+from lowmembp_examples.data.files import DataError, read_bytes, read_text
 from tokenizers import Tokenizer
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
@@ -34,7 +32,7 @@ class WindowDataset:
     each token is predicted once. Tokens after the last whole window are not used.
 
     Attributes:
-      tokens: an array of token ids, or a `Bytes`.
+      tokens: an array of token ids.
       first, last: the used part of the tokens, [first, last).
       length: tokens to predict in a window.
       source: the name of the text in messages.
@@ -43,7 +41,7 @@ class WindowDataset:
       DataError: the text is shorter than one window.
     """
 
-    tokens: "Int[np.ndarray, ' tokens'] | Bytes"
+    tokens: Int[np.ndarray, " tokens"]
     first: int
     last: int
     length: int
@@ -65,44 +63,9 @@ class WindowDataset:
         return LanguageBatch(np.stack(windows).astype(np.int32), np.ones(len(indices), bool))
 
 
-class Bytes:
-    """The concatenated bytes of files, sliced like an array of uint8.
-
-    Slicing reads the files. No file stays open, because there may be more files than a process may
-    open.
-
-    Raises:
-      DataError: a file is missing; slicing also raises it if a file has become shorter.
-    """
-
-    def __init__(self, paths: Sequence[Path]):
-        self._paths = paths
-        try:
-            sizes = [opened(path).stat().st_size for path in paths]
-        except OSError as error:
-            raise DataError(f"{error.filename}: {error.strerror}") from error
-        self._edges = list(accumulate(sizes, initial=0))  # file i is [edges[i], edges[i + 1])
-
-    def __len__(self) -> int:
-        return self._edges[-1]
-
-    def __getitem__(self, part: slice) -> UInt8[np.ndarray, " bytes"]:
-        start, stop, _ = part.indices(len(self))
-        pieces = []
-        while start < stop:
-            number = bisect_right(self._edges, start) - 1
-            end = min(stop, self._edges[number + 1])
-            path = self._paths[number]
-            try:
-                with path.open("rb") as file:
-                    file.seek(start - self._edges[number])
-                    pieces.append(file.read(end - start))
-            except OSError as error:
-                raise DataError(f"{path}: {error.strerror}") from error
-            if len(pieces[-1]) < end - start:
-                raise DataError(f"{path}: the file has become shorter since it was opened")
-            start = end
-        return np.frombuffer(b"".join(pieces), np.uint8)
+def read_file_bytes(paths: Sequence[Path]) -> UInt8[np.ndarray, " bytes"]:
+    """Returns the concatenated bytes of files."""
+    return np.frombuffer(b"".join(map(read_bytes, paths)), np.uint8)
 
 
 def text_files(path: Path) -> list[Path]:

@@ -25,7 +25,12 @@ from lowmembp_examples.data.labelled_text import (
     read_labelled_text,
     tokenize,
 )
-from lowmembp_examples.data.language import Bytes, WindowDataset, read_tokens, text_files
+from lowmembp_examples.data.language import (
+    WindowDataset,
+    read_file_bytes,
+    read_tokens,
+    text_files,
+)
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs, stdlib_sources
 from lowmembp_examples.data.tokenizer import id_count, load_tokenizer, word_tokenizer
 
@@ -170,8 +175,8 @@ def _language_modelling(config: DataConfig, _: Order) -> Task:
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     as_json = None if tokenizer is None else tokenizer.to_str()  # before reading changes it
 
-    def read(paths: list[Path]) -> "Bytes | np.ndarray":
-        return Bytes(paths) if tokenizer is None else read_tokens(paths, tokenizer)
+    def read(paths: list[Path]) -> np.ndarray:
+        return read_file_bytes(paths) if tokenizer is None else read_tokens(paths, tokenizer)
 
     if config.train is None:
         source = f"sources of Python {platform.python_version()}'s standard library"

@@ -17,12 +17,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from lowmembp_examples.data.files import parse_json, read_json
-from lowmembp_examples.data.language import Bytes
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 _CHECKSUMS = "sha256.json"
-_PIECE = 1 << 20  # bytes hashed at once
 #: Text that tells a run's JSON from a user's.
 MARK = '"program": "lowmembp_jax"'
 
@@ -51,18 +49,11 @@ def contents(arguments: Mapping[str, Path | None], files: Sequence[Path]) -> dic
 
 
 def fingerprint(files: Mapping[str, Path]) -> str | None:
-    """Hashes the names and contents of files; None if one is a pipe, which can be read only once.
-
-    Above 1 GiB in all, it reads only pieces of 1 MiB at equal distances.
-    """
+    """Hashes the names and contents of files; None if one is a pipe, which is read only once."""
     if not all(file.is_file() for file in files.values()):
         return None
-    content = Bytes([*files.values()])
-    sizes = {name: file.stat().st_size for name, file in files.items()}
-    digest = hashlib.sha256(json.dumps(sizes).encode())
-    for start in range(0, len(content), _PIECE * (1 + len(content) // 2**30)):
-        digest.update(content[start : start + _PIECE])
-    return digest.hexdigest()[:16]
+    digests = {name: _sha256(file) for name, file in files.items()}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 
 
 def is_own(option: str, directory: Path, name: str, mark: str) -> bool:
