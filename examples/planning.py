@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lowmembp_examples.data.files import DataError, read_json
 from lowmembp_examples.data.images import ImageBatch
@@ -52,6 +53,7 @@ def workload(
     merged: bool | None = None,
     bits: int = 2,
     layers: Layers | None = None,
+    sharding: NamedSharding | None = None,
 ) -> lm.memory.Workload:
     """Makes the training step of one model.
 
@@ -72,6 +74,7 @@ def workload(
         methods, except in scanned BERT layers, which cannot merge them.
       bits: bits an element, 2 or 4, that lowmembp_jax's activations save.
       layers: see `Family.build`.
+      sharding: the sharding of each layer's input, see `models.common.Compute`.
 
     Raises:
       ValueError: a size is not a positive integer; `dtype` or another choice is unknown; `tokens`
@@ -112,6 +115,7 @@ def workload(
         attention,
         merged,
         bits=bits,
+        sharding=sharding,
     )
     model = apply_lora(family.build(config, compute, layers=layers), train, rank)
     arrays, inputs = _batch(family.task, batch, tokens, config)

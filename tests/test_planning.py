@@ -7,9 +7,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 from lowmembp_examples.data.files import DataError
-from lowmembp_examples.models.decoder_configs import CONFIGS
-from lowmembp_examples.planning import MODELS, of_config_json
+from lowmembp_examples.models.decoder_configs import CONFIGS, LlamaConfig
+from lowmembp_examples.planning import MODELS, of_config_json, workload
+from lowmembp_examples.trainer.models import FAMILIES
+from lowmembp_examples.trainer.sharding import BATCH, make_mesh, shardings
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -153,3 +156,22 @@ print(plan.parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     billions = {"llama-7b": 6.74, "llama-13b": 13.02}[model]
     assert parameters == pytest.approx(2e9 * billions, rel=0.01)
     assert memory < 8e9
+
+
+@pytest.mark.gpu_compiler
+def test_scanned_layers_compute_only_their_own_examples(jax_defaults):
+    """Without a sharding of their input, each device computes the attention of all examples."""
+    config = LlamaConfig(256, 2, 4, 512, vocab_size=512)
+    mesh = make_mesh(["fsdp=8"], lm.memory.topology("h100", 8).devices)
+    rows = NamedSharding(mesh, BATCH)
+    flops = []
+    for examples, sharding in ((16, rows), (2, None)):
+        sizes = {"batch": examples, "tokens": 256, "layers": "scan", "sharding": sharding}
+        work = workload(FAMILIES["llama"], config, **sizes)
+        own = {}
+        if sharding is not None:
+            batch = jax.tree.map(lambda _: rows, work.args[2])
+            own["in_shardings"] = shardings(work.args[0], mesh), None, batch
+        plan = lm.memory.plan(work.step, *work.args, device="h100", **own)
+        flops.append(plan.cost.by("kind")["attention"].flops)
+    assert flops[0] == flops[1] > 0

@@ -187,7 +187,9 @@ class Bert(nn.Module):
         def make(name):
             return layer(config, compute, self.norm_residual, name == last, name=name)
 
-        return run_layers(make, config.num_hidden_layers, self.scan_layers, hidden, lengths)[0]
+        return run_layers(
+            make, config.num_hidden_layers, self.scan_layers, compute, hidden, lengths
+        )[0]
 
 
 class BertClassifier(nn.Module):

@@ -77,6 +77,9 @@ class Compute:
       compress_dtype: storage dtype for the methods with `lm.compress`, except "mesa".
       bits: bits an element, 2 or 4, that the activations of "lowmembp" save. None stands for 2 bits
         with the published tables. The gated unit of a LLaMA ignores it, because it is exact.
+      sharding: the sharding of each layer's input, which divides its examples over devices. Without
+        it, XLA computes the attention of scanned layers on every device for all examples, if
+        parameters are divided.
     """
 
     method: Method = "default"
@@ -86,6 +89,7 @@ class Compute:
     merged: bool = False
     compress_dtype: Any = "float8"
     bits: int | None = 2
+    sharding: jax.sharding.NamedSharding | None = None
 
     @property
     def lowmembp(self) -> bool:
@@ -212,6 +216,7 @@ def run_layers(
     layer: Callable[..., nn.Module],
     count: int,
     scan: bool,
+    compute: Compute,
     x: Any,
     *args: Any,
     each: Sequence[Any] = (),
@@ -224,22 +229,35 @@ def run_layers(
       count: the number of layers.
       scan: whether to use one `nn.scan`, which compiles in the time of one layer. Parameters are
         stacked under "layers" instead of "layer_0", "layer_1", ...
+      compute: has the sharding of each layer's input.
       x: the first layer's input.
       *args: arguments for all layers.
       each: arrays with a leading axis of layers.
     """
+    divided = partial(divide, sharding=compute.sharding)
     if not scan:
         for index in range(count):
-            x = layer(name=f"layer_{index}")(x, *args, *(rows[index] for rows in each))
+            x = layer(name=f"layer_{index}")(divided(x), *args, *(rows[index] for rows in each))
         return x
     run = nn.scan(
-        lambda module, x, *args: (module(x, *args), None),
+        lambda module, x, *args: (module(divided(x), *args), None),
         variable_axes={"params": 0},
         split_rngs={"params": True},
         in_axes=(nn.broadcast,) * len(args) + (0,) * len(each),
         length=count,
     )
     return run(layer(name="layers"), x, *args, *map(jnp.asarray, each))[0]
+
+
+def divide(x: Any, sharding: jax.sharding.NamedSharding | None) -> Any:
+    """Divides the examples in arrays [batch, ..., hidden] of a tree, unless there are too few."""
+
+    def one(x):
+        if sharding is None or x.ndim < 3 or x.shape[0] % sharding.num_devices:
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    return jax.tree.map(one, x)
 
 
 def checkpoint_index(name: str) -> str:

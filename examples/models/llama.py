@@ -188,7 +188,7 @@ class Llama(nn.Module):
         scan = self.scan_layers
         layer = remat_layer(LlamaLayer, compute, scanned=scan)
         layer = partial(layer, config, compute, self.norm_residual, scan)
-        x = run_layers(layer, config.num_hidden_layers, scan, x, *shared, each=each)
+        x = run_layers(layer, config.num_hidden_layers, scan, compute, x, *shared, each=each)
         tied, cap = config.tie_word_embeddings, config.final_logit_softcapping
         x = _norm(self, name="norm", into_dense=not tied)(x)
         head = nn.Dense(config.vocab_size, use_bias=False, **dtypes, name="lm_head")

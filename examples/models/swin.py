@@ -180,7 +180,7 @@ class SwinStage(nn.Module):
         layer = remat_layer(SwinLayer, compute, scanned=self.scan_layers and depth > 2)
         layer = partial(layer, config, compute, self.norm_residual, heads)
         if self.scan_layers:
-            x = run_layers(partial(SwinPair, layer), depth // 2, True, x)
+            x = run_layers(partial(SwinPair, layer), depth // 2, True, compute, x)
         else:
             for i in range(depth):
                 x = layer(shifted=i % 2 == 1, name=f"layer_{i}")(x)

@@ -165,7 +165,7 @@ class ViT(nn.Module):
             x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
         layer = remat_layer(ViTLayer, compute, scanned=self.scan_layers)
         layer = partial(layer, config, compute, self.norm_residual)
-        x = run_layers(layer, config.num_hidden_layers, self.scan_layers, x, lengths)
+        x = run_layers(layer, config.num_hidden_layers, self.scan_layers, compute, x, lengths)
         # The classifier reads only the class token.
         x = layer_norm(
             compute,

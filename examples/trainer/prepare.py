@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
 from lowmembp_examples.data.tasks import Task, load_task
 from lowmembp_examples.lora import add_lora, apply_lora, partition
@@ -16,7 +16,7 @@ from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.config import Config, data_config
 from lowmembp_examples.trainer.errors import UsageError
 from lowmembp_examples.trainer.models import Family, choose_attention
-from lowmembp_examples.trainer.sharding import own_part, put
+from lowmembp_examples.trainer.sharding import BATCH, own_part, put
 from lowmembp_examples.trainer.source import (
     find_source,
     fit,
@@ -78,7 +78,8 @@ def prepare(config: Config, mesh: Mesh, say: Callable[[str], Any]) -> tuple[Prep
     on = attention_platform(jax.devices()[0])
     attention = choose_attention(sizes, on, dtype, data.sequence_length)
     compute = Compute(
-        config.method, dtype, param_dtype, attention, merged, config.compress_dtype, config.bits
+        *(config.method, dtype, param_dtype, attention, merged),
+        *(config.compress_dtype, config.bits, NamedSharding(mesh, BATCH)),
     )
     inputs = model_inputs(family.task, data.sequence_length, data.image_size)
     init_key, lora_key = jax.random.split(jax.random.key(config.seed))
