@@ -5,8 +5,9 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def type_of(x: Any) -> ShapedArray:
@@ -20,6 +21,23 @@ def explicit_spec(x: Any) -> PartitionSpec | None:
     return spec if any(axis is not None for axis in spec) else None
 
 
+def reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec | None) -> jax.Array:
+    """Reshapes an array; `spec` is the result's if the array has an `explicit_spec`, else None."""
+    # A bare spec would need `jax.set_mesh`, which arrays with explicit axes do not.
+    sharding = None if spec is None else NamedSharding(type_of(x).sharding.mesh, spec)
+    return jnp.reshape(x, shape, out_sharding=sharding)
+
+
+def mesh_of(*arrays: Any) -> jax.sharding.AbstractMesh:
+    """The mesh of the first array with explicit axes, or else the mesh of the context.
+
+    Arrays with explicit axes need no `jax.set_mesh`.
+    """
+    meshes = (type_of(x).sharding.mesh for x in arrays)
+    explicit = (mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types)
+    return next(explicit, jax.sharding.get_abstract_mesh())
+
+
 def mesh_parts(array: Any) -> set[int]:
     """The numbers of equal parts into which an axis may be sharded, from the array's type."""
     mesh = type_of(array).sharding.mesh
@@ -30,6 +48,13 @@ def mesh_parts(array: Any) -> set[int]:
     ]
     groups = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
     return {math.prod(group) for group in itertools.chain(*groups)}
+
+
+def cuts_evenly_into(size: int, parts: set[int]) -> set[int]:
+    """The numbers of equal shards that an axis may have, of `parts` and of powers of 2."""
+    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
+        return parts
+    return {1} | {count for count in parts | {2} if size % count == 0}
 
 
 def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:

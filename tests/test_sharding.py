@@ -310,3 +310,30 @@ def test_a_width_that_does_not_divide_by_the_devices():
 
     plain = compiled(partial(nn.gelu, approximate=True))
     assert_adds_none(compiled(lm.regelu2), collectives(plain))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("name", OPS)
+def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
+    """`jax.jit` of plain functions does not need it either."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    ours, _, count = OPS[name]
+    x, *parameters = arguments(count)
+    x = jax.device_put(x, NamedSharding(mesh, P(None, None, "x")))
+    parameters = jax.device_put(parameters, NamedSharding(mesh, P()))
+    got = jax.jit(partial(gradients, partial(ours, implementation=implementation)))(x, *parameters)
+    for one, other in zip(got, on_one_device(name, implementation), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_a_loss_with_explicit_axes_needs_no_set_mesh():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    hidden, kernel = (
+        jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 64)), (1, (64, 96)))
+    )
+    labels = jnp.arange(8)
+    grad = jax.jit(jax.grad(lm.linear_cross_entropy))
+    exact = grad(hidden, kernel, labels=labels)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    got = grad(put(hidden, "x", None), put(kernel, None, "y"), labels=put(labels, "x"))
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)

@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lowmembp_jax._arguments import compute_dtype
-from lowmembp_jax._tiling import explicit_spec, mesh_parts, tile_size, type_of
+from lowmembp_jax._tiling import (
+    cuts_evenly_into,
+    explicit_spec,
+    mesh_parts,
+    reshape,
+    tile_size,
+    type_of,
+)
 
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
 #: A tile's largest sampled magnitude is scaled to this. Other elements may be 448 / 8 = 56 times
@@ -24,6 +31,8 @@ _SAMPLED = 8.0
 #: Magnitudes of a row below this are stored as square roots, with half the bits of precision, down
 #: to 1 / 2^25 of the largest magnitude. So an outlier channel does not flush the others to zero.
 _SMALL = 0.25
+#: The most elements of a tile along the longest axis.
+_HIGH = 64
 
 
 class Rows(NamedTuple):
@@ -95,26 +104,39 @@ class _Tiles(NamedTuple):
       axis: the other axis, or None for a vector.
       high: elements of a tile along `axis`.
       wide: elements of a tile along the last axis.
+      padding: elements that the last tile lacks along `axis`.
     """
 
     axis: int | None
     high: int
     wide: int
+    padding: int = 0
 
     @classmethod
     def of(cls, array: Any) -> "_Tiles":
         shape, parts, axis = array.shape, mesh_parts(array), _longest(array.shape)
         if explicit_spec(array):  # the shards are known, and tiles must divide them
             shape = type_of(array).sharding.shard_shape(shape)
-        high = 1 if axis is None else tile_size(shape[axis], 1, 64, parts)
-        return cls(axis, high, tile_size(shape[-1], 16, 32, parts))
+        wide = tile_size(shape[-1], 16, 32, parts)
+        if axis is None:
+            return cls(None, 1, wide)
+        size, high = shape[axis], tile_size(shape[axis], 1, _HIGH, parts)
+        if high < _HIGH and size == array.shape[axis] and cuts_evenly_into(size, parts) == {1}:
+            # No mesh cuts this axis, for instance 197 tokens, so its last tile may be smaller.
+            count = -(-size // _HIGH)
+            high = -(-size // count)
+            return cls(axis, high, wide, count * high - size)
+        return cls(axis, high, wide)
 
     @classmethod
     def stored(cls, z: Array, scale: Array) -> "_Tiles":
         """The tiles in which `z` was encoded, even if its type names another mesh now."""
-        axis = _longest(z.shape)
-        high = 1 if axis is None else z.shape[axis] // scale.shape[axis]
-        return cls(axis, high, z.shape[-1] // scale.shape[-2])
+        axis, wide = _longest(z.shape), z.shape[-1] // scale.shape[-2]
+        if axis is None:
+            return cls(None, 1, wide)
+        size, count = z.shape[axis], scale.shape[axis]
+        high = -(-size // count)
+        return cls(axis, high, wide, count * high - size)
 
     def split(self, shape: tuple[Any, ...], high: Any, wide: Any) -> tuple[Any, ...]:
         """Replaces each tiled axis of a shape or a spec with two entries."""
@@ -129,10 +151,21 @@ class _Tiles(NamedTuple):
         )
 
     def cut(self, x: Array) -> Array:
+        if self.padding:
+            widths = [(0, self.padding if axis == self.axis else 0, 0) for axis in range(x.ndim)]
+            x = lax.pad(x, jnp.zeros((), x.dtype), widths)
         spec = explicit_spec(x)
         if spec is not None:
             spec = PartitionSpec(*self.split(tuple(spec), lambda s: (s, None), lambda s: (s, None)))
-        return jnp.reshape(x, self.shape(x.shape), out_sharding=spec)
+        return reshape(x, self.shape(x.shape), spec)
+
+    def joined(self, y: Array, like: Array) -> Array:
+        """Undoes `cut`, for the shape and spec of `like`."""
+        if not self.padding:
+            return _reshaped(y, like.shape, like=like)
+        size = like.shape[self.axis]
+        padded = (*like.shape[: self.axis], size + self.padding, *like.shape[self.axis + 1 :])
+        return lax.slice_in_dim(_reshaped(y, padded, like=like), 0, size, axis=self.axis)
 
 
 def _encode_tiled(x: Array) -> tuple[Array, Array]:
@@ -144,7 +177,7 @@ def _encode_tiled(x: Array) -> tuple[Array, Array]:
     y = tiles.cut(x)
     sampled = jnp.where(jnp.isfinite(y), jnp.abs(y), 0)
     if tiles.axis is not None:
-        # The sample has the first and the last row, because a tile may begin or end in padding.
+        # The sample has the first and the last row, because the array may begin or end in padding.
         count = min(tiles.high, max(2, tiles.high // 4))
         places = sorted({*np.linspace(0, tiles.high - 1, count).round().astype(int).tolist()})
         rows = (lax.slice_in_dim(sampled, i, i + 1, axis=tiles.axis + 1) for i in places)
@@ -155,22 +188,21 @@ def _encode_tiled(x: Array) -> tuple[Array, Array]:
         sampled = jnp.maximum(sampled[..., :half], sampled[..., -half:])
     wide = compute_dtype(x.dtype)
     scale = jnp.where(sampled > 0, sampled.astype(wide) / _SAMPLED, 1)
-    z = to_float8(y.astype(wide) / scale)
-    return _reshaped(z, x.shape, like=x), scale
+    return tiles.joined(to_float8(y.astype(wide) / scale), like=x), scale
 
 
 def _decode_tiled(stored: tuple[Array, ...], dtype: Any) -> Array:
     z, scale = stored
-    wide = compute_dtype(dtype)
-    y = _Tiles.stored(z, scale).cut(z).astype(wide) * scale
-    return _reshaped(y.astype(dtype), z.shape, like=z)
+    wide, tiles = compute_dtype(dtype), _Tiles.stored(z, scale)
+    y = tiles.cut(z).astype(wide) * scale
+    return tiles.joined(y.astype(dtype), like=z)
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Array:
     """Reshapes `x`, with the spec of `like` if that has one."""
     if x.shape == shape:
         return x
-    return jnp.reshape(x, shape, out_sharding=None if like is None else explicit_spec(like))
+    return reshape(x, shape, None if like is None else explicit_spec(like))
 
 
 def encode(x: Array, rows: Rows | None) -> tuple[Array, ...]:
@@ -188,5 +220,9 @@ def bits(array: Any, rows: Rows | None) -> int:
     size = math.prod(array.shape)
     if rows is None:
         tiles = _Tiles.of(array)
-        return 8 * size + 32 * (size // (tiles.high * tiles.wide))
+        scales = size // (tiles.high * tiles.wide)
+        if tiles.axis is not None and tiles.padding:
+            length = array.shape[tiles.axis]
+            scales = size // length // tiles.wide * ((length + tiles.padding) // tiles.high)
+        return 8 * size + 32 * scales
     return 8 * size + 64 * (size // rows.length)

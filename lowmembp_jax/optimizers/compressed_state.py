@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
-from lowmembp_jax._tiling import explicit_spec, mesh_parts, tile_size
+from lowmembp_jax._tiling import explicit_spec, mesh_parts, reshape, tile_size
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
 from lowmembp_jax.compression.jaxprs import variables
@@ -66,7 +66,7 @@ def _cut(x: Array, axis: int, count: int) -> Array:
     spec = explicit_spec(x)
     if spec is not None:
         spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
-    return jnp.reshape(x, shape, out_sharding=spec)
+    return reshape(x, shape, spec)
 
 
 def _scales(
@@ -95,7 +95,7 @@ def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]
     axis = _axis(codes, scales)
     c = _cut(codes, axis, scales.shape[axis]).astype(compute_dtype(scales.dtype))
     y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, axis + 1).astype(c.dtype)
-    return jnp.reshape(y.astype(scales.dtype), codes.shape, out_sharding=explicit_spec(codes))
+    return reshape(y.astype(scales.dtype), codes.shape, explicit_spec(codes))
 
 
 def _axis(codes: Array, scales: Array) -> int:
@@ -118,7 +118,7 @@ def _encode(
     codes = low + (power > below + chance * (above - below))
     codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
-    return jnp.reshape(codes, x.shape, out_sharding=explicit_spec(x))
+    return reshape(codes, x.shape, explicit_spec(x))
 
 
 def _decoded(state: CompressedState) -> Any:
