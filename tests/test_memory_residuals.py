@@ -1,5 +1,9 @@
 """lm.memory.residuals and saved_bytes against counts by hand."""
 
+import runpy
+import sysconfig
+
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
+from lowmembp_jax._source_files import is_framework
 
 saved_bytes = lm.memory.saved_bytes
 X, W = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 5), (5, 3)))
@@ -32,8 +37,8 @@ def layers(x):
         pytest.param(lambda x: x * x, (X,), 0, id="an argument"),
         pytest.param(lambda x, w: x @ w, (X, W), 0, id="two arguments"),
         pytest.param(lambda x: x @ np.ones((5, 3), np.float32), (X,), 0, id="a constant"),
+        pytest.param(lambda p: jnp.sin(p["x"]), ({"x": 2.0},), 4, id="a number"),
         pytest.param(jnp.exp, (X,), 30 * 4, id="its output"),
-        pytest.param(jnp.exp, (X.update(dtype=jnp.bfloat16),), 30 * 2, id="bfloat16"),
         pytest.param(jnp.exp, (X.update(dtype=jnp.float16),), 30 * 2, id="float16"),
         pytest.param(twice, (X,), 30 * 4, id="once however often used"),
         # sin keeps cos of its argument, exp its output.
@@ -49,15 +54,7 @@ def test_saved_bytes(fn, args, kept):
 
 @pytest.mark.parametrize(
     ("dtype", "elements", "size"),
-    [
-        (jnp.uint2, 64, 16),
-        (jnp.uint2, 65, 17),
-        (jnp.uint2, 1, 1),
-        (jnp.int4, 3, 2),
-        (jnp.bool_, 64, 64),
-        (jnp.uint8, 64, 64),
-        (jnp.float8_e4m3fn, 64, 64),
-    ],
+    [(jnp.uint2, 64, 16), (jnp.uint2, 65, 17), (jnp.int4, 3, 2), (jnp.bool_, 64, 64)],
 )
 def test_true_size_of_small_dtypes(dtype, elements, size):
     @jax.custom_vjp
@@ -70,17 +67,15 @@ def test_true_size_of_small_dtypes(dtype, elements, size):
 
 def test_pytrees_concrete_and_abstract_agree():
     def loss(params, batch):
-        return jnp.sum(jnp.tanh(batch["x"] @ params["w"]) ** 2)
+        return jnp.sum(jnp.tanh(batch["x"][batch["ids"]] @ params["w"]) ** 2)
 
-    params, batch = {"w": np.ones((5, 3), np.float32)}, {"x": jnp.ones((6, 5))}
+    params, batch = (
+        {"w": np.ones((5, 3), np.float32)},
+        {"x": jnp.ones((6, 5)), "ids": jnp.arange(3)},
+    )
     concrete = saved_bytes(loss, params, batch)
     shapes = jax.eval_shape(lambda *args: args, params, batch)
     assert concrete == saved_bytes(loss, *shapes) > 0
-
-
-def test_integer_arguments():
-    table, ids = jnp.ones((10, 4)), jnp.arange(3)
-    assert saved_bytes(lambda table, ids: jnp.sin(table[ids]), table, ids) >= 3 * 4 * 4
 
 
 def kept(fn, *args, **kwargs):
@@ -110,11 +105,8 @@ def test_custom_functions_and_names():
     def f(x):
         return jnp.exp(checkpoint_name(jnp.sin(flash(x)), "angles"))
 
-    for fn in (
-        f,
-        jax.jit(f),
-        jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable),
-    ):
+    everything = jax.checkpoint_policies.everything_saveable
+    for fn in (f, jax.jit(f), jax.checkpoint(f, policy=everything)):
         assert {"flash", "angles", "exp"} - {row.op for row in kept(fn, X)} <= {"angles"}
     keep = jax.checkpoint_policies.save_only_these_names("angles")
     (row,) = kept(jax.checkpoint(f, policy=keep), X)
@@ -175,8 +167,7 @@ def test_shard_map_counts_all_devices():
     spec = jax.sharding.PartitionSpec
     specs = {"in_specs": (spec("d"), spec()), "out_specs": spec("d")}
     f = jax.shard_map(lambda x, w: jnp.exp(x @ w), mesh=mesh, **specs)
-    x, w = jax.ShapeDtypeStruct((16, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    (row,) = kept(f, x, w)
+    (row,) = kept(f, X.update(shape=(16, 4)), X.update(shape=(4, 4)))
     assert (row.op, row.bytes) == ("exp", 16 * 4 * 4)
 
 
@@ -186,13 +177,7 @@ def test_shard_map_counts_all_devices():
         (lambda p: p["w"], ({"w": "a"},), None, TypeError, r"p\['w'\] must be an array.*got str"),
         (lambda x: x, (jnp.arange(3),), None, TypeError, r"in x: .* got x: int32"),
         (lambda: jnp.ones(()), (), None, TypeError, "in the arguments: .* got no arrays"),
-        (
-            lambda x: x.astype(int),
-            (jnp.ones(3),),
-            None,
-            TypeError,
-            r"floating array, got int32\[3\]",
-        ),
+        (lambda x: x.astype(int), (jnp.ones(3),), None, TypeError, r"got int32\[3\]"),
         (lambda x: x, (jnp.ones(3),), 1, ValueError, "argnums: .* the 1 arguments, got 1"),
         (lambda x: x, (jnp.ones(3),), "x", ValueError, "argnums: .* got 'x'"),
     ],
@@ -205,10 +190,7 @@ def test_errors_name_the_argument(fn, args, argnums, error, message):
 @pytest.mark.gpu_compiler
 def test_more_layers_take_what_the_table_says():
     """XLA's temporaries of a scan grow by the residuals, to the byte."""
-    args = (
-        jax.ShapeDtypeStruct((256, 256), jnp.float32),
-        jax.ShapeDtypeStruct((512, 256), "float32"),
-    )
+    args = (X.update(shape=(256, 256)), X.update(shape=(512, 256)))
 
     def both(layers):
         def loss(w, x):
@@ -220,3 +202,14 @@ def test_more_layers_take_what_the_table_says():
 
     (kept4, temp4), (kept8, temp8) = both(4), both(8)
     assert kept8 - kept4 == temp8 - temp4 > 0
+
+
+def test_lines_of_frameworks_are_not_the_users():
+    modules = (jax, flax.linen, runpy, lm.memory)
+    assert all(is_framework(module.__file__) for module in modules)
+    # Without a virtual environment, the packages of others are in a folder of Python's library.
+    library = sysconfig.get_path("stdlib")
+    assert is_framework(f"{library}/contextlib.py") and is_framework("<frozen runpy>")
+    assert not is_framework(f"{library}/site-packages/transformers/modeling_flax_bert.py")
+    assert not is_framework(f"{library}/dist-packages/jax_but_another/model.py")
+    assert not is_framework(__file__)
