@@ -95,21 +95,6 @@ def test_time_of_products(device, dtype, precision, flops, rate):
 
 
 @pytest.mark.parametrize(
-    ("device", "int8", "float64"),
-    [
-        ("h200", 1979, 67),
-        ("a100-80gb", 624, 19.5),
-        ("t4", 130, 0.254),
-        ("rtx4090", 660.6, 1.29),
-    ],
-)
-def test_published_rates(device, int8, float64):
-    flops = lm.memory.get_device(device).matrix_flops
-    assert flops["s8"] == flops["u8"] == pytest.approx(int8 * 1e12, rel=0.03)
-    assert flops["f64"] == pytest.approx(float64 * 1e12, rel=0.03)
-
-
-@pytest.mark.parametrize(
     ("fn", "shapes", "name"),
     [
         (jnp.sort, [(8, 1000)], "sort"),
