@@ -68,27 +68,6 @@ def test_a_mesh_of_the_step(name, mesh):
         assert plan.outputs < 1024  # what it donates
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"dp": 8},
-        AbstractMesh((8,), ("dp",), axis_types=(AxisType.Auto,)),
-        AbstractMesh((8,), ("dp",), axis_types=(AxisType.Explicit,)),
-        cpu_mesh(8, axis_types=(AxisType.Explicit,)),
-    ],
-    ids=["sizes", "auto", "explicit", "cpu devices"],
-)
-def test_any_kind_of_mesh(mesh):
-    """A batch in eight parts, the parameters whole on each."""
-    specs = (P(), {"x": P("dp")})
-    compiled = lm.memory.compile_for(
-        lambda p, batch: step(p, batch["x"]), W, {"x": X}, mesh=mesh, in_shardings=specs
-    )
-    assert compiled.memory_analysis().argument_size_in_bytes == WEIGHT + BATCH // 8
-    assert compiled.memory_analysis().output_size_in_bytes == WEIGHT
-    assert "all-reduce" in compiled.as_text()
-
-
 def test_shardings_beside_those_of_the_step():
     wide = {"in_shardings": (P(None, "dp"), None), "parts": ("parameters", "batch")}
     plan = lm.memory.plan(constrained, W, X, **wide)

@@ -32,9 +32,9 @@ def abstract(model, *shape):
     return jax.eval_shape(model.init, jax.random.key(0), x), x
 
 
-def mlp(batch=4096, width=64):
+def mlp(batch=4096, width=64, blocks=2):
     """A training step and its abstract arguments; it knows nothing of methods."""
-    model, optimizer = Mlp(), optax.adam(1e-3)
+    model, optimizer = Mlp(blocks), optax.adam(1e-3)
 
     def loss(params, x):
         return jnp.square(model.apply(params, x)).astype(jnp.float32).mean()
@@ -112,22 +112,6 @@ def keywords():
         return params * x
 
     return step, (jax.ShapeDtypeStruct((8,), jnp.float32),) * 2
-
-
-def deep(batch=256):
-    """Whose compilation takes long."""
-
-    def step(params, x):
-        def loss(params):
-            h = x
-            for weight in params:
-                h = h + jax.nn.gelu(h @ weight)
-            return h.sum()
-
-        return jax.grad(loss)(params)
-
-    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    return step, ([weight] * 100, jax.ShapeDtypeStruct((batch, 256), jnp.float32))
 
 
 def typed(rate=0.1, biased=True):
