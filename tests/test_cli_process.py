@@ -69,7 +69,7 @@ def test_interrupt_while_xla_compiles(tmp_path):
 import signal, sys
 from lowmembp_jax.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(main(["plan", "--model", "{FILE}:mlp", "--options", "blocks=50"]))
+sys.exit(main(["plan", "--model", "{FILE}:mlp", "--options", "blocks=25"]))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program],

@@ -206,6 +206,8 @@ def test_estimate_by_hand_and_as_in_the_plan():
     assert lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments).fits
     above = lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments - 1)
     assert not above.fits and "already above the" in str(above)
+    with pytest.raises(ValueError, match="budget: '24' is not a size"):
+        lm.memory.estimate(adam_step, *ARGUMENTS, budget="24")
     evaluated = lm.memory.estimate(lambda params, batch: batch @ params["w"], PARAMS, f32(8, 64))
     assert evaluated.gradients == (0, 0, 0) and evaluated.parameters.arrays == 1
 

@@ -94,24 +94,19 @@ def test_errors_name_what_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "part"),
-    [(1e-6, 0.1), (2e-6, 0.3), (4e-6, 0.7), (2**0.5 * 1e-6, 0.2), (1e-9, 0.1), (1.0, 0.7)],
-)
-def test_a_curve_is_read_between_powers_of_two(seconds, part):
-    assert Curve(1e-6, (0.1, 0.3, 0.7)).part(seconds) == pytest.approx(part)
-
-
-@pytest.mark.parametrize(
     ("dtype", "scale", "seconds", "expected"),
     [
         ("bf16", 0.8, 2e-6, 2e-6 / (0.8 * 0.5)),
         ("f32", 0.8, 2e-6, 2e-6 / (0.8 * 0.25)),
         ("s8", 0.8, 2e-6, 2e-6 / (0.8 * 0.5)),  # as of bf16
+        ("bf16", 1.0, 2**0.5 * 1e-6, 2**0.5 * 1e-6 / 0.3),  # between powers of two
+        ("bf16", 1.0, 1e-9, 1e-9 / 0.1),
+        ("bf16", 1.0, 1.0, 1.0 / 0.5),
         ("bf16", 0.8, 0.0, 0.0),
         ("bf16", 2.5, 2e-6, 2e-6),  # no product is faster than published
     ],
 )
-def test_a_product_takes_its_published_time_by_the_part(dtype, scale, seconds, expected):
+def test_a_product_takes_its_published_time_by_the_part_of_a_curve(dtype, scale, seconds, expected):
     curves = {"bf16": Curve(1e-6, (0.1, 0.5)), "f32": Curve(1e-6, (0.2, 0.25))}
     found = Calibration(curves, scale=scale).product_seconds(dtype, seconds)
     assert found == pytest.approx(expected)
