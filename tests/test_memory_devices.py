@@ -148,6 +148,7 @@ def test_an_h100_by_hand():
     sustained = 2 * TOKENS * sum(k * n for k, n in PRODUCTS) / 10.653e-3 / 835.5e12 / 0.7971
     expected = 2**34 / (989.4e12 * 0.608 * sustained)
     assert h100.product_seconds(2**34, "bf16") == pytest.approx(expected, rel=1e-3)
+    assert 2**34 / expected == pytest.approx(542e12, rel=0.01)
     assert h100.product_seconds(2**34, "f32") > 1.9 * expected
     assert h100.reached_bandwidth == pytest.approx(2.8e12, rel=0.01)
 

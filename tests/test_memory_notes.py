@@ -274,11 +274,7 @@ def frozen_base(params, frozen, x):
         (dropped, (W, STATE, X), "no result depends on the gradients, so XLA drops the back"),
         (lambda params, x: unnamed(params, x).sum(), (W, X), "neither gradients nor new param"),
         (lambda *args: step(*args)[1], (W, STATE, X), "name the argument `params`, or pass `pa"),
-        (
-            lambda params, opt_state, x: step(params, opt_state, x)[1],
-            (W, STATE, X),
-            "returns neither gradients nor new parameters",
-        ),
+        (lambda params, opt_state, x: step(params, opt_state, x)[1], (W, STATE, X), "neither gra"),
     ],
     ids=[
         *("a step", "gradients", "a loss", "a name of one's own", "frozen base"),

@@ -4,12 +4,6 @@ import pytest
 
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers
 from lowmembp_jax.memory.parsing import hlo_text as hlo
-from lowmembp_jax.memory.parsing.buffer_assignment import (
-    Allocation,
-    BufferAssignment,
-    Position,
-    Value,
-)
 from lowmembp_jax.memory.parsing.hlo_text import Shape
 
 PROGRAM = """HloModule m
@@ -145,8 +139,8 @@ def test_no_dump(tmp_path):
 
 def test_peak_where_places_overlap():
     def value(number, offset, size, first, last):
-        definition, shape = Position(f"fusion.{number}", "{}"), Shape("u8", (size,))
-        return Value(number, definition, 0, offset, size, shape, first, last, (), ())
+        definition, shape = buffers.Position(f"fusion.{number}", "{}"), Shape("u8", (size,))
+        return buffers.Value(number, definition, 0, offset, size, shape, first, last, (), ())
 
     # Each byte is the first value's that has it.
     values = [value(1, 100, 50, 0, 9), value(2, 0, 300, 0, 9), value(3, 120, 100, 0, 9)]
@@ -156,5 +150,5 @@ def test_peak_where_places_overlap():
     assert buffers.profile(values) == {0: 10, 4: 17, 5: 10, 6: 10, 9: 0}  # a place counts once
     # At 5 the bound is 130 and 90 are there, as 2 updates a part of 1 in place; at 9 they are 100.
     values = (value(1, 0, 90, 0, 5), value(2, 10, 40, 5, 6), value(3, 0, 100, 9, 9))
-    assignment = BufferAssignment({0: Allocation(0, 100, "temporary", None)}, values)
-    assert assignment.peak_time() == 9
+    allocations = {0: buffers.Allocation(0, 100, "temporary", None)}
+    assert buffers.BufferAssignment(allocations, values).peak_time() == 9

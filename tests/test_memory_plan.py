@@ -191,14 +191,10 @@ def test_doubts_are_noted(monkeypatch):
     monkeypatch.setattr(buffers, "read", other)
     plan = lm.memory.plan(jnp.sin, f32(64))
     lines, sums = plan.notes
-    assert lines == (
-        "2 lines of XLA's buffer assignment were not understood, the first: 'striped: yes'; "
-        "the parts may be off"
-    )
-    assert sums == (
-        "XLA's memory_analysis() has 512 bytes and its buffer assignment 528: the parts and the "
-        "peak come from the buffer assignment and may be off by 16 bytes"
-    )
+    assert "2 lines of XLA's buffer assignment were not understood" in lines
+    assert "the first: 'striped: yes'" in lines
+    assert "memory_analysis() has 512 bytes and its buffer assignment 528" in sums
+    assert "may be off by 16 bytes" in sums
 
 
 def test_residuals_at_the_peak_have_their_source_line():

@@ -152,12 +152,9 @@ def test_kinds_that_take_no_device_memory():
     table = lm.memory.residuals(f, X, 1.0, argnums=0)
     assert [(r.kind, r.op) for r in table.rows] == [("kept", "f"), ("unused", "f")]
     assert table.total_bytes == 120
-    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["angles"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["angles"]}
+    places = {"offload_src": "device", "offload_dst": "pinned_host"}
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(**names, **places)
     g = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "angles")), policy=offload)
     (host,) = (r for r in lm.memory.residuals(g, X).rows if r.kind == "host")
     assert (host.op, host.bytes) == ("angles", 120)
