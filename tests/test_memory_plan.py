@@ -242,6 +242,22 @@ def test_stacks_of_a_scan_are_intermediates():
     assert plan.gradients == 8 * WEIGHT
 
 
+def test_recurrence_from_a_learned_state():
+    """Its first iteration reads parameters alone, and later ones the batch too."""
+
+    def loss(params, batch):
+        def cell(h, x):
+            return lax.optimization_barrier(jnp.tanh(h @ params["w"])) * x, None
+
+        start = jnp.broadcast_to(params["start"], batch.shape[1:])
+        return jnp.sum(lax.scan(cell, start, batch)[0] ** 2)
+
+    params = {"w": f32(256, 256), "start": f32(1, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, f32(8, 2048, 256))
+    assert plan.parameters == (256 + 1) * 256 * 4
+    assert plan.most_intermediates >= 2 * plan.batch
+
+
 def test_the_input_of_a_block_that_is_computed_again():
     """A scan carries it from one block to the next: it is what the block before returns."""
 
