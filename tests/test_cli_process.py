@@ -1,31 +1,20 @@
-"""The `lowmembp` command as a process: what it imports, writes and does at Ctrl-C."""
+"""The `lowmembp` command as a process: what it imports, and what it does at Ctrl-C."""
 
-import importlib.metadata
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from lowmembp_jax import cli
-
 FILE = Path(__file__).parent / "data" / "planned_model.py"
-FIT = ("fit", "--function", "jax.nn.relu", "--bits", "1")
 
 
-@pytest.fixture
-def run(capsys, jax_defaults):
-    def run(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+def python(*arguments, **environment):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan"]])
@@ -39,7 +28,7 @@ finally:
     heavy = {{"jax", "jaxlib", "flax", "numpy", "matplotlib"}} & set(sys.modules)
     assert not heavy, heavy
 """
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    out = python("-c", program)
     assert out.returncode == (0 if "--help" in arguments else 2), out
     assert "AssertionError" not in out.stderr
     assert "lowmembp" in out.stdout + out.stderr
@@ -59,67 +48,13 @@ try:
 except AttributeError as error:
     print(error)
 """
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    out = python("-c", program)
     assert "module 'lowmembp_jax' has no attribute 'nothing'" in out.stdout, out
 
 
-def test_json_to_stdout(run):
-    for path in ("-", "/dev/stdout"):
-        status, out, err = run(*FIT, "--json", path)
-        assert status == 0
-        assert len(json.loads(out)["levels"]) == 2
-        assert "lm.StepTable(" in err
-
-
-def test_links_and_fifos_remain(run, tmp_path):
-    target, link, fifo = (tmp_path / name for name in ("target", "link", "fifo"))
-    link.symlink_to(target)
-    os.mkfifo(fifo)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(json.loads(fifo.read_text())), daemon=True)
-    reader.start()
-    for path in (link, fifo):
-        assert run(*FIT, "--json", path)[0] == 0
-    reader.join(10)
-    assert link.is_symlink() and fifo.is_fifo()
-    assert json.loads(target.read_text())["levels"] == read[0]["levels"]
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("{}", "is a folder"),
-        ("{}/nowhere/plan.json", "there is no folder"),
-        ("/proc/plan.json", "cannot be written"),
-    ],
-)
-@pytest.mark.parametrize("command", ["plan", "fit"])
-def test_what_cannot_be_written_is_told_first(run, tmp_path, command, path, message):
-    late = {"plan": ("--model", f"{FILE}:broken"), "fit": ("--function", "nowhere.py:f")}
-    status, out, err = run(command, *late[command], "--json", path.format(tmp_path))
-    assert (status, out) == (2, "")
-    assert err.startswith("lowmembp: error: --json: ") and message in err
-
-
-def test_versions_with_other_wheels(run, monkeypatch):
-    """Beside CUDA 13's wheels there are none of CUDA 12."""
-    wheel = type("Wheel", (), {"name": "jax-cuda13-plugin", "version": "1.2"})
-    found = [one for one in importlib.metadata.distributions() if "cuda12" not in (one.name or "")]
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*found, wheel])
-    monkeypatch.delattr(importlib.metadata, "version")
-    status, out, _ = run(*FIT, "--json", "-")
-    versions = json.loads(out)["versions"]
-    assert status == 0 and versions["jax-cuda13-plugin"] == "1.2"
-    assert {"jax", "jaxlib", "flax", "lowmembp_jax"} < set(versions)
-
-
 def test_platforms_that_are_not_there():
-    out = subprocess.run(
-        [sys.executable, "-m", "lowmembp_jax.cli", "residuals", "--model", f"{FILE}:loss_only"],
-        env=os.environ | {"JAX_PLATFORMS": "cuda"},
-        capture_output=True,
-        text=True,
-    )
+    command = ("-m", "lowmembp_jax.cli", "residuals", "--model", f"{FILE}:loss_only")
+    out = python(*command, JAX_PLATFORMS="cuda")
     assert out.returncode == 0, out.stderr
     assert "Dense_0" in out.stdout
 
@@ -134,7 +69,7 @@ def test_interrupt_while_xla_compiles(tmp_path):
 import signal, sys
 from lowmembp_jax.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.exit(main(["plan", "--model", "{FILE}:deep"]))
+sys.exit(main(["plan", "--model", "{FILE}:mlp", "--options", "blocks=25"]))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program],

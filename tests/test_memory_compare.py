@@ -1,94 +1,197 @@
-"""Comparisons of methods, and the cache of plans."""
+"""Comparisons of methods: the fastest that fits, the largest batch, and the cache of plans."""
 
+import dataclasses
+import itertools
 import json
+import random
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory import cache as plan_cache
 from lowmembp_jax.memory import comparison as comparison_module
+from lowmembp_jax.memory.largest_batch import largest_batch
+from lowmembp_jax.memory.methods import HOW
+from lowmembp_jax.memory.plot import pareto, plot_comparison
 from lowmembp_jax.memory.report import comparison_report
-from lowmembp_jax.memory.sizes import format_bytes, parse_bytes
+from lowmembp_jax.memory.roofline.totals import Cost, Kernel
+from lowmembp_jax.memory.sizes import format_bytes
 
-WIDTH = 64
-ACTIVATIONS = {"default": jax.nn.gelu, "lowmembp": lm.regelu2}
+gpu_compiler = pytest.mark.gpu_compiler
+
+KERNEL = Kernel("k", "fusion", "", "", "other", 1, 1, 0, 0, "", 1, 0.0)
+#: GiB at the peak, and milliseconds.
+METHODS = {"default": (30, 10), "dots": (20, 12), "lowmembp": (22, 11), "full-remat": (5, 20)}
+METHODS["worse"] = 31, 13
+QUIET = {"cache": False, "progress": False}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture
+def planned(monkeypatch):
+    """Plans of known peaks and times, without a compiler."""
+
+    def planned(step):
+        gib, milliseconds = METHODS[step]
+        kernel = dataclasses.replace(KERNEL, estimated_seconds=milliseconds / 1e3)
+        notes = ("another",) if step == "dots" else ()
+        parts = (gib * 2**30, *[0] * 8)
+        h200 = lm.memory.get_device("h200")
+        return lm.memory.Plan(
+            h200, 1, 0.75, *parts, live=(), cost=Cost((kernel,), ("a note",)), notes=notes
+        )
+
+    monkeypatch.setattr(comparison_module, "plan_lowered", planned)
+    monkeypatch.setattr(comparison_module, "lower_step", lambda step, *_, **__: step())
+
+
+def choose(budget, *methods, **options):
+    factory = lambda method, batch: (lambda: method, ())  # noqa: E731
+    methods = methods or ("default", "dots", "lowmembp", "full-remat")
+    return lm.memory.choose(factory, methods, budget=budget, batch=8, **QUIET, **options)
+
+
+def report(comparison):
+    with (console := Console(width=200)).capture() as captured:
+        console.print(comparison_report(comparison, "a step"))
+    return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("budget", "method"),
+    [
+        *[(None, "default"), ("30GiB", "default"), ("22.5 GiB", "lowmembp"), (20 * 2**30, "dots")],
+        ("6GiB", "full-remat"),
+    ],
+)
+def test_the_fastest_that_fits(planned, budget, method):
+    choice = choose(budget)
+    assert choice.method == method
+    assert choice.plan is choice.comparison[method].plan
+    assert choice.plan.fits
+    assert choice.how == HOW[method] and choice.how in str(choice)
+    for lines in HOW.values():
+        compile(lines, "how", "exec")
+
+
+def test_nothing_fits(planned):
+    with pytest.raises(lm.memory.NothingFitsError) as error:
+        choose("4GiB")
+    assert str(error.value) == (
+        "no method fits in 4.00 GiB: the smallest peak is 5.00 GiB, with 'full-remat'"
+    )
+    assert not any(one.plan.fits for one in error.value.comparison)
+
+
+def test_texts_of_a_comparison(planned):
+    comparison = choose("25GB").comparison
+    shown, printed = report(comparison), str(comparison)
+    assert shown.count("Note: a note.") == shown.count("Note: another.") == 1
+    assert "lowmembp is the fastest method that fits" in shown and "with lm.patch():" in shown
+    assert shown.count("does not fit") == printed.count("does not fit") == 1  # default
+    assert all(f"{one.method}: " in printed for one in comparison)
+    assert "the fastest method that fits: lowmembp" in printed
+    assert "note: another" in printed and len(printed.splitlines()) < 12
+    data = comparison.to_dict()
+    assert data["fastest"] == "lowmembp" and data["budget_bytes"] == 25 * 10**9
+    fits = {one["method"]: one["plan"]["fits"] for one in data["methods"]}
+    assert fits == {"default": False, "dots": True, "lowmembp": True, "full-remat": True}
+
+
+def test_rates_of_text(planned):
+    def of_text(method, batch):
+        return lm.memory.Workload(lambda: method, (), tokens=128 * batch)
+
+    found = lm.memory.compare(of_text, ["default"], batch=8, **QUIET)
+    assert found.tokens == found.to_dict()["tokens"] == 1024
+    shown = report(found)
+    # In 10 ms.
+    assert "tokens/s" in shown and "102,400" in shown
+    assert "examples/s" in shown and " 800 " in shown
+
+
+def test_picture_of_memory_against_time(planned, tmp_path):
+    comparison = choose("25GB", *METHODS).comparison
+    best = [one.method for one in pareto(comparison)]
+    assert best == ["full-remat", "dots", "lowmembp", "default"]
+    plot_comparison(comparison, tmp_path / "plan.svg", "title")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {one.method} -->" in picture for one in comparison)
+
+
+@pytest.mark.parametrize(
+    ("gib", "fraction", "verdict"),
+    [(15, 0.75, "fits"), (20, 0.75, "=0.85"), (20, 0.9, "fits"), (23.5, 0.75, "not fit")],
+)
+def test_the_fraction_of_memory_that_would_do(gib, fraction, verdict):
+    parts = (int(gib * 2**30), *[0] * 8)
+    device = lm.memory.get_device("rtx4090")
+    plan = lm.memory.Plan(device, 1, fraction, *parts, live=(), cost=Cost((), ()))
+    assert plan.verdict.endswith(verdict) and plan.verdict in str(plan)
 
 
 def factory(method, batch):
     """Two layers; a plain pair of step and arguments."""
+    activation = {"default": jax.nn.gelu, "lowmembp": lm.regelu2}[method]
 
-    def step(params, x):
-        def loss(params):
-            h = x
-            for weight in params:
-                h = ACTIVATIONS[method](h @ weight)
-            return h.astype(jnp.float32).sum()
+    def loss(params, x):
+        for weight in params:
+            x = activation(x @ weight)
+        return x.astype(jnp.float32).sum()
 
-        return jax.grad(loss)(params)
-
-    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
-    return step, ([weight] * 2, jax.ShapeDtypeStruct((batch, WIDTH), jnp.bfloat16))
+    weight = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    return jax.grad(loss), ([weight] * 2, jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16))
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """How many programs were compiled."""
-    count = []
+def compiled(monkeypatch, tmp_path):
+    """The programs that were compiled, with a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    steps = []
     original = comparison_module.plan_lowered
 
     def counted(step):
-        count.append(step)
+        steps.append(step)
         return original(step)
 
     monkeypatch.setattr(comparison_module, "plan_lowered", counted)
     monkeypatch.setattr(plan_cache, "plan_lowered", counted)
-    return count
+    return steps
 
 
-@pytest.mark.gpu_compiler
+@gpu_compiler
 def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     methods = ["lowmembp", "default"]
     monkeypatch.setitem(sys.modules, "tqdm", None)  # no dependency
     comparison = lm.memory.compare(factory, methods, batch=65536, device="h100")
-    assert (
-        capsys.readouterr().err == "planning lowmembp, batch 65536\nplanning default, batch 65536\n"
-    )
+    progress = [f"planning {method}, batch 65536\n" for method in methods]
+    assert capsys.readouterr().err == "".join(progress)
     assert [one.method for one in comparison] == methods
     assert comparison.batch == 65536
     assert comparison.budget == lm.memory.get_device("h100").usable_bytes()
     assert comparison["lowmembp"].plan.peak < comparison["default"].plan.peak
     assert comparison["default"].largest_batch is None
+    shown = report(comparison)
+    assert "estimate" in shown
+    assert all(format_bytes(one.plan.peak) in shown for one in comparison)
     assert len(compiled) == 2
 
     again = lm.memory.compare(factory, methods, batch=65536, device="h100", progress=False)
     assert len(compiled) == 2
     assert again == comparison
     assert json.loads(json.dumps(again.to_dict())) == json.loads(json.dumps(comparison.to_dict()))
-
     # Another device or program is another plan.
-    lm.memory.compare(factory, ["default"], batch=65536, device="a6000", progress=False)
-    lm.memory.compare(factory, ["default"], batch=1024, device="h100", progress=False)
-    lm.memory.compare(factory, ["default"], batch=1024, device="h100", cache=False, progress=False)
+    changes = ({"device": "a6000"}, {"batch": 1024}, {"batch": 1024, "cache": False})
+    for change in changes:
+        options = {"batch": 65536, "device": "h100", "progress": False} | change
+        lm.memory.compare(factory, ["default"], **options)
     assert len(compiled) == 5
 
-    from rich.console import Console
 
-    with (console := Console(width=200)).capture() as captured:
-        console.print(comparison_report(comparison, "two layers"))
-    for one in comparison:
-        assert format_bytes(one.plan.peak) in captured.get()
-    assert "estimate" in captured.get()
-
-
-@pytest.mark.gpu_compiler
+@gpu_compiler
 def test_files_of_the_cache_that_are_no_plans(compiled):
     def run():
         return lm.memory.compare(factory, ["default"], batch=8, progress=False)
@@ -99,73 +202,39 @@ def test_files_of_the_cache_that_are_no_plans(compiled):
     for damaged in (whole[:100], "{}", "[]"):
         file.write_text(damaged)
         assert run() == made
-    count = len(compiled)
-    assert count == 4
-    assert run() == made and len(compiled) == count
+    assert len(compiled) == 4
+    assert run() == made and len(compiled) == 4
     file.unlink()
     file.mkdir()  # nothing can be written there
     assert run() == made
 
 
-@pytest.mark.gpu_compiler
-def test_what_a_workload_donates_is_not_there_twice():
+@gpu_compiler
+def test_memory_that_a_workload_donates_is_not_there_twice():
     def factory(method, batch):
         state = jax.ShapeDtypeStruct((2**20,), jnp.float32)
         donated = (0,) if method == "donated" else ()
         return lm.memory.Workload(lambda state: state * 2, (state,), donate_argnums=donated)
 
-    compared = lm.memory.compare(factory, ["donated", "kept"], cache=False, progress=False)
+    compared = lm.memory.compare(factory, ["donated", "kept"], **QUIET)
     assert compared["kept"].plan.peak - compared["donated"].plan.peak == 4 * 2**20
 
 
-def one_of_two(method, batch):
-    return {"default": factory, "own": factory}[method]("default", 8)
+@gpu_compiler
+def test_methods_that_a_factory_knows(monkeypatch):
+    def one_of_two(method, batch):
+        return {"default": factory, "own": factory}[method]("default", 8)
 
-
-def test_a_factory_that_knows_some_methods():
     with pytest.raises(ValueError, match="method: step_factory"):
         lm.memory.compare(one_of_two, batch=8)
-
-    def other_key(method, batch):
-        return {}["model"]
-
-    with pytest.raises(KeyError, match="model"):
-        lm.memory.compare(other_key, batch=8)
-
-
-@pytest.mark.gpu_compiler
-def test_a_factory_that_says_its_methods(monkeypatch):
-    monkeypatch.setattr(one_of_two, "methods", ("default", "own"), raising=False)
-    compared = lm.memory.compare(one_of_two, batch=8, cache=False, progress=False)
+    one_of_two.methods = ("default", "own")
+    compared = lm.memory.compare(one_of_two, batch=8, **QUIET)
     assert [one.method for one in compared] == ["default", "own"]
+    with pytest.raises(KeyError, match="model"):  # of another key
+        lm.memory.compare(lambda method, batch: {}["model"], batch=8)
 
 
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
-def test_largest_batch_over_a_mesh():
-    def sharded(method, batch):
-        step, args = factory(method, batch)
-        spec = (jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data"))
-        return lm.memory.Workload(step, args, in_shardings=spec)
-
-    # Padded operands would make the peak fall at round batches.
-    options = {"mesh": {"data": 8}, "compiler_options": {"xla_gpu_experimental_force_split_k": 1}}
-    comparison = lm.memory.compare(
-        sharded, ["default"], batch=8192, budget=5 * 2**20, find_largest_batch=True,
-        batch_multiple=8, progress=False, **options,
-    )  # fmt: skip
-    one = comparison["default"]
-    assert one.plan.device_count == 8
-    assert one.largest_batch % 8 == 0
-    assert one.largest_plan.peak <= 5 * 2**20
-    # After 8 plans it is the largest to a percent.
-    above = factory("default", one.largest_batch + one.largest_batch // 800 * 8)
-    specs = sharded("default", 8).in_shardings
-    plan = lm.memory.plan(above[0], *above[1], in_shardings=specs, **options)
-    assert plan.peak > 5 * 2**20
-
-
-@pytest.mark.gpu_compiler
+@gpu_compiler
 def test_tracing_sees_the_callers_contexts():
     def mixed(method, batch):
         args = jax.ShapeDtypeStruct((batch,), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
@@ -177,36 +246,91 @@ def test_tracing_sees_the_callers_contexts():
         lm.memory.compare(mixed, ["default"], batch=8, progress=False)
 
 
+WRONG_SIZES = "", "24", "GB", "-1GB", "1e9", "24 apples"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"methods": []}, "methods must be a sequence of names"),
-        ({"methods": "compress"}, "methods must be a sequence of names, got 'compress'"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"batch": None, "find_largest_batch": True}, "needs a batch to start from"),
-        ({"batch_multiple": 0}, "batch_multiple must be at least 1, got 0"),
-        ({"step_factory": lambda method, batch: None}, "must return a lm.memory.Workload"),
+        ({"methods": []}, ValueError, "methods must be a sequence of names"),
+        ({"methods": "compress"}, ValueError, "methods must be .* names, got 'compress'"),
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+        ({"batch": None, "find_largest_batch": True}, ValueError, "needs a batch to start from"),
+        ({"batch_multiple": 0}, ValueError, "batch_multiple must be at least 1, got 0"),
+        ({"step_factory": lambda *_: None}, ValueError, "must return a lm.memory.Workload"),
+        ({"step_factory": 3}, TypeError, "step_factory must be callable, got 3"),
+        *[({"budget": text}, ValueError, "budget.*is not a size") for text in WRONG_SIZES],
+        ({"budget": 0}, ValueError, "budget.*above 0"),
     ],
 )
-def test_errors(arguments, message):
+def test_errors(arguments, error, message):
     given = {"step_factory": factory, "methods": ["default"], "batch": 8} | arguments
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         lm.memory.compare(**given)
 
 
-def test_sizes():
-    assert parse_bytes("24GB") == 24 * 10**9
-    assert parse_bytes("22.5 GiB") == 22.5 * 2**30
-    assert parse_bytes("1000B") == 1000
-    assert parse_bytes("3kb") == 3000
-    assert format_bytes(3 * 2**30 // 2) == "1.50 GiB"
-    assert format_bytes(2**20) == "1.00 MiB"
-    assert format_bytes(1023) == "1,023 B"
-    for text in ("", "GB", "-1GB", "3 apples", "1e9", "24"):
-        with pytest.raises(ValueError, match="is not a size"):
-            parse_bytes(text)
+@gpu_compiler
+def test_budget_of_a_plan():
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    assert not lm.memory.plan(jnp.sin, x, budget="4kB").fits
+    plan = lm.memory.plan(jnp.sin, x, budget="10kB")
+    assert plan.fits and "fits: 10,000 B budget" in str(plan)
+    with pytest.raises(ValueError, match=r"budget: '24' is not a size: .* GB, GiB"):
+        lm.memory.plan(jnp.sin, x, budget="24")
 
 
-def test_a_factory_that_is_none():
-    with pytest.raises(TypeError, match="step_factory must be callable, got 3"):
-        lm.memory.choose(3)  # pyright: ignore[reportArgumentType]
+def search(peak, budget, **kwargs):
+    """The largest batch that is found, and those that were asked for."""
+    steps, calls = largest_batch(budget, **kwargs), []
+    try:
+        calls.append(next(steps))
+        while True:
+            calls.append(steps.send(peak(calls[-1])))
+    except StopIteration as stop:
+        return stop.value, calls
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("shape", ["line", "steps", "curve"])
+def test_largest_batch_is_that_of_trying_all(shape, multiple):
+    rng = random.Random(0)
+    for _ in range(100):
+        fixed, each, budget = rng.uniform(0, 100), rng.uniform(0.3, 5), rng.uniform(0, 400)
+        peak = {
+            "line": lambda b, f=fixed, e=each: f + e * b,
+            "steps": lambda b, f=fixed, e=each: f + e * b + 9 * (b // 7),
+            "curve": lambda b, f=fixed, e=each: f + e * b + b**2 / 50,
+        }[shape]
+        expected = 0
+        while peak(expected + multiple) <= budget:
+            expected += multiple
+        start = rng.choice([1, 8, 64])
+        found, calls = search(peak, budget, start=start, multiple=multiple, most=1000)
+        assert len(set(calls)) == len(calls)
+        assert found == expected, (fixed, each, budget, start)
+
+
+def test_largest_batch_of_a_line_takes_few_compilations():
+    found, calls = search(lambda batch: 1000 + 7 * batch, 50_000, start=64)
+    assert found == 7000 and len(calls) <= 4
+    # From a start far below the step grows, but not by more than 16 times at once.
+    found, calls = search(lambda batch: 500 + batch, 80_000, start=1, most=8)
+    assert found == 79_500
+    assert max(after / before for before, after in itertools.pairwise(calls)) <= 16
+
+
+def test_a_flat_line_through_two_close_batches_is_not_followed_far():
+    """A batch 16 times too large takes XLA minutes to compile."""
+    padded = lambda batch: -(-batch // 64) * 64  # noqa: E731
+    found, calls = search(padded, 2600, start=2504, multiple=8)
+    assert found == 2560
+    assert max(calls) < 4000
+
+
+@pytest.mark.parametrize("most", [1, 3, 4])
+def test_few_compilations_give_a_batch_that_fits(most):
+    peaks = lambda batch: 100 + batch**2  # noqa: E731
+    found, calls = search(peaks, 10**6, start=64, multiple=8, most=most)
+    assert len(calls) == most
+    assert found in calls and peaks(found) <= 10**6 and found % 8 == 0
+    assert found == max(batch for batch in calls if peaks(batch) <= 10**6)

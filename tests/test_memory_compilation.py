@@ -1,24 +1,30 @@
-"""Compiling for GPUs that are not there."""
+"""Compiling steps as users have them, for GPUs that are not there."""
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.experimental import io_callback
 
 import lowmembp_jax as lm
 from lowmembp_jax.cli._factories import load_factory
 
+gpu_compiler = pytest.mark.gpu_compiler
+
 X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
 QKV = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 BYTES = 64 * 4096 * 2
+F32 = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+SIZE = 256 * 256 * 4
 
 
 def loss(x):
@@ -30,7 +36,7 @@ def cudnn_attention(x):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.gpu_compiler
+@gpu_compiler
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device_and_kernel(device):
     compiled = lm.memory.compile_for(jax.grad(loss), X, device=device)
@@ -43,18 +49,20 @@ def test_every_device_and_kernel(device):
         assert f"lowmembp_{kernel}" in program
 
 
-@pytest.mark.gpu_compiler
+@gpu_compiler
 def test_t4_refuses_what_it_cannot_run():
     with pytest.raises(ValueError, match=r"'t4' has compute capability 7\.5 and cuDNN's flash"):
         lm.memory.compile_for(cudnn_attention, QKV, device="t4")
-    with (
-        lm.set_implementation("pallas"),
-        pytest.raises(ValueError, match=r"Triton's kernels needs 8\.0 or later: use lm\.set_imp"),
-    ):
+    kernels = pytest.raises(ValueError, match=r"Triton's kernels needs 8\.0 or later: use lm\.set")
+    with lm.set_implementation("pallas"), kernels:
         lm.memory.compile_for(loss, X, device="t4")
+    bf16 = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    step = partial(jax.lax.dot, precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
+    with pytest.raises(lm.memory.StepError, match="device='t4' has no matrix product in ALG_DOT_B"):
+        lm.memory.plan(step, bf16, bf16, device="t4")
 
 
-@pytest.mark.gpu_compiler
+@gpu_compiler
 def test_donation_and_a_target_of_the_users_own(tmp_path):
     own = tmp_path / "my-gpu.txtpb"
     description = (lm.memory.devices._TARGETS / "a6000.txtpb").read_text()
@@ -67,71 +75,7 @@ def test_donation_and_a_target_of_the_users_own(tmp_path):
     assert "lowmembp_norm_forward" in program
 
 
-def abstract_mesh(size, axis_type):
-    return AbstractMesh((size,), ("data",), axis_types=(axis_type,))
-
-
-def cpu_mesh(size, axis_type):
-    return Mesh(np.array(jax.devices()[:size]), ("data",), axis_types=(axis_type,))
-
-
-@pytest.mark.gpu_compiler
-@pytest.mark.parametrize("device", ["h200", "a6000"])
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"data": 8},
-        abstract_mesh(8, AxisType.Auto),
-        abstract_mesh(8, AxisType.Explicit),
-        cpu_mesh(8, AxisType.Explicit),
-    ],
-    ids=["sizes", "auto", "explicit", "cpu devices"],
-)
-def test_mesh_of_eight(device, mesh):
-    """A batch in eight parts, the parameters whole on each, on any kind of mesh."""
-
-    def step(scale, batch):
-        return jnp.sum(jnp.sin(batch["x"].astype(jnp.float32) * scale[None]))
-
-    scale = jax.ShapeDtypeStruct((4096,), jnp.float32)
-    compiled = lm.memory.compile_for(
-        jax.grad(step), scale, {"x": X}, device=device, mesh=mesh, in_shardings=(P(), P("data"))
-    )
-    assert compiled.memory_analysis().argument_size_in_bytes == 4096 * 4 + BYTES // 8
-    assert compiled.memory_analysis().output_size_in_bytes == 4096 * 4
-    assert "all-reduce" in compiled.as_text()
-
-
-@pytest.mark.gpu_compiler
-def test_arguments_bring_their_mesh():
-    sharding = NamedSharding(cpu_mesh(4, AxisType.Auto), P("data"))
-    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
-    compiled = lm.memory.compile_for(lambda x: x + 1, x)
-    assert compiled.memory_analysis().argument_size_in_bytes == BYTES // 4
-    # in_shardings are stronger, and None in them is the argument's own.
-    compiled = lm.memory.compile_for(lambda x, y: x + y, x, x, in_shardings=(P(None, "data"), None))
-    assert compiled.memory_analysis().argument_size_in_bytes == BYTES // 2
-    compiled = lm.memory.compile_for(lambda x: x + 1, x, out_shardings=P())
-    assert compiled.memory_analysis().output_size_in_bytes == BYTES
-
-
-def test_meshes_that_do_not_exist():
-    message = r"mesh: .* 1 to 8, or whole hosts of 8 up to 512 .*{'data': 4, 'model': 3} with 12"
-    with pytest.raises(ValueError, match=message):
-        lm.memory.compile_for(loss, X, mesh={"data": 4, "model": 3})
-
-
-@pytest.mark.gpu_compiler
-def test_axes_that_the_mesh_lacks():
-    with pytest.raises(ValueError, match=r"args\[0\] has .*'model'.*expected .* axes 'data'"):
-        lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=P("model"))
-    with pytest.raises(ValueError, match=r"in_shardings: expected a pytree prefix of the 1 arg"):
-        lm.memory.compile_for(loss, X, mesh={"data": 2}, in_shardings=(P(), P()))
-    with pytest.raises(ValueError, match=r"out_shardings has .*'model'.*expected .* axes 'data'"):
-        lm.memory.compile_for(loss, X, mesh={"data": 2}, out_shardings=P("model"))
-
-
-@pytest.mark.gpu_compiler
+@gpu_compiler
 @pytest.mark.parametrize("first", ["", "jnp.ones(1)"])
 def test_the_environment_is_left_as_it_was(first):
     """JAX may have looked for CUDA before, and given it up: it starts without its plugin."""
@@ -149,27 +93,23 @@ def test_the_environment_is_left_as_it_was(first):
 
 
 def test_missing_wheels_say_how_to_install_them(monkeypatch):
-    monkeypatch.setattr(lm.memory.devices, "WHEELS", ({"no_such_module": "no-such-wheel"},))
-    lm.memory.topology.cache_clear()
-    with pytest.raises(ImportError, match=r"needs no-such-wheel: pip install 'lowmembp_jax\[plan"):
-        lm.memory.compile_for(loss, X)
-
-
-def test_wheels_of_either_cuda_will_do(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.memory.devices, "WHEELS", ({"no_such_module": "no-such-wheel"},))
+        lm.memory.topology.cache_clear()
+        with pytest.raises(ImportError, match=r"no-such-wheel: pip install 'lowmembp_jax\[plan"):
+            lm.memory.compile_for(loss, X)
+    # Wheels of either CUDA will do.
     there = {"jax_cuda13_plugin", "jax_plugins.xla_cuda13", "nvidia.cu13.bin"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
     assert lm.memory.missing_wheels() == []
     there.remove("nvidia.cu13.bin")
     assert lm.memory.missing_wheels() == ["nvidia-cuda-nvcc"]
     there.clear()
-    assert lm.memory.missing_wheels() == [
-        "jax-cuda12-plugin",
-        "jax-cuda12-pjrt",
-        "nvidia-cuda-nvcc-cu12",
-    ]
+    of_cuda_12 = ["jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"]
+    assert lm.memory.missing_wheels() == of_cuda_12
 
 
-@pytest.mark.gpu_compiler
+@gpu_compiler
 @pytest.mark.usefixtures("jax_defaults")
 def test_missing_cudnn_says_how_to_install_it(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
@@ -188,12 +128,159 @@ def test_missing_cudnn_says_how_to_install_it(monkeypatch):
         return find_spec(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_nvidia)
-    missing = pytest.raises(
-        ImportError, match=r"needs nvidia-cudnn-cu12 or -cu13: pip install 'lowmembp_jax"
+    for call in (
+        lambda: lm.memory.compile_for(cudnn_attention, QKV),
+        lambda: lm.memory.residuals(cudnn_attention, QKV),
+        lambda: load_factory("vit-ti16")("default", 2),
+    ):
+        with pytest.raises(ImportError, match=r"nvidia-cudnn-cu12 or -cu13: pip install 'lowmem"):
+            call()
+
+
+def with_callbacks(params, x, *, ordered):
+    jax.debug.print("loss {}", x.sum(), ordered=ordered)
+    jax.debug.callback(lambda x: None, x, ordered=ordered)
+    io_callback(lambda x: None, None, x, ordered=ordered)
+
+    def layer(h, _):
+        jax.debug.print("h {}", h.sum(), ordered=ordered)
+        return h * params, None
+
+    h, _ = jax.lax.scan(layer, x, None, length=3)
+    return h + jax.pure_callback(np.sin, F32, x)
+
+
+@gpu_compiler
+@pytest.mark.parametrize("ordered", [False, True])
+def test_callbacks_are_left_out(ordered):
+    step = partial(with_callbacks, ordered=ordered)
+    plans = [lm.memory.plan(step, F32, F32) for _ in range(2)]
+    for plan in plans:  # what JAX has lowered before is told again
+        (note,) = plan.notes
+        for name in ("debug_print", "debug_callback", "io_callback", "pure_callback"):
+            assert name in note
+    assert (plan.parameters, plan.batch) == (0, 2 * SIZE) or plan.parameters == SIZE
+    assert plan.peak >= 3 * SIZE
+    assert note in str(plan)
+    assert lm.memory.Plan.from_dict(plan.to_dict()) == plan
+
+
+@gpu_compiler
+def test_a_callback_in_the_backward_stays_in_the_step():
+    seen = []
+
+    def step(params, x):
+        def loss(params):
+            h = jnp.tanh(x @ params)
+            jax.debug.callback(lambda h: seen.append(float(h)), h.mean())
+            return h.sum()
+
+        return jax.value_and_grad(jax.checkpoint(loss))(params)
+
+    jitted = jax.jit(step)
+    (note,) = lm.memory.plan(jitted, F32, F32).notes
+    assert "debug_callback" in note and not seen
+    jax.block_until_ready(jitted(jnp.zeros((256, 256)), jnp.ones((256, 256))))
+    jax.effects_barrier()
+    assert 0.0 in seen
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    """As Equinox's modules are: a pytree whose leaves are no arrays alone."""
+
+    weight: Any
+    activation: Any
+    power: Any
+
+
+@gpu_compiler
+def test_a_leaf_that_is_no_array_is_a_constant():
+    def step(model, x, mode, frozen=None):
+        assert mode == "train" and model.power == 3
+
+        def loss(weight):
+            return (model.activation(x @ weight) ** model.power).sum()
+
+        weight = model.weight - jax.grad(loss)(model.weight)
+        return Layer(weight, model.activation, model.power), model.activation
+
+    model = Layer(F32, jax.nn.relu, 3)
+    plan = lm.memory.plan(step, model, F32, "train", None, donate=0)
+    assert (plan.parameters, plan.batch) == (SIZE, SIZE)
+    assert plan.outputs < 1000  # the weight goes where it was
+    assert any(buffer.op == "model.weight" for buffer in plan.live)
+
+
+@gpu_compiler
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "layers"}])
+def test_static_arguments_of_a_jitted_step(static):
+    def step(layers, params, x):
+        for _ in range(layers):
+            x = x @ params
+        return params + x
+
+    jitted = jax.jit(step, donate_argnums=1, **static)
+    plan = lm.memory.plan(jitted, 3, F32, F32)
+    assert (plan.parameters, plan.batch) == (SIZE, SIZE)
+    assert plan.outputs < 1000
+    assert plan.cost.flops == 3 * 2 * 256**3
+
+
+def nested_options(x):
+    return jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})(x)
+
+
+LOWERED = jax.jit(jnp.sin).lower(1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "message"),
+    [
+        (lambda params, *, x: x, (F32,), r"1 arguments: missing a required .*'x'.*functools.part"),
+        (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
+        (nested_options, (F32,), "jax.jit with compiler_options, .* give that function itself"),
+        (LOWERED, (F32,), "step: .* got a Lowered"),
+        (LOWERED.compile(), (F32,), "step: .* got a Compiled"),
+    ],
+)
+def test_calls_that_do_not_work(step, args, message):
+    with pytest.raises(lm.memory.StepError, match=message) as error:
+        lm.memory.plan(step, *args)
+    assert "\n" not in str(error.value)
+
+
+@gpu_compiler
+def test_products_without_tiles(monkeypatch):
+    """A product for which XLA finds no tiles without a GPU; which they are varies with JAX."""
+    tried = []
+    compile = jax.stages.Lowered.compile
+
+    def no_tiles(self, options):
+        tried.append(options.get("xla_gpu_enable_triton_gemm"))
+        if tried[-1] in (None, True):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes for x")
+        return compile(self, options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", no_tiles)
+    plan = lm.memory.plan(jnp.matmul, F32, F32)
+    assert plan.notes == (
+        "compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for a product",
     )
-    with missing:
-        lm.memory.compile_for(cudnn_attention, QKV)
-    with missing:
-        lm.memory.residuals(cudnn_attention, QKV)
-    with missing:
-        load_factory("vit-ti16")("default", 2)
+    lm.memory.compile_for(jnp.matmul, F32, F32)
+    assert tried == [None, False] * 2
+    # Who asks for Triton's gets the error.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
+        lm.memory.plan(jnp.matmul, F32, F32, compiler_options={"xla_gpu_enable_triton_gemm": True})
+
+
+@gpu_compiler
+def test_no_platform_to_trace_with(monkeypatch):
+    def devices():
+        raise AssertionError  # as JAX does without a word
+
+    monkeypatch.setattr(jax, "devices", devices)
+    message = "JAX_PLATFORMS='cpu': this machine has no such device"
+    with pytest.raises(lm.memory.StepError, match=message):
+        lm.memory.plan(jnp.matmul, F32, F32)

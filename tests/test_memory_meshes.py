@@ -1,10 +1,11 @@
-"""Steps over several GPUs: with meshes of their own, of other devices, and with none."""
+"""Steps over several GPUs, with meshes of any kind, and arguments in the host's memory."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
@@ -20,12 +21,21 @@ def cpu_mesh(size=8, axis="dp", **options):
     return Mesh(np.array(jax.devices()[:size]), (axis,), **options)
 
 
+def placed(spec=None, size=8, kind=None):
+    """A sharding over CPU devices, which stand for as many GPUs."""
+    return NamedSharding(cpu_mesh(size), P() if spec is None else spec, memory_kind=kind)
+
+
+def abstract(array, sharding):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
 def step(p, x):
     return p - jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p)))(p)
 
 
 def constrained(p, x):
-    return step(p, jax.lax.with_sharding_constraint(x, NamedSharding(cpu_mesh(), P("dp"))))
+    return step(p, jax.lax.with_sharding_constraint(x, placed(P("dp"))))
 
 
 def summed(p, x):
@@ -72,21 +82,30 @@ def test_pmap():
 
 
 def test_shardings_that_bring_their_mesh():
-    shared = NamedSharding(cpu_mesh(), P("dp"))
+    shared = placed(P("dp"))
     plan = lm.memory.plan(step, W, X, in_shardings=(None, shared))
     assert (plan.device_count, plan.batch) == (8, BATCH // 8)
     workload = lm.memory.Workload(step, (W, X), in_shardings=(None, shared))
     made = lm.memory.compare(lambda *_: workload, ["default"], cache=False, progress=False)
     assert made["default"].plan == plan
 
+    def sizes(fn, *args, **options):
+        memory = lm.memory.compile_for(fn, *args, **options).memory_analysis()
+        return memory.argument_size_in_bytes, memory.output_size_in_bytes
+
+    x = abstract(X, placed(P("dp"), size=4))
+    assert sizes(lambda x: x + 1, x) == (BATCH // 4, BATCH // 4)
+    # in_shardings are stronger, and None in them is the argument's own.
+    both = sizes(lambda x, y: x + y, x, x, in_shardings=(P(None, "dp"), None))
+    assert both[0] == BATCH // 2
+    assert sizes(lambda x: x + 1, x, out_shardings=P())[1] == BATCH
+
 
 def test_devices_share_the_batch_where_nothing_is_said():
-    weights = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
-    odd = jax.ShapeDtypeStruct((3,), jnp.float32)
-
     def weighted(p, batch):
         return step(p, batch["x"] * batch["weights"][:, None] * batch["odd"].sum())
 
+    weights, odd = (jax.ShapeDtypeStruct((n,), jnp.float32) for n in (ROWS, 3))
     batch = {"x": X, "weights": weights, "odd": odd}
     plan = lm.memory.plan(weighted, W, batch, mesh={"data": 4, "model": 2})
     assert plan.device_count == 8 and plan.parameters == WEIGHT
@@ -97,40 +116,13 @@ def test_devices_share_the_batch_where_nothing_is_said():
     whole = lm.memory.plan(weighted, W, batch, mesh=8, in_shardings=P())
     assert whole.batch == BATCH + 4 * ROWS + 12
     assert "batch 66,572 B" in whole.notes[0]
-    replicated = NamedSharding(cpu_mesh(), P())
-    in_jit = lm.memory.plan(jax.jit(weighted, in_shardings=replicated), W, batch)
+    in_jit = lm.memory.plan(jax.jit(weighted, in_shardings=placed()), W, batch)
     assert (in_jit.device_count, in_jit.batch, in_jit.notes) == (8, whole.batch, whole.notes)
-
-
-def two_meshes(p, x):
-    other = NamedSharding(cpu_mesh(axis="other"), P("other"))
-    return jax.lax.with_sharding_constraint(constrained(p, x), other)
-
-
-@pytest.mark.parametrize(
-    ("step", "options", "message"),
-    [
-        (step, {"in_shardings": (P(), P("dp"))}, r"args\[1\] has .*'dp'.*no mesh was given: pass"),
-        (constrained, {"mesh": 4}, r"mesh: .* the mesh {'dp': 8}: expected 8 GPUs, got 4"),
-        (constrained, {"mesh": {"x": 8}}, r"mesh: the step names .*{'dp': 8}: .* got {'x': 8}"),
-        (two_meshes, {}, r"expected one mesh, got the meshes {'dp': 8}, {'other': 8}"),
-    ],
-)
-def test_meshes_that_do_not_go_together(step, options, message):
-    with pytest.raises(ValueError, match=message):
-        lm.memory.plan(step, W, X, **options)
-
-
-def test_what_is_no_mesh():
-    with pytest.raises(TypeError, match=r"mesh: expected axis sizes by name.* got '8'"):
-        lm.memory.plan(step, W, X, mesh="8")
 
 
 def test_explicit_axes():
     mesh = cpu_mesh(axis_types=(AxisType.Explicit,))
-    with pytest.raises(
-        ValueError, match=r"{'dp': 8}, whose axes are explicit: pass it to the plan"
-    ):
+    with pytest.raises(ValueError, match=r"{'dp': 8}, whose axes are explicit: pass it to the pl"):
         lm.memory.plan(jitted_over(mesh), W, X)
 
     def with_names(p, x):
@@ -140,3 +132,94 @@ def test_explicit_axes():
     assert plan.device_count == 8
     abstract = AbstractMesh((8,), ("dp",), axis_types=(AxisType.Explicit,))
     assert lm.memory.plan(with_names, W, X, mesh=abstract) == plan
+
+
+def two_meshes(p, x):
+    other = NamedSharding(cpu_mesh(axis="other"), P("other"))
+    return jax.lax.with_sharding_constraint(constrained(p, x), other)
+
+
+TWO = {"dp": 2}
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (step, {"in_shardings": (P(), P("dp"))}, r"args\[1\] has .*'dp'.*no mesh was given: pass"),
+        (constrained, {"mesh": 4}, r"mesh: .* the mesh {'dp': 8}: expected 8 GPUs, got 4"),
+        (constrained, {"mesh": {"x": 8}}, r"mesh: the step names .*{'dp': 8}: .* got {'x': 8}"),
+        (two_meshes, {}, r"expected one mesh, got the meshes {'dp': 8}, {'other': 8}"),
+        (step, {"mesh": {"x": 4, "y": 3}}, r"mesh: .* 1 to 8, or .* {'x': 4, 'y': 3} with 12"),
+        (step, {"mesh": TWO, "in_shardings": P("y")}, r"args\[0\] has .*'y'.* axes 'dp'"),
+        (step, {"mesh": TWO, "in_shardings": (P(),)}, "in_shardings: .* prefix of the 2 arg"),
+        (step, {"mesh": TWO, "out_shardings": P("y")}, "out_shardings has .*'y'.* axes 'dp'"),
+        (step, {"mesh": "8"}, r"mesh: expected axis sizes by name.* got '8'"),
+    ],
+)
+def test_meshes_that_do_not_go_together(step, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        lm.memory.plan(step, W, X, **options)
+
+
+SGD = optax.sgd(1e-3, momentum=0.9)
+
+
+def sgd_arguments(state_sharding):
+    state = jax.eval_shape(SGD.init, {"w": W})
+    return {"w": W}, jax.tree.map(lambda x: abstract(x, state_sharding), state), X
+
+
+def sgd_step(to_device, to_host, donate=(0, 1), **options):
+    def step(params, state, x):
+        state = state if to_device is None else jax.device_put(state, to_device)
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+        updates, state = SGD.update(grads, state)
+        state = state if to_host is None else jax.device_put(state, to_host)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step, donate_argnums=donate, **options)
+
+
+DEVICE, HOST = placed(size=1, kind="device"), placed(size=1, kind="pinned_host")
+SPACES = jax.memory.Space.Device, jax.memory.Space.Host
+SHARDINGS = {"in_shardings": (DEVICE, HOST, DEVICE), "out_shardings": (DEVICE, HOST)}
+ONE_DEVICE = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("step", "state_sharding"),
+    [
+        (sgd_step(*SPACES), HOST),
+        (sgd_step(DEVICE, HOST), HOST),
+        (sgd_step(DEVICE, None, **SHARDINGS), None),
+        (sgd_step(DEVICE, HOST), ONE_DEVICE),
+    ],
+    ids=["space", "device_put", "shardings of jit", "one device"],
+)
+def test_optimizer_state_on_the_host(step, state_sharding):
+    plan = lm.memory.plan(step, *sgd_arguments(state_sharding))
+    assert plan.host == pytest.approx(WEIGHT, abs=64)
+    assert plan.optimizer_state == 0
+    on_gpu = lm.memory.plan(sgd_step(None, None, donate=0), *sgd_arguments(None))
+    assert on_gpu.host == 0 and plan.peak < on_gpu.peak - WEIGHT / 2
+
+
+def test_the_host_in_shardings_of_the_plan_and_in_the_estimate():
+    host = P(), HOST, P()
+    step = sgd_step(*SPACES, donate=())
+    options = {"in_shardings": host, "out_shardings": host[:2]}
+    plan = lm.memory.plan(step, *sgd_arguments(None), **options)
+    assert plan.host == pytest.approx(2 * WEIGHT, abs=128)  # it is not donated
+    assert plan.optimizer_state == 0
+    found = lm.memory.estimate(sgd_step(*SPACES), *sgd_arguments(HOST))
+    assert (found.host, found.optimizer_state.bytes) == (WEIGHT, 0)
+    assert "host" in str(found) and found.to_dict()["host"] == WEIGHT
+
+
+def test_the_host_over_a_mesh():
+    to_device = lambda x: jax.device_put(x, jax.memory.Space.Device)  # noqa: E731
+    state = abstract(W, placed(P("dp"), kind="pinned_host"))
+    plan = lm.memory.plan(lambda s, x: x @ to_device(s), state, abstract(X, placed(P("dp"))))
+    assert (plan.device_count, plan.host) == (8, WEIGHT // 8)
+    with pytest.raises(lm.memory.StepError, match="args"):  # nothing on the GPU
+        lm.memory.plan(lambda x: to_device(x) + 1, abstract(X, HOST))

@@ -1,9 +1,8 @@
 """The memory of compiled steps, against XLA's own totals and against counts by hand."""
 
 import dataclasses
-import itertools
+import functools
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers
@@ -19,8 +19,9 @@ from lowmembp_jax.memory.result import PARTS
 
 pytestmark = pytest.mark.gpu_compiler
 
-WIDTH, LAYERS = 512, 3
-WEIGHTS = LAYERS * WIDTH * WIDTH * 4
+WIDTH, LAYERS, ROWS = 512, 3, 4096
+WEIGHT = WIDTH * WIDTH * 4
+WEIGHTS = LAYERS * WEIGHT
 ADAM = optax.adam(1e-3)
 
 
@@ -43,28 +44,75 @@ def mlp_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-PARAMS = [f32(WIDTH, WIDTH)] * LAYERS
+PARAMS, BATCH = [f32(WIDTH, WIDTH)] * LAYERS, f32(ROWS, WIDTH)
 OPT_STATE = jax.eval_shape(ADAM.init, PARAMS)
+MLP = PARAMS, OPT_STATE, BATCH
 
 
-def plan_mlp(rows, **options):
-    return lm.memory.plan(mlp_step, PARAMS, OPT_STATE, f32(rows, WIDTH), **options)
+@functools.cache
+def plan_mlp(donate=(0, 1)):
+    return lm.memory.plan(mlp_step, *MLP, donate=donate)
 
 
 def parts(plan):
     return {part: getattr(plan, part) for part in PARTS}
 
 
-def test_parts_of_an_mlp_by_hand():
-    plan = plan_mlp(4096, donate=(0, 1))
+def scanned_loss(params, batch, layer=lambda x, w: jnp.sin(lax.optimization_barrier(x @ w))):
+    """The sum of squares after layers in a scan."""
+    return jnp.sum(jnp.square(lax.scan(lambda x, w: (layer(x, w), None), batch, params)[0]))
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
+def test_parts_by_hand_of_the_peak_that_xla_allocates(donate):
+    plan = plan_mlp(donate)
+    assert plan.notes == ()  # all was understood, and the sums agree
     assert plan.parameters == WEIGHTS
     assert plan.optimizer_state == 2 * WEIGHTS + 4  # and the count of steps
-    assert plan.batch == 4096 * WIDTH * 4
+    assert plan.batch == ROWS * WIDTH * 4
     assert plan.most_intermediates == pytest.approx(LAYERS * plan.batch, rel=1e-4)
     assert plan.intermediates <= plan.most_intermediates
-    assert plan.outputs < 1024  # the loss, and a table of pointers
-    assert sum(parts(plan).values()) == plan.peak
     assert plan.fragmentation <= plan.temporaries
+    assert sum(parts(plan).values()) == plan.peak
+    if donate:
+        assert plan.outputs < 1024  # the loss, and a table of pointers
+    else:
+        assert plan.outputs == pytest.approx(3 * WEIGHTS, rel=0.01)
+    memory = lm.memory.compile_for(mlp_step, *MLP, donate_argnums=donate).memory_analysis()
+    assert plan.peak == (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.11 counts what is inside of kernels too
+        assert 0 <= memory.total_allocation_bytes - plan.peak < 1024
+
+
+def test_a_jitted_step_says_what_it_donates_and_can_be_overruled():
+    kept, donated = plan_mlp(()), plan_mlp()
+    # Three quarters at the least: XLA copies a parameter that it overwrites before its last use.
+    assert 0.75 * 3 * WEIGHTS < kept.peak - donated.peak <= 3 * WEIGHTS + 1024
+    step = jax.jit(mlp_step, donate_argnums=(0, 1))
+    assert parts(lm.memory.plan(step, *MLP)) == parts(donated)
+    assert parts(lm.memory.plan(step, *MLP, donate=())) == parts(kept)
+
+
+def test_compiler_options_of_a_jitted_step():
+    """JAX takes them of the outermost jit alone; those of the plan come first."""
+    unfused, fused = ({"xla_disable_hlo_passes": name} for name in ("priority-fusion", ""))
+    jitted = jax.jit(mlp_step, donate_argnums=(0, 1), compiler_options=unfused)
+
+    def kernels(step, **options):
+        return len(lm.memory.plan(step, *MLP, **options).cost.kernels)
+
+    more = kernels(mlp_step, donate=(0, 1), compiler_options=unfused)
+    fewer = len(plan_mlp().cost.kernels)
+    assert fewer < more == kernels(jitted)
+    assert kernels(jitted, compiler_options=fused) == fewer
+    compiled = lm.memory.compile_for(jitted, *MLP)
+    assert compiled.memory_analysis().alias_size_in_bytes >= 3 * WEIGHTS
+    assert compiled.as_text().count(" fusion(") == more
 
 
 def test_gradients_by_hand():
@@ -79,126 +127,26 @@ def test_gradients_by_hand():
     assert plan.gradients == WEIGHTS
 
 
-@pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
-def test_peak_is_what_xla_allocates(donate):
-    plan = plan_mlp(1024, donate=donate)
-    assert plan.notes == ()  # all was understood, and the sums agree
-    compiled = lm.memory.compile_for(
-        mlp_step, PARAMS, OPT_STATE, f32(1024, WIDTH), donate_argnums=donate
-    )
-    memory = compiled.memory_analysis()
-    assert plan.peak == (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
-    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.11 counts what is inside of kernels too
-        assert 0 <= memory.total_allocation_bytes - plan.peak < 1024
-
-
-def scanned_step(params, batch):
-    def loss(params):
-        layer = lambda x, w: (jnp.tanh(lax.optimization_barrier(x @ w)), None)  # noqa: E731
-        return jnp.mean(jnp.square(lax.scan(layer, batch, params)[0]))
-
-    return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
-
-
 def _without_scheduler(notes):
     """XLA's latency-hiding scheduler is on in newer versions of JAX, and has a note."""
     return [note for note in notes if "latency-hiding" not in note]
 
 
-def test_a_scanned_and_a_sharded_step_are_understood():
-    """And the dense one above: what XLA adds to its texts must be known here first."""
-    scanned = lm.memory.plan(scanned_step, f32(4, WIDTH, WIDTH), f32(64, WIDTH), donate=0)
-    assert not _without_scheduler(scanned.notes)
-    sharded = plan_mlp(
-        64, mesh={"data": 4}, in_shardings=(P("data"), None, P("data")), donate=(0, 1)
-    )
-    whole, wide = _without_scheduler(sharded.notes)
-    assert whole.startswith("each of the 4 devices has whole arrays of: optimizer state")
-    assert "lm.compress_state" in wide
-
-
-def test_doubts_are_noted(monkeypatch):
-    read = buffers.read
-
-    def other(directory):
-        found = read(directory)
-        larger = {number: a._replace(size=a.size + 8) for number, a in found.allocations.items()}
-        odd = (" striped: yes", " striped: no")
-        return dataclasses.replace(found, allocations=larger, not_understood=odd)
-
-    monkeypatch.setattr(buffers, "read", other)
-    plan = lm.memory.plan(jnp.sin, f32(64))
-    lines, sums = plan.notes
-    assert lines == (
-        "2 lines of XLA's buffer assignment were not understood, the first: 'striped: yes'; "
-        "the parts may be off"
-    )
-    assert sums == (
-        "XLA's memory_analysis() has 512 bytes and its buffer assignment 528: the parts and the "
-        "peak come from the buffer assignment and may be off by 16 bytes"
-    )
-
-
-def test_donation_saves_the_outputs():
-    kept, donated = plan_mlp(4096, donate=()), plan_mlp(4096, donate=(0, 1))
-    saved = kept.peak - donated.peak
-    # Three quarters at the least: XLA copies a parameter that it overwrites before its last use.
-    assert 0.75 * 3 * WEIGHTS < saved <= 3 * WEIGHTS + 1024
-    assert kept.outputs == pytest.approx(3 * WEIGHTS, rel=0.01)
-    # A jitted step says itself what it donates, and can be overruled.
-    step = jax.jit(mlp_step, donate_argnums=(0, 1))
-    arguments = (PARAMS, OPT_STATE, f32(4096, WIDTH))
-    assert parts(lm.memory.plan(step, *arguments)) == parts(donated)
-    assert parts(lm.memory.plan(step, *arguments, donate=())) == parts(kept)
-
-
-def test_compiler_options_of_a_jitted_step():
-    """JAX takes them of the outermost jit alone; those of the plan come first."""
-    arguments = (PARAMS, OPT_STATE, f32(256, WIDTH))
-    unfused, fused = ({"xla_disable_hlo_passes": name} for name in ("priority-fusion", ""))
-    jitted = jax.jit(mlp_step, donate_argnums=(0, 1), compiler_options=unfused)
-
-    def kernels(step, **options):
-        return len(lm.memory.plan(step, *arguments, **options).cost.kernels)
-
-    more = kernels(mlp_step, donate=(0, 1), compiler_options=unfused)
-    fewer = kernels(mlp_step, donate=(0, 1))
-    assert fewer < more == kernels(jitted)
-    assert kernels(jitted, compiler_options=fused) == fewer
-    compiled = lm.memory.compile_for(jitted, *arguments)
-    assert compiled.memory_analysis().alias_size_in_bytes >= 3 * WEIGHTS
-    assert compiled.as_text().count(" fusion(") == more
-
-
-def test_grows_with_the_batch():
-    plans = [plan_mlp(rows, donate=(0, 1)) for rows in (256, 1024, 4096, 16384)]
-    for small, large in itertools.pairwise(plans):
-        assert small.peak < large.peak
-        assert small.most_intermediates < large.most_intermediates
-        assert small.optimizer_state == large.optimizer_state
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [{"data": 8}, AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))],
-    ids=["auto", "explicit"],
-)
-def test_eight_devices_share_the_batch(mesh):
-    sharded = (P(), P(), P("data"))
-    one = plan_mlp(8192, donate=(0, 1))
-    eight = plan_mlp(8 * 8192, mesh=mesh, in_shardings=sharded, donate=(0, 1))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_eight_devices_share_the_batch(axis_type):
+    mesh = AbstractMesh((8,), ("data",), axis_types=(axis_type,))
+    arguments = (PARAMS, OPT_STATE, f32(8 * ROWS, WIDTH))
+    options = {"mesh": mesh, "in_shardings": (P(), P(), P("data")), "donate": (0, 1)}
+    one, eight = plan_mlp(), lm.memory.plan(mlp_step, *arguments, **options)
     assert (one.device_count, eight.device_count) == (1, 8)
     assert eight.parameters == one.parameters == WEIGHTS
     assert eight.optimizer_state == one.optimizer_state
     assert eight.batch == one.batch
     assert eight.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
-    split = plan_mlp(8192, mesh=mesh, in_shardings=sharded, donate=(0, 1))
-    assert 8 * split.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
+    # What XLA adds to its texts must be known here first: there is no note of lines.
+    [whole] = _without_scheduler(eight.notes)
+    assert whole.startswith("each of the 8 devices has whole arrays of: ")
+    assert "parameters" in whole and "optimizer state" in whole and "batch" not in whole
 
 
 def plan_hosts(count, params, axis_type=AxisType.Auto, **options):
@@ -206,7 +154,8 @@ def plan_hosts(count, params, axis_type=AxisType.Auto, **options):
     mesh = AbstractMesh((count,), ("data",), axis_types=(axis_type,))
     state = params, jax.tree.map(lambda x: params if x.ndim else P(), OPT_STATE)
     options |= {"in_shardings": (*state, P("data")), "out_shardings": (*state, P())}
-    return plan_mlp(256 * count, mesh=mesh, donate=(0, 1), **options)
+    arguments = (PARAMS, OPT_STATE, f32(256 * count, WIDTH))
+    return lm.memory.plan(mlp_step, *arguments, mesh=mesh, donate=(0, 1), **options)
 
 
 def test_several_hosts_that_share_the_batch():
@@ -223,51 +172,116 @@ def test_several_hosts_that_share_the_batch():
 
 def test_several_hosts_that_share_the_parameters():
     shared = plan_hosts(64, P("data"))
-    gathered, rest = divmod(shared.parameters - WEIGHTS // 64, WIDTH * WIDTH * 4)
+    gathered, rest = divmod(shared.parameters - WEIGHTS // 64, WEIGHT)
     assert gathered < LAYERS and rest == 0
     assert shared.optimizer_state == 2 * WEIGHTS // 64 + 4
     opcodes = {kernel.opcode.removesuffix("-start") for kernel in shared.cost.kernels}
     assert opcodes > {"all-gather", "reduce-scatter"}
 
 
-def test_parameters_over_devices():
-    rows = jax.tree.map(lambda x: P("model") if x.ndim else P(), (PARAMS, OPT_STATE))
-    plan = plan_mlp(
-        1024,
-        mesh={"model": 4},
-        in_shardings=(*rows, P()),
-        out_shardings=(*rows, P()),
-        donate=(0, 1),
-    )
-    assert plan.parameters == WEIGHTS // 4
-    assert plan.optimizer_state == 2 * WEIGHTS // 4 + 4
+def test_doubts_are_noted(monkeypatch):
+    read = buffers.read
+
+    def other(directory):
+        found = read(directory)
+        larger = {number: a._replace(size=a.size + 8) for number, a in found.allocations.items()}
+        odd = (" striped: yes", " striped: no")
+        return dataclasses.replace(found, allocations=larger, not_understood=odd)
+
+    monkeypatch.setattr(buffers, "read", other)
+    plan = lm.memory.plan(jnp.sin, f32(64))
+    lines, sums = plan.notes
+    assert "2 lines of XLA's buffer assignment were not understood" in lines
+    assert "the first: 'striped: yes'" in lines
+    assert "memory_analysis() has 512 bytes and its buffer assignment 528" in sums
+    assert "may be off by 16 bytes" in sums
 
 
-def test_devices_differ_in_what_fits():
-    rows = 4_000_000
-    small, large = (plan_mlp(rows, device=device) for device in ("l4", "b200"))
-    assert not small.fits and large.fits
-    assert small.usable == lm.memory.get_device("l4").usable_bytes()
-    assert "peak, does not fit" in str(small) and "peak, fits" in str(large)
-    assert plan_mlp(rows, device="l4", memory_fraction=0.5).usable < small.usable
+def test_residuals_at_the_peak_have_their_source_line():
+    def loss(params, batch):
+        h = lm.regelu2(batch @ params["w"])  # the line
+        return jnp.sum(jnp.square(h @ params["v"]))
+
+    line = loss.__code__.co_firstlineno + 1
+    params = {"w": f32(256, 2048), "v": f32(2048, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, f32(8192, 256))
+    (codes,) = (buffer for buffer in plan.live if buffer.shape == "u2[8192,2048]")
+    assert (codes.part, codes.bytes) == ("intermediates", 8192 * 2048 // 4)
+    assert codes.source == f"{__file__}:{line}"
+    given = {buffer.op: buffer for buffer in plan.live if buffer.part in ("parameters", "batch")}
+    assert set(given) == {"params['w']", "params['v']", "batch"}
+    assert given["params['w']"].shape == "f32[256,2048]"
+    rest = plan.peak - sum(buffer.bytes for buffer in plan.live)
+    assert plan.fragmentation <= rest < 0.01 * plan.peak
 
 
-def test_what_is_offloaded_is_in_the_hosts_memory():
-    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+def test_mixed_precision_casts_are_parameters():
+    def loss(params, batch):
+        x = batch
+        for w in params:
+            x = jnp.sin(x @ lax.optimization_barrier(w.astype(jnp.bfloat16)))
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    def loss(params, batch, policy):
-        @partial(jax.checkpoint, policy=policy)
-        def layer(x, w):
-            return jnp.sin(x @ w), None
+    batch = jax.ShapeDtypeStruct((256, WIDTH), jnp.bfloat16)
+    plan = lm.memory.plan(jax.grad(loss), PARAMS, batch)
+    copies, rest = divmod(plan.parameters - WEIGHTS, WEIGHT // 2)
+    assert copies in (1, 2) and rest == 0  # those that the backward still reads at the peak
+    cast = [b for b in plan.live if b.part == "parameters" and b.shape.startswith("bf16")]
+    assert [b.op for b in cast] == ["convert_element_type"] * copies
 
-        return jnp.sum(jnp.square(lax.scan(layer, batch, params)[0]))
 
-    arguments = f32(8, WIDTH, WIDTH), f32(4096, WIDTH)
-    offloaded, kept = (
-        lm.memory.plan(jax.grad(partial(loss, policy=each)), *arguments)
-        for each in (policy, jax.checkpoint_policies.dots_saveable)
-    )
-    stack = 8 * 4096 * WIDTH * 4
+def test_stacks_of_a_scan_are_intermediates():
+    step = lambda params, batch: params - jax.grad(scanned_loss)(params, batch)  # noqa: E731
+    plan = lm.memory.plan(step, f32(8, WIDTH, WIDTH), BATCH, donate=0)
+    assert not _without_scheduler(plan.notes)
+    kept = [buffer for buffer in plan.live if buffer.shape == f"f32[8,{ROWS},{WIDTH}]"]
+    assert {buffer.part for buffer in kept} == {"intermediates"}
+    # cos of the dot's output, and the layer's input.
+    assert len(kept) == 2
+    assert all(buffer.source.startswith(__file__) for buffer in kept)
+    assert plan.gradients == 8 * WEIGHT
+
+
+def test_recurrence_from_a_learned_state():
+    """Its first iteration reads parameters alone, and later ones the batch too."""
+
+    def loss(params, batch):
+        def cell(h, x):
+            return lax.optimization_barrier(jnp.tanh(h @ params["w"])) * x, None
+
+        start = jnp.broadcast_to(params["start"], batch.shape[1:])
+        return jnp.sum(lax.scan(cell, start, batch)[0] ** 2)
+
+    params = {"w": f32(256, 256), "start": f32(1, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, f32(8, 2048, 256))
+    assert plan.parameters == (256 + 1) * 256 * 4
+    assert plan.most_intermediates >= 2 * plan.batch
+
+
+def test_the_input_of_a_block_that_is_computed_again():
+    """A scan carries it from one block to the next: it is what the block before returns."""
+
+    def layer(x, w):
+        return jnp.sin(lax.optimization_barrier(x @ w))  # the line
+
+    line = layer.__code__.co_firstlineno + 1
+    loss = functools.partial(scanned_loss, layer=jax.checkpoint(layer))
+    plan = lm.memory.plan(jax.grad(loss), f32(8, WIDTH, WIDTH), BATCH)
+    (stack,) = (buffer for buffer in plan.live if buffer.shape == f"f32[8,{ROWS},{WIDTH}]")
+    assert (stack.op, stack.source) == ("sin", f"{__file__}:{line}")
+
+
+def test_offloaded_residuals_are_in_the_hosts_memory():
+    policies = jax.checkpoint_policies
+    policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def plan(policy):
+        layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)
+        loss = functools.partial(scanned_loss, layer=layer)
+        return lm.memory.plan(jax.grad(loss), f32(8, WIDTH, WIDTH), BATCH)
+
+    offloaded, kept = plan(policy), plan(policies.dots_saveable)
+    stack = 8 * ROWS * WIDTH * 4
     assert (offloaded.host, kept.host) == (stack, 0)
     # The blocks' inputs are on the GPU in either case.
     assert kept.most_intermediates - offloaded.most_intermediates >= 0.9 * stack
@@ -301,16 +315,39 @@ def test_timeline():
 
 
 def test_reports():
-    plan = plan_mlp(512)
+    plan = plan_mlp()
     data = json.loads(plan.to_json())
     assert data["parts"] == parts(plan) and data["peak"] == plan.peak
     assert data["device"] == "h200" and data["cost"] == json.loads(json.dumps(plan.cost.to_dict()))
     assert [buffer["bytes"] for buffer in data["live"]] == [buffer.bytes for buffer in plan.live]
     assert lm.memory.Plan.from_dict(data) == plan
     text = str(plan)
-    assert text.startswith("NVIDIA H200") and "optimizer state" in text
+    assert text.startswith("NVIDIA H200") and "optimizer state" in text and "peak, fits" in text
 
 
-def test_errors():
+def test_the_device_and_its_memory_fraction():
+    plan = lm.memory.plan(jnp.sin, f32(64), device="l4", memory_fraction=0.5)
+    assert plan.usable == lm.memory.get_device("l4").usable_bytes(0.5)
     with pytest.raises(ValueError, match=r"memory_fraction: .* got 75"):
-        plan_mlp(64, memory_fraction=75)
+        lm.memory.plan(jnp.sin, f32(64), memory_fraction=75)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("method", "implementation", "scan", "units"),
+    [
+        ("default", "xla", False, 20.0),
+        ("full remat", "xla", True, 1.0),
+        ("lowmembp_jax", "xla", True, 10.5),
+        ("lowmembp_jax", "pallas", True, 10.5),
+    ],
+)
+def test_intermediates_of_encoder_blocks(method, implementation, scan, units):
+    """With cuDNN's attention; README.md has what a block keeps."""
+    with lm.set_implementation(implementation):
+        step, arguments = encoder.training_step(method, "full", scan, layers := 2)
+        plan = lm.memory.plan(step, *arguments, parts=("parameters", "parameters", "batch"))
+    kernels = [kernel.name + kernel.op_name for kernel in plan.cost.kernels]
+    assert any("lowmembp_norm" in name for name in kernels) == (implementation == "pallas")
+    most = plan.most_intermediates / encoder.UNIT / layers
+    assert most == pytest.approx(units, abs=0.6)

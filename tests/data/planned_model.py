@@ -9,20 +9,32 @@ from flax import nnx
 import lowmembp_jax as lm
 
 
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=jnp.bfloat16)(x))
+        return x + nn.Dense(x.shape[-1], dtype=jnp.bfloat16)(h)
+
+
 class Mlp(nn.Module):
-    width: int
+    blocks: int = 2
 
     @nn.compact
     def __call__(self, x):
-        for _ in range(2):
-            h = nn.Dense(4 * self.width, dtype=jnp.bfloat16)(x)
-            x = x + nn.Dense(self.width, dtype=jnp.bfloat16)(nn.gelu(h))
+        for _ in range(self.blocks):
+            x = Block()(x)
         return x
 
 
-def mlp(batch=4096, width=64):
+def abstract(model, *shape):
+    """The model's parameters, and its input."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return jax.eval_shape(model.init, jax.random.key(0), x), x
+
+
+def mlp(batch=4096, width=64, blocks=2):
     """A training step and its abstract arguments; it knows nothing of methods."""
-    model, optimizer = Mlp(width), optax.adam(1e-3)
+    model, optimizer = Mlp(blocks), optax.adam(1e-3)
 
     def loss(params, x):
         return jnp.square(model.apply(params, x)).astype(jnp.float32).mean()
@@ -32,17 +44,15 @@ def mlp(batch=4096, width=64):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    x = jax.ShapeDtypeStruct((batch, width), jnp.bfloat16)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    params, x = abstract(model, batch, width)
     return step, (params, jax.eval_shape(optimizer.init, params), x)
 
 
 def loss_only(batch=4096):
     """For `lowmembp residuals`: a loss and its arguments."""
-    model = Mlp(64)
-    x = jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16)
-    params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return lambda params, x: model.apply(params, x).astype(jnp.float32).sum(), (params, x)
+    model = Mlp()
+    loss = lambda params, x: model.apply(params, x).astype(jnp.float32).sum()  # noqa: E731
+    return loss, abstract(model, batch, 64)
 
 
 def jitted(batch=4096):
@@ -104,22 +114,6 @@ def keywords():
     return step, (jax.ShapeDtypeStruct((8,), jnp.float32),) * 2
 
 
-def deep(batch=256):
-    """Whose compilation takes long."""
-
-    def step(params, x):
-        def loss(params):
-            h = x
-            for weight in params:
-                h = h + jax.nn.gelu(h @ weight)
-            return h.sum()
-
-        return jax.grad(loss)(params)
-
-    weight = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    return step, ([weight] * 100, jax.ShapeDtypeStruct((batch, 256), jnp.float32))
-
-
 def typed(rate=0.1, biased=True):
     """Its options have other types than int."""
     return (lambda: (rate, biased)), ()
@@ -140,31 +134,15 @@ def no_results(batch=8):
     return forgets, args
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        h = nn.gelu(nn.Dense(256, dtype=jnp.bfloat16)(x))
-        return x + nn.Dense(64, dtype=jnp.bfloat16)(h)
-
-
-class Blocks(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(4):
-            x = Block()(x)
-        return x
-
-
 def with_compress(batch=4096, method="default"):
     """As the note below the table says."""
-    model = Blocks()
+    model = Mlp(blocks=4)
 
     def step(params, x):
         return jax.grad(lambda p: jnp.square(model.apply(p, x)).astype(jnp.float32).mean())(params)
 
-    x = jax.ShapeDtypeStruct((batch, 64), jnp.bfloat16)
-    args = (jax.eval_shape(model.init, jax.random.key(0), x), x)
-    return (lm.patch(compress="Block_*")(step) if method == "compress" else step), args
+    patched = lm.patch(compress="Block_*")(step) if method == "compress" else step
+    return patched, abstract(model, batch, 64)
 
 
 with_compress.methods = ("default", "compress")

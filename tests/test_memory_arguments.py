@@ -1,0 +1,224 @@
+"""Which part of memory an argument is: as told, by what the step does with it, or by its name."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+from lowmembp_jax.memory.classification.arguments import arguments
+
+pytestmark = pytest.mark.usefixtures("jax_defaults")  # optax mixes dtypes
+
+ADAM = optax.adam(1e-3)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+W = X = f32(8, 8)  # the shapes tell nothing apart
+
+
+def found(step, *args, parts=None):
+    jaxpr = jax.make_jaxpr(step)(*args).jaxpr
+    return {a.name: a.part for a in arguments(step, args, parts, jaxpr)}
+
+
+def loss(p, x, weights=1.0):
+    for w in p:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(jnp.square(x) * weights)
+
+
+def train_state(params, optimizer=ADAM):
+    create = lambda p: TrainState.create(apply_fn=None, params=p, tx=optimizer)  # noqa: E731
+    return jax.eval_shape(create, params)
+
+
+def test_names_of_arguments_where_nothing_is_trained():
+    def step(params, frozen, lora_params, ema_params, opt_state, optimizer, grads, x, labels):
+        return x
+
+    assert found(step, *[X] * 9) == {
+        **dict.fromkeys(("params", "frozen", "lora_params", "ema_params"), "parameters"),
+        **dict.fromkeys(("opt_state", "optimizer"), "optimizer_state"),
+        **{"grads": "gradients", "x": "batch", "labels": "batch"},
+    }
+    assert found(lambda state: state, {"opt_state": {"master_params": X, "mu": X}}) == {
+        "state['opt_state']['master_params']": "parameters",
+        "state['opt_state']['mu']": "optimizer_state",
+    }
+    assert found(lambda *args: args, X, X) == {"args[0]": "batch", "args[1]": "batch"}
+    jitted = jax.jit(lambda weights, options: weights)
+    assert found(jitted, X, X) == {"weights": "parameters", "options": "batch"}
+    of_batch = found(lambda batch, w: w, {"weights": X}, W)
+    assert of_batch == {"batch['weights']": "batch", "w": "batch"}
+
+
+def test_states_of_flax_and_optax_by_their_types():
+    params = {"layer_0": {"kernel": X}, "opt": {"bias": X}}
+    state = train_state(params, optax.MultiSteps(ADAM, 2))
+    parts = found(lambda state, batch: state, state, {"x": X, "params": X})
+    assert parts["state.params['layer_0']['kernel']"] == "parameters"
+    assert parts["state.params['opt']['bias']"] == "parameters"
+    assert parts["state.opt_state.inner_opt_state[0].mu['layer_0']['kernel']"] == "optimizer_state"
+    # What optax accumulates stays from step to step.
+    assert parts["state.opt_state.acc_grads['layer_0']['kernel']"] == "optimizer_state"
+    assert parts["state.step"] == parts["batch['x']"] == "batch"
+    state = jax.eval_shape(ADAM.init, [W])
+    parts = found(lambda s, g: ADAM.update(g, s[0]), (state, {"mine": state}), [W])
+    assert list(parts.values()) == ["optimizer_state"] * 6 + ["batch"]
+
+
+def test_parts_are_a_prefix_of_the_arguments():
+    state = {"a": {"kernel": X, "bias": X}, "b": X}
+    given = ({"a": "parameters", "b": "gradients"}, "batch")
+    parts = found(lambda s, x: s, state, X, parts=given)
+    assert list(parts.values()) == ["parameters", "parameters", "gradients", "batch"]
+    with pytest.raises(ValueError, match=r"parts: expected one of parameters, .* got 'weights'"):
+        found(lambda s, x: s, state, X, parts=("weights", "batch"))
+    with pytest.raises(ValueError, match=r"parts: .* prefix of the 2 arguments.*\('batch',\)"):
+        found(lambda s, x: s, state, X, parts=("batch",))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_is_trained_and_what_the_optimizer_carries(jitted):
+    def step(net, mu, x):
+        value_and_grad = jax.value_and_grad(jax.jit(loss) if jitted else loss)
+        value, grads = value_and_grad(net, x)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, grads)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, net, mu), mu, value
+
+    step = jax.jit(step, donate_argnums=(0, 1)) if jitted else step
+    parts = found(step, [W, W], [W, W], X)
+    assert list(parts.values()) == ["parameters"] * 2 + ["optimizer_state"] * 2 + ["batch"]
+    # What one says is stronger.
+    told = found(step, [W], [W], X, parts=("batch", "gradients", "batch"))
+    assert list(told.values()) == ["batch", "gradients", "batch"]
+    parts = found(lambda p, x: jax.value_and_grad(loss)(p, x), [W, W], X)  # gradients alone
+    assert list(parts.values()) == ["parameters", "parameters", "batch"]
+
+
+def test_parameters_made_of_master_weights():
+    """Nothing but dtypes tells them from the batch, which stands behind them."""
+    low = jax.ShapeDtypeStruct(W.shape, jnp.bfloat16)
+
+    def step(a, b, c):
+        grads = jax.grad(lambda a: loss(a, c).astype(jnp.float32))(a)
+        b = jax.tree.map(lambda m, g: m - 0.1 * g.astype(jnp.float32), b, grads)
+        return jax.tree.map(lambda m: m.astype(jnp.bfloat16), b), b
+
+    jaxpr = jax.make_jaxpr(step)([low], [W], low).jaxpr
+    made = arguments(step, ([low], [W], low), None, jaxpr)
+    assert [a.part for a in made] == ["parameters", "optimizer_state", "batch"]
+    assert [a.is_trained for a in made] == [True, False, False]
+
+
+def test_microbatches_in_a_scan():
+    def step(theta, s, xs):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(theta, x)), None
+
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), xs)
+        updates, s = ADAM.update(grads, s)
+        return optax.apply_updates(theta, updates), s
+
+    parts = found(step, [W], jax.eval_shape(ADAM.init, [W]), f32(8, 8, 8))
+    assert list(parts.values()) == ["parameters", *["optimizer_state"] * 3, "batch"]
+    assert "s[0].mu[0]" in parts
+
+
+def test_a_batch_may_hold_weights():
+    def step(state, b):
+        value, grads = jax.value_and_grad(loss)(state["net"], b["x"], b["weights"])
+        net = jax.tree.map(lambda w, g: w - g, state["net"], grads)
+        return {**state, "net": net}, value
+
+    parts = found(step, {"net": [W], "frozen": [W]}, {"x": X, "weights": X})
+    assert parts["state['net'][0]"] == parts["state['frozen'][0]"] == "parameters"
+    assert parts["b['x']"] == parts["b['weights']"] == "batch"
+
+
+def test_frozen_weights_that_come_back_and_random_numbers():
+    def step(s, x):
+        def of_lora(lora):
+            noise = jax.random.uniform(key, x.shape)
+            return loss([s["w0"] + lora], x * noise)
+
+        key, new = jax.random.split(s["key"])
+        lora = s["lora"] - jax.grad(of_lora)(s["lora"])
+        return {"w0": s["w0"], "lora": lora, "key": new, "n": s["n"] + 1}
+
+    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    parts = found(step, {"w0": W, "lora": W, "key": key, "n": jax.ShapeDtypeStruct((), "int32")}, X)
+    assert parts["s['w0']"] == parts["s['lora']"] == "parameters"
+    assert parts["s['key']"] == parts["s['n']"] == parts["x"] == "batch"
+
+
+def test_master_weights_averages_and_a_train_state():
+    def step(s, ema_params, x):
+        def of_16_bits(w):
+            return loss(w, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+        grads = jax.grad(of_16_bits)([w.astype(jnp.bfloat16) for w in s.params])
+        s = s.apply_gradients(grads=jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+        return s, jax.tree.map(lambda e, w: 0.9 * e + w, ema_params, s.params)
+
+    parts = found(step, train_state([W]), [W], X)
+    assert parts["s.params[0]"] == parts["ema_params[0]"] == "parameters"
+    assert parts["s.opt_state[0].mu[0]"] == parts["s.opt_state[0].count"] == "optimizer_state"
+    assert parts["x"] == "batch"
+
+
+PARAMS = {"w": f32(64, 32)}
+FROZEN = {"base": jax.ShapeDtypeStruct((64, 64), jnp.int4)}
+ARGUMENTS = PARAMS, FROZEN, jax.eval_shape(ADAM.init, PARAMS), f32(512, 64)
+
+
+def adam_step(params, frozen, opt_state, batch):
+    def loss(params):
+        h = jnp.tanh(batch @ frozen["base"].astype(jnp.float32))
+        return jnp.mean(jnp.square(h @ params["w"]))
+
+    updates, opt_state = ADAM.update(jax.grad(loss)(params), opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.gpu_compiler
+def test_estimate_by_hand_and_as_in_the_plan():
+    found = lm.memory.estimate(adam_step, *ARGUMENTS)
+    assert found.parameters == (2, 64 * 32 + 64 * 64, 64 * 32 * 4 + 64 * 64 // 2)
+    assert found.optimizer_state == (3, 2 * 64 * 32 + 1, 2 * 64 * 32 * 4 + 4)
+    assert found.batch == (1, 512 * 64, 512 * 64 * 4)
+    assert found.gradients == (1, 64 * 32, 64 * 32 * 4)  # of the frozen ones there are none
+    plan = lm.memory.plan(adam_step, *ARGUMENTS)
+    assert plan.parameters == found.parameters.bytes
+    assert (plan.optimizer_state, plan.batch) == (found.optimizer_state.bytes, found.batch.bytes)
+    assert found.arguments < plan.peak
+    assert "2,048 elements in 1 array\n" in str(found)
+    assert str(found).endswith("outputs are not counted: only a compiled plan has them")
+    assert json.loads(json.dumps(found.to_dict()))["parts"]["batch"]["bytes"] == found.batch.bytes
+    assert lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments).fits
+    above = lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments - 1)
+    assert not above.fits and "already above the" in str(above)
+    with pytest.raises(ValueError, match="budget: '24' is not a size"):
+        lm.memory.estimate(adam_step, *ARGUMENTS, budget="24")
+    evaluated = lm.memory.estimate(lambda params, batch: batch @ params["w"], PARAMS, f32(8, 64))
+    assert evaluated.gradients == (0, 0, 0) and evaluated.parameters.arrays == 1
+
+
+@pytest.mark.gpu_compiler
+def test_estimate_for_each_of_several_devices():
+    shardings = P("data"), P(), P(), P("data")
+    found = lm.memory.estimate(adam_step, *ARGUMENTS, mesh={"data": 8}, in_shardings=shardings)
+    assert found.device_count == 8
+    assert found.parameters == (2, 64 * 32 + 64 * 64, 64 * 32 * 4 // 8 + 64 * 64 // 2)
+    assert found.gradients == (1, 64 * 32, 64 * 32 * 4 // 8)
+    # The devices share the batch where nothing else is said.
+    shared = lm.memory.estimate(adam_step, *ARGUMENTS, mesh=8)
+    assert shared.batch.bytes == found.batch.bytes == 512 * 64 * 4 // 8
