@@ -1,16 +1,15 @@
-"""What a step with LoRA, LoRA-FA and QLoRA keeps, and takes when compiled for a GPU."""
+"""What a step with LoRA, LoRA-FA and QLoRA saves, and its memory when compiled for a GPU."""
 
 import dataclasses
 import resource
 import time
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lowmembp_examples.lora import add_lora, apply_lora, combine, partition
+from lowmembp_examples.lora import apply_lora, combine, partition
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
 
@@ -22,22 +21,33 @@ RANK = 4
 
 
 class Linear(nn.Module):
-    """Denses and nothing else: what is kept, they keep."""
+    """Denses and nothing else: they save all residuals."""
 
     compute: Compute = Compute()
 
     @nn.compact
     def __call__(self, x):
-        y = 2.0 * x  # an array of its own, which the norm's output would be
+        y = 2.0 * x  # an array of its own, as a norm's output would be
         heads = [nn.DenseGeneral((4, 16), name=name)(y) for name in ("query", "key", "value")]
         h = nn.DenseGeneral(64, axis=(-2, -1), name="attention_output")(sum(heads, heads[0]))
         return nn.Dense(64, name="down")(nn.Dense(192, name="up")(h))
 
 
+def linear(train, tokens=256):
+    """The trained parameters and the input of `Linear` with LoRA, and a function of both."""
+    model, x = apply_lora(Linear(), train, RANK), jnp.ones((1, tokens, 64))
+    trained, frozen = partition(model.init(jax.random.key(0), x)["params"], train)
+
+    def fn(trained, x):
+        return model.apply({"params": combine(trained, frozen, jnp.float32)}, x)
+
+    return fn, trained, x
+
+
 @pytest.mark.parametrize(
     ("train", "inputs", "products"),
     [
-        ("full", 5 + 1, 0),  # y once, and what attention_output, up and down take: 64, 64, 192
+        ("full", 5 + 1, 0),  # y once, and the inputs of attention_output, up, down: 64, 64, 192
         ("lora-qv", 1, 2),
         ("lora-all", 5 + 1, 6),
         ("lora-fa-qv", 0, 2),
@@ -46,44 +56,30 @@ class Linear(nn.Module):
         ("qlora-all", 5 + 1, 6),
     ],
 )
-def test_kept(train, inputs, products):
-    """In arrays of 64 features: the input of q and v once, and rank numbers of every A x; nothing
-    of frozen Denses, nor of A's input where A is frozen."""
+def test_saved(train, inputs, products):
+    """In arrays of 64 features: the input of q and v once, and `RANK` numbers of every A x. Frozen
+    Denses save nothing, and A's input is not saved if A is frozen."""
     tokens = 256
-    x = jax.random.normal(jax.random.key(2), (1, tokens, 64))
-    plain = Linear()
-    base = plain.init(jax.random.key(0), x)["params"]
-    model = apply_lora(plain, train, RANK)
-    params = base if train == "full" else add_lora(model, base, jax.random.key(1), x)
-    trained, frozen = partition(params, train)
-
-    def fn(trained, x):
-        return model.apply({"params": combine(trained, frozen, jnp.float32)}, x)
-
-    kept = lm.memory.saved_bytes(fn, trained, x)
-    # The cast in `combine` to the dtype that A and B have is none. Reshapes of weights count.
-    reshaped = kept - tokens * 4 * (64 * inputs + RANK * products)
+    fn, trained, x = linear(train, tokens)
+    saved = lm.memory.saved_bytes(fn, trained, x)
+    # The cast in `combine` to the dtype that A and B have copies nothing. Reshapes of weights do.
+    reshaped = saved - tokens * 4 * (64 * inputs + RANK * products)
     weights = sum(x.size * 4 for x in jax.tree.leaves(trained)) if train != "full" else 0
     assert 0 <= reshaped <= weights < tokens * 4 * 64
 
 
 @pytest.mark.parametrize("train", ["lora-all", "qlora-all"])
 def test_compress_computes_no_product_again(train):
-    model, x = apply_lora(Linear(), train, RANK), jnp.ones((1, 256, 64))
-    params = model.init(jax.random.key(0), x)["params"]
-    trained, frozen = partition(params, train)
+    fn, trained, x = linear(train)
 
     def products(method):
-        def block(trained, x):
-            return model.apply({"params": combine(trained, frozen, jnp.float32)}, x)
-
-        gradient = jax.grad(lambda trained, x: jnp.sum(jnp.square(method(block)(trained, x))))
+        gradient = jax.grad(lambda trained, x: jnp.sum(jnp.square(method(fn)(trained, x))))
         return str(jax.make_jaxpr(gradient)(trained, x)).count("dot_general[")
 
     assert products(lm.compress) == products(lambda block: block) < products(jax.checkpoint)
 
 
-def compiled_sizes(train: Any, config, scan_layers, method="lowmembp", batch=1, tokens=16):
+def compiled_sizes(train, config, scan_layers, method="lowmembp", batch=1, tokens=16):
     """Arguments and temporaries of a step, in bytes."""
     compute = Compute(method, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
     model = apply_lora(Llama(config, compute, scan_layers=scan_layers), train)
@@ -101,27 +97,21 @@ def compiled_sizes(train: Any, config, scan_layers, method="lowmembp", batch=1, 
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize(
-    ("scan_layers", "method"),
-    [pytest.param(False, "lowmembp", marks=pytest.mark.slow), (True, "lowmembp+remat")],
-)
-def test_quantized_weights_stay_so(scan_layers, method):
-    """A layer more takes 4 bits a weight of arguments, and no weight in 16 bits is kept."""
-    few_tokens = LlamaConfig(256, 2, 4, 704, vocab_size=64)
+@pytest.mark.parametrize(("scan_layers", "method"), [(False, "lowmembp"), (True, "lowmembp+remat")])
+def test_quantized_weights_stay_quantized(scan_layers, method):
+    """Another layer takes 4 bits a weight of arguments, and saves no weight in 16 bits."""
+    config = LlamaConfig(256, 2, 4, 704, vocab_size=64)
     fewer, more = (
         compiled_sizes(
-            "qlora-qv",
-            dataclasses.replace(few_tokens, num_hidden_layers=layers),
-            scan_layers,
-            method,
+            "qlora-qv", dataclasses.replace(config, num_hidden_layers=layers), scan_layers, method
         )
         for layers in (2, 4)
     )
-    arguments, kept = (more - fewer) / 2
+    arguments, temporaries = (more - fewer) / 2
     weights = 4 * 256**2 + 3 * 256 * 704
     lora = 2 * 2 * 8 * 256 * 2
     assert arguments == pytest.approx(weights / 2 + weights / 64 * 2 + lora, rel=0.01)
-    assert kept < weights * 2 / 4
+    assert temporaries < weights * 2 / 4
 
 
 @pytest.mark.gpu_compiler
@@ -133,15 +123,11 @@ def test_large_models_are_compiled_here(name, train):
     arguments, temporaries = compiled_sizes(train, config, True, batch=4, tokens=2048)
     assert time.monotonic() - start < 180
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8e6  # kB
-    weights = (
-        config.num_hidden_layers
-        * config.hidden_size
-        * (4 * config.hidden_size + 3 * config.intermediate_size)
-    )
-    tables = 2 * config.vocab_size * config.hidden_size * 2
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    weights = layers * hidden * (4 * hidden + 3 * config.intermediate_size)
+    tables = 2 * config.vocab_size * hidden * 2
     per_weight = 2 if train == "lora-qv" else 1 / 2 + 2 / 64
     assert arguments == pytest.approx(weights * per_weight + tables, rel=0.01)
     # Norm outputs 2, q, k, v 3, attention's output 1; gate and up. See test_llama.py.
-    ratio = config.intermediate_size / config.hidden_size
-    units = config.num_hidden_layers * (6 + 2 * ratio)
-    assert temporaries == pytest.approx(units * 4 * 2048 * config.hidden_size * 2, rel=0.08)
+    units = layers * (6 + 2 * config.intermediate_size / hidden)
+    assert temporaries == pytest.approx(units * 4 * 2048 * hidden * 2, rel=0.08)

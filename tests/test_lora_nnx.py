@@ -30,21 +30,16 @@ class Block(nnx.Module):
         return x + self.down(lm.gelu(self.up(self.norm(x))))
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def make():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(Block(rngs), Block(rngs))
 
 
 def with_lora():
+    """The model, and an optimizer of A and B."""
     provider = qwix.LoraProvider(module_path=".*up", rank=RANK, alpha=8.0)
-    x = jnp.ones((2, WIDTH))
-    return qwix.apply_lora_to_model(Model(), provider, x, rngs=nnx.Rngs(1))
+    model = qwix.apply_lora_to_model(make(), provider, jnp.ones((2, WIDTH)), rngs=nnx.Rngs(1))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
 
 def loss(model, x, y):
@@ -59,26 +54,21 @@ def step(model, optimizer, x, y):
 
 
 def test_it_trains_and_the_frozen_stay():
-    model = with_lora()
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+    model, optimizer = with_lora()
     frozen = jax.device_get(nnx.split(model, nnx.LoRAParam, ...)[2])
     x = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
-    y = 1.5 * Model()(x)
+    y = 1.5 * make()(x)
     losses = [float(step(model, optimizer, x, y)) for _ in range(40)]
     assert losses[-1] < 0.8 * losses[0]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        frozen,
-        jax.device_get(nnx.split(model, nnx.LoRAParam, ...)[2]),
-    )
+    after = jax.device_get(nnx.split(model, nnx.LoRAParam, ...)[2])
+    jax.tree.map(np.testing.assert_array_equal, frozen, after)
 
 
 def test_nothing_of_the_frozen_is_kept():
     """A block keeps the norm's output, which A takes, A x, the codes and a number a row."""
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    table = lm.memory.residuals(
-        lambda model, x: jnp.sum(model(x)), nnx.eval_shape(with_lora), x, argnums=LORA
-    )
+    model, _ = nnx.eval_shape(with_lora)
+    table = lm.memory.residuals(lambda model, x: jnp.sum(model(x)), model, x, argnums=LORA)
     block = ROWS * (4 * WIDTH + 4 * RANK + 4 * WIDTH // 4)
     rstd = ROWS * 4  # of the second: nothing behind the first norm is trained
     assert table.total_bytes == 2 * block + rstd
@@ -86,13 +76,8 @@ def test_nothing_of_the_frozen_is_kept():
 
 @pytest.mark.gpu_compiler
 def test_the_planner_takes_its_step():
-    def make():
-        model = with_lora()
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
-
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    model, optimizer = nnx.eval_shape(make)
-    plan = lm.memory.plan(step, model, optimizer, x, x)
+    plan = lm.memory.plan(step, *nnx.eval_shape(with_lora), x, x)
     lora = 2 * (WIDTH * RANK + RANK * 4 * WIDTH) * 4
     frozen = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH) * 4
     assert plan.parameters == lora + frozen

@@ -1,7 +1,10 @@
-"""The trainer as a user runs it: runs, goes on after kills, refuses what does not work."""
+"""The trainer as a user runs it: it resumes after kills, and refuses what does not work."""
 
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import re
 import signal
 import socket
@@ -12,7 +15,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
@@ -20,16 +22,15 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.train import main, train
 from lowmembp_examples.trainer.config import Config, Data, data_config, with_learning_rate
-from lowmembp_examples.trainer.errors import DivergedError, UsageError
-from lowmembp_examples.trainer.logs import summary
-from lowmembp_examples.trainer.loop import check_loss
-from lowmembp_examples.trainer.losses import Totals, scores
+from lowmembp_examples.trainer.errors import UsageError
 from lowmembp_examples.trainer.run import Checkpoints
 from lowmembp_examples.trainer.source import find_source
-from lowmembp_examples.trainer.step import Metrics
 
 ROOT = Path(__file__).parents[1]
-STEPS, EVERY = 40, 8
+STEPS, EVERY, KILLS = 40, 8, 20
+
+
+ONE_PROCESS = "--process-count 1 --process-index {}"
 
 
 def parse(*arguments):
@@ -86,6 +87,10 @@ def losses(output):
     return [(record["step"], record["loss"]) for record in records(output)]
 
 
+def checkpoints(output):
+    return {path.name for path in (output / "checkpoints").iterdir()}
+
+
 @pytest.fixture(scope="module")
 def whole_run(texts, tmp_path_factory):
     """A run that nothing interrupts."""
@@ -102,10 +107,7 @@ def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     assert 0 < last["learning_rate"] < records(output)[STEPS // 2]["learning_rate"]
     assert records(output, "dev") == [{"step": STEPS, "kind": "dev", **results["dev"]}]
     assert list((output / "tensorboard").glob("events*"))
-    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == [
-        str(STEPS - EVERY // 2),
-        str(STEPS),
-    ]
+    assert checkpoints(output) == {str(STEPS - EVERY // 2), str(STEPS)}
     json.dumps(results)
     exported = find_source(None, output / "exported", "text-classification")
     assert exported.config.hidden_size == 128 and exported.config.num_labels == 2
@@ -116,13 +118,13 @@ def test_a_run_learns_and_writes_what_it_did(whole_run, texts):
     assert results["config"]["optimizer.learning_rate"] == 1e-3
 
 
-def start(arguments, *python, **environment):
+def start(arguments, *python, stderr=subprocess.STDOUT, **environment):
     command = [sys.executable, *python, ROOT / "examples/train.py", *arguments]
     return subprocess.Popen(
         [str(part) for part in command],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     )
 
@@ -132,11 +134,15 @@ def run_main(monkeypatch, arguments):
     return main()
 
 
-def wait_for_step(output, step):
-    """Until the log has that step."""
-    deadline = time.monotonic() + 120
+def logged_steps(output):
+    """The number of complete lines of the log: a process that is killed may leave half a line."""
     log = output / "log.jsonl"
-    while not (log.exists() and log.read_text().count("\n") >= step):
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def wait_for_step(output, step):
+    deadline = time.monotonic() + 120
+    while logged_steps(output) < step:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -153,7 +159,7 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     assert run_main(monkeypatch, arguments(texts, output)) == 130
     assert "SIGINT: checkpoint written, --resume continues" in capsys.readouterr().err
     stopped = losses(output)[-1][0]
-    assert max(int(p.name) for p in (output / "checkpoints").iterdir()) == stopped < STEPS
+    assert max(map(int, checkpoints(output))) == stopped < STEPS
 
     process = start(arguments(texts, output, "--resume"))
     try:
@@ -164,10 +170,9 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
         process.kill()
         text = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL, text
-    # The last line may be a part.
+    killed = logged_steps(output)
     with (output / "log.jsonl").open("a") as file:
         file.write('{"step": 9')
-    killed = losses_but_last(output)[-1][0]
     assert stopped < killed < STEPS
 
     restored, restore = [], Checkpoints.restore
@@ -186,13 +191,42 @@ def test_ctrl_c_and_kill_lose_nothing_that_counts(whole_run, texts, tmp_path, ca
     assert stopped < went_on and killed - went_on <= EVERY
     assert losses(output) == losses(whole_run[0])
     assert results["dev"] == whole_run[1]["dev"]
-    saved = [int(p.name) for p in (output / "checkpoints").iterdir() if p.name.isdecimal()]
-    assert max(saved) == STEPS
+    assert str(STEPS) in checkpoints(output)
 
 
-def losses_but_last(output):
-    lines = (output / "log.jsonl").read_text().splitlines()[:-1]
-    return [(r["step"], r["loss"]) for r in map(json.loads, lines)]
+def run_in_process(given):
+    os.setsid()  # Ctrl-C in a terminal is for pytest
+    sys.argv = ["train.py", *map(str, given)]
+    sys.exit(main())
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_steps_change_nothing(whole_run, texts, tmp_path, monkeypatch):
+    # Forked from a process that has imported everything and used nothing yet.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lowmembp_examples.train"])
+    output, rng = tmp_path / "run", random.Random(0)
+    given = arguments(texts, output, "--resume", "--export", output / "exported")
+    reached = []
+    for kill in range(1, KILLS + 1):
+        process = context.Process(target=run_in_process, args=(given,))
+        process.start()
+        try:
+            # If the run before came as far, this one is killed while it starts.
+            wait_for_step(output, max(1, STEPS * kill // (KILLS + 2) + rng.randint(-2, 2)))
+            time.sleep(rng.choice((0, 0.01, 0.1, 1)) * rng.random())
+        finally:
+            process.kill()
+            process.join()
+        assert process.exitcode == -signal.SIGKILL, kill
+        reached.append(logged_steps(output))
+    assert len(set(reached)) > KILLS // 3, reached
+
+    assert run_main(monkeypatch, given) == 0
+    assert losses(output) == losses(whole_run[0])
+    exported = (each / "exported" / "model.safetensors" for each in (output, whole_run[0]))
+    assert next(exported).read_bytes() == next(exported).read_bytes()
+    assert checkpoints(output) == checkpoints(whole_run[0])
 
 
 def test_resume_names_what_differs(whole_run, texts):
@@ -211,73 +245,86 @@ def test_resume_names_what_differs(whole_run, texts):
     np.testing.assert_allclose(results["dev"]["loss"], whole_run[1]["dev"]["loss"], rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ((), 1e-3),
-        (("--checkpoint", "bert", "--train", "lora-qv"), 1e-3),
-        (("--checkpoint", "bert"), 5e-5),
-        (("--checkpoint", "bert", "--learning-rate", 0.5), 0.5),
-    ],
-)
-def test_learning_rate_of_a_tuned_checkpoint_is_small(given, expected):
-    assert with_learning_rate(parse(*given)).optimizer.learning_rate == expected
+def test_learning_rate_of_a_tuned_checkpoint_is_small():
+    tuned = ("--checkpoint", "bert")
+    for expected, given in (
+        (1e-3, ()),
+        (1e-3, (*tuned, "--train", "lora-qv")),
+        (5e-5, tuned),
+        (0.5, (*tuned, "--learning-rate", 0.5)),
+    ):
+        assert with_learning_rate(parse(*given)).optimizer.learning_rate == expected
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--batch-size", 0], "--batch-size: expected at least 1, got 0"),
-        (["--accumulate", 3], "--batch-size: expected a multiple of --accumulate 3, got 16"),
-        (["--warmup", 2], "--warmup: expected 0 to 1, got 2.0"),
-        (["--checkpoint-every", 1], "--checkpoint-every: expected at least 2, got 1"),
-        (["--seed", 10**25], "--seed: expected 0 to 4294967295, got 10000000000000000000000000"),
-        (["--rank", 10**25], "--rank: expected 1 to 65536, got 10000000000000000000000000"),
-        (["--data.sequence-length", 10**25], "--data.sequence-length: expected 1 to 1048576"),
-        (["--steps", 10**25], r"--steps 1000.*, --epochs 4.0: expected fewer than 2\^31"),
-        (["--export", Path(__file__)], "--export .*test_train.py: Not a directory"),
-        (["--data.dev-fraction", "nan"], "--data.dev-fraction: expected 1e-09 to 0.9.*, got nan"),
-        (["--data.classes", -1], "--data.classes: expected at least 2, got -1"),
-        (["--data.image-size", 10**6], "--data.image-size: expected 1 to 4096, got 1000000"),
-        (["--data.train", "/dev/zero"], "--data.train: /dev/zero: expected a file, found a device"),
-        (["--epochs", 1e308], r"--epochs: expected 1e-38 to .*, got 1e\+308"),
-        (["--beta2", 1], "--beta2: expected 0 to 0.9999999, got 1.0"),
-        (["--weight-decay", 1e300], r"--weight-decay: expected 0 to .*, got 1e\+300"),
-        (["--mesh", "data=" + "1" * 5000], "--mesh: expected AXIS=SIZE"),
-        (
-            ["--coordinator", "nonsense"],
-            "--coordinator: expected HOST:PORT or auto, got 'nonsense'",
-        ),
-        (["--coordinator", "localhost:99999"], "--coordinator: expected HOST:PORT or auto"),
-        (
-            ["--coordinator", "no.invalid:1", "--process-count", 1, "--process-index", 0],
-            "--coordinator no.invalid:1: ",
-        ),
-        (
-            ["--coordinator", "here:1", "--process-count", 1, "--process-index", 1],
-            "--process-index: expected 0 to 0, got 1",
-        ),
-        (["--learning-rate", -1], "--learning-rate: expected 1e-38 to .*, got -1.0"),
-        (["--learning-rate", "nan"], "--learning-rate: expected 1e-38 to .*, got nan"),
-        (["--process-count", 2], "--process-count and --process-index need --coordinator"),
-        (["--coordinator", "here:1"], "here:1 needs --process-count and --process-index"),
-        (["--model", "bert-huge"], "--model: expected one of vit-toy, .*got 'bert-huge'"),
-        (["--data.task", "language-modelling"], "is for text-classification, --data.task is"),
-        (["--checkpoint", "somewhere"], "expected only one of them"),
-        (["--data.sequence-length", 600], "--data.sequence-length: expected at most 512"),
-        (["--batch-size", 64], "batch_size: expected at most 58"),
-        (["--batch-size", 12], "--batch-size / --accumulate: expected a multiple of 8, .* got 12"),
+        ("--batch-size 0", "--batch-size: expected at least 1, got 0"),
+        ("--accumulate 3", "--batch-size: expected a multiple of --accumulate 3, got 16"),
+        ("--warmup 2", "--warmup: expected 0 to 1, got 2.0"),
+        ("--checkpoint-every 1", "--checkpoint-every: expected at least 2, got 1"),
+        (f"--seed {10**25}", "--seed: expected 0 to 4294967295, got 10000000000000000000000000"),
+        (f"--data.sequence-length {10**25}", "--data.sequence-length: expected 1 to 1048576"),
+        ("--data.sequence-length 600", "--data.sequence-length: expected at most 512"),
+        (f"--steps {10**25}", r"--steps 1000.*, --epochs 4.0: expected fewer than 2\^31"),
+        (f"--export {__file__}", "--export .*test_train.py: Not a directory"),
+        ("--data.dev-fraction nan", "--data.dev-fraction: expected 1e-09 to 0.9.*, got nan"),
+        ("--data.classes -1", "--data.classes: expected at least 2, got -1"),
+        (f"--data.image-size {10**6}", "--data.image-size: expected 1 to 4096, got 1000000"),
+        ("--data.train /dev/zero", "--data.train: /dev/zero: expected a file, found a device"),
+        ("--beta2 1", "--beta2: expected 0 to 0.9999999, got 1.0"),
+        ("--weight-decay 1e300", r"--weight-decay: expected 0 to .*, got 1e\+300"),
+        ("--learning-rate -1", "--learning-rate: expected 1e-38 to .*, got -1.0"),
+        (f"--mesh data={'1' * 5000}", "--mesh: expected AXIS=SIZE"),
+        ("--coordinator nonsense", "--coordinator: expected HOST:PORT or auto, got 'nonsense'"),
+        ("--coordinator localhost:99999", "--coordinator: expected HOST:PORT or auto"),
+        ("--coordinator no.invalid:1 " + ONE_PROCESS.format(0), "--coordinator no.invalid:1: "),
+        ("--coordinator here:1 " + ONE_PROCESS.format(1), "-index: expected 0 to 0, got 1"),
+        ("--coordinator here:1", "here:1 needs --process-count and --process-index"),
+        ("--process-count 2", "--process-count and --process-index need --coordinator"),
+        ("--model bert-huge", "--model: expected one of vit-toy, .*got 'bert-huge'"),
+        ("--data.task language-modelling", "is for text-classification, --data.task is"),
+        ("--checkpoint somewhere", "expected only one of them"),
+        ("--batch-size 64", "batch_size: expected at most 58"),
+        ("--batch-size 12", "-size / --accumulate: expected a multiple of 8, .* got 12"),
     ],
+    ids=itertools.count(),
 )
 def test_bad_arguments(texts, tmp_path, given, message):
     with pytest.raises(UsageError, match=message):
-        train(parse(*arguments(texts, tmp_path / "run", *given)))
+        train(parse(*arguments(texts, tmp_path / "run", *given.split())))
     assert not [*tmp_path.iterdir()]  # nothing is written before all is checked
 
 
-def test_bad_arguments_end_with_status_2(texts, tmp_path, monkeypatch, capsys):
-    assert run_main(monkeypatch, arguments(texts, tmp_path, "--model", "bert-huge")) == 2
-    assert "error: --model: expected one of" in capsys.readouterr().err
+def listing(folder):
+    return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(
+    "file",
+    ["model.safetensors", "notes.txt", "lock", "results.json/folder", "config.json", "checkpoints"],
+)
+@pytest.mark.parametrize("option", ["--output", "--export", "--resume --output"])
+def test_a_folder_with_files_of_a_user_stays_as_it_is(
+    texts, tmp_path, file, option, monkeypatch, capsys
+):
+    users = tmp_path / "users"
+    (users / file).parent.mkdir(parents=True)
+    (users / file).write_text("{}")
+    before = listing(tmp_path)
+    given = arguments(texts, tmp_path / "run", *option.split(), users)
+    assert run_main(monkeypatch, given) == 2
+    assert "error: --" in capsys.readouterr().err
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("place", [".", "..", "checkpoints", "checkpoints/x", "results.json"])
+def test_an_export_does_not_meet_the_files_of_its_run(texts, tmp_path, place):
+    output = tmp_path / "a" / "run"
+    with pytest.raises(UsageError, match="--export"):
+        train(parse(*arguments(texts, output, "--export", output / place)))
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -298,28 +345,37 @@ def test_a_run_that_diverges_leaves_nothing_behind(texts, tmp_path, monkeypatch,
     assert run_main(monkeypatch, [*given, "--steps", 1]) == 1
     assert "error: step 1: the loss of the evaluation is not a number" in capsys.readouterr().err
     assert len(losses(tmp_path)) == 1 and not (tmp_path / "results.json").exists()
-    assert not (tmp_path / "exported").exists() and not [*(tmp_path / "checkpoints").iterdir()]
+    assert not (tmp_path / "exported").exists() and not checkpoints(tmp_path)
 
 
-def test_a_perplexity_may_be_too_large_for_a_number():
-    totals = Totals(*np.float64([2e5, 100, 25]))
-    assert scores("language-modelling", totals) == {"loss": 2000.0, "perplexity": None}
-    assert scores("text-classification", totals) == {"loss": 2000.0, "accuracy": 0.25}
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "rate"), [("float32", 3e4), ("float16", 30)])
+def test_a_run_that_diverges_keeps_a_good_one(texts, tmp_path, dtype, rate, monkeypatch):
+    saved, save_state = [], Checkpoints.save
+
+    def remembered(self, state, step):
+        saved.append(step)
+        save_state(self, state, step)
+
+    monkeypatch.setattr(Checkpoints, "save", remembered)
+    given = arguments(texts, tmp_path / "run", "--dtype", dtype, "--checkpoint-every", 2)
+    given += ["--learning-rate", rate, "--warmup", 1, "--clip-norm", 1e30, "--keep", 1]
+    assert run_main(monkeypatch, given) == 1
+    by_step = dict(losses(tmp_path / "run"))
+    assert saved and len(by_step) > len(saved)
+    assert all(by_step[step] is not None for step in saved)
 
 
-def test_a_loss_that_is_no_number_ends_the_run():
-    metrics = Metrics(jnp.float32(jnp.nan), jnp.float32(1), jnp.bool_(False), None)
-    values = summary([metrics])
-    assert values["loss"] is None
-    for more in ({}, {"loss_scale": 1.0}):
-        with pytest.raises(DivergedError, match="step 7: the loss is not a number"):
-            check_loss(values | more, 7)
-    # Skipped steps are no reason, until no scale is small enough.
-    skipped = summary([metrics.replace(skipped=jnp.bool_(True))])
-    assert skipped == {"loss": None, "grad_norm": None, "skipped": 1}
-    check_loss(skipped | {"loss_scale": 0.5}, 7)
-    with pytest.raises(DivergedError, match="step 7: float16 gradients overflow"):
-        check_loss(skipped | {"loss_scale": 1e-5}, 7)
+@pytest.mark.slow
+def test_a_full_disk_is_told_in_one_line(texts, tmp_path):
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
+    run = "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = "-c", f"{limit}; {run}"
+    process = start(arguments(texts, tmp_path / "run"), *code, stderr=subprocess.PIPE)
+    _, err = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: ") and "too large" in err
+    assert "Event loop" not in err
 
 
 @pytest.mark.slow

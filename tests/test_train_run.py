@@ -1,21 +1,34 @@
-"""The directory of a run: lock, config, damaged checkpoints, full disks."""
+"""A run and its files: its directory, damaged checkpoints, full disks, and hashes of the data."""
 
 import json
+import os
 import resource
 import shutil
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
-from lowmembp_examples.data.files import record_files
+from lowmembp_examples.data.digits import draw_digits
+from lowmembp_examples.data.files import DataError, record_files
 from lowmembp_examples.data.language import read_file_bytes, text_files
+from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.trainer.config import Config, identity
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.logs import Logs
 from lowmembp_examples.trainer.run import Checkpoints, fingerprint, open_run
+from lowmembp_examples.trainer.source import find_source
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer
+from PIL import Image
+
+BERT = Path(__file__).parent / "data" / "hf_tiny" / "bert"
+
+
+def parse(*arguments):
+    return tyro.cli(Config, args=[str(argument) for argument in arguments])
 
 
 def state_of(value, size=4):
@@ -54,6 +67,16 @@ def two_checkpoints(tmp_path_factory):
     save(directory, 1, 2, 3)
     assert sorted(path.name for path in directory.iterdir()) == ["2", "3"]
     return directory
+
+
+CHECKSUMS = ("[]", "{}", "3", "", "[" * 10**5, '{"a": [1]}', '{"a\\u0000": 1}')
+
+
+@pytest.mark.parametrize("content", CHECKSUMS)
+def test_checksums_that_are_none_are_damage(two_checkpoints, tmp_path, content):
+    shutil.copytree(two_checkpoints, tmp_path / "copy")
+    (tmp_path / "copy" / "3" / "sha256.json").write_text(content)
+    assert restore(tmp_path / "copy") == 2
 
 
 def flip(path):
@@ -126,22 +149,30 @@ def test_a_full_disk_is_one_error_and_loses_nothing(tmp_path):
     assert restore(tmp_path, size) == 2
 
 
-def test_a_run_has_its_directory_for_itself(tmp_path):
-    with (
-        open_run(tmp_path, {}, False),
-        pytest.raises(UsageError, match="another run is writing there"),
-        open_run(tmp_path, {}, True),
-    ):
+def refused(output, message, resume=False, config=None):
+    with pytest.raises(UsageError, match=message), open_run(output, config or {}, resume):
         pass
+
+
+def test_a_run_has_its_directory_for_itself(tmp_path):
+    with open_run(tmp_path, {}, False):
+        refused(tmp_path, "another run is writing there", resume=True)
     with open_run(tmp_path, {}, True):
         pass
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+def test_unusable_directories_are_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"--output .*/run: Not a dir"):  # noqa: SIM117
-        with open_run(tmp_path / "file" / "run", {}, False):
-            pass
+    refused(tmp_path / "file" / "run", "--output .*/run: Not a dir")
+    for name in ("results.json", "log.jsonl"):
+        output = tmp_path / f"folder in place of {name}"
+        with open_run(output, {}, False):
+            (output / name).mkdir()
+        refused(output, rf"--output .*{name}", resume=True)
+    with open_run(tmp_path / "run", {}, False):
+        (tmp_path / "run" / "results.json").write_text("{}")
+    for resume in (False, True):  # its checkpoints are gone, and its results stay
+        refused(tmp_path / "run", "--resume", resume)
 
 
 def test_other_data_are_refused(tmp_path):
@@ -151,11 +182,11 @@ def test_other_data_are_refused(tmp_path):
     dev.write_text("dev")
 
     def run(resume):
-        given = ["--data.train", str(train), "--data.dev", str(dev)]
+        config = parse("--data.train", train, "--data.dev", dev)
         with record_files() as files:
             for path in (train, dev):
                 read_file_bytes(text_files(path))
-        return open_run(tmp_path / "run", identity(tyro.cli(Config, args=given), files), resume)
+        return open_run(tmp_path / "run", identity(config, files), resume)
 
     with run(False):
         (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
@@ -165,8 +196,8 @@ def test_other_data_are_refused(tmp_path):
     (train / "1.txt").write_text("two")
     dev.write_text("def")
     changes = "has another content of data.dev: '.*', now '.*'; content of data.train: "
-    with pytest.raises(UsageError, match=changes):
-        run(True).__enter__()
+    with pytest.raises(UsageError, match=changes), run(True):
+        pass
 
 
 def test_fingerprints_are_of_names_and_of_all_contents(tmp_path):
@@ -199,3 +230,104 @@ def test_damaged_lines_of_a_log_are_dropped(tmp_path, capsys):
     errors = capsys.readouterr().err
     for number in range(2, 8):
         assert f"log.jsonl:{number}: not a record of the log, dropped" in errors
+
+
+def labelled(folder):
+    (folder / "a.tsv").write_text("a cat\tx\na dog\ty\n" * 4)
+    return DataConfig(train=folder / "a.tsv", dev_fraction=0.5)
+
+
+def language(folder):
+    (folder / "deep").mkdir()
+    for name in ("a.txt", ".b.txt", "deep/c.md", "d.png"):
+        (folder / name).write_text("some text " * 40)
+    return DataConfig("language-modelling", train=folder, sequence_length=8)
+
+
+def pictures(folder):
+    (folder / "data").mkdir()
+    for name in ("cat", "dog"):
+        (folder / f"of {name}").mkdir()
+        (folder / "data" / name).symlink_to(folder / f"of {name}")
+        for index, pixels in enumerate(draw_digits(3, seed=0).images):
+            Image.fromarray(pixels).save(folder / f"of {name}" / f"{index}.png")
+    return DataConfig("image-classification", train=folder / "data", image_size=8)
+
+
+def archive(folder):
+    digits = draw_digits(20, 0)
+    np.savez(folder / "a.npz", images=digits.images, labels=digits.labels)
+    return DataConfig("image-classification", train=folder / "a.npz", image_size=8)
+
+
+def cifar(folder):
+    (folder / "data_batch_1.bin").write_bytes(bytes([1, *bytes(3072)]) * 20)
+    return DataConfig("image-classification", train=folder)
+
+
+LOADERS = [labelled, language, pictures, archive, cifar]
+_watched = []
+sys.addaudithook(lambda name, args: _watched.append(args) if name == "open" and _watched else None)
+
+
+@pytest.mark.parametrize("make", LOADERS)
+def test_every_file_that_is_opened_is_hashed(tmp_path, make):
+    """Python itself tells what is opened, while it is loaded and while batches are made."""
+    data = make(tmp_path)
+    _watched.append(None)
+    try:
+        with record_files() as files:
+            task = load_task(data)
+        task.train.batch(np.arange(len(task.train)))
+    finally:
+        seen = [args[0] for args in _watched if args and isinstance(args[0], str | Path)]
+        _watched.clear()
+    read = {Path(path) for path in seen if Path(path).is_relative_to(tmp_path)}
+    assert read and read <= set(files)
+
+    config = parse("--data.train", data.train)
+    first = identity(config, files)
+    for file in set(files):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert identity(config, files)["content of data.train"] != first["content of data.train"]
+        file.write_bytes(content)
+    assert identity(config, files) == first
+
+
+@pytest.mark.slow
+def test_the_standard_library_and_a_checkpoint_are_hashed():
+    with record_files() as files:
+        find_source(None, BERT, None)
+    assert {path.name for path in files} == {"config.json", "model.safetensors"}
+    with record_files() as files:
+        load_task(DataConfig())
+    assert any(path.name == "argparse.py" for path in files)
+    assert identity(parse(), files[:-1]) != identity(parse(), files)
+
+
+def test_a_pipe_can_be_read_and_not_resumed(tmp_path):
+    read, write = os.pipe()
+    os.write(write, b"a cat\tx\na dog\ty\n" * 4)
+    os.close(write)
+    pipe = Path(f"/dev/fd/{read}")
+    with record_files() as files:
+        load_task(DataConfig(train=pipe, dev_fraction=0.5))
+    assert identity(parse("--data.train", pipe), files)["content of data.train"] is None
+    fields = identity(parse("--data.train", pipe), files)
+    with open_run(tmp_path, fields, False):
+        pass
+    refused(tmp_path, r"--resume: .* data\.train is a pipe", True, fields)
+    os.close(read)
+
+
+def test_other_files_among_images_are_no_images(tmp_path):
+    data = pictures(tmp_path)
+    file = data.train / "cat" / "8.png"
+    Image.new("RGB", (8, 8)).save(file, format="GIF")  # only PNG and JPEG reach a decoder
+    with pytest.raises(DataError, match=r"8\.png: not a readable image"):
+        load_task(data)
+    file.unlink()
+    os.mkfifo(data.train / "cat" / "9.png")
+    with pytest.raises(DataError, match=r"9\.png: not a readable image"):
+        load_task(data)

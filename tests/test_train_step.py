@@ -11,8 +11,12 @@ from helpers import quick_jit
 from lowmembp_examples.data.images import ImageBatch
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.vit import ViT, ViTConfig
-from lowmembp_examples.trainer.losses import make_loss
+from lowmembp_examples.trainer.errors import DivergedError
+from lowmembp_examples.trainer.logs import summary
+from lowmembp_examples.trainer.loop import check_loss
+from lowmembp_examples.trainer.losses import Totals, make_loss, scores
 from lowmembp_examples.trainer.step import (
+    Metrics,
     OptimizerConfig,
     init_state,
     learning_rate,
@@ -249,3 +253,24 @@ def test_padding_counts_nowhere():
     np.testing.assert_allclose(padded_loss, loss, rtol=1e-6)
     np.testing.assert_allclose(padded_totals, totals, rtol=1e-6)
     assert totals.count == 4 and totals.correct <= 4
+
+
+def test_a_perplexity_may_be_too_large_for_a_number():
+    totals = Totals(*np.float64([2e5, 100, 25]))
+    assert scores("language-modelling", totals) == {"loss": 2000.0, "perplexity": None}
+    assert scores("text-classification", totals) == {"loss": 2000.0, "accuracy": 0.25}
+
+
+def test_a_loss_that_is_no_number_ends_the_run():
+    metrics = Metrics(jnp.float32(jnp.nan), jnp.float32(1), jnp.bool_(False), None)
+    values = summary([metrics])
+    assert values["loss"] is None
+    for more in ({}, {"loss_scale": 1.0}):
+        with pytest.raises(DivergedError, match="step 7: the loss is not a number"):
+            check_loss(values | more, 7)
+    # Skipped steps are no reason, until no scale is small enough.
+    skipped = summary([metrics.replace(skipped=jnp.bool_(True))])
+    assert skipped == {"loss": None, "grad_norm": None, "skipped": 1}
+    check_loss(skipped | {"loss_scale": 0.5}, 7)
+    with pytest.raises(DivergedError, match="step 7: float16 gradients overflow"):
+        check_loss(skipped | {"loss_scale": 1e-5}, 7)
