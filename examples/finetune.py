@@ -48,7 +48,7 @@ METHODS: dict[str, tuple[Method, bool]] = {
     "lm.compress": ("compress", True),
     "lm.compress, inputs of layers alone": ("compress+remat", True),
     "lowmembp_jax": ("lowmembp", True),
-    "Mesa: all that is kept, int8": ("mesa", False),
+    "Mesa: all residuals, int8": ("mesa", False),
     "plain, norms and GELUs checkpointed": ("norm+activation", False),
     "plain, dots policy per layer": ("dots", False),
     "plain, full remat per layer": ("full-remat", False),
@@ -110,7 +110,7 @@ def measure(
     plans = lm.memory.compare(lambda name, _: make(name), names, device=device) if plan else ()
     return {
         **size,
-        "kept_bytes": {name: kept(name) for name in names},
+        "residual_bytes": {name: kept(name) for name in names},
         "peak_bytes": {row.method: row.plan.peak for row in plans},
     }
 

@@ -18,7 +18,7 @@ from rich.table import Table
 _MIB = 2**20
 #: The measured quantities. Their bars differ without colour.
 _PARTS = {
-    "kept_bytes": {"label": "kept for the backward", "color": "0.85"},
+    "residual_bytes": {"label": "residuals", "color": "0.85"},
     "peak_bytes": {"label": "peak, compiled for the GPU", "color": "0.55", "hatch": "//"},
 }
 
@@ -34,10 +34,10 @@ def print_table(results: dict[str, Any]) -> None:
     parts = [part for part in _PARTS if any(size[part] for size in memory)]
     for size in memory:
         for part in parts:
-            heading = "kept" if part == "kept_bytes" else f"{device} peak"
+            heading = "residuals" if part == "residual_bytes" else f"{device} peak"
             heading = f"{size['batch']} x {size['tokens']}\n{size['dtype']}\n{heading}"
             table.add_column(heading, justify="right")
-    for name in memory[0]["kept_bytes"] if memory else runs:
+    for name in memory[0]["residual_bytes"] if memory else runs:
         cells = [_mean(runs.get(name, []), "accuracy", "%"), _mean(runs.get(name, []), "loss")]
         for counts in (size[part] for size in memory for part in parts):
             change = counts[name] / next(iter(counts.values())) - 1 if counts else 0
@@ -46,7 +46,7 @@ def print_table(results: dict[str, Any]) -> None:
         table.add_row(name, *cells)
     peak = f"{device} peak: the whole compiled step, parameters and AdamW state included. "
     table.caption = (
-        "kept: from forward to backward, beyond parameters and batch, per step. "
+        "residuals: what the forward saves for the backward, without parameters and batch. "
         f"{peak if 'peak_bytes' in parts else ''}Rows without an accuracy are not trained."
     )
     # Terminals wrap a table badly, and files have no width, so the table gets 120 columns or more.
@@ -77,7 +77,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             widths = [count / _MIB for count in size[part].values()]
             drawn = bars.barh(rows, widths, 0.4, edgecolor="black", **_PARTS[part])
             bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=8)
-        names = list(size["kept_bytes"])
+        names = list(size["residual_bytes"])
         bars.set_yticks([row + 0.2 * (len(measured) - 1) for row in range(len(names))], names)
         bars.set_title(f"{size['batch']} x {size['tokens']} tokens, {size['dtype']}")
         bars.legend(fontsize=8)

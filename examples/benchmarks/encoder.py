@@ -86,7 +86,7 @@ METHODS: dict[str, Method] = {
         partial(_compress, policy=jax.checkpoint_policies.nothing_saveable),
     ),
     "compress, attention in bfloat16": Method(_flax_norm, nn.gelu, _compress_but_attention),
-    "Mesa: all that is kept, int8": Method(
+    "Mesa: all residuals, int8": Method(
         jax.checkpoint(_flax_norm),
         jax.checkpoint(nn.gelu),
         partial(_compress, policy=lm.everything_saveable, dtype="int8"),

@@ -43,7 +43,7 @@ METHODS: dict[str, Compute] = {
     "compress, int4": Compute("compress", compress_dtype="int4"),
     "compress, inputs of layers alone": Compute("compress+remat"),
     "compress, inputs alone, int8": Compute("compress+remat", compress_dtype="int8"),
-    "Mesa: all that is kept, int8": Compute("mesa"),
+    "Mesa: all residuals, int8": Compute("mesa"),
     "operators, 2 bits as published": Compute("lowmembp", bits=None),
     "operators, 2 bits": Compute("lowmembp"),
     "operators, 4 bits": Compute("lowmembp", bits=4),

@@ -98,7 +98,7 @@ def block_memory() -> Rows:
 
 def block_cost() -> Rows:
     done = block_rows()
-    head = ["method", "kept, units a block", "peak of 12 blocks", "moved, units a block"]
+    head = ["method", "residuals, units a block", "peak of 12 blocks", "moved, units a block"]
     rows = [[*head, "kernels a block", "time (estimate)"]]
     for method, (name, _) in BLOCK_METHODS.items():
         row = done.get((method, "full"))
@@ -263,15 +263,15 @@ def finetune(file: str) -> Rows:
     result = read(file)
     runs, sizes = result["runs"], result["memory"]
     labels = (f"{s['batch']} x {s['tokens']} {s['dtype']}" for s in sizes)
-    heads = (cell for label in labels for cell in (f"kept, {label}", "H200 peak"))
+    heads = (cell for label in labels for cell in (f"residuals, {label}", "H200 peak"))
     rows = [["method", "dev accuracy", "dev loss", *heads]]
-    for method in sizes[0]["kept_bytes"]:
+    for method in sizes[0]["residual_bytes"]:
         done = runs.get(method, [])
         accuracy, loss = ([run[what] for run in done] for what in ("accuracy", "loss"))
         scores = ["", ""]
         if done:
             scores = [f"{statistics.mean(accuracy):.1%}", f"{statistics.mean(loss):.3f}"]
-        counts = (size[part][method] for size in sizes for part in ("kept_bytes", "peak_bytes"))
+        counts = (size[part][method] for size in sizes for part in ("residual_bytes", "peak_bytes"))
         cells = (f"{count / MIB:,.0f} MiB" for count in counts)
         rows.append([FINETUNED.get(method, method), *scores, *cells])
     return rows

@@ -33,7 +33,7 @@ FIDELITY_METHODS = {
     "compress, int4": "`lm.compress`, int4",
     "compress, inputs of layers alone": "inputs of layers alone",
     "compress, inputs alone, int8": "inputs of layers alone, int8",
-    "Mesa: all that is kept, int8": "Mesa: all that the operators keep, int8",
+    "Mesa: all residuals, int8": "Mesa: all residuals of the operators, int8",
     "operators, 2 bits as published": "`lm.regelu2`, `lm.resilu2`: 2 bits, published tables",
     "operators, 2 bits": "`lm.gelu`, `lm.silu`, 2 bits",
     "operators, 4 bits": "`lm.gelu`, `lm.silu`, 4 bits",
