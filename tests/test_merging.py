@@ -1,4 +1,4 @@
-"""Merging the affine of a norm: rules, paths, containers, shapes and rounding."""
+"""lm.merge_norm_affine: rules, paths, containers, shapes, rounding, errors and states of NNX."""
 
 from collections import OrderedDict
 from fractions import Fraction
@@ -9,16 +9,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from flax.core import FrozenDict
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from merging_trees import layers, small
 
 import lowmembp_jax as lm
 
 
-def snapshot(tree):
-    return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
+def small(norm=("scale", "bias"), dense=("kernel", "bias"), wrap=jnp.asarray, **leaves):
+    """One norm of 4 features, "n", and one Dense to 3, "d", which also has `leaves`."""
+    rng = np.random.default_rng(0)
+    shapes = {"scale": (4,), "kernel": (4, 3)}
+    draw = lambda name, other: wrap(rng.normal(1, 1, shapes.get(name, other)).astype(np.float32))  # noqa: E731
+    return {
+        "n": {name: draw(name, (4,)) for name in norm},
+        "d": {name: draw(name, (3,)) for name in dense} | leaves,
+    }
+
+
+def folded(tree):
+    """The Dense of `small` in float64."""
+    scale, bias = (np.asarray(tree["n"][name], np.float64) for name in ("scale", "bias"))
+    kernel, shift = (np.asarray(tree["d"][name], np.float64) for name in ("kernel", "bias"))
+    return {"kernel": scale[:, None] * kernel, "bias": bias @ kernel + shift}
+
+
+def layers(*names):
+    norm, up = {"scale": np.full(2, 3.0)}, {"kernel": np.ones((2, 2))}
+    return {name: {"ln": norm, "mlp": {"up": up, "gate": up}} for name in names}
 
 
 def assert_same(a, b):
@@ -52,10 +71,7 @@ def test_one_rounding_after_float64(dtype, norm_dtype):
         scale[0], kernel[0, 0] = 1 + 2**-23, 1
         scale[1] = np.float32(1 + 2**-8) * np.float32(1 + 2**-15)
         kernel[1, :2] = (1 - 2**-8) * 2.0, 1 + 2**-7
-    params = {
-        "norm": {"scale": scale, "bias": bias},
-        "dense": {"kernel": kernel, "bias": shift},
-    }
+    params = {"norm": {"scale": scale, "bias": bias}, "dense": {"kernel": kernel, "bias": shift}}
     dense = lm.merge_norm_affine(params, {"norm": "dense"})["dense"]
     assert dense["kernel"].dtype == dense["bias"].dtype == dtype
     fractions = np.vectorize(lambda v: Fraction(float(v)), otypes=[object])
@@ -82,27 +98,15 @@ def test_ties_are_decided_in_float64():
     assert dense["kernel"] is params["dense"]["kernel"]  # there is no scale to fold
 
 
-def folded(tree):
-    scale, bias = (np.asarray(tree["n"][name], np.float64) for name in ("scale", "bias"))
-    kernel, shift = (np.asarray(tree["d"][name], np.float64) for name in ("kernel", "bias"))
-    return {"d": {"kernel": scale[:, None] * kernel, "bias": bias @ kernel + shift}}
-
-
 @pytest.mark.parametrize("wrap", [jnp.asarray, np.asarray])
 @pytest.mark.parametrize("container", [dict, FrozenDict, OrderedDict])
 @pytest.mark.parametrize("top", [False, True])
 def test_containers_and_leaves_stay_what_they_were(container, wrap, top):
     inner = small(wrap=wrap)
-    expected = folded(inner)
-    params = container(
-        {
-            "empty": container(),
-            "other": container(x=wrap(np.ones(2))),
-            **{k: container(v) for k, v in inner.items()},
-        }
-    )
+    modules = {"empty": {}, "other": {"x": wrap(np.ones(2))}, **inner}
+    params = container({name: container(leaves) for name, leaves in modules.items()})
     tree = container(params=params, batch_stats=container(n=wrap(np.ones(1)))) if top else params
-    before = snapshot(tree)
+    before = jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
     out = lm.merge_norm_affine(tree, {"n": "d"})
     assert_same(tree, before)
     assert type(out) is container
@@ -112,31 +116,25 @@ def test_containers_and_leaves_stay_what_they_were(container, wrap, top):
     assert set(out) == {"empty", "other", "d"} and type(out["d"]) is container
     for name, leaf in out["d"].items():
         assert isinstance(leaf, jax.Array if wrap is jnp.asarray else np.ndarray)
-        np.testing.assert_allclose(leaf, expected["d"][name], rtol=1e-6)
+        np.testing.assert_allclose(leaf, folded(inner)[name], rtol=1e-6)
     if container is not FrozenDict:  # a new tree, down to the last container
         out["other"]["x"] = None
         assert_same(tree, before)
 
 
-def test_leaves_stay_on_their_devices():
+def test_leaves_stay_on_their_devices_and_in_their_boxes():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, P("x", None))
     params = small()
-    expected = folded(params)
-    params["d"]["kernel"] = jax.device_put(params["d"]["kernel"], sharding)
+    expected, kernel = folded(params)["kernel"], params["d"]["kernel"]
+    params["d"]["kernel"] = jax.device_put(kernel, sharding)
     dense = lm.merge_norm_affine(params, {"n": "d"})["d"]
-    assert dense["kernel"].sharding == sharding
-    assert not dense["bias"].committed
-    np.testing.assert_allclose(dense["kernel"], expected["d"]["kernel"], rtol=1e-6)
-
-
-def test_boxes_stay_around_their_leaves():
-    params = small()
-    expected = folded(params)
-    params["d"]["kernel"] = nn.Partitioned(params["d"]["kernel"], names=("in", "out"))
-    kernel = lm.merge_norm_affine(params, {"n": "d"})["d"]["kernel"]
-    assert isinstance(kernel, nn.Partitioned) and kernel.names == ("in", "out")
-    np.testing.assert_allclose(kernel.value, expected["d"]["kernel"], rtol=1e-6)
+    assert dense["kernel"].sharding == sharding and not dense["bias"].committed
+    np.testing.assert_allclose(dense["kernel"], expected, rtol=1e-6)
+    params["d"]["kernel"] = nn.Partitioned(kernel, names=("in", "out"))
+    box = lm.merge_norm_affine(params, {"n": "d"})["d"]["kernel"]
+    assert isinstance(box, nn.Partitioned) and box.names == ("in", "out")
+    np.testing.assert_allclose(box.value, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -232,3 +230,146 @@ def test_values_that_are_not_finite_pass_through():
     kernel = lm.merge_norm_affine(params, {"n": "d"})["d"]["kernel"]
     assert np.isnan(kernel[:, 0]).all() and np.isinf(kernel[:, 1]).all()
     assert np.isfinite(kernel[:, 2]).all()
+
+
+def shaped(scale=(4,), kernel=(4, 3), **bias):
+    dense = {name: np.ones(shape) for name, shape in bias.items()}
+    return {"n": {"scale": np.ones(scale)}, "d": {"kernel": np.ones(kernel), **dense}}
+
+
+N, D = small(norm=("scale",)).values()
+SMALL, ONE, KERNEL = {"n": N, "d": D}, np.float32([1]), np.ones((4, 3))
+SKIP = {"skip_unconsumed": True}
+ERRORS = [
+    ({"b": {"n_1": {"scale": ONE}}}, {"b/n1": "d"}, r"'b/n1': no module .*nearest are \['b/n_1'"),
+    (SMALL, {"l_{i}/norm": "d"}, r"'l_\{i\}/norm': no module .* params has \['d', 'n'\]"),
+    ({"params": SMALL}, {"params/n": "params/d"}, r"no module .*params has \['d', 'n'\]"),
+    ({"n": N, "a": {"q": D}}, {"n": ["a/q", "a/qu"]}, r"no Dense 'a/qu' .*nearest are \['a/q'"),
+    (SMALL, {"n": "d/kernel"}, "no Dense 'd/kernel' in params"),
+    ({"n": {}, "d": D}, {"n": "d"}, "'n': expected a scale, a bias or both .*, got nothing"),
+    ({"n": {"kernel": KERNEL}, "d": D}, {"n": "d"}, r"'n': expected a scale.*\['kernel'\]"),
+    ({"n": N, "w": {"embedding": ONE}}, {"n": "w"}, r"a kernel, got \['embedding'\] \(untie"),
+    (small(dense=("kernel",)), {"n": "d"}, "'d' has no bias to fold it into; add_bias=True"),
+    ({"n": N, "m": N, "d": D}, {"n": "d", "m": "d"}, "'d' is merged twice, .* 'n' and .* 'm'"),
+    (SMALL, {"n": ["d", "d"]}, "Dense 'd' is merged twice"),
+    ({"l0": SMALL, "l1": SMALL}, {"l{i}/n": "l{j}/d"}, "'l0/d' is merged twice.*'l1/n'"),
+    ({"l0": SMALL}, {"l{i}/n": "l{i}/d", "l0/n": "l0/d"}, r"'l0/n' has a rule already, 'l\{i\}/n'"),
+    (small(lora_a=KERNEL), {"n": "d"}, "expected only kernel and bias, got the leaf 'lora_a'"),
+    (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: expected a floating .* int8"),
+    (small(kernel=(KERNEL, ONE)), {"n": "d"}, "d/kernel: expected one array, got tuple"),
+    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: expected one array, got dict"),
+    (
+        shaped(kernel=(5, 3), bias=(3,)), {"n": "d"},
+        r"kernel has shape \(5, 3\) and d/bias \(3,\), expected \(4, \*outputs\) and \(\*outputs\)",
+    ),
+    (shaped(kernel=(3, 4)), {"n": "d"}, r"kernel has shape \(3, 4\), expected \(4, \*outputs\)"),
+    (shaped(bias=(4,)), {"n": "d"}, r"d/bias \(4,\), expected"),
+    (
+        shaped(scale=(2, 4), kernel=(3, 4, 5), bias=(3, 5)), {"n": "d"},
+        r"kernel has shape \(3, 4, 5\) .* expected \(2, 4, \*outputs\) and \(2, \*outputs\)",
+    ),
+    (shaped(kernel=(2, 4, 5)), {"n": "d"}, r"\(2, 4, 5\), expected \(4,"),
+    ({"n": {**N, "bias": ONE}, "d": D}, {"n": "d"}, r"scale \(4,\) and bias \(1,\)"),
+    (
+        small(norm=("scale",), kernel=jax.ShapeDtypeStruct((4, 3), np.float32)), {"n": "d"},
+        "expected only arrays or only ShapeDtypeStructs, got both",
+    ),
+    (
+        {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])}}, {"n": "d"},
+        r"d/kernel reaches 9e\+04, which is too large for float16",
+    ),
+    (SMALL, {}, "rules: expected one or more, got none"),
+    (SMALL, {"n": []}, "denses: expected one path or more"),
+    (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}': expected \{i\} without"),
+    (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}': expected \{i\} without"),
+    (SMALL, {"n": "{d,e}"}, r"expected a name in the braces of '\{d,e\}'"),
+    (layers("09"), {"09/l{i}": "{i+1}/mlp/up"}, r"'\{i\+1\}/mlp/up': expected a number, got 'n'"),
+    (
+        layers("09", "10"), {"{i}/ln": "{i+1}/mlp/up"},
+        r"'10/ln' \(skip_unconsumed=True skips it\): no Dense '11/mlp/up'",
+    ),
+    (
+        layers("09", "10"), [lm.MergeRule("{i}/ln", "{i+5}/mlp/up", **SKIP)],
+        "none of the 2 matching norms has any of the Denses",
+    ),
+    (
+        layers("09"), [lm.MergeRule("{i}/ln", ["{i}/mlp/up", "{i}/mlp/down"], **SKIP)],
+        "norm '09/ln': no Dense '09/mlp/down'",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "rules", "message"), ERRORS)
+def test_errors_name_the_rule_and_the_path(params, rules, message):
+    with pytest.raises(ValueError, match=message):
+        lm.merge_norm_affine(params, rules)
+
+
+def test_arguments_of_other_types():
+    for params, got in (([], "list"), (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "Linear")):
+        with pytest.raises(TypeError, match=f"params: expected a mapping, got {got}"):
+            lm.merge_norm_affine(params, {"n": "d"})
+    with pytest.raises(TypeError, match=r"lm\.MergeRule objects, got \('n', 'd'\)"):
+        lm.merge_norm_affine(SMALL, [("n", "d")])
+
+
+RANDOM = {"scale_init": nnx.initializers.normal(1.0), "bias_init": nnx.initializers.normal(1.0)}
+RULES = [
+    lm.MergeRule("blocks/{i}/norm", "blocks/{i}/up", add_bias=True),
+    lm.MergeRule("last", "head"),
+]
+
+
+class Block(nnx.Module):
+    def __init__(self, affine, up_bias, rngs):
+        given = {"use_scale": affine, "use_bias": affine, "rngs": rngs}
+        self.norm = lm.nnx.MSLayerNorm(8, **given, **RANDOM)
+        self.up = nnx.LinearGeneral(8, (2, 8), use_bias=up_bias, rngs=rngs)
+        self.down = nnx.LinearGeneral((2, 8), 8, axis=(-2, -1), rngs=rngs)
+        self.statistics = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.statistics(self.down(lm.gelu(self.up(self.norm(x)))))
+
+
+class Model(nnx.Module):
+    def __init__(self, affine=True, up_bias=True):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(affine, up_bias, rngs) for _ in range(12)])
+        self.last = nnx.RMSNorm(8, use_scale=affine, scale_init=RANDOM["scale_init"], rngs=rngs)
+        self.head = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("wrt", [nnx.Param, ...], ids=["parameters", "everything"])
+@pytest.mark.parametrize("up_bias", [True, False])
+def test_the_merged_model_computes_the_same(wrt, up_bias):
+    model, merged = Model(up_bias=up_bias), Model(affine=False)
+    state = nnx.state(model, wrt)
+    new = lm.merge_norm_affine(state, RULES)
+    assert type(new) is nnx.State
+    # The very tree of the merged model: an optimizer of its parameters fits.
+    assert jax.tree.structure(new) == jax.tree.structure(nnx.state(merged, wrt))
+    nnx.update(merged, new)
+    x = jax.random.normal(jax.random.key(1), (5, 8))
+    np.testing.assert_allclose(merged(x), model(x), rtol=2e-5, atol=2e-5)
+    assert state["blocks"][11]["norm"]["scale"].shape == (8,)  # given back as it was
+
+
+def test_abstract_states():
+    model = nnx.eval_shape(lambda: Model(up_bias=False))
+    merged = nnx.eval_shape(lambda: Model(affine=False))
+    new = lm.merge_norm_affine(nnx.state(model), RULES)
+    bias = new["blocks"][3]["up"]["bias"]
+    assert isinstance(bias, nnx.Param) and bias.get_value().shape == (2, 8)
+    nnx.update(merged, new)
+    assert jnp.shape(merged.blocks[3].up.bias) == (2, 8)
+    with pytest.raises(
+        ValueError, match=r"no module of that path.*nearest are \['blocks/\d+/norm'"
+    ):
+        lm.merge_norm_affine(nnx.state(model), {"blocks/{i}/norm1": "blocks/{i}/up"})
