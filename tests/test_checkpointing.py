@@ -46,17 +46,10 @@ def offload(*names, to="pinned_host"):
 OFFLOAD = offload(*lm.RESIDUAL_NAMES)
 
 
-def test_policy_keeps_codes_norm_output_and_rstd_alone():
+def test_policies_keep_codes_norm_output_and_rstd_alone_and_compose():
     assert kept(lm.checkpoint_policy()) == OURS
-
-
-def test_policy_composes_with_those_of_jax():
-    dots = lm.checkpoint_policy(DOTS)
-    assert kept(dots) == sorted([*OURS, "float32(16, 512)"])
-    assert kept(lm.checkpoint_policy(jax.checkpoint_policies.nothing_saveable)) == sorted(OURS)
-
-
-def test_names_work_with_the_policies_of_jax():
+    assert kept(lm.checkpoint_policy(jax.checkpoint_policies.nothing_saveable)) == OURS
+    assert kept(lm.checkpoint_policy(DOTS)) == sorted([*OURS, "float32(16, 512)"])
     only_codes = jax.checkpoint_policies.save_only_these_names(lm.RESIDUAL_NAMES[0])
     assert kept(only_codes) == ["uint2(16, 512)"]
 
@@ -71,21 +64,17 @@ def test_offloading_composes():
     assert "uint2(16, 512)" in kept(only_output) and "float32(16, 1)" in kept(only_output)
 
 
+ALL = jax.checkpoint_policies.everything_saveable
+UNPINNED = offload(*lm.RESIDUAL_NAMES, to="unpinned_host")
+DOTS_OFFLOADED = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
 @pytest.mark.parametrize(
     ("policies", "words"),
     [
-        (
-            (OFFLOAD, jax.checkpoint_policies.everything_saveable),
-            "name '.*dst='pinned_host'.*.* and Saveable",
-        ),
-        (
-            (OFFLOAD, offload(*lm.RESIDUAL_NAMES, to="unpinned_host")),
-            "name '.*'pinned_host'.*'unpinned_host'",
-        ),
-        (
-            (DOTS, jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")),
-            "dot_general .*Saveable and Offloadable",
-        ),
+        ((OFFLOAD, ALL), "name '.*dst='pinned_host'.*.* and Saveable"),
+        ((OFFLOAD, UNPINNED), "name '.*'pinned_host'.*'unpinned_host'"),
+        ((DOTS, DOTS_OFFLOADED), "dot_general .*Saveable and Offloadable"),
     ],
 )
 def test_policies_that_disagree_raise(policies, words):
@@ -93,9 +82,11 @@ def test_policies_that_disagree_raise(policies, words):
         kept(lm.checkpoint_policy(*policies))
 
 
-def test_an_answer_that_jax_does_not_know_raises():
+def test_answers_and_policies_of_other_types():
     with pytest.raises(TypeError, match="policy should be a bool"):
         kept(lm.checkpoint_policy(lambda *_, **__: "yes"))
+    with pytest.raises(TypeError, match=r"policies: expected callables.*got 'dots'"):
+        lm.checkpoint_policy("dots")
 
 
 def scanned(policy):
@@ -167,8 +158,3 @@ def test_products_of_every_kind_are_kept(product, x, kernel, by_dots_policy):
 
     assert kept(lm.products_saveable) == 1
     assert kept(jax.checkpoint_policies.dots_saveable) == by_dots_policy
-
-
-def test_error_names_the_argument():
-    with pytest.raises(TypeError, match=r"policies: expected callables.*got 'dots'"):
-        lm.checkpoint_policy("dots")

@@ -10,53 +10,45 @@ from flax import nnx
 
 import lowmembp_jax as lm
 
+LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
+COMPRESS = [
+    (block, {"dtype": jnp.float16}, ValueError, "dtype: expected .*int8.*, got .*float16"),
+    (block, {"dtype": "nonsense"}, ValueError, "dtype: .*got 'nonsense'"),
+    (block, {"dtype": {"h": jnp.uint8}}, ValueError, r"dtype\['h'\]: expected"),
+    (block, {"dtype": {3: "int8"}}, TypeError, "dtype: .*as keys, got 3"),
+    (block, {"policy": 3}, TypeError, "policy: expected a callable, got 3"),
+    (block, {"policy": None}, ValueError, "policy: .*lm.everything_saveable"),
+    (block, {"prevent_cse": 1}, TypeError, "prevent_cse: .*got 1"),
+    (block, {"params_argnums": 1.0}, TypeError, "params_argnums: .*got 1.0"),
+    (block, {"static_argnums": "x"}, TypeError, "static_argnums: .*got 'x'"),
+    (block, {"static_argnums": True}, TypeError, "static_argnums: .*got True"),
+    (nn.Dense, {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+    (DENSE, {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+    (nnx.Linear, {}, TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
+    (LINEAR, {}, TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
+    (3, {}, TypeError, "fun: expected a function, got 3"),
+]
+MODULE = [
+    (nn.Dense, {"static_argnums": 0}, ValueError, "from 1 on .*got 0"),
+    (nn.Dense, {"static_argnums": "x"}, TypeError, "compress_module: static_argnums.*'x'"),
+    (3, {}, TypeError, "target: expected a class of modules, got 3"),
+    (nn.Dense, {"policy": None}, ValueError, "compress_module: policy"),
+    (nn.Dense, {"dtype": jnp.int32}, ValueError, "int32"),
+]
+NNX = [
+    (block, {"static_argnums": 1.5}, TypeError, "nnx.*static_.*got 1.5"),
+    (block, {"dtype": jnp.float16}, ValueError, "dtype"),
+    (LINEAR, {}, TypeError, r"write lm.nnx.compress\(lambda module, x"),
+]
+EVERY = [(function, *case) for function, cases in (
+    (lm.compress, COMPRESS), (lm.compress_module, MODULE), (lm.nnx.compress, NNX)
+) for case in cases]  # fmt: skip
 
-def _linear():
-    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
-
-@pytest.mark.parametrize(
-    ("call", "kind", "words"),
-    [
-        (
-            lambda: lm.compress(block, dtype=jnp.float16),
-            ValueError,
-            "dtype: expected .*int8.*, got .*float16",
-        ),
-        (lambda: lm.compress(block, dtype="nonsense"), ValueError, "dtype: .*got 'nonsense'"),
-        (lambda: lm.compress(block, dtype={"h": jnp.uint8}), ValueError, r"dtype\['h'\]: expected"),
-        (lambda: lm.compress(block, policy=3), TypeError, "policy: expected a callable, got 3"),
-        (lambda: lm.compress(block, policy=None), ValueError, "policy: .*lm.everything_saveable"),
-        (lambda: lm.compress(block, prevent_cse=1), TypeError, "prevent_cse: .*got 1"),
-        (lambda: lm.compress(block, params_argnums=1.0), TypeError, "params_argnums: .*got 1.0"),
-        (lambda: lm.compress(block, static_argnums="x"), TypeError, "static_argnums: .*got 'x'"),
-        (lambda: lm.compress(block, static_argnums=True), TypeError, "static_argnums: .*got True"),
-        (lambda: lm.compress(block, dtype={3: "int8"}), TypeError, "dtype: .*as keys, got 3"),
-        (lambda: lm.compress(nn.Dense), TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
-        (
-            lambda: lm.compress(nn.Dense(3)),
-            TypeError,
-            r"class Dense; .*lm.compress_module\(Dense\)",
-        ),
-        (lambda: lm.compress(nnx.Linear), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
-        (lambda: lm.compress(_linear()), TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
-        (lambda: lm.compress(3), TypeError, "fun: expected a function, got 3"),
-        (lambda: lm.compress_module(nn.Dense, static_argnums=0), ValueError, "from 1 on .*got 0"),
-        (lambda: lm.compress_module(3), TypeError, "target: expected a class of modules, got 3"),
-        (lambda: lm.compress_module(nn.Dense, policy=None), ValueError, "compress_module: policy"),
-        (
-            lambda: lm.compress_module(nn.Dense, static_argnums="x"),
-            TypeError,
-            "module: static_.*'x'",
-        ),
-        (lambda: lm.nnx.compress(block, static_argnums=1.5), TypeError, "nnx.*static_.*got 1.5"),
-        (lambda: lm.nnx.compress(_linear()), TypeError, r"write lm.nnx.compress\(lambda module, x"),
-        (lambda: lm.compress_module(nn.Dense, dtype=jnp.int32), ValueError, "int32"),
-    ],
-)
-def test_errors_name_the_argument(call, kind, words):
+@pytest.mark.parametrize(("function", "target", "options", "kind", "words"), EVERY)
+def test_errors_name_the_argument(function, target, options, kind, words):
     with pytest.raises(kind, match=words):
-        call()
+        function(target, **options)
 
 
 def test_a_name_of_which_nothing_is_kept_is_said():
@@ -113,9 +105,8 @@ def test_an_activation_in_the_place_of_the_parameters_is_said():
 
 def test_parameters_in_the_place_of_an_activation_are_said_once():
     run = lm.compress(lambda x, p: block(p, x))
-    with pytest.warns(
-        UserWarning, match="argument 1 of <lambda> is a tree .*params_argnums"
-    ) as said:
+    words = "argument 1 of <lambda> is a tree .*params_argnums"
+    with pytest.warns(UserWarning, match=words) as said:
         run(normal(32, 64), params())
         run(normal(32, 64), params())
     assert len(said) == 1 and said[0].filename == __file__

@@ -1,6 +1,5 @@
 """lm.compress over a mesh: no collective more than `jax.checkpoint`."""
 
-import math
 import re
 from collections import Counter
 
@@ -9,28 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import is_scale
+from compression_models import NOTHING, is_scale, normal
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import collectives, exchanged
 
 import lowmembp_jax as lm
-
-NOTHING = jax.checkpoint_policies.nothing_saveable
-COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-
-
-def normal(*shape, key=7):
-    return jax.random.normal(jax.random.key(key), shape)
-
-
-def collectives(compiled):
-    """How many equations of each collective there are."""
-    return Counter(name for _, name in _equations(compiled))
-
-
-def _equations(compiled):
-    return re.findall(rf"= (\S+|\([^)]*\)) ({COLLECTIVES})(?:-start)?\(", compiled.as_text())
 
 
 def error(got, want):
@@ -154,8 +138,8 @@ def test_products_over_a_mesh_have_the_collectives_of_checkpoint(mode, policy):
             step = jax.grad(lambda p, x: jnp.sum(jnp.square(run(p, x))), argnums=(0, 1))
             return jax.jit(step).lower(p, x).compile()
 
-        plain = parallel if policy is None else jax.checkpoint(parallel, policy=policy)
-        ours, theirs = compiled(lm.compress(parallel, policy=policy)), compiled(plain)
+        ours = compiled(lm.compress(parallel, policy=policy))
+        theirs = compiled(jax.checkpoint(parallel, policy=policy))
         counts = [collectives(run) for run in (ours, theirs)]
         assert counts[0] <= counts[1] and counts[0]  # XLA of JAX 0.12 joins two of ours
         got, want = ours(p, x), theirs(p, x)
@@ -191,17 +175,11 @@ def test_replicated_arguments_inside_shard_map(policy, inside):
             return jax.jit(sharded(jax.grad(loss, argnums=(0, 1)), P()))
         return jax.jit(jax.grad(sharded(loss, P()), argnums=(0, 1)))
 
-    plain = lora if policy is None else jax.checkpoint(lora, policy=policy)
-    ours, theirs = step(lm.compress(lora, policy=policy)), step(plain)
+    ours = step(lm.compress(lora, policy=policy))
+    theirs = step(jax.checkpoint(lora, policy=policy))
     counts = [collectives(run.lower(p, positions, x).compile()) for run in (ours, theirs)]
     assert counts[0] == counts[1] and counts[0]
     assert error(ours(p, positions, x), theirs(p, positions, x)) < 0.05
-
-
-def exchanged(compiled):
-    """The elements of the results of all collectives."""
-    shapes = re.findall(r"\[([\d,]+)\]", " ".join(shape for shape, _ in _equations(compiled)))
-    return sum(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
 @pytest.mark.sample(3)
@@ -238,7 +216,7 @@ def test_rows_and_tiles_add_no_collective(norm, spec, width):
         over_shards = norm == "batch" or "y" in spec[2:]
         added = collectives(ours) - collectives(plain)
         assert added <= Counter({"all-reduce": over_shards})
-        assert exchanged(ours) <= (1.02 if over_shards else 1) * exchanged(plain)
+        assert exchanged(ours).total() <= (1.02 if over_shards else 1) * exchanged(plain).total()
         assert error(ours(p, x), plain(p, x)) < 0.05
 
 

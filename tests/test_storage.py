@@ -16,6 +16,12 @@ import lowmembp_jax as lm
 TOO_HEAVY = {"no norm, Cauchy"}
 
 
+def read_back(x, dtype="float8"):
+    """x as it is stored, seen in the gradient of x^2 / 2."""
+    half = lm.compress(lambda _, x: jnp.square(x) / 2, dtype=dtype, policy=NOTHING)
+    return jax.grad(lambda x: half(0.0, x).sum())(x)
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(storage_formats.CASES.keys() - TOO_HEAVY))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
@@ -42,12 +48,12 @@ def test_errors_of_the_docs(name, format, percent):
 @pytest.mark.parametrize("exponent", [-30, -12, 0, 12, 30])
 @pytest.mark.parametrize("shape", [(1,), (7,), (96,), (1, 1), (5, 1), (33, 50), (2, 3, 64), (0, 4)])
 def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
-    """Seen in the gradient of x^2: each element has 3 bits after its leading one."""
+    """Each element has 3 bits after its leading one, where x^2 may leave float32."""
     size = jax.random.uniform(jax.random.key(0), shape, minval=0.5)
-    x = 10.0**exponent * jnp.where(normal(*shape) > 0, size, -size)
-    half = lm.compress(lambda _, x: jnp.square(x / 10.0**exponent) / 2, policy=NOTHING)
-    dx = jax.grad(lambda x: half(0.0, x).sum())(x) * 10.0**exponent
-    np.testing.assert_allclose(dx, x / 10.0**exponent, rtol=2.0**-4)
+    x = jnp.where(normal(*shape) > 0, size, -size)
+    scaled = lm.compress(lambda _, x: jnp.square(x / 10.0**exponent) / 2, policy=NOTHING)
+    dx = jax.grad(lambda x: scaled(0.0, x).sum())(x * 10.0**exponent) * 10.0**exponent
+    np.testing.assert_allclose(dx, x, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("offset", [0, 50])
@@ -78,15 +84,12 @@ def test_a_constant_row_is_its_mean():
 
 def test_a_tile_of_which_only_zeros_are_sampled_is_stored_without_a_scale():
     x = jnp.zeros((64, 32)).at[1, 1].set(3.0)
-    dx = jax.grad(lambda x: lm.compress(lambda _, x: jnp.square(x), policy=NOTHING)(0.0, x).sum())
-    np.testing.assert_allclose(dx(x), 2 * x, rtol=2.0**-4)
+    np.testing.assert_allclose(read_back(x), x, rtol=2.0**-4)
 
 
 def test_an_element_56_times_the_largest_sampled_one_is_clipped():
     x = jnp.ones((1024, 32)).at[1, 1].set(50.0).at[1, 2].set(100.0)  # not a sampled row
-    square = lm.compress(lambda _, x: jnp.square(x) / 2, policy=NOTHING)
-    dx = jax.grad(lambda x: square(0.0, x).sum())(x)
-    np.testing.assert_allclose(dx, jnp.minimum(x, 56.0), rtol=2.0**-4)
+    np.testing.assert_allclose(read_back(x), jnp.minimum(x, 56.0), rtol=2.0**-4)
 
 
 def test_float8_by_its_old_name_is_unscaled_and_deprecated():
@@ -103,30 +106,23 @@ def test_float8_by_its_old_name_is_unscaled_and_deprecated():
 
 @each_dtype
 def test_large_values_nan_and_inf(dtype):
-    def gate(_, x):
-        return jnp.square(x)
-
     x = normal(32, 64).at[0, 0].set(5000.0)
-    dx = jax.grad(lambda x: lm.compress(gate, dtype=dtype, policy=NOTHING)(0.0, x).sum())(x)
-    assert np.isfinite(dx).all()
+    found = read_back(x, dtype)
     limit = 448 if dtype == "unscaled_float8_e4m3fn" else 5000
-    np.testing.assert_allclose(dx[0, 0], jax.grad(lambda x: gate(0, x))(limit * 1.0), rtol=0.25)
+    assert np.isfinite(found).all() and found[0, 0] == pytest.approx(limit, rel=0.25)
     for bad in (np.nan, np.inf, -np.inf):
-        dx = jax.grad(lambda x: lm.compress(gate, dtype=dtype, policy=NOTHING)(0.0, x).sum())(
-            x.at[3, 5].set(bad)
-        )
-        assert not np.isfinite(dx[3, 5])
+        found = read_back(x.at[3, 5].set(bad), dtype)
+        # The elements of its row may share a scale with it.
+        assert not np.isfinite(found[3, 5]) and np.isfinite(jnp.delete(found, 3, 0)).all()
 
 
 def test_integers_are_rounded_to_the_nearest_and_in_4_bits_so_on_average():
-    """Seen in the gradient of x^2: the largest of a row is 127 times the scale of int8."""
-    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int8, policy=NOTHING), 0)
+    """The largest of a row is 127 times the scale of int8."""
     x = jnp.tile(jnp.array([127, 1.4, 1.6, -1.4, -1.6, 0.0, 0.4, -0.6]), (128, 1))
     want = np.tile([127.0, 1, 2, -1, -2, 0, 0, -1], (128, 1))
-    np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(x), want, rtol=1e-6)
-    square = partial(lm.compress(lambda _, x: jnp.square(x) / 2, dtype=jnp.int4, policy=NOTHING), 0)
+    np.testing.assert_allclose(read_back(x, "int8"), want, rtol=1e-6)
     x = jax.random.uniform(jax.random.key(0), (64, 256)).at[:, ::32].set(0).at[:, 1::32].set(1)
-    difference = jax.grad(lambda x: square(x).sum())(x) - x
+    difference = read_back(x, "int4") - x
     assert abs(float(difference.mean())) < 1e-3 and float(jnp.abs(difference).max()) < 0.07
 
 

@@ -51,28 +51,56 @@ def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
     assert error(grads, want) < 0.05
 
 
-def test_modules_under_nn_scan():
-    scanned = {
-        cls: nn.scan(
-            cls,
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True},
-            length=3,
-        )()
-        for cls in (Body, lm.compress_module(Body))
-    }
-    x = normal(4, 8, 64)
-    plain, ours = scanned.values()
-    variables = plain.init(jax.random.key(0), x)
-
-    def run(model, params):
-        return jnp.sum(jnp.square(model.apply(params, x)[0]))
-
-    got, want = (jax.grad(partial(run, model))(variables) for model in (ours, plain))
-    assert error(got, want) < 0.1
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(16)(jnp.tanh(nn.Dense(32)(x)))
 
 
-class Body(nn.Module):
+class Carry(Layer):
     @nn.compact
     def __call__(self, x):
-        return x + nn.Dense(64)(jnp.tanh(nn.Dense(256)(x))), None
+        return super().__call__(x), None
+
+
+class Autoencoder(nn.Module):
+    def setup(self):
+        self.down, self.up = nn.Dense(8), nn.Dense(16)
+
+    def encode(self, x):
+        return jnp.tanh(self.down(x))
+
+    def decode(self, z):
+        return jnp.tanh(self.up(z))
+
+    def __call__(self, x):
+        return self.decode(self.encode(x))
+
+
+def scanned(block):
+    return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+
+
+MODELS = {
+    "layers": lambda wrap: Model(wrap(Layer)),
+    "layers that share a trace": lambda wrap: Model(nn.jit(wrap(Layer))),
+    "a scan": lambda wrap: scanned(wrap(Carry)),
+    "a recurrent cell": lambda wrap: nn.RNN(wrap(nn.GRUCell)(8)),
+    "methods": lambda wrap: wrap(Autoencoder, methods=["encode", "decode"])(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_near_those_of_the_class(name):
+    x = normal(2, 16, 16)
+    ours = MODELS[name](lm.compress_module)
+    plain = MODELS[name](lambda module, **_: module)
+    variables = plain.init(jax.random.key(0), x)
+    shapes = jax.tree.map(jnp.shape, ours.init(jax.random.key(0), x))
+    assert shapes == jax.tree.map(jnp.shape, variables)
+
+    def run(model, variables, x):
+        return jnp.sum(jnp.square(jax.tree.leaves(model.apply(variables, x))[0]))
+
+    got, want = (jax.grad(partial(run, model), (0, 1))(variables, x) for model in (ours, plain))
+    assert 0 < error(got, want) < 0.08
