@@ -64,14 +64,6 @@ def results(op: Callable, args, g):
     return y, *vjp(g)
 
 
-def _scanned(op):
-    # The first argument has the axis that is scanned over, and maybe others.
-    def run(mapped, rest):
-        return lax.scan(lambda _, xs: (0, op(*xs, *rest)), 0, mapped)[1]
-
-    return run
-
-
 def call(way: str, op: Callable, args, g, mapped: int):
     """`results` by a transformation; the first `mapped` arguments have the leading axis."""
     if way == "plain":
@@ -85,7 +77,11 @@ def call(way: str, op: Callable, args, g, mapped: int):
     if way == "vmap":
         return results(jax.vmap(op, (0,) * mapped + (None,) * (len(args) - mapped)), args, g)
     assert way == "scan"
-    return results(lambda *args: _scanned(op)(args[:mapped], args[mapped:]), args, g)
+
+    def scanned(*args):
+        return lax.scan(lambda _, xs: (0, op(*xs, *args[mapped:])), 0, args[:mapped])[1]
+
+    return results(scanned, args, g)
 
 
 WAYS = ("plain", "jit", "gradient of jit", "remat", "vmap", "scan")

@@ -1,4 +1,4 @@
-"""gelu, silu, regelu2, resilu2 and the step activation they share."""
+"""gelu, silu, regelu2, resilu2, the step activation they share, and its codes."""
 
 from functools import partial
 from pathlib import Path
@@ -15,24 +15,15 @@ import lowmembp_jax as lm
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
 DTYPES = ["float16", "bfloat16", "float32"]
+GELU_ERF = partial(jax.nn.gelu, approximate=False)
+#: Ours, the function of `jax.nn`, and the table of the slopes.
 OPS = {
-    "regelu2_tanh": (partial(lm.regelu2, approximate=True), partial(jax.nn.gelu, approximate=True)),
-    "regelu2_erf": (
-        partial(lm.regelu2, approximate=False),
-        partial(jax.nn.gelu, approximate=False),
-    ),
-    "resilu2": (lm.resilu2, jax.nn.silu),
-    "gelu_tanh_4": (partial(lm.gelu, bits=4), jax.nn.gelu),
-    "gelu_erf_2": (partial(lm.gelu, approximate=False), partial(jax.nn.gelu, approximate=False)),
-    "silu_4": (partial(lm.silu, bits=4), jax.nn.silu),
-}
-TABLES = {
-    "regelu2_tanh": lm.REGELU2_TABLE,
-    "regelu2_erf": lm.REGELU2_TABLE,
-    "resilu2": lm.RESILU2_TABLE,
-    "gelu_tanh_4": lm.STEP_TABLES["gelu_tanh", 4],
-    "gelu_erf_2": lm.STEP_TABLES["gelu_erf", 2],
-    "silu_4": lm.STEP_TABLES["silu", 4],
+    "regelu2_tanh": (partial(lm.regelu2, approximate=True), jax.nn.gelu, lm.REGELU2_TABLE),
+    "regelu2_erf": (partial(lm.regelu2, approximate=False), GELU_ERF, lm.REGELU2_TABLE),
+    "resilu2": (lm.resilu2, jax.nn.silu, lm.RESILU2_TABLE),
+    "gelu_tanh_4": (partial(lm.gelu, bits=4), jax.nn.gelu, lm.STEP_TABLES["gelu_tanh", 4]),
+    "gelu_erf_2": (partial(lm.gelu, approximate=False), GELU_ERF, lm.STEP_TABLES["gelu_erf", 2]),
+    "silu_4": (partial(lm.silu, bits=4), jax.nn.silu, lm.STEP_TABLES["silu", 4]),
 }
 SECOND = {
     "grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x))),
@@ -102,7 +93,7 @@ class StepActivations:
     @each_dtype
     def test_every_threshold_is_strict(self, name, dtype):
         """At a threshold, one representable number below it and one above, in the dtype of x."""
-        table = TABLES[name]
+        table = OPS[name][2]
         points = []
         for threshold in table.thresholds:
             at = jnp.asarray(threshold, dtype)
@@ -127,7 +118,7 @@ class StepActivations:
         np.testing.assert_array_equal(jnp.isnan(y), jnp.isnan(x))
         assert y[3] == jnp.inf and y[4] == 0
         # The code of NaN is 0.
-        self.assert_gradient(vjp(jnp.ones_like(x))[0], expected_slope(x, TABLES[name]))
+        self.assert_gradient(vjp(jnp.ones_like(x))[0], expected_slope(x, OPS[name][2]))
         finite = jnp.where(jnp.isinf(x), 0, x)
         loss, dx = jax.value_and_grad(lambda x: jnp.mean(self.op(name)(x) ** 2))(finite)
         assert jnp.isnan(loss)
@@ -274,7 +265,7 @@ def test_the_gradient_is_differentiated_by_what_x_does_not_depend_on():
 def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
         x = jnp.linspace(-8, 8, 1001, dtype=jnp.float64)
-        ours, theirs = OPS[name]
+        ours, theirs, _ = OPS[name]
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-14, atol=1e-14)
         assert gradient(ours, x).dtype == jnp.float64
 
@@ -290,33 +281,64 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
     assert lm.resilu2(np.array([1, 2])).dtype == jnp.float32
 
 
+TWO = jnp.ones(2)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("op", "args", "options", "error", "words"),
     [
-        (lambda: lm.regelu2("x"), TypeError, "x: expected an array of real numbers, got str"),
+        (lm.regelu2, ("x",), {}, TypeError, "x: expected an array of real numbers, got str"),
+        (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x: expected a real.*complex"),
         (
-            lambda: lm.regelu2(jnp.ones(2, jnp.complex64)),
-            TypeError,
-            "x: expected a real.*complex",
-        ),
-        (
-            lambda: lm.regelu2(jnp.ones(2), implementation="cuda"),
-            ValueError,
+            lm.regelu2, (TWO,), {"implementation": "cuda"}, ValueError,
             "implementation: .*got 'cuda'",
         ),
-        (lambda: lm.StepTable((1.0, 0.0), (0.0, 1.0, 2.0)), ValueError, "ascending.*1.0, 0.0"),
-        (lambda: lm.StepTable((1.0,) * 16, (0.0,) * 17), ValueError, "1 to 15"),
-        (lambda: lm.StepTable((1.0,), (0.0,)), ValueError, "levels: expected one more"),
-        (lambda: lm.StepTable((float("nan"),), (0.0, 1.0)), ValueError, "finite"),
-        (lambda: lm.gelu(jnp.ones(2), "none"), TypeError, "approximate: expected True or.*'none'"),
-        (lambda: lm.step_activation(jnp.ones(2), jnp.tanh, "t"), TypeError, "table: expected.*'t'"),
+        (lm.StepTable, ((1.0, 0.0), (0.0, 1.0, 2.0)), {}, ValueError, "ascending.*1.0, 0.0"),
+        (lm.StepTable, ((1.0,) * 16, (0.0,) * 17), {}, ValueError, "1 to 15"),
+        (lm.StepTable, ((1.0,), (0.0,)), {}, ValueError, "levels: expected one more"),
+        (lm.StepTable, ((float("nan"),), (0.0, 1.0)), {}, ValueError, "finite"),
+        (lm.gelu, (TWO, "none"), {}, TypeError, "approximate: expected True or.*'none'"),
+        (lm.gelu, (TWO,), {"bits": 3}, ValueError, "bits: expected 2 or 4, got 3"),
+        (lm.step_activation, (TWO, jnp.tanh, "t"), {}, TypeError, "table: expected.*'t'"),
         (
-            lambda: lm.step_activation(jnp.ones(2), jnp.sum, lm.STEP_TABLES["silu", 2]),
-            ValueError,
+            lm.step_activation, (TWO, jnp.sum, ANY), {}, ValueError,
             r"function: expected an elementwise .*, got the shape \(\) for x of \(2,\)",
         ),
+        (
+            lm.step_activation, (TWO, jnp.tanh, ANY), {"implementation": "pallas_interpret"},
+            ValueError, "function: .* has kernels only for",
+        ),
+        (lm.pack_2bit, (TWO,), {}, TypeError, "codes: expected integers, got float32"),
+        (lm.unpack_2bit, (jnp.ones(3, int), 9), {}, TypeError, "packed: expected uint8, got int32"),
+        (
+            lm.unpack_2bit, (jnp.ones(2, jnp.uint8), 9), {}, ValueError,
+            r"packed: expected .*\(3,\) for size=9, got \(2,\)",
+        ),
+        (lm.unpack_2bit, (jnp.zeros(0, jnp.uint8), -1), {}, ValueError, "size=-1"),
     ],
-)
-def test_errors_name_the_argument(call, error, words):
+)  # fmt: skip
+def test_errors_name_the_argument(op, args, options, error, words):
     with pytest.raises(error, match=words):
-        call()
+        op(*args, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (7,), (4, 4), (5, 3, 11)])
+@pytest.mark.parametrize("dtype", [jnp.uint2, jnp.uint8, jnp.int32])
+def test_four_codes_to_a_byte_the_first_in_the_lowest_bits(shape, dtype):
+    codes = np.random.default_rng(0).integers(0, 4, shape).astype(np.uint8)
+    packed = lm.pack_2bit(jnp.asarray(codes).astype(dtype))
+    quads = np.pad(codes.ravel(), (0, -codes.size % 4)).reshape(-1, 4)
+    np.testing.assert_array_equal(packed, (quads << [0, 2, 4, 6]).sum(1))
+    np.testing.assert_array_equal(lm.unpack_2bit(packed, codes.shape), codes)
+    flat = jax.jit(lm.unpack_2bit, static_argnums=1)(packed, codes.size)
+    assert packed.dtype == flat.dtype == jnp.uint8
+    np.testing.assert_array_equal(flat, codes.ravel())
+
+
+def test_packed_codes_are_the_bits_of_uint2_and_their_higher_bits_do_not_count():
+    """What a kernel packs becomes the residual by a bitcast (DESIGN.md, fact 1)."""
+    codes = jnp.array([7, 4, 255, 1, 2, 3, 0, 1])
+    packed = jax.vmap(lm.pack_2bit)(codes.reshape(2, 4))
+    assert packed[0, 0] == 0b01_11_00_11
+    as_uint2 = lax.bitcast_convert_type(packed, jnp.uint2)
+    np.testing.assert_array_equal(as_uint2.ravel().astype(jnp.int32), codes % 4)

@@ -50,14 +50,16 @@ def test_bits_and_depth(problem):
     }
 
 
-def test_a_loss_in_which_nothing_is_swapped_is_an_error(problem):
-    with pytest.raises(ValueError, match="swapped: nothing"):
-        lm.gradient_fidelity(lambda w: jnp.sum(jnp.tanh(w)), jnp.ones(3), bits=2)
-
-
-def test_a_loss_that_is_no_function_is_an_error():
-    with pytest.raises(TypeError, match="loss: expected a callable, got 3"):
-        lm.gradient_fidelity(3, jnp.ones(2))  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda w: jnp.sum(jnp.tanh(w)), ValueError, "swapped: nothing"),
+        (3, TypeError, "loss: expected a callable, got 3"),
+    ],
+)
+def test_losses_that_are_refused(loss, error, words):
+    with pytest.raises(error, match=words):
+        lm.gradient_fidelity(loss, jnp.ones(3), bits=2)
 
 
 def test_zeros_nans_and_other_trees():
@@ -112,17 +114,13 @@ def test_inside_exact_nothing_approximates(problem):
         assert lm.gradient_distance(patched(params, x), exact).error < 1e-6
     assert lm.gradient_distance(approximate, exact).error > 0.01
     assert lm.gradient_distance(patched(params, x), exact).error > 0.01  # traced again outside
-    assert of_ours(lm.gelu, jax.nn.gelu, x) < 1e-6
-    assert of_ours(lm.silu, jax.nn.silu, x) < 1e-6
-    assert (
-        of_ours(lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x, x) < 1e-6
-    )
-    assert of_ours(lm.compress(jnp.tanh, params_argnums=()), jnp.tanh, x) < 1e-6
-
-
-def normed(p, x):
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
-    return jnp.tanh(x @ p)
+    for ours, plain in (
+        (lm.gelu, jax.nn.gelu),
+        (lm.silu, jax.nn.silu),
+        (lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x),
+        (lm.compress(jnp.tanh, params_argnums=()), jnp.tanh),
+    ):
+        assert of_ours(ours, plain, x) < 1e-6
 
 
 def test_it_reports_what_each_stored_array_lost():
@@ -146,6 +144,9 @@ def test_it_reports_what_each_stored_array_lost():
 @pytest.mark.slow
 def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
     p, x = jnp.stack([jnp.eye(8)] * 3), jax.random.normal(jax.random.key(0), (16, 8))
+
+    def normed(p, x):
+        return jnp.tanh(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) @ p)
 
     def loss(dtype):
         run = lm.compress(normed, dtype=dtype)

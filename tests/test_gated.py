@@ -1,4 +1,4 @@
-"""swiglu and geglu: exact, and what they keep is gate and up."""
+"""swiglu and geglu: exact, saving gate and up alone, and what XLA makes of it."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import only_interpreted, run_in_triton_interpreter, ulps
+from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
 
@@ -16,10 +17,7 @@ import lowmembp_jax as lm
 OPS = {
     "swiglu": (lm.swiglu, jax.nn.silu),
     "geglu_tanh": (lm.geglu, jax.nn.gelu),
-    "geglu_erf": (
-        partial(lm.geglu, approximate=False),
-        partial(jax.nn.gelu, approximate=False),
-    ),
+    "geglu_erf": (partial(lm.geglu, approximate=False), partial(jax.nn.gelu, approximate=False)),
 }
 each_op = pytest.mark.parametrize("name", OPS)
 #: Each in a dtype, and one in all.
@@ -228,9 +226,7 @@ def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
         arrays = [jnp.asarray(np.float64(a)) for a in normal((400,))]
         for got, want in zip(
-            results(OPS[name][0], *arrays),
-            results(unfused(name, "float64"), *arrays),
-            strict=True,
+            results(OPS[name][0], *arrays), results(unfused(name, "float64"), *arrays), strict=True
         ):
             assert got.dtype == jnp.float64
             np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
@@ -258,34 +254,17 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
         assert lm.swiglu(x, jnp.ones(2)).dtype == lm.swiglu(jnp.ones(2), x).dtype == jnp.float32
 
 
+ONES = jnp.ones((2, 3))
+
+
 @pytest.mark.parametrize(
     ("args", "options", "error", "words"),
     [
         (("x", 1.0), {}, TypeError, "gate: expected an array of real numbers, got str"),
-        (
-            (jnp.ones(2), jnp.ones(2, jnp.complex64)),
-            {},
-            TypeError,
-            "up: expected a real.*complex",
-        ),
-        (
-            (jnp.ones((2, 3)), jnp.ones(3)),
-            {},
-            ValueError,
-            r"up: expected the shape of gate, \(2, 3\), got \(3,\)",
-        ),
-        (
-            (jnp.ones(2),) * 2,
-            {"dtype": jnp.int16},
-            ValueError,
-            "dtype: expected .*float8_e4m3fn.*int16",
-        ),
-        (
-            (jnp.ones(2),) * 2,
-            {"implementation": "cuda"},
-            ValueError,
-            "implementation: .*'cuda'",
-        ),
+        ((ONES, ONES.astype(jnp.complex64)), {}, TypeError, "up: expected a real.*complex"),
+        ((ONES, ONES[0]), {}, ValueError, r"up: expected .* gate, \(2, 3\), got \(3,\)"),
+        ((ONES, ONES), {"dtype": jnp.int16}, ValueError, "dtype: .*float8_e4m3fn.*int16"),
+        ((ONES, ONES), {"implementation": "cuda"}, ValueError, "implementation: .*'cuda'"),
     ],
 )
 @pytest.mark.parametrize("op", [lm.swiglu, lm.geglu])
@@ -294,13 +273,89 @@ def test_errors_name_the_argument(op, args, options, error, words):
         op(*args, **options)
 
 
-def test_approximate_of_pytorch_is_an_error():
-    """As a string "none" would count as true."""
+def test_errors_of_approximate_and_of_forward_mode():
+    # As a string "none", which PyTorch has, would count as true.
     with pytest.raises(TypeError, match="approximate: expected True or False, got 'none'"):
-        lm.geglu(jnp.ones(2), jnp.ones(2), "none")
-
-
-def test_forward_mode_names_the_operator():
+        lm.geglu(ONES, ONES, "none")
     with pytest.raises(TypeError, match="forward-mode") as error:
         jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))
     assert "lm.swiglu " in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (jnp.float8_e4m3fn, [("float8_e4m3fn", (16, 1000))] * 2),
+        (jnp.float8_e5m2, [("float8_e5m2", (16, 1000))] * 2),
+        (jnp.int8, [("int8", (16, 1000)), ("float32", (16, 1))] * 2),
+    ],
+)
+def test_what_is_kept_in_8_bits(dtype, kept):
+    op = partial(lm.swiglu, dtype=dtype)
+    x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
+    assert [(str(aval.dtype), aval.shape) for aval, _ in found] == kept
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "stored"),
+    [
+        ("float8_e4m3fn", 1, {"float8_e4m3fn"}),
+        ("int8", 4, {"bfloat16"}),
+        ("int8", 5, {"int8", "float32"}),
+        ("int4", 2, {"bfloat16"}),
+        ("int4", 3, {"int4", "bfloat16"}),
+    ],
+)
+def test_what_takes_no_less_with_its_scales_stays(dtype, width, stored):
+    op, x = partial(lm.swiglu, dtype=dtype), jnp.ones((1000, width), jnp.bfloat16)
+    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
+    assert {str(aval.dtype) for aval, _ in found} == stored
+
+
+def mlp_units(down, trained, layers, scan):
+    """Peak of layers `x + down(x a, x b, c)`, `trained` of a, b, c trained, compiled for an H200.
+
+    In units of rows x width x 2 bytes, of which gate and up have 4 each.
+    """
+    rows, width, hidden = 8192, 256, 1024
+
+    def layer(x, weights):
+        a, b, c = weights
+        return x + down(x @ a, x @ b, c), None
+
+    def loss(trained, frozen, x):
+        if scan:
+            x, _ = lax.scan(layer, x, (*trained, *frozen))
+        else:
+            for each in zip(*trained, *frozen, strict=True):
+                x, _ = layer(x, each)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def weights(*shape):
+        if scan:
+            return jax.ShapeDtypeStruct((layers, *shape), jnp.bfloat16)
+        return [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * layers
+
+    every = [weights(width, hidden), weights(width, hidden), weights(hidden, width)]
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+    compiled = lm.memory.compile_for(jax.grad(loss), every[:trained], every[trained:], x)
+    return compiled.memory_analysis().temp_size_in_bytes / (rows * width * 2)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize(
+    ("dtype", "trained", "units"), [(None, 3, 1 + 8), (jnp.float8_e4m3fn, 2, 1 + 4)]
+)
+def test_an_mlp_keeps_its_input_gate_and_up(dtype, trained, units, scan):
+    """And nothing of their product; the last Dense is frozen where two of three are trained."""
+
+    def down(gate, up, c):
+        return lm.swiglu(gate, up, dtype=dtype) @ c
+
+    if trained == 3:
+        down = jax.checkpoint(down, prevent_cse=not scan)
+    fewer, more = (mlp_units(down, trained, layers, scan) for layers in (4, 6))
+    assert (more - fewer) / 2 <= units * 1.03

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax
 import pallas_kernels
 from lowmembp_jax import _jax_internals as jax_internals
 
-MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 X = jnp.arange(4.0)
 
 
@@ -26,29 +24,6 @@ def test_it_is_in_one_file():
     ]
     found = [file.name for file in files if private.search(file.read_text())]
     assert found == ["_jax_internals.py"]
-
-
-def test_varying_are_the_axes_along_which_an_array_differs():
-    seen = []
-
-    def local(x, y):
-        seen.append((jax_internals.varying(x), jax_internals.varying(y)))
-        seen.append(jax_internals.varying(x, y))
-        return x
-
-    jax.jit(jax.shard_map(local, mesh=MESH, in_specs=(P("a"), P()), out_specs=P("a")))(X, X)
-    assert seen == [({"a"}, set()), {"a"}]
-    assert jax_internals.varying(X) == set()
-
-
-def test_check_vma_lets_a_shard_map_run_what_it_would_refuse():
-    def local(x, y):
-        with jax_internals.check_vma(False):
-            product = lax.mul_p.bind(x, y)  # jnp would cast y
-        return lax.pcast(product, ("a",), to="varying")
-
-    run = jax.shard_map(local, mesh=MESH, in_specs=(P("a"), P()), out_specs=P("a"))
-    np.testing.assert_array_equal(jax.jit(run)(X, X[:2]), X * jnp.tile(X[:2], 2))
 
 
 def test_cache_miss_is_called_each_time_that_it_says_so():

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
@@ -153,27 +152,6 @@ def test_compress_is_used_like_remat(rate):
     assert 0 < distance.error < 0.05 and distance.cosine > 0.998
 
 
-def test_compress_as_a_decorator_trains():
-    class Compressed(Block):
-        @lm.nnx.compress
-        def __call__(self, x):
-            return super().__call__(x)
-
-    model = nnx.Sequential(Compressed(32, nnx.Rngs(0)), nnx.Linear(32, 1, rngs=nnx.Rngs(1)))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x, y):
-        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
-        optimizer.update(model, grads)
-        return value
-
-    x = data((256, 32))
-    with jax.numpy_dtype_promotion("standard"):  # NNX's optimizer counts in integers
-        losses = [float(step(model, optimizer, x, jnp.sin(x[:, :1]))) for _ in range(40)]
-    assert losses[-1] < 0.3 * losses[0]
-
-
 def test_compress_stores_eight_bits():
     graph, state = nnx.split(Model(lm.nnx.compress))
     plain = nnx.split(Model(lambda f: f))[0]
@@ -185,8 +163,6 @@ def test_compress_stores_eight_bits():
 
 
 def test_errors_of_compress():
-    with pytest.raises(ValueError, match="dtype"):
-        lm.nnx.compress(Block.__call__, dtype=jnp.float16)
     run = lm.nnx.compress(lambda module, x: module(x), static_argnums=4)
     with pytest.raises(ValueError, match=r"nnx.compress: static_argnums: .* 2 positional .*got 4"):
         run(Block(8, nnx.Rngs(0)), data((4, 8)))
@@ -207,14 +183,8 @@ def test_everything_that_is_written_into_any_module_is_written():
         function = wrap(function)
         x = data((16, 8)) + 3
         outs = [function(drop, norm, x, rngs=rngs) for _ in range(2)]
-        return (
-            outs,
-            norm.mean[...],
-            norm.var[...],
-            norm.late[...],
-            norm.seen[...],
-            rngs.default.count[...],
-        )
+        written = norm.mean, norm.var, norm.late, norm.seen, rngs.default.count
+        return outs, [variable[...] for variable in written]
 
     got, want = run(lm.nnx.compress), run(lambda f: f)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
@@ -239,8 +209,25 @@ def test_no_variable_of_any_module_is_rounded():
     assert not [row for row in rows if row.shape in shapes and row.dtype.startswith("float8")]
 
 
-def test_a_bound_method_and_a_decorator_with_arguments():
+def test_a_bound_method_and_decorators():
+    class Compressed(Block):
+        @lm.nnx.compress
+        def __call__(self, x):
+            return super().__call__(x)
+
     block, x = Block(8, nnx.Rngs(0)), data((4, 8))
     np.testing.assert_allclose(lm.nnx.compress(block.__call__)(x), block(x), rtol=1e-6)
     decorated = lm.nnx.compress(dtype=jnp.int8)(lambda block, x: block(x))
     np.testing.assert_allclose(decorated(block, x), block(x), rtol=1e-6)
+    np.testing.assert_allclose(Compressed(8, nnx.Rngs(0))(x), block(x), rtol=1e-6)
+
+
+def test_compress_under_nnx_jit():
+    block, x = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), data((32, 16))
+    plain = lambda block, x: jnp.tanh(block(x))  # noqa: E731
+    ours = nnx.jit(lm.nnx.compress(plain))
+    got, want = (
+        nnx.grad(lambda block, f=f: jnp.sum(f(block, f(block, x)) ** 2))(block)
+        for f in (ours, plain)
+    )
+    assert 0 < lm.gradient_distance(jax.tree.leaves(got), jax.tree.leaves(want)).error < 0.05

@@ -1,14 +1,14 @@
-"""ms_layer_norm and ms_rms_norm: one class for every implementation, then what is common."""
+"""ms_layer_norm and ms_rms_norm: each implementation, residuals, and what is common."""
 
 from functools import cache, partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import only_interpreted, quick_jit, run_in_triton_interpreter
 from jax import lax
+from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
 
@@ -136,11 +136,15 @@ class Norms:
 
     @each_op
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-    def test_nan_and_inf_poison_their_row_only(self, name, bad):
+    @pytest.mark.parametrize("residual", ["normalized", "output"])
+    def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
         x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
-        y, vjp = jax.vjp(self.op(name), x)
-        dx = vjp(jnp.ones_like(y))[0]
-        assert jnp.isnan(dx[1]).all() and jnp.isfinite(dx[jnp.array([0, 2])]).all()
+        y, vjp = jax.vjp(self.op(name, residual=residual), x, jnp.full(64, 1.5))
+        dx, d_scale = vjp(jnp.ones_like(y))
+        others = jnp.array([0, 2])
+        assert jnp.isnan(y[1]).any() and jnp.isfinite(y[others]).all()
+        assert jnp.isnan(dx[1]).all() and jnp.isfinite(dx[others]).all()
+        assert not jnp.isfinite(d_scale[7])
         assert not jnp.isfinite(vjp(jnp.ones_like(y).at[2, 3].set(bad))[0][2]).any()
 
     @each_op
@@ -245,16 +249,6 @@ def test_forward_mode_names_the_operator(name):
     assert f"{name} " in error.value.__notes__[0]
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "op by op"])
-def test_forward_is_bit_equal_to_flax(wrap):
-    x = jax.random.normal(jax.random.key(0), (64, 768))
-    layer = nn.LayerNorm(use_scale=False, use_bias=False, use_fast_variance=False)
-    rms = nn.RMSNorm(use_scale=False)
-    for ours, flax in ((lm.ms_layer_norm, layer), (lm.ms_rms_norm, rms)):
-        expected = wrap(lambda x, flax=flax: flax.apply({}, x))(x)
-        np.testing.assert_array_equal(wrap(ours)(x), expected)
-
-
 def test_a_mask_says_which_positions_count():
     """Where the statistics do not count x, even NaN has no effect; nothing counts: a row is NaN."""
     x = jax.random.normal(jax.random.key(0), (4, 6))
@@ -266,39 +260,97 @@ def test_a_mask_says_which_positions_count():
         np.testing.assert_array_equal(jnp.isnan(rows), jnp.arange(24).reshape(4, 6) // 6 == 2)
 
 
+LAYER, RMS, ONES = lm.ms_layer_norm, lm.ms_rms_norm, jnp.ones((2, 4))
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("op", "args", "options", "error", "words"),
     [
-        (lambda x: lm.ms_layer_norm(x, jnp.ones(3)), ValueError, r"scale: expected shape \(4,\)"),
-        (lambda x: lm.ms_layer_norm(x, None, x[:1]), ValueError, "bias: expected shape"),
-        (lambda x: lm.ms_layer_norm(jnp.float32(1)), ValueError, "x: expected at least one axis"),
-        (lambda x: lm.ms_rms_norm(x.astype(jnp.complex64)), TypeError, "x: expected a real array"),
+        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, r"scale: expected shape \(4,\)"),
+        (LAYER, (ONES, None, ONES), {}, ValueError, "bias: expected shape"),
+        (LAYER, (jnp.float32(1),), {}, ValueError, "x: expected at least one axis"),
+        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x: expected a real array"),
+        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype: expected .*int8"),
+        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual: expected .*got 'x'"),
+        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon: expected .*got -1e-06"),
+        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon: .*got nan"),
+        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation: .*got '\\?'"),
+        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, r"mask: .*, \(2, 4\).*\(3,\)"),
+        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, r"mask: .*got \(1, 2, 4"),
         (
-            lambda x: lm.ms_rms_norm(x, dtype=jnp.int8),
-            TypeError,
-            "dtype: expected .*int8",
-        ),
-        (
-            lambda x: lm.ms_rms_norm(x, residual="x"),
-            ValueError,
-            "residual: expected .*got 'x'",
-        ),
-        (lambda x: lm.ms_rms_norm(x, epsilon=-1e-6), ValueError, "epsilon: expected .*got -1e-06"),
-        (lambda x: lm.ms_layer_norm(x, epsilon=np.nan), ValueError, "epsilon: .*got nan"),
-        (lambda x: lm.ms_rms_norm(x, implementation="?"), ValueError, "implementation: .*got '?'"),
-        (
-            lambda x: lm.ms_rms_norm(x, mask=x[0, :3] > 0),
-            ValueError,
-            r"mask: .*, \(2, 4\).*\(3,\)",
-        ),
-        (lambda x: lm.ms_rms_norm(x, mask=x[None] > 0), ValueError, r"mask: .*got \(1, 2, 4"),
-        (
-            lambda x: lm.ms_rms_norm(x, mask=x > 0, implementation="pallas"),
-            ValueError,
+            RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError,
             r"implementation: 'pallas'.* no mask, got .*mask=\(2, 4\); choose 'xla'",
         ),
     ],
-)
-def test_errors_name_the_argument(call, error, words):
+)  # fmt: skip
+def test_errors_name_the_argument(op, args, options, error, words):
     with pytest.raises(error, match=words):
-        call(jnp.ones((2, 4)))
+        op(*args, **options)
+
+
+# What is saved for the backward.
+X = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
+NARROW = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
+W = jax.ShapeDtypeStruct((1024, 8), jnp.bfloat16)
+SCALE = jax.ShapeDtypeStruct((1024,), jnp.float32)
+FROZEN = jnp.ones(1024)
+
+
+def kept(op, *args):
+    return sorted((str(a.dtype), a.shape) for a, _ in saved_residuals(op, *args))
+
+
+def wide(op, *args):
+    """Dtypes of the residuals of the shape of x."""
+    return [dtype for dtype, shape in kept(op, *args) if shape == X.shape]
+
+
+@each_op
+def test_residuals_are_output_and_rstd(name):
+    op = partial(OPS[name], dtype=jnp.bfloat16)
+    output = [("bfloat16", (16, 1024)), ("float32", (16, 1))]
+    assert kept(op, X) == output
+    assert [row for row in kept(lambda x: op(x, FROZEN), X) if row[1] != (1, 1024)] == output
+
+
+@each_op
+def test_a_wide_output_is_not_kept(name):
+    """Flax keeps x in front of a float32 norm of bfloat16, and the Dense behind it a cast."""
+    op = partial(OPS[name], dtype=jnp.float32)
+    for frozen in ((), (FROZEN,)):
+        assert wide(lambda x, f=frozen: op(x, *f), NARROW) == ["bfloat16"]
+
+
+@each_op
+def test_a_frozen_scale_keeps_what_the_next_dense_keeps(name):
+    assert len(wide(lambda x, w: OPS[name](x, FROZEN) @ w, NARROW, W)) == 1
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name, dtype):
+    op = partial(OPS[name], dtype=dtype)
+    assert wide(op, NARROW, SCALE) == ["bfloat16"]
+    assert wide(op, X, SCALE) == [jnp.dtype(dtype).name]
+    # The very argument, and not a rounded copy.
+    sources = saved_residuals(lambda x, scale: op(x, scale), NARROW, SCALE)
+    assert "from the argument x" in [source for a, source in sources if a.shape == X.shape]
+
+
+@each_op
+@pytest.mark.parametrize(
+    ("dtype", "with_scale", "residual", "arrays"),
+    [
+        (jnp.bfloat16, False, "normalized", 1),
+        (jnp.float32, False, "normalized", 2),  # a cast comes in between
+        (jnp.bfloat16, True, "normalized", 2),
+        (jnp.bfloat16, True, "output", 1),
+    ],
+)
+def test_the_residual_is_the_array_that_the_next_dense_keeps(
+    name, dtype, with_scale, residual, arrays
+):
+    def layer(x, w, *scale):
+        return OPS[name](x, *scale, dtype=dtype, residual=residual).astype(jnp.bfloat16) @ w
+
+    assert len(wide(layer, X, W, *[SCALE] * with_scale)) == arrays

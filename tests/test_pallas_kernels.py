@@ -137,18 +137,6 @@ def test_gated_units_of_any_size(monkeypatch, size, masked):
         assert_close(actual, expected, 1)
 
 
-def test_gated_arguments():
-    x = jnp.zeros((4, 32))
-    for args, error, message in (
-        ((x, x, "relu"), ValueError, "function: expected .*'relu'"),
-        ((x, x.astype(int), "silu"), TypeError, "up: expected float32"),
-        ((x, x[1:], "silu"), ValueError, "gate and up: expected one shape.*up float32 .3, 32."),
-        ((x, x, x.astype(jnp.float16), "silu"), ValueError, "gate and up and g: expected.*float16"),
-    ):
-        with pytest.raises(error, match=message):
-            (gated.gated_forward if len(args) == 3 else gated.gated_backward)(*args)
-
-
 def test_erfc_is_that_of_jax():
     x = np.linspace(-11, 11, 200_001, dtype=np.float32)
     actual = jax.jit(step_table.erfc)(x)
@@ -160,31 +148,6 @@ def test_erfc_is_that_of_jax():
     assert ulps[x[::10] < 4].max() < 11
 
 
-def test_activation_arguments():
-    x = jnp.zeros((4, 32))
-    for call, error, message in (
-        (lambda: activation_forward(x, "relu", (0.0,)), ValueError, "function: expected .*'relu'"),
-        (lambda: activation_forward(x, "silu", (0.0,) * 16), ValueError, "thresholds"),
-        (
-            lambda: activation_forward(x.astype(int), "silu", (0.0,)),
-            TypeError,
-            "x: expected float32",
-        ),
-        (
-            lambda: activation_backward(jnp.zeros(3, jnp.uint8), x, (0.0, 1.0)),
-            ValueError,
-            r"packed: expected uint8 \(32,\)",
-        ),
-        (
-            lambda: activation_backward(jnp.zeros(32, jnp.uint8), x, (0.0,)),
-            ValueError,
-            "levels: expected 2 to 16",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-
-
 @functools.partial(quick_jit, static_argnames=("center", "recover", "cores"))
 def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     """Gradients of `norm_backward` from what `norm_forward` kept."""
@@ -193,15 +156,9 @@ def run_norm(x, g, scale, bias, *, center, recover, cores=None):
         x, scale, bias, epsilon=1e-6, dtype=g.dtype, keep_normalized=not recover, **options
     )
     assert (forward.normalized is None) == recover
+    kept = forward.out if recover else forward.normalized
     return norm_backward(
-        forward.out if recover else forward.normalized,
-        forward.rstd,
-        g,
-        scale,
-        bias,
-        x_dtype=x.dtype,
-        recover=recover,
-        **options,
+        kept, forward.rstd, g, scale, bias, x_dtype=x.dtype, recover=recover, **options
     )
 
 
@@ -252,24 +209,35 @@ def test_what_cannot_be_recovered_is_finite():
     assert np.isnan(want[1][:2]).all()  # the operator says that these are lost
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ([(4,)], ValueError, r"\[rows, width\]"),
-        ([(4, 8), (4,)], ValueError, r"scale: expected shape \(8,\)"),
-        ([(1, 65537)], ValueError, r"expected up to .* columns, got \[1, 65537\]"),
-        ([(4, 8), (8,), (8,), jnp.int32], TypeError, "x: expected float32"),
-    ],
-)
-def test_norm_arguments(args, error, message):
-    x, scale, bias, dtype = [*args, *[None, None, jnp.float32][len(args) - 1 :]]
-    parameters = [None if shape is None else jnp.zeros(shape) for shape in (scale, bias)]
+X, X16, FEW = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16), jnp.zeros((3, 32))
+NORM = {"center": True, "epsilon": 1e-6, "dtype": jnp.float32, "keep_normalized": True}
+CODES, THREE = jnp.zeros(32, jnp.uint8), jnp.zeros(3, jnp.uint8)
+BAD = [
+    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function: expected .*'relu'"),
+    ("activation_forward", (X, "silu", (0.0,) * 16), ValueError, "thresholds"),
+    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x: expected float32"),
+    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, r"packed: expected uint8 \(32,\)"),
+    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels: expected 2 to 16"),
+    ("gated_forward", (X, X, "relu"), ValueError, "function: expected .*'relu'"),
+    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up: expected float32"),
+    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up: .*up float32 .3, 32."),
+    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g: expected.*float16"),
+    ("norm_forward", (X[0], None, None), ValueError, r"\[rows, width\]"),
+    ("norm_forward", (X, X[:, 0], None), ValueError, r"scale: expected shape \(32,\)"),
+    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x: expected float32"),
+]
+
+
+@pytest.mark.parametrize("backend", ["pallas", "triton"])
+@pytest.mark.parametrize(("name", "args", "error", "message"), BAD)
+def test_arguments_are_checked(backend, name, args, error, message):
+    family = {"norm": "normalization"}.get(name.split("_")[0], name.split("_")[0])
+    package = "pallas_kernels.triton" if backend == "triton" else "pallas_kernels"
+    function = getattr(pytest.importorskip(f"{package}.{family}"), name)
     with pytest.raises(error, match=message):
-        norm_forward(
-            jnp.zeros(x, dtype),
-            *parameters,
-            center=True,
-            epsilon=1e-6,
-            dtype=jnp.float32,
-            keep_normalized=True,
-        )
+        function(*args, **(NORM if family == "normalization" else {}))
+
+
+def test_rows_of_too_many_columns():
+    with pytest.raises(ValueError, match=r"expected up to .* columns, got \[1, 65537\]"):
+        norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)

@@ -44,28 +44,19 @@ def activation_backward(codes, g, table=REGELU2_TABLE):
 
 
 def norm_forward(center, x, scale=None, bias=None):
-    return normalization.norm_forward(
-        x,
-        scale,
-        bias,
-        center=center,
-        epsilon=1e-6,
-        dtype=x.dtype,
-        keep_normalized=True,
-    )
+    options = {"center": center, "epsilon": 1e-6, "dtype": x.dtype, "keep_normalized": True}
+    return normalization.norm_forward(x, scale, bias, **options)
 
 
 def norm_backward(center, recover, kept, rstd, g, scale=None, bias=None):
-    return normalization.norm_backward(
-        kept,
-        rstd,
-        g,
-        scale,
-        bias,
-        center=center,
-        x_dtype=kept.dtype,
-        recover=recover,
-    )
+    options = {"center": center, "x_dtype": kept.dtype, "recover": recover}
+    return normalization.norm_backward(kept, rstd, g, scale, bias, **options)
+
+
+def assert_alone(device, name, fn, *shapes_dtypes):
+    """The program has the kernel, and XLA adds neither fusions nor copies."""
+    text = compile_for(device, fn, *shapes_dtypes).as_text()
+    assert name in text and "fusion(" not in text and "copy(" not in text
 
 
 @pytest.mark.sample(3)
@@ -76,14 +67,11 @@ def test_activation_compiles_and_its_codes_are_small_integers_for_free(device, s
     for function in ("gelu_tanh", "gelu_erf", "silu"):
         for dtype in (BF16, F32):
             forward = functools.partial(activation_forward, function, table=table)
-            compiled = compile_for(device, forward, (shape, dtype))
-            assert activation.FORWARD_NAME in compiled.as_text()
-            assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
+            assert_alone(device, activation.FORWARD_NAME, forward, (shape, dtype))
     for dtype in (BF16, jnp.float16, F32):
         backward = functools.partial(activation_backward, table=table)
-        compiled = compile_for(device, backward, (shape, table.dtype), (shape, dtype))
-        assert activation.BACKWARD_NAME in compiled.as_text()
-        assert "fusion(" not in compiled.as_text() and "copy(" not in compiled.as_text()
+        codes = (shape, table.dtype)
+        assert_alone(device, activation.BACKWARD_NAME, backward, codes, (shape, dtype))
 
 
 @pytest.mark.sample(2)
@@ -96,8 +84,7 @@ def test_gated_units_compile(device, shape):
             (gated.gated_backward, 3, gated.BACKWARD_NAME),
         ):
             run = functools.partial(run, function=function)
-            text = compile_for(device, run, *[(shape, dtype)] * arrays).as_text()
-            assert name in text and "fusion(" not in text and "copy(" not in text
+            assert_alone(device, name, run, *[(shape, dtype)] * arrays)
 
 
 @pytest.mark.sample(3)
@@ -114,8 +101,7 @@ def test_norms_compile(device, shape):
             assert normalization.FORWARD_NAME in text
         for arguments in ([x, row, x], [x, row, x, *affine]):
             backward = functools.partial(norm_backward, center, len(arguments) > 3)
-            compiled = compile_for(device, backward, *arguments)
-            text = compiled.as_text()
+            text = compile_for(device, backward, *arguments).as_text()
             assert normalization.BACKWARD_NAME in text
             # Nothing but the sums over partial sums is left to XLA.
             assert len(arguments) > 3 or "fusion(" not in text
@@ -125,11 +111,8 @@ def test_norms_compile(device, shape):
 def test_activation_beyond_32_bits(size):
     forward = functools.partial(activation_forward, "gelu_tanh")
     x, codes = ((size,), BF16), ((size,), jnp.uint2)
-    for program, name in (
-        (compile_for("h200", forward, x).as_text(), activation.FORWARD_NAME),
-        (compile_for("h200", activation_backward, codes, x).as_text(), activation.BACKWARD_NAME),
-    ):
-        assert name in program and "fusion(" not in program and "copy(" not in program
+    assert_alone("h200", activation.FORWARD_NAME, forward, x)
+    assert_alone("h200", activation.BACKWARD_NAME, activation_backward, codes, x)
 
 
 def test_kernels_address_large_arrays_in_64_bits(monkeypatch):

@@ -1,4 +1,4 @@
-"""lm.fit_step_table, and codes of 4 bits."""
+"""lm.fit_step_table."""
 
 import itertools
 from functools import partial
@@ -42,11 +42,8 @@ def test_the_error_of_a_derivative_is_an_integral():
     ("function", "k", "s"),
     [
         (GELU, 3.171309736490, 0.049575205576),
-        pytest.param(
-            *(partial(jax.nn.gelu, approximate=True), 3.162880085923, 0.049786132782),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(*(jax.nn.silu, 6.319933390558, 0.040524294200), marks=pytest.mark.slow),
+        (jax.nn.gelu, 3.162880085923, 0.049786132782),
+        (jax.nn.silu, 6.319933390558, 0.040524294200),
     ],
     ids=["gelu_erf", "gelu_tanh", "silu"],
 )
@@ -151,21 +148,6 @@ def test_a_sample_gives_the_table_of_its_distribution():
     np.testing.assert_allclose(got.levels, want.levels, atol=0.01)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_codes_of_four_bits(dtype):
-    table = lm.fit_step_table(jax.nn.mish, 4)
-    assert table.dtype == jnp.uint4 and len(table.levels) == 16
-    x = jnp.concatenate([jnp.linspace(-6, 6, 999), jnp.array(table.thresholds)]).astype(dtype)
-    run = partial(lm.step_activation, function=jax.nn.mish, table=table)
-    y, vjp = jax.vjp(run, x)
-    np.testing.assert_array_equal(y, jax.nn.mish(x.astype(jnp.float32)).astype(dtype))
-    thresholds = np.asarray(table.thresholds, np.float32)  # strictly below x
-    levels = np.asarray(table.levels)[np.searchsorted(thresholds, np.asarray(x, np.float32))]
-    np.testing.assert_array_equal(vjp(jnp.ones_like(x))[0], levels.astype(dtype))
-    rows = lm.memory.residuals(lambda x: run(x).sum(), x).rows
-    assert [(row.dtype, row.bytes) for row in rows if row.kind == "kept"] == [("uint4", 507)]
-
-
 @pytest.mark.gpu_compiler
 def test_four_bits_are_half_a_byte_in_a_gpus_memory():
     table = lm.fit_step_table(jax.nn.mish, 4)
@@ -186,42 +168,16 @@ def test_four_bits_are_half_a_byte_in_a_gpus_memory():
     [
         (lambda: lm.fit_step_table(GELU, 3), "bits: expected 1, 2 or 4, got 3"),
         (lambda: lm.fit_step_table(GELU, objective="slope"), "objective: expected.*got 'slope'"),
-        (
-            lambda: lm.fit_step_table(GELU, weight=-1.0),
-            "weight: expected .*, got -1.0",
-        ),
-        (
-            lambda: lm.fit_step_table(GELU, weight=[1.0, np.nan]),
-            "weight: expected a sample",
-        ),
-        (
-            lambda: lm.fit_step_table(GELU, weight=[1.0, 2.0]),
-            "weight: expected at least 4.*got 2",
-        ),
+        (lambda: lm.fit_step_table(GELU, weight=-1.0), "weight: expected .*, got -1.0"),
+        (lambda: lm.fit_step_table(GELU, weight=[1.0, np.nan]), "weight: expected a sample"),
+        (lambda: lm.fit_step_table(GELU, weight=[1.0, 2.0]), "weight: expected at least 4.*got 2"),
         (lambda: lm.fit_step_table(jnp.log), "function: .* whose value .* is not finite"),
         (
             lambda: lm.fit_step_table(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)),
             "function: .* whose derivative .* is not finite",
         ),
-        (
-            lambda: lm.fit_step_table(jnp.tanh, objective="function"),
-            "function: .*0 at -inf",
-        ),
-        (
-            lambda: lm.fit_step_table(jnp.square, keep_limits=True),
-            "keep_limits: .*at -inf",
-        ),
-        (lambda: lm.gelu(jnp.ones(3), bits=3), "bits: expected 2 or 4, got 3"),
-        (lambda: lm.patch(bits=8), "bits: expected 2 or 4"),
-        (
-            lambda: lm.step_activation(
-                jnp.ones(3),
-                jax.nn.mish,
-                lm.StepTable(tuple(range(5)), tuple(range(6))),
-                implementation="pallas_interpret",
-            ),
-            "function: .* has kernels only for",
-        ),
+        (lambda: lm.fit_step_table(jnp.tanh, objective="function"), "function: .*0 at -inf"),
+        (lambda: lm.fit_step_table(jnp.square, keep_limits=True), "keep_limits: .*at -inf"),
     ],
 )
 def test_errors_name_the_argument(call, words):

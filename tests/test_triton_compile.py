@@ -46,31 +46,24 @@ def _activation(size, dtype, function, thresholds=THRESHOLDS):
 
 
 def _activation_backward(size, dtype, levels=LEVELS):
-    launch = activation_kernels.backward_launch(size, jnp.dtype(dtype), levels)
-    return launch, ["uint8", dtype]
+    return activation_kernels.backward_launch(size, jnp.dtype(dtype), levels), ["uint8", dtype]
 
 
-def _gated(size, dtype, function):
-    return gated_kernels.forward_launch(size, jnp.dtype(dtype), function), [dtype] * 2
-
-
-def _gated_backward(size, dtype, function):
-    return gated_kernels.backward_launch(size, jnp.dtype(dtype), function), [dtype] * 3
+def _gated(size, dtype, function, arrays):
+    make = gated_kernels.forward_launch if arrays == 2 else gated_kernels.backward_launch
+    return make(size, jnp.dtype(dtype), function), [dtype] * arrays
 
 
 def _norm(width, dtype, affine):
-    launch = row_launches.forward_launch(
-        ROWS, width, jnp.dtype(dtype), scale=affine, bias=affine, center=True, epsilon=1e-6,
-        keep_normalized=affine,
-    )  # fmt: skip
+    options = {"scale": affine, "bias": affine, "keep_normalized": affine}
+    options |= {"center": True, "epsilon": 1e-6}
+    launch = row_launches.forward_launch(ROWS, width, jnp.dtype(dtype), **options)
     return launch, [dtype, "float32", "float32"]
 
 
 def _norm_backward(width, dtype, bias, recover=False, scale=True, rows=ROWS):
-    launch = row_launches.backward_launch(
-        1, rows, width, jnp.dtype(dtype), scale=scale, bias=bias, center=bias or not scale,
-        recover=recover,
-    )  # fmt: skip
+    options = {"scale": scale, "bias": bias, "center": bias or not scale, "recover": recover}
+    launch = row_launches.backward_launch(1, rows, width, jnp.dtype(dtype), **options)
     return launch, [dtype, "float32", dtype, "float32", "float32"]
 
 
@@ -79,36 +72,33 @@ def _sums(width, dtype, recover):
     return launch, [dtype, dtype, "float32", "float32"]
 
 
-WIDTHS = (768, 1023, 4096, 16384)
-CASES = {}
-for _dtype in ("bfloat16", "float32"):
-    CASES |= {
-        f"{function}-{_dtype}": _activation(2**24, _dtype, function) for function in FUNCTIONS
+def _cases(dtype):
+    cases = {
+        "gated-backward-odd": _gated(128 * 1001, dtype, "silu", 3),
+        "silu-odd": _activation(128 * 1001, dtype, "silu"),
+        "gelu_erf-4-bits": _activation(2**24, dtype, "gelu_erf", FOUR_BITS.thresholds),
+        "activation-backward-4-bits": _activation_backward(2**24, dtype, FOUR_BITS.levels),
+        "activation-backward": _activation_backward(2**24, dtype),
+        "norm-backward-affine-8192": _norm_backward(8192, dtype, True),
+        "rms-backward-affine-8192": _norm_backward(8192, dtype, False),
+        "norm-backward-recover-4096": _norm_backward(4096, dtype, True, True),
+        "norm-20480": _norm(20480, dtype, True),
+        "norm-backward-recover-20480": _norm_backward(20480, dtype, True, True),
+        "sums-20480": _sums(20480, dtype, True),
     }
-    for _function in FUNCTIONS:
-        CASES[f"gated-{_function}-{_dtype}"] = _gated(2**24, _dtype, _function)
-        CASES[f"gated-backward-{_function}-{_dtype}"] = _gated_backward(2**24, _dtype, _function)
-    CASES[f"gated-backward-odd-{_dtype}"] = _gated_backward(128 * 1001, _dtype, "silu")
-    CASES[f"silu-odd-{_dtype}"] = _activation(128 * 1001, _dtype, "silu")
-    CASES[f"gelu_erf-4-bits-{_dtype}"] = _activation(
-        2**24, _dtype, "gelu_erf", FOUR_BITS.thresholds
-    )
-    CASES[f"activation-backward-4-bits-{_dtype}"] = _activation_backward(
-        2**24, _dtype, FOUR_BITS.levels
-    )
-    CASES[f"activation-backward-{_dtype}"] = _activation_backward(2**24, _dtype)
-    for _width in WIDTHS:
-        _id = f"{_width}-{_dtype}"
-        CASES[f"norm-{_id}"] = _norm(_width, _dtype, False)
-        CASES[f"norm-affine-{_id}"] = _norm(_width, _dtype, True)
-        CASES[f"norm-backward-{_id}"] = _norm_backward(_width, _dtype, False, scale=False)
-        CASES[f"norm-backward-affine-{_id}"] = _norm_backward(_width, _dtype, True)
-    CASES[f"norm-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, True)
-    CASES[f"rms-backward-affine-8192-{_dtype}"] = _norm_backward(8192, _dtype, False)
-    CASES[f"norm-backward-recover-4096-{_dtype}"] = _norm_backward(4096, _dtype, True, True)
-    CASES[f"norm-20480-{_dtype}"] = _norm(20480, _dtype, True)
-    CASES[f"norm-backward-recover-20480-{_dtype}"] = _norm_backward(20480, _dtype, True, True)
-    CASES[f"sums-20480-{_dtype}"] = _sums(20480, _dtype, True)
+    for function in FUNCTIONS:
+        cases[function] = _activation(2**24, dtype, function)
+        cases[f"gated-{function}"] = _gated(2**24, dtype, function, 2)
+        cases[f"gated-backward-{function}"] = _gated(2**24, dtype, function, 3)
+    for width in (768, 1023, 4096, 16384):
+        cases[f"norm-{width}"] = _norm(width, dtype, False)
+        cases[f"norm-affine-{width}"] = _norm(width, dtype, True)
+        cases[f"norm-backward-{width}"] = _norm_backward(width, dtype, False, scale=False)
+        cases[f"norm-backward-affine-{width}"] = _norm_backward(width, dtype, True)
+    return {f"{name}-{dtype}": case for name, case in cases.items()}
+
+
+CASES = _cases("bfloat16") | _cases("float32")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -174,8 +164,8 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
 LARGE = {
     "activation": _activation(2**33 + 128, "bfloat16", "silu"),
     "activation-backward": _activation_backward(2**33 + 128, "bfloat16"),
-    "gated": _gated(2**33 + 128, "bfloat16", "silu"),
-    "gated-backward": _gated_backward(2**33 + 128, "bfloat16", "silu"),
+    "gated": _gated(2**33 + 128, "bfloat16", "silu", 2),
+    "gated-backward": _gated(2**33 + 128, "bfloat16", "silu", 3),
     "norm-backward": _norm_backward(512, "bfloat16", False, scale=False, rows=2**25),
     "norm-backward-affine": _norm_backward(512, "bfloat16", True, rows=2**25),
 }
@@ -216,14 +206,11 @@ def test_calls_compile_for_an_h200(monkeypatch):
     scale = jnp.ones(1024)
     x = jax.ShapeDtypeStruct((2, 64, 1024), jnp.bfloat16)
     text = lm.memory.compile_for(batch, x, scale, scale, device="h200").as_text()
-    names = (
-        activation_kernels.FORWARD_NAME,
-        activation_kernels.BACKWARD_NAME,
-        gated_kernels.FORWARD_NAME,
-        gated_kernels.BACKWARD_NAME,
-        row_launches.FORWARD_NAME,
-        row_launches.BACKWARD_NAME,
-    )
+    names = [
+        name
+        for module in (activation_kernels, gated_kernels, row_launches)
+        for name in (module.FORWARD_NAME, module.BACKWARD_NAME)
+    ]
     calls = [line for line in text.splitlines() if "custom_call_target=" in line]
     for name in names:
         assert sum(name in line for line in calls) == 1
