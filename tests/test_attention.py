@@ -61,13 +61,9 @@ def assert_agree(args, bias=None, tolerance=2e-6, **kwargs):
 
 @pytest.mark.parametrize("keys", [1, CHUNK, 2 * CHUNK + 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_chunked_agrees_with_xla(keys, causal):
-    assert_agree(qkv(tokens=keys, keys=keys), causal=causal)
-
-
-@pytest.mark.parametrize(("kv_heads", "causal"), [(1, False), (2, True)])
-def test_grouped_queries(kv_heads, causal):
-    assert_agree(qkv(kv_heads=kv_heads, tokens=CHUNK + 5, keys=CHUNK + 5), causal=causal)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_chunked_agrees_with_xla(keys, causal, kv_heads):
+    assert_agree(qkv(tokens=keys, keys=keys, kv_heads=kv_heads), causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -78,12 +74,14 @@ def test_lengths(causal):
     assert_agree(args, lengths=lengths, causal=causal)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
 @pytest.mark.parametrize("leading", [(1, 1), (1, 4), (2, 1), (2, 4)])
-def test_bias(leading):
+def test_biases_with_lengths_and_soft_caps(leading, soft_cap):
     tokens, keys = 11, CHUNK + 3
     (bias,) = draw((*leading, tokens, keys))
+    lengths = jnp.array([5, keys], jnp.int32)
     args = qkv(tokens=tokens, keys=keys, kv_heads=2)
-    assert_agree(args, bias=bias, lengths=jnp.array([5, keys], jnp.int32))
+    assert_agree(args, bias=bias, lengths=lengths, soft_cap=soft_cap)
 
 
 @pytest.mark.parametrize("window", [None, 1, CHUNK + 3])
@@ -93,13 +91,6 @@ def test_windows_and_soft_caps(window, soft_cap):
     keys = 2 * CHUNK + 9
     args = qkv(tokens=keys, keys=keys, kv_heads=2)
     assert_agree(args, causal=True, window=window, soft_cap=soft_cap, scale=0.7)
-
-
-def test_a_soft_cap_with_lengths_and_bias():
-    keys = CHUNK + 3
-    (bias,) = draw((2, 4, 11, keys))
-    given = {"bias": bias, "lengths": jnp.array([5, keys], jnp.int32), "soft_cap": 1.5}
-    assert_agree(qkv(tokens=11, keys=keys, kv_heads=2), **given)
 
 
 def test_a_window_is_of_the_last_tokens():
@@ -196,19 +187,16 @@ def test_cudnn_compiles_for_odd_tokens(what):
     assert "__cudnn$fmha" in text
 
 
-@pytest.mark.parametrize(
-    ("platform", "capability", "expected"),
-    [
+def test_attention_platform():
+    for platform, capability, expected in (
         ("gpu", "9.0", "gpu"),
         ("gpu", "10.0", "gpu"),
         ("gpu", "7.5", "another"),
         ("gpu", "gfx90a", "another"),
         ("cpu", "", "cpu"),
-    ],
-)
-def test_attention_platform(platform, capability, expected):
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
-    assert attention_platform(device) == expected
+    ):
+        device = SimpleNamespace(platform=platform, compute_capability=capability)
+        assert attention_platform(device) == expected
 
 
 def test_best_attention():
@@ -224,16 +212,19 @@ def test_best_attention():
     assert best("gpu", "bfloat16", tokens=SHORT + 1, in_cudnn=False) == "chunked"
 
 
-def test_errors():
-    q, k, v = qkv()
-    with pytest.raises(ValueError, match=r"implementation: expected 'xla', .* got 'flash'"):
-        attention(q, k, v, "flash")  # pyright: ignore[reportArgumentType]
-    for given in ({"soft_cap": 2.0}, {"window": 3, "causal": True}):
-        with pytest.raises(ValueError, match="implementation: expected 'xla' or 'chunked' for a"):
-            attention(q, k, v, "cudnn", **given)
-    with pytest.raises(ValueError, match="attention: window: expected None without causal"):
-        attention(q, k, v, "xla", window=3)
-    with pytest.raises(ValueError, match="a divisor of 4"):
-        attention(q, k[:, :, :3], v[:, :, :3], "chunked")
-    with pytest.raises(ValueError, match=r"bias: expected .* got \(9, 9\)"):
-        attention(q, k, v, "chunked", bias=jnp.zeros((9, 9)))
+@pytest.mark.parametrize(
+    ("implementation", "given", "message"),
+    [
+        ("flash", {}, r"implementation: expected 'xla', .* got 'flash'"),
+        ("cudnn", {"soft_cap": 2.0}, "implementation: expected 'xla' or 'chunked' for a"),
+        ("cudnn", {"window": 3, "causal": True}, "expected 'xla' or 'chunked' for a"),
+        ("xla", {"window": 3}, "attention: window: expected None without causal"),
+        ("chunked", {"kv_heads": 3}, "a divisor of 4"),
+        ("chunked", {"bias": jnp.zeros((9, 9))}, r"bias: expected .* got \(9, 9\)"),
+    ],
+)
+def test_errors(implementation, given, message):
+    given = dict(given)
+    args = qkv(kv_heads=given.pop("kv_heads", 4))
+    with pytest.raises(ValueError, match=message):
+        attention(*args, implementation, **given)
