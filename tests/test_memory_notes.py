@@ -149,7 +149,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     ],
 )
 def test_cost_of_the_scheduler_if_it_runs_and_matters(without, changed, count, monkeypatch):
-    """Of a peak of 1,000 bytes; older versions of JAX do not run it."""
+    """The peak is 1,000 bytes; older versions of JAX do not run the scheduler."""
     given = {"text": PROGRAM, "device": H100, "options": {}, "version": (0, 12, 0)} | changed
     monkeypatch.setattr(jax, "__version_info__", given["version"])
     program = hlo.parse(given["text"]), given["device"], given["options"]

@@ -195,7 +195,7 @@ def test_lines_of_frameworks_are_not_the_users():
 
 
 class Block(nn.Module):
-    """Of plain Flax, or with `ours` of this library."""
+    """Has plain Flax layers, or layers of this library with `ours`."""
 
     ours: bool = False
 
