@@ -21,6 +21,24 @@ def test_source_lines_of_older_programs():
     assert program.entry.instructions["n"].source == "/old/form.py:7"
 
 
+def test_a_stack_frame_that_is_its_own_parent_ends_the_stack():
+    frames = """
+FileNames
+1 "/env/site-packages/jax/_src/lax.py"
+
+FileLocations
+1 {file_name_id=1 line=3}
+
+StackFrames
+1 {file_location_id=1}
+2 {file_location_id=1 parent_frame_id=2}
+"""
+    place = 'source_file="/old/form.py" source_line=7'
+    text = PROGRAM.replace("HloModule m\n", "HloModule m\n" + frames)
+    program = hlo.parse(text.replace(place, "stack_frame_id=2"))
+    assert program.entry.instructions["n"].source == ""
+
+
 def test_texts_that_are_no_program():
     odd = PROGRAM.replace("%p = f32", "%p is f32")
     assert hlo.parse(odd).not_understood == ("  %p is f32[8]{0} parameter(0)",)

@@ -167,13 +167,14 @@ class _Sources:
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line, innermost first."""
         frames = self.tables["StackFrames"]
-        # XLA interns a parent before its child. If the first frame is its own parent, all parents'
-        # numbers are one too high.
+        # XLA interns a parent before its child, and other texts must not loop. If the first frame
+        # is its own parent, all parents' numbers are one too high.
         shift = frames.get(1, {}).get("parent_frame_id", 0)
         while frame in frames:
             location = self.tables["FileLocations"][frames[frame]["file_location_id"]]
             yield self.tables["FileNames"][location["file_name_id"]], location["line"]
-            frame = frames[frame].get("parent_frame_id", 0) - shift
+            parent = frames[frame].get("parent_frame_id", 0) - shift
+            frame = parent if parent < frame else 0
 
     @functools.cache  # noqa: B019  lives as long as one call of `parse`
     def of_frame(self, frame: int) -> str:
