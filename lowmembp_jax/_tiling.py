@@ -50,11 +50,10 @@ def mesh_parts(array: Any) -> set[int]:
     return {math.prod(group) for group in itertools.chain(*groups)}
 
 
-def cuts_evenly_into(size: int, parts: set[int]) -> set[int]:
-    """The numbers of equal shards that an axis may have, of `parts` and of powers of 2."""
-    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
-        return parts
-    return {1} | {count for count in parts | {2} if size % count == 0}
+def is_never_cut(size: Any, parts: set[int]) -> bool:
+    """Whether no number of shards divides an axis: none of `parts`, and no even number."""
+    # A symbolic dimension of `jax.export` is no int.
+    return isinstance(size, int) and all(size % count for count in parts - {1} | {2})
 
 
 def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:

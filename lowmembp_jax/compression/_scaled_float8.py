@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from lowmembp_jax._arguments import compute_dtype
 from lowmembp_jax._tiling import (
-    cuts_evenly_into,
     explicit_spec,
+    is_never_cut,
     mesh_parts,
     reshape,
     tile_size,
@@ -121,8 +121,8 @@ class _Tiles(NamedTuple):
         if axis is None:
             return cls(None, 1, wide)
         size, high = shape[axis], tile_size(shape[axis], 1, _HIGH, parts)
-        if high < _HIGH and size == array.shape[axis] and cuts_evenly_into(size, parts) == {1}:
-            # No mesh cuts this axis, for instance 197 tokens, so its last tile may be smaller.
+        if size == array.shape[axis] and is_never_cut(size, parts):
+            # For instance 197 tokens: the last tile may be smaller.
             count = -(-size // _HIGH)
             high = -(-size // count)
             return cls(axis, high, wide, count * high - size)
@@ -161,7 +161,7 @@ class _Tiles(NamedTuple):
 
     def joined(self, y: Array, like: Array) -> Array:
         """Undoes `cut`, for the shape and spec of `like`."""
-        if not self.padding:
+        if self.axis is None or not self.padding:
             return _reshaped(y, like.shape, like=like)
         size = like.shape[self.axis]
         padded = (*like.shape[: self.axis], size + self.padding, *like.shape[self.axis + 1 :])
