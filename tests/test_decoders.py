@@ -11,7 +11,7 @@ from lowmembp_examples.checkpoints import from_params
 from lowmembp_examples.models import llama
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.llama import CONFIGS, Llama
-from model_tests import Case, assert_close
+from model_tests import Case, assert_close, assert_pytorchs
 
 import lowmembp_jax as lm
 
@@ -25,11 +25,7 @@ def case(name, **fields):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_are_pytorchs(name):
-    one = case(name)
-    gradients = from_params(one.run(Compute()), llama.hugging_face_name)
-    names = {each for each in one.io if each.startswith("grad.")}
-    assert {f"grad.{each}" for each in gradients} == names
-    assert_close(gradients, {each: one.io[f"grad.{each}"] for each in gradients})
+    assert_pytorchs(case(name), case(name).run(Compute()))
 
 
 @pytest.mark.sample(3)
@@ -70,8 +66,13 @@ def test_compress_is_close(name):
     assert lm.gradient_distance(gradients, exact).error < 0.1
 
 
-def test_loss_with_a_soft_cap():
-    one = case("gemma2")
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "llama_gqa"))],
+)
+def test_loss_without_logits(name):
+    """With a soft cap, with a head of its own, and with a tied head."""
+    one = case(name)
     (ids,) = one.inputs
     targets = jnp.pad(jnp.asarray(ids[:, 1:]), ((0, 0), (0, 1)), constant_values=-100)
 

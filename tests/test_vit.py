@@ -19,7 +19,7 @@ from model_tests import Case, ClassifierTests, assert_close
 
 pytestmark = pytest.mark.slow
 
-CASE = Case("vit", (vit, "gelu"))
+CASE, SCANNED = (Case("vit", (vit, "gelu"), scan_layers=scan) for scan in (False, True))
 
 
 class TestViT(ClassifierTests):
@@ -99,6 +99,8 @@ def test_npz_has_the_same_logits_and_is_saved_as_it_was(tmp_path):
     again = from_params(params, npz_name, layout="flax")
     assert again.keys() == arrays.keys()
     jax.tree.map(np.testing.assert_array_equal, again, arrays)
+    scanned = from_params(SCANNED.params, npz_name, layout="flax")
+    jax.tree.map(np.testing.assert_array_equal, scanned, arrays)
 
 
 def test_tanh_gelu():
