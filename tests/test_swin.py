@@ -88,12 +88,10 @@ def test_mask_keeps_apart_what_the_roll_brought_together(windows):
     np.testing.assert_array_equal(windows.mask(), np.where(distance < size, 0, -100))
 
 
-def test_relative_position_index_is_the_checkpoints():
+def test_relative_position_index():
+    """It is the checkpoint's, and smaller windows use the same offsets."""
     tensor = PADDED.tensors["swin.encoder.layers.0.blocks.1.attention.self.relative_position_index"]
     np.testing.assert_array_equal(relative_position_index(4, 4), tensor)
-
-
-def test_smaller_windows_use_the_same_offsets():
     whole = relative_position_index(7, 7).reshape(7, 7, 7, 7)
     expected = whole[:3, :3, :3, :3].reshape(9, 9)
     np.testing.assert_array_equal(relative_position_index(3, 7), expected)
