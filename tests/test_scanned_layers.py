@@ -1,5 +1,5 @@
 """ViT, Swin, BERT and RoBERTa with their layers in one `nn.scan`, against PyTorch; a LLaMA's are in
-test_llama.py."""
+test_decoders.py."""
 
 import jax
 import jax.numpy as jnp
