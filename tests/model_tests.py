@@ -128,6 +128,14 @@ def assert_close(gradients, expected, tolerance=1e-4):
     jax.tree_util.tree_map_with_path(check, gradients, expected)
 
 
+def assert_pytorchs(case, gradients):
+    """Compares gradients with PyTorch's, and returns them by PyTorch's names."""
+    gradients = from_params(gradients, case.module.hugging_face_name)
+    assert {f"grad.{name}" for name in gradients} == {n for n in case.io if n.startswith("grad.")}
+    assert_close(gradients, {name: case.io[f"grad.{name}"] for name in gradients})
+    return gradients
+
+
 def specs(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
@@ -141,10 +149,7 @@ class ModelTests:
     @pytest.mark.sample(2)
     @pytest.mark.parametrize("method", EXACT)
     def test_gradients_are_pytorchs(self, method):
-        gradients = from_params(self.case.run(Compute(method)), self.case.module.hugging_face_name)
-        names = {name for name in self.case.io if name.startswith("grad.")}
-        assert {f"grad.{name}" for name in gradients} == names
-        assert_close(gradients, {name: self.case.io[f"grad.{name}"] for name in gradients})
+        gradients = assert_pytorchs(self.case, self.case.run(Compute(method)))
         largest = max(np.abs(gradient).max() for gradient in gradients.values())
         keys = [g for name, g in gradients.items() if name.endswith("key.bias")]
         assert all(np.abs(key).max() < 1e-6 * largest for key in keys)

@@ -1,4 +1,4 @@
-"""examples/models/bert.py against PyTorch's BERT, tests/data/hf_tiny/bert."""
+"""BERT and RoBERTa against PyTorch's, tests/data/hf_tiny."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,25 @@ import pytest
 from helpers import quick_jit
 from lowmembp_examples.checkpoints import write_tensors
 from lowmembp_examples.models import bert
-from lowmembp_examples.models.bert import CONFIGS, Bert, BertClassifier, BertConfig
+from lowmembp_examples.models.bert import Bert, BertClassifier, BertConfig
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.roberta import RobertaClassifier, RobertaConfig
 from lowmembp_examples.trainer.source import find_source, initial_params
 from model_tests import Case, ClassifierTests
 
 import lowmembp_jax as lm
 
-CASE = Case("bert", (bert, "gelu"))
+CASE, ROBERTA = (Case(name, (bert, "gelu")) for name in ("bert", "roberta"))
 
 
 class TestBert(ClassifierTests):
     case = CASE
 
 
-def abstract(config, **kwargs):
-    model = BertClassifier(config, **kwargs)
-    return jax.eval_shape(model.init, jax.random.key(0), *CASE.inputs)["params"]
+@pytest.mark.slow
+class TestRoberta(ClassifierTests):
+    case = ROBERTA
+    head = ("dense", "classifier")
 
 
 def test_what_the_backward_keeps():
@@ -52,13 +54,13 @@ def test_what_the_backward_keeps():
 def test_padding_changes_nothing(pooling):
     model = BertClassifier(CASE.config, pooling=pooling)
     ids, lengths, types = (x[1:2] for x in CASE.inputs)
-    params = {name: CASE.params[name] for name in abstract(CASE.config, pooling=pooling)}
+    names = {"bert", "classifier"} | ({"pooler"} if pooling == "first" else set())
+    params = {name: CASE.params[name] for name in names}
     length = int(lengths[0])
     apply = quick_jit(model.apply)
     padded = apply({"params": params}, ids, lengths, types)
     alone = apply({"params": params}, ids[:, :length], None, types[:, :length])
     np.testing.assert_allclose(padded, alone, atol=1e-5)
-    assert set(params) == {"bert", "classifier"} | ({"pooler"} if pooling == "first" else set())
 
 
 def test_encoder_of_any_head(tmp_path):
@@ -83,12 +85,41 @@ def test_a_text_that_is_too_long():
         BertClassifier(CASE.config).apply({"params": CASE.params}, jnp.zeros((1, 41), jnp.int32))
 
 
+@pytest.mark.slow
+def test_the_head_of_pretraining_is_not_used():
+    params = ROBERTA.to_params(ROBERTA.tensors | {"lm_head.bias": np.zeros(120, np.float32)})
+    jax.tree.map(np.testing.assert_array_equal, params, ROBERTA.params)
+
+
+@pytest.mark.slow
+def test_a_text_as_long_as_the_positions_reach():
+    """RoBERTa's first two positions are for padding."""
+    config = RobertaConfig(20, 16, 1, 2, 32, 12, 1)
+    assert config.max_tokens == 10
+    model = RobertaClassifier(config)
+    ids = jnp.full((2, 10), 5, jnp.int32)
+
+    def loss(params):
+        return model.apply({"params": params}, ids).sum()
+
+    params = quick_jit(model.init)(jax.random.key(0), ids)["params"]
+    gradient = quick_jit(jax.grad(loss))(params)
+    used = np.abs(gradient["roberta"]["position_embeddings"]["embedding"]).sum(1) > 0
+    np.testing.assert_array_equal(used, [False, False] + 10 * [True])
+
+
 @pytest.mark.parametrize(
-    ("name", "millions"), [("bert-base", 109.48), ("bert-large", 335.14), ("minilm", 22.71)]
+    ("name", "millions"),
+    [
+        *[("bert-base", 109.48), ("bert-large", 335.14), ("minilm", 22.71)],
+        *[("roberta-base", 124.06), ("roberta-large", 354.31)],
+    ],
 )
 def test_presets_have_the_sizes_that_are_published(name, millions):
-    """BertModel's parameters, the pooler included."""
-    params = abstract(CONFIGS[name])
-    del params["classifier"]
-    total = sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6
+    """BertModel's parameters with the pooler, RobertaModel's without one."""
+    case = ROBERTA if name.startswith("roberta") else CASE
+    model = case.model(case.module.CONFIGS[name])
+    params = jax.eval_shape(model.init, jax.random.key(0), *case.inputs)["params"]
+    parts = [params[part] for part in ("bert", "pooler", "roberta") if part in params]
+    total = sum(leaf.size for leaf in jax.tree.leaves(parts)) / 1e6
     assert total == pytest.approx(millions, abs=0.01)

@@ -1,7 +1,8 @@
-"""examples/finetune.py, end to end: what a new user runs, small."""
+"""examples/finetune.py and examples/nnx_finetune.py, end to end: what a new user runs, small."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,21 +10,27 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from lowmembp_examples import finetune
+from flax import nnx
+from lowmembp_examples import finetune, nnx_finetune
 from lowmembp_examples.benchmarks import gradient_fidelity, json_lines
-from lowmembp_examples.data.labelled_text import LabelledText, tokenize
+from lowmembp_examples.data.labelled_text import LabelledText, TextBatch, tokenize
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
 from lowmembp_examples.data.tokenizer import load_tokenizer
-from lowmembp_examples.models.bert import Bert
+from lowmembp_examples.models.bert import Bert, BertClassifier
 from lowmembp_examples.models.common import Compute
+from lowmembp_examples.models.nnx_bert import load
 from lowmembp_examples.trainer.source import find_source, initial_params, model_inputs
-from tiny_models import small_bert
+from tiny_models import TINY, inputs, small_bert
+
+import lowmembp_jax as lm
 
 PLAIN, OURS = "plain Flax", "lowmembp_jax"
 pytestmark = pytest.mark.usefixtures("jax_defaults")
+CONFIG = TINY["bert"]
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +43,11 @@ def small(tmp_path_factory):
 def command(monkeypatch, tmp_path, capsys):
     """Runs it in this process: exit status, results.json, and what it printed."""
 
-    def run(*arguments):
+    def run(*arguments, module=finetune):
         arguments = ("finetune.py", "--output", tmp_path / "out", *arguments)
         monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
         try:
-            status = finetune.main()
+            status = finetune.main(module.Config, module.run)
         except SystemExit as error:
             status = error.code
         path = tmp_path / "out" / "results.json"
@@ -171,10 +178,12 @@ def test_a_run_that_diverges_says_so(small, command):
         (("--device", "h300"), "--device: expected one of t4, l4, "),
         (("--train", "none.tsv"), "none.tsv: No such file"),
         (("--checkpoint", "none"), "--checkpoint none"),
+        (("--checkpoint-every", 0), "--checkpoint-every: expected at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_named(small, command, arguments, message):
-    status, results, printed = command(*small, *arguments)
+    module = nnx_finetune if "--checkpoint-every" in arguments else finetune
+    status, results, printed = command(*small, *arguments, module=module)
     assert (status, results) == (2, None)
     assert message in printed
 
@@ -219,3 +228,102 @@ def test_the_whole_comparison(command):
     peaks = results["memory"][1]["peak_bytes"]
     assert peaks[OURS] < 0.6 * peaks[PLAIN]
     assert peaks[OURS] < peaks["plain, norms and GELUs checkpointed"]
+
+
+LINEN = BertClassifier(CONFIG, Compute(), "output", pooling="mean")
+
+
+@pytest.fixture(scope="module")
+def params():
+    init = jax.jit(LINEN.init)(jax.random.key(0), *inputs("bert"))["params"]
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(init))))
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), init)
+
+
+@pytest.fixture(scope="module")
+def of_linen(params):
+    """A batch, its loss and the gradients of all parameters by Flax linen."""
+    ids, lengths = inputs("bert", batch=4)
+    batch = TextBatch(ids, lengths, jnp.arange(4) % 2, jnp.arange(4) < 3)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        loss = finetune.make_loss("text-classification", LINEN)
+        (value, _), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, {}, batch)
+    return batch, value, nnx.to_pure_dict(nnx.state(load(CONFIG, Compute(), grads)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("default", 1e-5), ("compress", 0.05), ("lowmembp", 0.2)],
+)
+def test_the_nnx_model_is_that_of_linen(params, of_linen, method, error):
+    batch, want, exact = of_linen
+    model = load(CONFIG, Compute(method), params)
+    gradient = nnx.jit(nnx.value_and_grad(nnx_finetune.mean_loss, has_aux=True))
+    (loss, totals), grads = gradient(model, batch)
+    assert totals.count == 3
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    distance = lm.gradient_distance(nnx.to_pure_dict(grads), exact)
+    assert distance.error < error
+    assert method == "default" or distance.error > 1e-4
+
+
+@pytest.mark.slow
+def test_load_names_what_does_not_fit(params):
+    with pytest.raises(ValueError, match=r"params: .* missing .*'bert/layers/1/value/kernel'"):
+        missing = {k: v for k, v in params["bert"].items() if k != "layer_1"}
+        load(CONFIG, Compute(), params | {"bert": missing})
+    wide = params | {"classifier": {"kernel": jnp.ones((64, 9)), "bias": jnp.ones(9)}}
+    with pytest.raises(ValueError, match=r"params: .* got classifier/bias of shape \(9,\)"):
+        load(CONFIG, Compute(), wide)
+
+
+@pytest.mark.slow
+def test_memory_of_the_nnx_methods():
+    size = {"batch": 64, "tokens": 32, "dtype": "bfloat16"}
+    config = nnx_finetune.Config()
+    kept = {}
+    for name in nnx_finetune.METHODS:
+        work = nnx_finetune.work_of(CONFIG, config, size, "t4", name)
+        kept[name] = lm.memory.saved_bytes(work.loss, *work.loss_args, argnums=0)
+    plain, compressed, ours = kept.values()
+    assert compressed < 0.4 * plain and ours < 0.5 * plain
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_the_nnx_step_is_planned():
+    size = {"batch": 64, "tokens": 32, "dtype": "float32"}
+    work = nnx_finetune.work_of(CONFIG, nnx_finetune.Config(), size, "t4", "plain Flax NNX")
+    plan = lm.memory.plan(work.step, *work.args, device="t4")
+    weights = sum(x.size * 4 for x in jax.tree.leaves(nnx.state(work.args[0])))
+    assert plan.parameters == pytest.approx(weights, rel=0.02)
+    assert plan.optimizer_state == pytest.approx(2 * weights, rel=0.02)
+    assert plan.outputs < 0.1 * weights  # donated
+
+
+@pytest.mark.slow
+def test_nnx_runs_end_to_end_and_resumes(small, command, monkeypatch, tmp_path):
+    command = partial(command, module=nnx_finetune)
+    options = (*small, "--steps", 3, "--checkpoint-every", 2, "--no-plan")
+    status, results, printed = command(*options)
+    assert status == 0, printed
+    assert results["classes"] == ["bad", "good"]
+    plain, *others = (runs[0]["train_losses"] for runs in results["runs"].values())
+    assert len(plain) == 3
+    assert all(plain[0] == pytest.approx(each[0], abs=1e-5) and plain != each for each in others)
+    assert all(name in printed for name in nnx_finetune.METHODS)
+    assert command(*options)[0] == 2  # there is a run
+
+    # As if it had been stopped before the last step.
+    shutil.rmtree(tmp_path / "out" / "default-0" / "checkpoints" / "3")
+    first = results["runs"]["plain Flax NNX"][0]
+    monkeypatch.setattr(nnx_finetune, "METHODS", {"plain Flax NNX": "default"})
+    status, results, printed = command(*options, "--resume")
+    assert status == 0, printed
+    ((again,),) = results["runs"].values()
+    assert again["from_step"] == 2
+    for name in ("train_losses", "loss", "accuracy"):
+        assert again[name] == first[name]
+    status, _, printed = command(*options, "--resume", "--learning-rate", 1e-3)
+    assert status == 2 and "another learning_rate: 0.0002, now 0.001" in printed

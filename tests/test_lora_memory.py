@@ -128,6 +128,6 @@ def test_large_models_are_compiled_here(name, train):
     tables = 2 * config.vocab_size * hidden * 2
     per_weight = 2 if train == "lora-qv" else 1 / 2 + 2 / 64
     assert arguments == pytest.approx(weights * per_weight + tables, rel=0.01)
-    # Norm outputs 2, q, k, v 3, attention's output 1; gate and up. See test_llama.py.
+    # Norm outputs 2, q, k, v 3, attention's output 1; gate and up. See test_decoders.py.
     units = layers * (6 + 2 * config.intermediate_size / hidden)
     assert temporaries == pytest.approx(units * 4 * 2048 * hidden * 2, rel=0.08)

@@ -1,5 +1,5 @@
 """Residuals of the ViT block of examples/benchmarks/encoder.py against those that LowMemoryBP
-(arXiv:2406.16282) counts by hand; LLaMA's are in test_llama.py.
+(arXiv:2406.16282) counts by hand; LLaMA's are in test_decoders.py.
 
 In units of tokens x hidden x 16 bit. The paper counts one saved input an operation, norm inputs in
 float32; JAX's own `jax.nn.gelu` and a plain LayerNorm save more, and in `jax.checkpoint` just that:

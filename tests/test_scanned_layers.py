@@ -1,5 +1,5 @@
 """ViT, Swin, BERT and RoBERTa with their layers in one `nn.scan`, against PyTorch; a LLaMA's are in
-test_llama.py."""
+test_decoders.py."""
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,8 @@ from lowmembp_examples.checkpoints import from_params, to_params
 from lowmembp_examples.lora import apply_lora
 from lowmembp_examples.models import bert, swin, vit
 from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.vit_npz import npz_name
 from lowmembp_examples.trainer.models import FAMILIES
-from model_tests import Case, assert_close, step_gelu
+from model_tests import Case, assert_close, assert_pytorchs, step_gelu
 
 import lowmembp_jax as lm
 
@@ -27,10 +26,7 @@ CASES = {
 def test_gradients_are_pytorchs(name, method):
     case = CASES[name]
     # Without a dtype, what is compressed has no rounding.
-    found = case.run(Compute(method, compress_dtype=None))
-    gradients = from_params(found, case.module.hugging_face_name)
-    assert {f"grad.{name}" for name in gradients} == {n for n in case.io if n.startswith("grad.")}
-    assert_close(gradients, {name: case.io[f"grad.{name}"] for name in gradients})
+    assert_pytorchs(case, case.run(Compute(method, compress_dtype=None)))
 
 
 @pytest.mark.sample(1)
@@ -91,13 +87,6 @@ def test_a_layer_without_its_pair():
     model = swin.Swin(swin.SwinConfig(8, (2, 3), (2, 2), window_size=4), scan_layers=True)
     with pytest.raises(ValueError, match=r"scan_layers: expected False .* depths=\(2, 3\)"):
         jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 32, 32, 3)))
-
-
-def test_names_of_googles_checkpoints():
-    assert (
-        npz_name(("layers", "query", "kernel"))
-        == "Transformer/encoderblock_{layer}/MultiHeadDotProductAttention_1/query/kernel"
-    )
 
 
 def test_a_norm_between_layers_is_not_merged():

@@ -11,7 +11,7 @@ from lowmembp_examples.models.attention import attention
 from lowmembp_examples.models.common import Compute
 from lowmembp_examples.models.swin_checkpoint import buffers
 from lowmembp_examples.models.windows import Windows, relative_position_index
-from model_tests import Case, ClassifierTests, assert_close, step_gelu
+from model_tests import Case, ClassifierTests, assert_close, assert_pytorchs, step_gelu
 
 import lowmembp_jax as lm
 
@@ -33,15 +33,13 @@ class TestSwin(ClassifierTests):
 
 def test_whole_windows():
     """Maps of 16 x 16 and 8 x 8 in windows of 4 x 4."""
-    gradients = from_params(WHOLE.run(Compute()), swin.hugging_face_name)
-    assert_close(gradients, {name: WHOLE.io[f"grad.{name}"] for name in gradients})
+    assert_pytorchs(WHOLE, WHOLE.run(Compute()))
     gradients = WHOLE.run(Compute("lowmembp", merged=True))
     assert_close(gradients, WHOLE.run(Compute(merged=True), step_gelu))
     # With nothing to pad, what would be padded with is not used.
     assert not np.any(gradients["stage_0"]["layer_0"]["norm1"]["bias"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_even_tokens_for_cudnn(merged, monkeypatch):
     """Windows of 9 tokens; another implementation stands in for cuDNN, which needs a GPU."""
@@ -90,12 +88,10 @@ def test_mask_keeps_apart_what_the_roll_brought_together(windows):
     np.testing.assert_array_equal(windows.mask(), np.where(distance < size, 0, -100))
 
 
-def test_relative_position_index_is_the_checkpoints():
+def test_relative_position_index():
+    """It is the checkpoint's, and smaller windows use the same offsets."""
     tensor = PADDED.tensors["swin.encoder.layers.0.blocks.1.attention.self.relative_position_index"]
     np.testing.assert_array_equal(relative_position_index(4, 4), tensor)
-
-
-def test_smaller_windows_use_the_same_offsets():
     whole = relative_position_index(7, 7).reshape(7, 7, 7, 7)
     expected = whole[:3, :3, :3, :3].reshape(9, 9)
     np.testing.assert_array_equal(relative_position_index(3, 7), expected)

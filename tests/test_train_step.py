@@ -21,16 +21,19 @@ from lowmembp_examples.trainer.step import (
     init_state,
     learning_rate,
     make_optimizer,
+    make_step,
 )
-from lowmembp_examples.trainer.step import make_step as make_pure_step
 
 import lowmembp_jax as lm
 
 SIZES = ViTConfig(32, 1, 2, 64, image_size=8, patch_size=4, num_labels=5)
 
 
-def make_step(*args):
-    return quick_jit(make_pure_step(*args))
+def start(loss, params, dtype=jnp.float32, steps=100, config=OptimizerConfig(1e-2, warmup=0)):  # noqa: B008
+    """The first state, and the jitted step."""
+    optimizer = make_optimizer(config, steps)
+    state = init_state(params, optimizer, dtype, config.param_dtype)
+    return state, quick_jit(make_step(loss, optimizer))
 
 
 def images(count, seed=0, scale=1.0):
@@ -99,10 +102,8 @@ def test_only_matrices_decay():
 def test_accumulation_equals_the_big_batch(dtype):
     loss_fn, params = mlp(dtype)
     config = OptimizerConfig(1e-2, warmup=0, clip_norm=0.1)
-    big = make_optimizer(config, 6)
-    small = make_optimizer(dataclasses.replace(config, accumulate=4), 6)
-    a, b = init_state(params, big, dtype), init_state(params, small, dtype)
-    step, micro_step = make_step(loss_fn, big), make_step(loss_fn, small)
+    a, step = start(loss_fn, params, dtype, 6, config)
+    b, micro_step = start(loss_fn, params, dtype, 6, dataclasses.replace(config, accumulate=4))
     for seed in range(3):
         batch = images(16, seed)
         a, metrics = step(a, {}, batch)
@@ -131,9 +132,7 @@ def overflowing_loss(params, frozen, batch):
 
 
 def test_overflow_is_skipped_and_the_scale_halves():
-    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 100)
-    state = init_state({"x": jnp.ones(3)}, optimizer, jnp.float16)
-    step = make_step(overflowing_loss, optimizer)
+    state, step = start(overflowing_loss, {"x": jnp.ones(3)}, jnp.float16)
     batch = jnp.full(3, 1000.0, jnp.float16)
     scale = float(state.loss_scale.scale)
     assert scale == 2**16
@@ -159,10 +158,8 @@ def test_overflow_is_skipped_and_the_scale_halves():
 def test_skipped_batches_count_as_zeros_in_the_mean(skipped):
     """Of 8 batches, 4 to a step: steps end with the 4th and the 8th, whichever are skipped."""
     config = OptimizerConfig(1e-2, warmup=0, accumulate=4)
-    optimizer = make_optimizer(config, 100)
-    state = init_state({"x": jnp.ones(3)}, optimizer, jnp.float16)
+    state, step = start(overflowing_loss, {"x": jnp.ones(3)}, jnp.float16, config=config)
     state = state.replace(loss_scale=state.loss_scale.replace(scale=jnp.float32(2**12)))
-    step = make_step(overflowing_loss, optimizer)
     grads = np.random.default_rng(0).uniform(0.1, 0.3, (8, 3)).astype(np.float16)
     grads[list(skipped)] = np.inf
     params = [state.params]
@@ -193,8 +190,7 @@ def test_low_precision_follows_float32():
     batch, losses = images(8), {}
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         loss_fn, params = mlp(dtype)
-        optimizer = make_optimizer(OptimizerConfig(1e-3, warmup=0), 10)
-        state, step = init_state(params, optimizer, dtype), make_step(loss_fn, optimizer)
+        state, step = start(loss_fn, params, dtype, 10, OptimizerConfig(1e-3, warmup=0))
         losses[dtype] = []
         while len(losses[dtype]) < 4:
             state, metrics = step(state, {}, batch)
@@ -216,9 +212,7 @@ def test_state_in_8_bits_and_master_weights_in_24_follow_float32(dtype, accumula
     losses = []
     for options in ({}, {"optimizer_state": "8bit", "master_weights": "24bit"}):
         config = OptimizerConfig(1e-2, warmup=0, accumulate=accumulate, **options)
-        optimizer = make_optimizer(config, 20)
-        state = init_state(params, optimizer, dtype, config.param_dtype)
-        step = make_step(loss_fn, optimizer)
+        state, step = start(loss_fn, params, dtype, 20, config)
         losses.append([])
         for number in range(20):
             state, metrics = step(state, {}, images(8, number % 2))
@@ -232,10 +226,8 @@ def test_state_in_8_bits_and_master_weights_in_24_follow_float32(dtype, accumula
 def test_frozen_parameters_get_no_gradient_and_no_state():
     mlp_loss, params = mlp(jnp.float32)
     trained, frozen = {"head": params["head"]}, {"hidden": params["hidden"]}
-    optimizer = make_optimizer(OptimizerConfig(1e-2, warmup=0), 10)
-    state = init_state(trained, optimizer, jnp.float32)
+    state, step = start(lambda p, f, batch: mlp_loss(p | f, {}, batch), trained, steps=10)
     assert sum(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim) == 2 * 16 * 5
-    step = make_step(lambda p, f, batch: mlp_loss(p | f, {}, batch), optimizer)
     losses = []
     for _ in range(4):
         state, metrics = step(state, frozen, images(8))

@@ -19,7 +19,7 @@ from model_tests import Case, ClassifierTests, assert_close
 
 pytestmark = pytest.mark.slow
 
-CASE = Case("vit", (vit, "gelu"))
+CASE, SCANNED = (Case("vit", (vit, "gelu"), scan_layers=scan) for scan in (False, True))
 
 
 class TestViT(ClassifierTests):
@@ -99,6 +99,8 @@ def test_npz_has_the_same_logits_and_is_saved_as_it_was(tmp_path):
     again = from_params(params, npz_name, layout="flax")
     assert again.keys() == arrays.keys()
     jax.tree.map(np.testing.assert_array_equal, again, arrays)
+    scanned = from_params(SCANNED.params, npz_name, layout="flax")
+    jax.tree.map(np.testing.assert_array_equal, scanned, arrays)
 
 
 def test_tanh_gelu():
@@ -108,33 +110,21 @@ def test_tanh_gelu():
     assert 1e-5 < difference < 1e-2
 
 
-def test_npz_problems_are_named():
-    arrays = npz()
-    arrays["pre_logits/kernel"] = np.zeros((48, 48), np.float32)
-    with pytest.raises(ValueError, match="unknown pre_logits/kernel"):
-        to_params(arrays, CASE.abstract(), npz_name, layout="flax")
-    del arrays["embedding/kernel"]
-    with pytest.raises(ValueError, match="missing embedding/kernel"):
-        npz_config(arrays)
-
-
 @pytest.mark.parametrize("head", [False, True])
 def test_npz_with_a_new_head(head):
     arrays = npz() | {"pre_logits/kernel": np.zeros((48, 48)), "pre_logits/bias": np.zeros(48)}
+    with pytest.raises(ValueError, match="unknown pre_logits/kernel"):
+        to_params(arrays, CASE.abstract(), npz_name, layout="flax")
+    with pytest.raises(ValueError, match="missing embedding/kernel"):
+        npz_config({name: arrays[name] for name in arrays if name != "embedding/kernel"})
     if not head:
         del arrays["head/kernel"], arrays["head/bias"]
         with pytest.raises(ValueError, match="missing head/bias"):
             npz_config(arrays)
     assert npz_config(arrays, num_labels=7).num_labels == 7
     new = {"kernel": np.ones((48, 7), np.float32), "bias": np.ones(7, np.float32)}
-    params = to_params(
-        arrays,
-        CASE.abstract(),
-        npz_name,
-        UNUSED_WITH_NEW_HEAD,
-        layout="flax",
-        initial={"classifier": new},
-    )
+    options = {"layout": "flax", "initial": {"classifier": new}}
+    params = to_params(arrays, CASE.abstract(), npz_name, UNUSED_WITH_NEW_HEAD, **options)
     assert params["classifier"] is new
     np.testing.assert_array_equal(params["cls"], arrays["cls"])
 
