@@ -75,7 +75,7 @@ class StepActivations:
         rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
         np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
-    @pytest.mark.sample(18)
+    @pytest.mark.sample(8)
     @each_op
     @each_dtype
     def test_forward_is_jax_nn_rounded_to_the_dtype(self, name, dtype):
@@ -88,7 +88,7 @@ class StepActivations:
         tolerance = max(self.error, float(jnp.finfo(dtype).eps))
         np.testing.assert_allclose(np.float32(y), np.float32(reference), tolerance, tolerance)
 
-    @pytest.mark.sample(18)
+    @pytest.mark.sample(8)
     @each_op
     @each_dtype
     def test_every_threshold_is_strict(self, name, dtype):
@@ -108,7 +108,7 @@ class StepActivations:
         self.assert_gradient(gradient(self.op(name), x), expected_slope(x, table))
         assert len(set(expected_slope(x, table))) == len(table.levels)
 
-    @pytest.mark.sample(18)
+    @pytest.mark.sample(8)
     @each_op
     @each_dtype
     def test_nan_and_inf(self, name, dtype):

@@ -145,12 +145,13 @@ def test_llama_block_keeps_no_product_of_gate_and_up(jax_defaults, scan):
         assert 1.35 * units < llama_units("default", scan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method", "limit"),
     [
         ("ViT", "compress", 1.12),
-        pytest.param("ViT", "compress, attention in bfloat16", 1.05, marks=pytest.mark.slow),
-        pytest.param("LLaMA", "compress", 1.12, marks=pytest.mark.slow),
+        ("ViT", "compress, attention in bfloat16", 1.05),
+        ("LLaMA", "compress", 1.12),
     ],
 )
 def test_compressed_blocks_are_estimated_to_take_little_longer(jax_defaults, model, method, limit):

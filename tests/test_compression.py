@@ -20,6 +20,7 @@ P, Q = (normal(16, 16, key=key) / 4 for key in (0, 1))
 X = normal(32, 16)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", [*ERRORS, None])
 @pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):

@@ -226,6 +226,7 @@ def test_the_mean_of_no_tokens_is_nan():
     assert jnp.isnan(lm.linear_cross_entropy(hidden, kernel, -jnp.abs(labels) - 1))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("where", ["hidden", "kernel", "bias"])
 def test_nan_and_infinity_are_those_of_optax(where, value):
@@ -329,6 +330,7 @@ def test_jit_with_different_arguments_differentiated():
         assert_close(jax.grad(loss, argnums=place)(hidden, kernel), both[place])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_vmap(reduction, weighted):

@@ -60,6 +60,7 @@ def inputs():
     return jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("jax_defaults")
 def test_steps_are_those_of_optax(name):

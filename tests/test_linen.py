@@ -68,6 +68,7 @@ def assert_within_one_ulp(a, b):
     ],
     ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", str(given)),
 )
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_field_means_what_it_means_in_flax(mixed_dtypes, ours, flax, given, masked):
     given = fields(flax, **given)
@@ -127,6 +128,7 @@ def test_output_and_its_dtype_are_flax_own(mixed_dtypes, ours, flax, dtype, x_dt
     assert_within_one_ulp(y, expected)
 
 
+@pytest.mark.sample(12)
 @norms
 @pytest.mark.parametrize("residual", ["normalized", "output"])
 @pytest.mark.parametrize("axes", [-1, (0, 1)])
@@ -230,7 +232,7 @@ LIFTS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @norms
 @pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
 def test_lifted(lift, ours, flax):

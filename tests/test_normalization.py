@@ -80,7 +80,7 @@ class Norms:
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
 
-    @pytest.mark.sample(117)
+    @pytest.mark.sample(45)
     @each_op
     @pytest.mark.parametrize("residual", [None, "auto", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)

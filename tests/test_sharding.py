@@ -94,7 +94,7 @@ def collectives_of_flax(name, split, axis_type):
     return exchanged(on_a_mesh(theirs, count, split, axis_type)[0])
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(9)
 @each_case
 @each_implementation
 @each_axis_type
@@ -136,7 +136,7 @@ def mapped_over_8(op, count, split, check_vma):
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
-@pytest.mark.sample(15)
+@pytest.mark.sample(9)
 @each_case
 @pytest.mark.parametrize(
     ("check_vma", "implementation"), [(True, "xla"), (False, "xla"), (False, "pallas_interpret")]
@@ -187,7 +187,7 @@ def collectives_of_flax_on_h200s(name, split, mapped):
     return exchanged(compiled_for_eight_h200s(OPS[name][1], name, split, mapped))
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(9)
 @pytest.mark.gpu_compiler
 @each_case
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
