@@ -156,6 +156,7 @@ def test_what_grew_between_two_plans(planned, run, tmp_path):
     after.write_text(json.dumps(planned("mlp", "--batch", 8192, "--method", "default")[0]))
     status, _, err = run("diff", *paths)
     assert status == 2 and "--method: expected one of default, lowmembp, got none" in err
+    assert run("diff", after, after)[0] == 0  # a file with one method
     status, out, _ = run("diff", *paths, "--method", "default")
     assert status == 0
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]

@@ -252,3 +252,18 @@ def test_gradients_of_a_sum_of_products():
     for dtype, bound in ((None, 1e-6), ("float8", 0.05)):
         got = jax.jit(jax.grad(compressed(block, dtype=dtype), (0, 1)))(TRAINED, X)
         assert error(got, exact) < bound
+
+
+@pytest.mark.parametrize("policy", [NOTHING, lm.products_saveable])
+def test_a_softmax_of_two_by_logaddexp(policy):
+    """Attention over two parts of the keys weighs them in this way."""
+
+    def block(p, x):
+        one, two = jnp.split(x @ p, 2, axis=-1)
+        normalizer = jnp.logaddexp(one, two)
+        return jnp.exp(one - normalizer) * x[:, :32] + jnp.exp(two - normalizer) * x[:, 32:]
+
+    p, x = normal(64, 64, key=1) / 8, normal(32, 64)
+    loss = lambda run: lambda p: jnp.sum(jnp.square(run(p, x)))  # noqa: E731
+    ours, exact = (jax.grad(loss(run))(p) for run in (lm.compress(block, policy=policy), block))
+    assert lm.gradient_distance(ours, exact).error < 0.05
