@@ -9,7 +9,7 @@ _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 def _found(compiled) -> list[tuple[str, str]]:
     """Shapes and kind of each collective."""
-    return re.findall(rf"= (\S+|\([^)]*\)) ({_KINDS})(?:-start)?\(", compiled.as_text())
+    return re.findall(rf"= (.*?) ({_KINDS})(?:-start)?\(", compiled.as_text())
 
 
 def collectives(compiled) -> Counter[str]:
