@@ -28,7 +28,14 @@ def reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec | None) ->
     return jnp.reshape(x, shape, out_sharding=sharding)
 
 
-def mesh_of(*arrays: Any) -> jax.sharding.AbstractMesh:
+def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Reshards an array over a mesh with explicit axes, if it has another spec."""
+    if tuple(type_of(x).sharding.spec) == tuple(spec):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(array_mesh(x), spec))
+
+
+def array_mesh(*arrays: Any) -> jax.sharding.AbstractMesh:
     """The mesh of the first array with explicit axes, or else the mesh of the context.
 
     Arrays with explicit axes need no `jax.set_mesh`.

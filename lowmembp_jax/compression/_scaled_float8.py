@@ -150,6 +150,12 @@ class _Tiles(NamedTuple):
             shape, lambda n: (n // self.high, self.high), lambda n: (n // self.wide, self.wide)
         )
 
+    def count(self, shape: tuple[int, ...]) -> int:
+        """The number of tiles."""
+        high = 1 if self.axis is None else -(-shape[self.axis] // self.high)
+        others = (n for axis, n in enumerate(shape[:-1]) if axis != self.axis)
+        return math.prod(others) * high * (shape[-1] // self.wide)
+
     def cut(self, x: Array) -> Array:
         if self.padding:
             widths = [(0, self.padding if axis == self.axis else 0, 0) for axis in range(x.ndim)]
@@ -219,10 +225,5 @@ def bits(array: Any, rows: Rows | None) -> int:
     """The number of bits that an array takes; accepts an array or its type."""
     size = math.prod(array.shape)
     if rows is None:
-        tiles = _Tiles.of(array)
-        scales = size // (tiles.high * tiles.wide)
-        if tiles.axis is not None and tiles.padding:
-            length = array.shape[tiles.axis]
-            scales = size // length // tiles.wide * ((length + tiles.padding) // tiles.high)
-        return 8 * size + 32 * scales
+        return 8 * size + 32 * _Tiles.of(array).count(array.shape)
     return 8 * size + 64 * (size // rows.length)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lowmembp_jax._jax_internals import check_vma, varying
-from lowmembp_jax._tiling import mesh_of
+from lowmembp_jax._tiling import array_mesh, resharded
 
 Specs = tuple[P, ...]
 
@@ -35,13 +35,12 @@ def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
     def whole(a: Array | None) -> Array | None:
         if a is None or not any((spec := jax.typeof(a).sharding.spec)[-1:]):
             return a
-        return jax.sharding.reshard(a, NamedSharding(mesh, P(*spec[:-1], None)))
+        return resharded(a, P(*spec[:-1], None))
 
-    mesh = mesh_of(*(a for a in arrays if a is not None))
-    if AxisType.Explicit not in mesh.axis_types:
+    if AxisType.Explicit not in array_mesh(*(a for a in arrays if a is not None)).axis_types:
         return run(*arrays)
     y, spec = run(*map(whole, arrays)), jax.typeof(arrays[0]).sharding.spec
-    return jax.sharding.reshard(y, NamedSharding(mesh, spec)) if any(spec[-1:]) else y
+    return resharded(y, spec) if any(spec[-1:]) else y
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Partitioned:
     over: tuple[str, ...] = ()
 
     def __call__(self, *args: Array) -> tuple[Array, ...]:
-        mesh = mesh_of(*args)
+        mesh = array_mesh(*args)
         kinds = set(mesh.axis_types) if mesh.axis_names else set()
         # If only some axes are manual, XLA splits the work of `local`, unless `local` is a kernel.
         if kinds == {AxisType.Manual} or (self.reduced and AxisType.Manual in kinds):
@@ -145,14 +144,10 @@ class Partitioned:
         return tuple(lax.pcast(r, tuple(axes), to="varying") for r in results)
 
     def _explicit(self, *args: Array) -> tuple[Array, ...]:
-        given, mesh = [jax.typeof(a).sharding.spec for a in args], mesh_of(*args)
-        inputs, outputs, local = self._specs(given)
-        args = tuple(
-            a if tuple(spec) == tuple(own) else jax.sharding.reshard(a, NamedSharding(mesh, spec))
-            for a, spec, own in zip(args, inputs, given, strict=True)
-        )
+        inputs, outputs, local = self._specs([jax.typeof(a).sharding.spec for a in args])
+        mesh = array_mesh(*args)
         run = jax.shard_map(local, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return tuple(run(*args))
+        return tuple(run(*map(resharded, args, inputs)))
 
     def _rule(self) -> str:
         """Writes the axes as a Shardy rule: `abm, ab -> m` becomes `a b m, a b -> m`."""

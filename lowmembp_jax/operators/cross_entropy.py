@@ -22,13 +22,13 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from lowmembp_jax._arguments import call_custom_vjp, compute_dtype, undifferentiated
 from lowmembp_jax._jax_internals import prim_requires_devices_during_lowering, varying
-from lowmembp_jax._tiling import mesh_of
+from lowmembp_jax._tiling import array_mesh, resharded
 from lowmembp_jax.kernels.partitioning import Partitioned
 from lowmembp_jax.operators._logit_tiles import Spec, run_tiles
 
@@ -40,8 +40,12 @@ _NAME = "linear_cross_entropy"
 def _run(spec: Spec, h, kernel, labels, c, d, bias) -> tuple[Any, ...]:
     """Calls `run_tiles` on arrays that may be sharded; unwanted gradients are None."""
     tokens = ascii_lowercase[: h.ndim - 1]
-    named = [(h, tokens + "m"), (kernel, "vm" if spec.table else "mv"), (bias, "v")]
-    named[2:2] = [(x, tokens) for x in (labels, c, d)]
+    named = [
+        (h, tokens + "m"),
+        (kernel, "vm" if spec.table else "mv"),
+        *((x, tokens) for x in (labels, c, d)),
+        (bias, "v"),
+    ]
     arrays, axes = zip(*((x, axes) for x, axes in named if x is not None), strict=True)
     wanted = spec.wanted[:3]
     of = [axes for one, axes in zip(wanted, (axes[0], axes[1], "v"), strict=True) if one]
@@ -217,9 +221,8 @@ def _placed(is_table: bool, arrays: list[Any]) -> list[Any]:
     The tokens of all arrays are sharded as in hidden. Their words are sharded as in the kernel,
     unless the tokens use the same axes of the mesh.
     """
-    h, kernel, labels, c, bias = arrays
-    mesh = mesh_of(h, kernel)
-    if AxisType.Explicit not in mesh.axis_types:
+    h, kernel, *_ = arrays
+    if AxisType.Explicit not in array_mesh(h, kernel).axis_types:
         return arrays
     flat = lambda entry: set(jax.tree.leaves(entry))  # noqa: E731
     tokens = jax.typeof(h).sharding.spec[:-1]
@@ -227,13 +230,9 @@ def _placed(is_table: bool, arrays: list[Any]) -> list[Any]:
     words = None if flat(words) & flat(list(tokens)) else words
     rows = P(words, None) if is_table else P(None, words)
     specs = (P(*tokens, None), rows, P(*tokens), P(*tokens), P(words))
-
-    def place(x: Array | None, spec: P) -> Array | None:
-        if x is None or tuple(jax.typeof(x).sharding.spec) == tuple(spec):
-            return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-    return [place(x, spec) for x, spec in zip((h, kernel, labels, c, bias), specs, strict=True)]
+    return [
+        None if x is None else resharded(x, spec) for x, spec in zip(arrays, specs, strict=True)
+    ]
 
 
 def _along(arrays: list[Any], over: tuple[str, ...]) -> list[Any]:

@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from lowmembp_jax._arguments import alike, call_custom_vjp, compute_dtype, real_array
-from lowmembp_jax._tiling import mesh_of
+from lowmembp_jax._tiling import resharded
 from lowmembp_jax.kernels import calls as kernel_calls
 from lowmembp_jax.kernels.implementations import choose_implementation
 from lowmembp_jax.kernels.partitioning import with_whole_rows
@@ -247,11 +246,8 @@ def _input_gradient(spec: NormSpec, y: Array, rstd: Array, g: Array, mask) -> Ar
 def _sum_like(x: Array, parameter: Array) -> Array:
     axes = tuple(axis for axis, size in enumerate(parameter.shape) if size == 1)
     total = jnp.sum(x, axis=axes, keepdims=True).astype(parameter.dtype)
-    mesh, spec = mesh_of(total), jax.typeof(parameter).sharding.spec
-    if AxisType.Explicit not in mesh.axis_types or jax.typeof(total).sharding.spec == spec:
-        return total
     # The parameter may be whole on every device, although its axis of x is sharded.
-    return jax.sharding.reshard(total, NamedSharding(mesh, spec))
+    return resharded(total, jax.typeof(parameter).sharding.spec)
 
 
 _normalize.defvjp(_forward, _backward, symbolic_zeros=True)
