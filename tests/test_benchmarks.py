@@ -92,8 +92,12 @@ def test_compared_methods(tmp_path, capsys, monkeypatch):
     assert compare.read(output)["vit-b16", "lora-qv"].keys() == {"default", "lowmembp", "products"}
 
 
-def test_comparison_of_an_unknown_model(tmp_path):
+def test_comparison_with_bad_arguments(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
+    output.write_text('{"model": "vit-b16"}\n')
+    assert compare.main(["--output", str(output)]) == 2
+    assert "rows.jsonl, line 1: the record lacks train, method" in capsys.readouterr().err
+    output.unlink()
     with pytest.raises(SystemExit, match=r"--models: expected names from vit-b16.*; got vit-b17"):
         compare.main(["--models", "vit-b17", "--output", str(output)])
     assert not output.exists()

@@ -82,7 +82,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
 
 def test_a_missing_package_is_named(tmp_path):
     (tmp_path / "jaxtyping.py").write_text("raise ModuleNotFoundError('No module named jaxtyping')")
-    done = run("--output", tmp_path / "results", path=tmp_path)
+    done = run("--output", tmp_path / "results", "--device", "h200", path=tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("on_gpu.py: ") and line.endswith("No module named jaxtyping")
@@ -122,7 +122,7 @@ def main(monkeypatch, tmp_path, capsys):
         started, ends = [], iter(statuses)
 
         def run_process(command, environment, seconds, add):
-            case = command[5:]
+            case = command[3:]
             if not case:
                 add({"gpu": gpu, "stages": names})
                 return "done"
@@ -195,16 +195,22 @@ def test_one_wrong_element_does_not_pass(wrong):
     assert record["status"] == "checked" and record["passed"] == (wrong == 0)
 
 
+@pytest.mark.gpu_compiler
 def test_steps():
     found = steps.cells("h200")
     assert len({cell.name for cell in found}) == len(found) >= 12
     assert {cell.model for cell in found} <= planning.MODELS.keys()
     methods = {cell.method for cell in found if cell.group == "vit-b16/full"}
     assert methods == set(lm.memory.METHODS)
-    measured = steps.measurements(stages.Machine("NVIDIA H200", "h200", smoke=False))
+    machine = stages.Machine("NVIDIA H200", "h200", smoke=False)
+    measured = steps.measurements(machine)
     assert {"vit-b16/full/unrolled/lowmembp", "vit-b16/full/unrolled/lowmembp, pallas"} <= {
         *measured
     }
+    # Without a name, the plan could be of another GPU.
+    for stage in (steps.plans, steps.measurements):
+        with pytest.raises(ValueError, match="--device: expected this GPU's name"):
+            stage(machine._replace(device=None))
 
 
 def test_arguments_of_a_model():

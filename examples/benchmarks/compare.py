@@ -6,9 +6,9 @@
 XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for an H200. You need no
 GPU. A line of `results/compare.jsonl` is a model, its trained parts and a method, with the peak and
 its parts, the bytes moved and FLOPs of the compiled kernels, and an estimate of the time. Start the
-script again to compile the missing lines, a few seconds to a minute each; the most informative
-come first. --largest-batch also finds the largest batch in 24 and in 80 GB, with up to 32
-compilations each. `readme_tables.py` and `plots.py` write tables and pictures from the file.
+script again to compile the missing lines, a few seconds to a minute each. --largest-batch also
+finds the largest batch in 24 and in 80 GB, with up to 32 compilations each. `readme_tables.py` and
+`plots.py` write tables and pictures from the file.
 
 For other GPUs and sizes use `lowmembp plan`, for measurements on a GPU `on_gpu.py`.
 """
@@ -52,7 +52,7 @@ NAMES = {
     "swin-t": "Swin-T",
     "swin-s": "Swin-S",
 }
-TRAINED = {
+TRAINED: dict[Train, str] = {
     "full": "full",
     "lora-qv": "LoRA q, v",
     "lora-all": "LoRA, all Denses",
@@ -75,7 +75,7 @@ class Config:
     """
 
     models: tuple[str, ...] = tuple(SIZES)
-    train: tuple[Train, ...] = tuple(TRAINED)  # type: ignore
+    train: tuple[Train, ...] = tuple(TRAINED)
     methods: tuple[Method, ...] = METHODS
     output: Path = OUTPUT
     largest_batch: bool = False
@@ -92,6 +92,12 @@ def read(path: Path | None = None) -> Compared:
         methods = rows.setdefault((line["model"], line["train"]), {})
         methods.setdefault(line["method"], {}).update(line)
     return rows
+
+
+def _workload(
+    model: str, train: Train, tokens: int | None, method: Method, batch: int
+) -> lm.memory.Workload:
+    return MODELS[model](train=train, tokens=tokens, method=method, batch=batch, device=DEVICE)
 
 
 def planned(step: Callable, batch: int, method: Method) -> dict[str, Any]:
@@ -148,10 +154,7 @@ def run(config: Config) -> int:
     ]
     for number, (model, train, method) in enumerate(steps, 1):
         batch, tokens = SIZES[model]
-        own = {"train": train, "tokens": tokens, "device": DEVICE}
-        step = lambda method, batch, model=model, own=own: MODELS[model](  # noqa: E731
-            method=method, batch=batch, **own
-        )
+        step = partial(_workload, model, train, tokens)
         row = {"model": model, "train": train, "method": method, "batch": batch, "tokens": tokens}
         known = rows.get((model, train), {}).get(method, {})
         for compute in (columns[name] for name in columns if name not in known):
@@ -168,8 +171,12 @@ def run(config: Config) -> int:
 def main(arguments: list[str] | None = None) -> int:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     flags.check(config, (), models=SIZES)
-    if missing := lm.memory.missing_wheels():
-        print(f"needs {', '.join(missing)}: pip install -e '.[planner]'", file=sys.stderr)
+    try:
+        read(config.output)
+        if missing := lm.memory.missing_wheels():
+            raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[planner]'")
+    except ValueError as error:
+        print(f"compare.py: {error}", file=sys.stderr)
         return 2
     try:
         errors = run(config)

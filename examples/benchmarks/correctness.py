@@ -95,14 +95,14 @@ def _checked(run: Callable, want: Any, tolerance: tuple[float, float]) -> dict[s
 def check(kernel: Kernel, implementation: str, dtype: str, rows: int, seed: int) -> dict[str, Any]:
     """Returns a record of one kernel's output and gradients, beside its float64 reference."""
     rng = np.random.default_rng(seed)
+    shape = rows, kernel.width
     # x reaches every threshold of the step tables; scales are in 1 to 3.
-    arrays = [jnp.asarray(4 * rng.normal(size=(rows, kernel.width)), dtype)] * kernel.arrays
-    arrays[1:] = [jnp.asarray(4 * rng.normal(size=a.shape), dtype) for a in arrays[1:]]
+    arrays = [jnp.asarray(4 * rng.normal(size=shape), dtype) for _ in range(kernel.arrays)]
     arrays += [
         jnp.asarray(2 + np.tanh(rng.normal(size=kernel.width)), jnp.float32)
         for _ in range(kernel.parameters)
     ]
-    cotangent = jnp.asarray(rng.normal(size=arrays[0].shape), dtype)
+    cotangent = jnp.asarray(rng.normal(size=shape), dtype)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(a).astype(np.float64)) for a in (cotangent, *arrays)]
         want = jax.jit(partial(_run, partial(kernel.op, implementation="xla"), ()))(*exact)
@@ -116,8 +116,12 @@ def check(kernel: Kernel, implementation: str, dtype: str, rows: int, seed: int)
     return _checked(run, want, TOLERANCES[dtype])
 
 
+def _new_seed() -> int:
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
 def check_kernels(implementation: str, names: tuple[str, ...], rows: int) -> Iterator[dict]:
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    seed = _new_seed()
     for name in names:
         for dtype in TOLERANCES:
             record = {"kernel": name, "implementation": implementation, "dtype": dtype}
@@ -149,7 +153,7 @@ ATTENTIONS = {
 
 def check_attention(heads: Heads) -> Iterator[dict[str, Any]]:
     """Yields a record for each dtype and implementation, with the reason if it does not run."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(seed := _new_seed())
     queries = (heads.batch, heads.tokens, heads.heads, heads.head_size)
     keys = (heads.batch, heads.tokens, heads.kv_heads, heads.head_size)
     drawn = [rng.normal(size=shape) for shape in (queries, queries, keys, keys)]
@@ -172,7 +176,8 @@ def check_attention(heads: Heads) -> Iterator[dict[str, Any]]:
             exact = [array.astype(jnp.float32) for array in arrays]
             want = jax.device_get(jax.jit(partial(step, "xla"))(*exact))
         for implementation in get_args(Attention):
-            record = {"implementation": implementation, "dtype": dtype, "sizes": heads._asdict()}
+            record = {"implementation": implementation, "dtype": dtype, "seed": seed}
+            record |= {"sizes": heads._asdict()}
             run = partial(jax.jit(partial(step, implementation)), *arrays)
             yield record | _checked(run, want, tolerance)
 

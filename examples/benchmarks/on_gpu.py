@@ -7,8 +7,8 @@ project. The stages run in this order, the most important first. Each case has i
 
     kernels    every kernel of every implementation, against float64
     attention  all implementations of attention, values and gradients, against float32
-    measure    peak memory and step time of whole training steps
-    plan       what the planner says of the same steps; needs its wheels and no GPU
+    measure    peak memory and step time of whole training steps; needs --device
+    plan       the planner's numbers for the same steps; needs --device, its wheels and no GPU
 
 The program writes each record to `on_gpu.json` in --output at once. After --minutes it kills the
 running process and prints which jobs are missing. Start it again with the same --output to
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--select", nargs="+", default=[], help="stages or patterns of stage/case")
-    parser.add_argument("--device", default="h200", help="this GPU's name in `lowmembp devices`")
+    parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -185,8 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, folder: str) -> int:
     end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
     environment = environment_of_processes(folder, options.smoke)
-    command = [sys.executable, "-m", f"{_MODULES}.stages", "--device", options.device]
-    command += ["--smoke"] * options.smoke
+    command = [sys.executable, "-m", f"{_MODULES}.stages", *["--smoke"] * options.smoke]
+    command += ["--device", options.device] if options.device else []
 
     def start(job: str, seconds: float, add: Callable[[dict], None]) -> str:
         stage, _, case = job.partition("/")

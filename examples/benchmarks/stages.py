@@ -38,12 +38,13 @@ class Machine(NamedTuple):
 
     Attributes:
       gpu: JAX's name of the GPU; None without a GPU.
-      device: the GPU's name in `lm.memory.DEVICES`, or a file with its description.
+      device: the GPU's name in `lm.memory.DEVICES`, or a file with its description. Only the stages
+        of whole steps need it.
       smoke: run tiny sizes on the CPU, to see that everything runs.
     """
 
     gpu: str | None
-    device: str
+    device: str | None
     smoke: bool
 
     @property
@@ -122,13 +123,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stage", nargs="?", choices=STAGES)
     parser.add_argument("case", nargs="?", help="default: all")
-    parser.add_argument("--device", default="h200", help="this GPU's name in `lowmembp devices`")
+    parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no GPU needed")
     options = parser.parse_args()
     gpu = jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
     machine = Machine(gpu, options.device, options.smoke)
     try:
-        lm.memory.get_device(options.device)
+        if options.device is not None:
+            lm.memory.get_device(options.device)
         if not options.stage:
             print(json.dumps(describe(machine)))
             return 0

@@ -269,7 +269,13 @@ def plans(machine: Machine) -> Cases:
         )
     if machine.smoke:
         return {_SMOKE.name: partial(plan, _SMOKE, _SMOKE_ATTENTION)}
-    return {cell.name: partial(plan, cell) for cell in cells(machine.device)}
+    return {cell.name: partial(plan, cell) for cell in cells(_device(machine))}
+
+
+def _device(machine: Machine) -> str:
+    if machine.device is None:
+        raise ValueError("--device: expected this GPU's name in `lowmembp devices`, got none")
+    return machine.device
 
 
 def measurements(machine: Machine) -> Cases:
@@ -278,7 +284,7 @@ def measurements(machine: Machine) -> Cases:
         how = {"implementation": None, "attention": _SMOKE_ATTENTION, "seconds": 0}
         return {_SMOKE.name: partial(measure, _SMOKE, **how)}
     found = {}
-    for cell in cells(machine.device):
+    for cell in cells(_device(machine)):
         found[cell.name] = partial(measure, cell)
         if cell.method == "lowmembp" and cell.group in ("vit-b16/full", "llama-7b/lora-qv"):
             for who in machine.implementations:
