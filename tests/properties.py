@@ -33,7 +33,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 @st.composite
 def shapes(draw, least=0, most=2500) -> tuple[int, ...]:
-    """Of rank 1 to 4: empty axes, axes of 1, odd sizes, none a multiple of 128."""
+    """Draws shapes of rank 1 to 4: empty axes, axes of 1, odd sizes, none a multiple of 128."""
     shape = [draw(st.sampled_from([size for size in _SIZES if size >= least]))]
     for _ in range(draw(st.integers(0, 3))):
         room = most // max(int(np.prod(shape)), 1)

@@ -388,7 +388,7 @@ def test_links_and_fifos_remain(run, tmp_path):
 
 
 def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
-    """CUDA 13's wheels come without those of CUDA 12."""
+    """CUDA 13's wheels do not bring CUDA 12's wheels with them."""
     wheel = type("Wheel", (), {"name": "jax-cuda13-plugin", "version": "1.2"})
     found = [one for one in importlib.metadata.distributions() if "cuda12" not in (one.name or "")]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*found, wheel])

@@ -39,7 +39,7 @@ CASES = [
 
 
 def make(family, method, train):
-    """Of a batch so large that activations take more than weights."""
+    """Makes a step with a batch so large that activations take more than weights."""
     tokens = None if family in ("vit", "swin") else TOKENS
     family, config = models.FAMILIES[family], TINY[family]
     return workload(family, config, batch=64, method=method, train=train, tokens=tokens)
@@ -159,7 +159,7 @@ def check_what_is_trained(family, train, state, frozen):
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("train", TRAIN)
 def test_peak(compiled, family, method, train):
-    """Every method takes less than plain Flax, and those of lowmembp_jax take clearly less."""
+    """Every method takes less than plain Flax; lowmembp_jax's methods take clearly less."""
     peak, default = (
         compiled(family, each, train).memory.peak_memory_in_bytes for each in (method, "default")
     )

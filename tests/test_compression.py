@@ -145,7 +145,7 @@ def over_a_batch(wrap, p, x):
 
 
 def squashed(wrap, p, x):
-    """JAX traces a jitted function once; the names of its variables are those of each call."""
+    """JAX traces a jitted function once, so all of its calls share their variables."""
     squash = jax.jit(lambda x: checkpoint_name(jnp.tanh(x), "squashed") * 2)
     return wrap(lambda p, x: squash(squash(squash(x @ p) @ Q) @ p))(p, x)
 

@@ -62,12 +62,12 @@ def pooled(h):
 
 
 def spectrum(h):
-    """Of bands, most of them small beside the largest."""
+    """Makes bands, most of them small beside the largest."""
     bands = jnp.abs(PARAMS["router"].T) * jnp.exp(-jnp.linspace(0, 9, WIDTH))[None]
     return jnp.log(jnp.square(h) @ bands + 1e-5)
 
 
-#: Of a product, whose values next to a threshold may be far from 0.
+#: Functions of a product. Its values next to a threshold may be far from 0.
 OF_PRODUCT = {
     "sort": lambda h: jnp.sort(h, axis=-1) * jnp.linspace(-1, 1, EXPERTS)[None],
     "relu": lambda h: jax.nn.relu(h - jnp.mean(h, 0, keepdims=True) + 1) @ PARAMS["router"].T,

@@ -180,7 +180,7 @@ def test_loops_and_vmaps_show_few_elements():
         assert elements == {F8: count * (64 + 256), "float32": result}
 
 
-# A sum of products is stored in place of the products, such as that of a Dense and its LoRA pair.
+# A sum of products, for instance of a Dense and its LoRA pair, is stored instead of the products.
 RANK = 4
 TRAINED = {"a": normal(64, RANK, key=1) / 5, "b": normal(RANK, 64, key=2) / 5}
 FROZEN = {"w": normal(64, 64, key=3) / 5, "last": normal(64, 64, key=4) / 5}

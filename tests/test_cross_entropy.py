@@ -31,7 +31,7 @@ def example(*tokens, dtype=jnp.float32, vocab=VOCAB):
 
 
 def reference(hidden, kernel, labels, bias=None, weights=None, reduction="mean", **options):
-    """Of whole logits, in the dtype of the arguments."""
+    """Computes the loss from whole logits, in the dtype of the arguments."""
     z = hidden @ kernel
     z = z if bias is None else z + jnp.expand_dims(bias, range(z.ndim - 1))
     if cap := options.get("logit_soft_cap"):
@@ -86,7 +86,7 @@ def check(
     hidden, kernel, labels, tolerance=2e-6, around=lambda loss: loss, tile_bytes=TILE, rest=(),
     **options,
 ):  # fmt: skip
-    """Loss and gradients are those of the reference in float64; returns both."""
+    """Compares loss and gradients with the float64 reference; returns both."""
     gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     args = hidden, kernel, dict(rest)
     tiled = functools.partial(lm.linear_cross_entropy, tile_bytes=tile_bytes)
@@ -159,9 +159,8 @@ def test_an_embedding_is_not_transposed(how):
 
     gradient = jax.jit(jax.grad(ours, argnums=(0, 1)))
     dh, dk = gradient(hidden, kernel.T)
-    want = in_float64(
-        jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1)), hidden, kernel
-    )
+    exact = jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1))
+    want = in_float64(exact, hidden, kernel)
     assert_close((dh, dk.T), want)
     text = str(jax.make_jaxpr(gradient)(hidden, kernel.T))
     assert not re.search(rf"\[{FEATURES},{vocab}\] = transpose", text)

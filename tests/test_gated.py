@@ -233,7 +233,7 @@ def test_float64_is_computed_in_float64(name):
 
 
 def test_up_that_is_the_same_on_every_device():
-    """Inside shard_map its gradient is summed over the devices, as that of `silu(gate) * up`."""
+    """Inside shard_map its gradient is summed over the devices, as in `silu(gate) * up`."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     gate, up, g = normal((8, 64))
     got, want = (
@@ -316,7 +316,7 @@ def test_what_takes_no_less_with_its_scales_stays(dtype, width, stored):
 def mlp_units(down, trained, layers, scan):
     """Peak of layers `x + down(x a, x b, c)`, `trained` of a, b, c trained, compiled for an H200.
 
-    In units of rows x width x 2 bytes, of which gate and up have 4 each.
+    The unit is rows x width x 2 bytes. Gate and up have 4 units each.
     """
     rows, width, hidden = 8192, 256, 1024
 

@@ -1,4 +1,4 @@
-"""The linen modules against those of Flax that they replace, field by field."""
+"""The linen modules, field by field, against the Flax modules that they replace."""
 
 import re
 from functools import partial

@@ -99,7 +99,7 @@ def test_a_jitted_step_says_what_it_donates_and_can_be_overruled():
 
 
 def test_compiler_options_of_a_jitted_step():
-    """JAX takes them of the outermost jit alone; those of the plan come first."""
+    """JAX reads them from the outermost jit alone; the plan's own options come first."""
     unfused, fused = ({"xla_disable_hlo_passes": name} for name in ("priority-fusion", ""))
     jitted = jax.jit(mlp_step, donate_argnums=(0, 1), compiler_options=unfused)
 
@@ -166,7 +166,7 @@ def test_several_hosts_that_share_the_batch():
     assert many.cost.link_bytes / eight.cost.link_bytes == pytest.approx(63 / 64 * 8 / 7, rel=1e-3)
     seconds = [each.cost.by("kind")["collective"].estimated_seconds for each in (eight, many)]
     assert seconds[1] == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
-    assert seconds[0] < 0.1 * seconds[1]  # without a bandwidth, that of the memory
+    assert seconds[0] < 0.1 * seconds[1]  # without a bandwidth, the memory's bandwidth counts
     assert parts(plan_hosts(64, P(), AxisType.Explicit)) == parts(eight)
 
 

@@ -32,7 +32,7 @@ PARAMS = {"kernel": normal(64, 256), "bias": jnp.ones(256)}
 
 
 def gradients(step, params=PARAMS):
-    """Of sizes that differ by 100 between the columns."""
+    """Makes an array whose columns differ in size by a factor of 100."""
     keys = jax.random.split(jax.random.key(step), len(params))
     return {
         name: jax.random.normal(key, p.shape, p.dtype)
@@ -169,7 +169,7 @@ def test_rows_without_gradient_do_not_drift():
 
 
 def test_no_number_becomes_zero_and_the_mean_is_right():
-    """Of a second moment that changes by less than a code in a step."""
+    """A second moment changes by less than a code in a step."""
     params = {"w": jnp.zeros((256, 256))}
     ours = lm.compress_state(optax.rmsprop(1.0, decay=0.999, eps=0.0))
     _, state = ours.update({"w": jnp.logspace(-8, 0, 256) * jnp.ones((256, 1))}, ours.init(params))

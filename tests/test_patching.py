@@ -217,7 +217,7 @@ def test_what_is_swapped_is_chosen_by_operator_and_path(settings, swapped, skipp
 
 
 class Gated(nn.Module):
-    """Two Denses, or one twice as wide, of which one goes through the activation."""
+    """Two Denses, or one twice as wide; the activation reads one half of their output."""
 
     fused: bool
 

@@ -37,7 +37,7 @@ EVERY_OP = {"layer_norm", "rms_norm", "gelu", "silu"}
 
 
 def codes_kept() -> int:
-    """Of three activations."""
+    """Counts the arrays of codes that a loss with three activations saves."""
     return dtypes_kept(loss, PARAMS, X).count("uint2")
 
 

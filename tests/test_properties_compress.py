@@ -155,7 +155,7 @@ def test_any_mesh_has_the_values_of_one_device(name, implementation, devices, ki
     assert not collectives(compiled)
     for a, b in zip(got, want, strict=True):
         assert a.sharding.is_equivalent_to(x.sharding, rank)
-        if name == "compress":  # tiles, and so rounding, are those of the mesh
+        if name == "compress":  # the mesh decides the tiles, and so the rounding
             continue
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         if name in ROWS or "compress" in name:  # sums and sines of other vector widths

@@ -213,7 +213,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
 
 
 def mesh_of_hosts(axis_type=AxisType.Auto):
-    """Of two hosts of 8 H200s, of which there need be none."""
+    """Returns a mesh of two hosts with 8 H200s each; none need exist."""
     config = target_config("h200")
     there = get_topology_desc(platform="cuda", target_config=config, topology="1x2x8").devices
     return Mesh(np.array(there), ("x",), axis_types=(axis_type,))

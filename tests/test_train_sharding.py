@@ -1,4 +1,4 @@
-"""Meshes: how parameters lie on 8 devices, and that losses are those of one."""
+"""Meshes: how parameters lie on 8 devices, and that their losses equal one device's."""
 
 from functools import partial
 

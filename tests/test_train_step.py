@@ -156,7 +156,7 @@ def test_overflow_is_skipped_and_the_scale_halves():
     "skipped", [{1}, {3}, {0, 7}, {0, 1, 2, 3}, {1, 4, 5, 6, 7}, set(range(8))], ids=str
 )
 def test_skipped_batches_count_as_zeros_in_the_mean(skipped):
-    """Of 8 batches, 4 to a step: steps end with the 4th and the 8th, whichever are skipped."""
+    """8 batches, 4 to a step: steps end with the 4th and the 8th, whichever are skipped."""
     config = OptimizerConfig(1e-2, warmup=0, accumulate=4)
     state, step = start(overflowing_loss, {"x": jnp.ones(3)}, jnp.float16, config=config)
     state = state.replace(loss_scale=state.loss_scale.replace(scale=jnp.float32(2**12)))
