@@ -75,7 +75,12 @@ def train_steps(
     rate = learning_rate(config.optimizer, steps)
 
     def evaluate(state: TrainState, step: int) -> dict[str, float | None]:
-        sums = [totals(state.params, frozen, put_batch(batch, mesh)) for batch in prepared.dev]
+        sums = []
+        for batch in prepared.dev:
+            # The host runs ahead of the devices, whose memory would then hold many batches. With
+            # many programs under way, the collectives of virtual CPU devices block one another.
+            jax.block_until_ready(sums[-2:-1])
+            sums.append(totals(state.params, frozen, put_batch(batch, mesh)))
         sums = Totals(*np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
         values = scores(prepared.family.task, sums)
         if not math.isfinite(values["loss"]):
