@@ -23,7 +23,6 @@ Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an
 
 import importlib.util
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +37,14 @@ from lowmembp_jax.cli._residuals import ResidualsCommand
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "rich", "tyro")
+
+_DELETE = f"""
+import pathlib, shutil, sys
+for pattern in sys.argv[2:]:
+    for path in pathlib.Path(sys.argv[1]).glob(pattern):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+sys.exit({_INTERRUPTED})
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,10 +91,15 @@ def _fail(message: str, status: int) -> int:
 
 
 def _interrupted() -> NoReturn:
-    """Deletes XLA's dumps and ends the process. Python would wait until XLA has compiled."""
+    """Replaces the process by one that deletes XLA's files and exits with status 130.
+
+    Python would wait until XLA has compiled, and XLA's threads would write deleted files again:
+    they end only when the process is replaced.
+    """
     _fail("interrupted", _INTERRUPTED)
-    for folder in Path(tempfile.gettempdir()).glob(f"lowmembp_jax-{os.getpid()}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_INTERRUPTED)
+    pid = os.getpid()
+    patterns = (f"lowmembp_jax-{pid}-*", f"tempfile-*-{pid}-*")
+    arguments = ("-I", "-S", "-c", _DELETE, tempfile.gettempdir(), *patterns)
+    os.execv(sys.executable, (sys.executable, *arguments))
