@@ -26,7 +26,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 from lowmembp_jax._errors import GivenError
