@@ -84,6 +84,10 @@ FUNCTIONS |= {
     "cancel_log": lambda h: jnp.log(1 + h * h) / (h * h),
     "cancel_cos": lambda h: (1 - jnp.cos(2 * h)) / h**2,
     "cancel_exp": lambda h: jnp.expm1(h) / h,
+    "cancel_tanh": lambda h: 1 / jnp.tanh(h) - 1 / h,
+    "cancel_rsqrt": lambda h: jax.nn.gelu(h) * lax.rsqrt(h * h),
+    "cancel_atan2": lambda h: jnp.arctan2(jnp.sin(h), h),
+    "cancel_lgamma": lambda h: lax.lgamma(1 + jnp.abs(h)) / h,
     "log_in_custom_jvp": lambda h: _log(jnp.abs(h) + 1e-3),
     "maximum_of_another_row": lambda h: jnp.exp(3 * h[:WIDTH] - 3 * h[:WIDTH].max(1)[None]),
     "large_logits": lambda h: jax.nn.softmax(10 * h),
@@ -170,8 +174,8 @@ ELSEWHERE = {
     "select_and_gather_add cumlogsumexp cummax cummin",
     "the same array": "device_put remat2",
 }
-#: The functions whose own gradient amplifies any error of what it is computed from.
-AMPLIFY = {"linalg.pinv": 0.6, "linalg.eigh": 0.6, "linalg.svd": 0.6}
+#: The functions that amplify any error of what they are computed from.
+AMPLIFY = {"linalg.pinv": 0.6, "linalg.eigh": 0.7, "linalg.svd": 0.6}
 
 
 def loss(function, w, x):
@@ -188,10 +192,18 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.sample(83)
-@pytest.mark.parametrize("dtype", ["float8", "int8", None])
+@pytest.mark.sample(110)
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        ("float8", lm.products_saveable),
+        ("float8", lm.everything_saveable),
+        ("int8", lm.products_saveable),
+        (None, lm.products_saveable),
+    ],
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_value_is_exact_and_the_gradient_near(name, dtype):
+def test_the_value_is_exact_and_the_gradient_near(name, dtype, policy):
     f = FUNCTIONS[name]
 
     def run(wrap):
@@ -201,10 +213,11 @@ def test_the_value_is_exact_and_the_gradient_near(name, dtype):
             )
         )(W, X)
 
-    value, got = run(lambda f: lm.compress(f, dtype=dtype))
+    value, got = run(lambda f: lm.compress(f, dtype=dtype, policy=policy))
     plain, want = run(lambda f: f)
     assert np.isfinite(want).all()
-    np.testing.assert_allclose(value, plain, rtol=1e-5, atol=1e-5)
+    tolerance = 1e-3 if name in AMPLIFY else 1e-5
+    np.testing.assert_allclose(value, plain, rtol=tolerance, atol=tolerance)
     bound = {"float8": AMPLIFY.get(name, 0.1), "int8": 0.1, None: 1e-5}
     assert error(got, want) < bound[dtype]
 

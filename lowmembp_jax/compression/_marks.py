@@ -25,7 +25,7 @@ from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import store_p
-from lowmembp_jax.compression.facts import Fact, Facts, find_facts, of_any
+from lowmembp_jax.compression.facts import Fact, Facts, fact_of, find_facts, of_any
 from lowmembp_jax.compression.formats import Format
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
@@ -93,9 +93,14 @@ class Marker:
           wanted: which of its outputs are tangents.
         """
         jaxpr = jaxprs.without_calls_of(jaxpr, rules.is_elementwise)
+        needs = [Need(ROUNDED if one else NOT) for one in wanted]
         facts = find_facts(jaxpr, given, self.policy)
         decisions = _Decisions(self, jaxpr, facts)
-        inputs = decisions.make([Need(ROUNDED if one else NOT) for one in wanted])
+        inputs = decisions.make(needs)
+        if decisions.exact:
+            facts = find_facts(jaxpr, given, self.policy, decisions.exact)
+            decisions = _Decisions(self, jaxpr, facts)
+            inputs = decisions.make(needs)
         for var, need in zip(jaxpr.invars, inputs, strict=True):
             if need.level and facts.of[var].lossy:
                 format = self.format(var, facts.of[var], need)
@@ -127,11 +132,12 @@ class _Decisions:
 
     Attributes:
       plan: the decisions.
+      exact: the variables that the backward needs exactly, also those of bodies.
     """
 
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):
         self.marker, self.jaxpr, self.facts, self.may_store = marker, jaxpr, facts, may_store
-        self.plan, self.needs = Plan(), dict[Any, Need]()
+        self.plan, self.needs, self.exact = Plan(), dict[Any, Need](), set[Any]()
         self.readers = dict[Any, int]()
         for eqn in jaxpr.eqns:
             for var in set(jaxprs.variables(eqn)):
@@ -160,6 +166,10 @@ class _Decisions:
                     self.need(atom, Need(ROUNDED if fact.linear else level))
             else:
                 self.of_forward(number, eqn, read, results)
+        for var, need in self.needs.items():
+            fact = fact_of(self.facts.of, var)
+            if need.level == EXACT and fact.lossy and not fact.reduced:
+                self.exact.add(var)
         return list(map(self.needed, self.jaxpr.invars))
 
     def needed(self, var: Any) -> Need:
@@ -195,6 +205,7 @@ class _Decisions:
                 break
             wanted = after
         self.plan.inside[number] = [decisions.plan for decisions in decided]
+        self.exact.update(*(decisions.exact for decisions in decided))
         for atom, var, need in zip(jaxprs.operands(eqn), bodies[0].invars, inputs, strict=True):
             self.need(atom, need._replace(rows=_outside(need.rows, atom, var)))
         if eqn.primitive.name == "cond":
@@ -265,17 +276,27 @@ class _Decisions:
             )
             is_named = name == "name" and (fact.lossy or fact.random)  # a code of several choices
             return exact if chooses or is_named else None
-        is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
-        if (
-            number in self.facts.saved
-            or is_softmax
-            or var in self.facts.named
-            or self.replaces_terms(eqn, read, need)
+        if self.replaces_terms(eqn, read, need):
+            return self.marker.format(var, fact, need)
+        if rules.is_elementwise(eqn) and (
+            fact.exact
+            or (need.level == EXACT and fact.lossy and not fact.reduced)
+            or self.reads_exactly(eqn, read)
         ):
+            # Where errors of two results may not cancel, as in a quotient of numbers near 0, both
+            # must be computed from the same numbers.
+            return None
+        is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
+        if number in self.facts.saved or is_softmax or var in self.facts.named:
             return self.marker.format(var, fact, need)
         if need.level == EXACT and fact.lossy and name in rules.REDUCTIONS:
             return exact
         return None
+
+    def reads_exactly(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
+        """Whether an operand, other than a statistic, must be exact."""
+        levels = zip(self.as_read(eqn, read), read, strict=True)
+        return any(level == EXACT and fact.lossy and not fact.reduced for level, fact in levels)
 
     def replaces_terms(self, eqn: core.JaxprEqn, read: list[Fact], need: Need) -> bool:
         """Whether to store a sum instead of a saved term that nothing else reads.

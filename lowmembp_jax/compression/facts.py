@@ -1,7 +1,7 @@
 """Facts about each variable of a differentiated function, from its inputs to its outputs."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ class Fact(NamedTuple):
       reduced: is computed elementwise from reductions, such as the statistics of a norm.
       term: is computed cheaply from results that the policy saves.
       at_hand: is computed elementwise from an array of the same size that the policy saves.
+      exact: is computed elementwise from arrays that the backward needs exactly.
     """
 
     activation: bool = False
@@ -53,6 +54,7 @@ class Fact(NamedTuple):
     reduced: bool = False
     term: bool = False
     at_hand: bool = False
+    exact: bool = False
 
     def flags(self) -> dict[str, bool]:
         """The facts about the variable's dependencies."""
@@ -99,24 +101,29 @@ def of_any(read: Sequence[Fact]) -> Fact:
     )
 
 
-def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Facts:
-    """Finds the facts of all variables from the facts of the jaxpr's inputs."""
-    of: dict[Any, Fact] = {
-        var: fact if fact.source else fact._replace(source=_place(var))
-        for var, fact in zip(jaxpr.invars, given, strict=True)
-    }
+def find_facts(
+    jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy, exact: Container[Any] = ()
+) -> Facts:
+    """Finds the facts of all variables from the facts of the jaxpr's inputs.
+
+    Args:
+      exact: the variables that the backward needs exactly, also those of bodies.
+    """
+    of: dict[Any, Fact] = {}
+    for var, fact in zip(jaxpr.invars, given, strict=True):
+        of[var] = fact._replace(source=fact.source or _place(var), exact=fact.exact or var in exact)
     found, infinite = Facts(of, {}, set(), set()), set[Any]()
     for number, eqn in enumerate(jaxpr.eqns):
         read = found.read(eqn)
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
-            results = _inside(found, number, eqn, bodies, policy)
+            results = _inside(found, number, eqn, bodies, policy, exact)
         elif operation(eqn) == "eq" and any(fact.bounds[0] == math.inf for fact in read):
             infinite.add(eqn.outvars[0])
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
             # The bounds come from the operand that is not infinite.
-            results = [read[1]._replace(**of_any(read).flags())]
+            results = [read[1]._replace(**of_any(read).flags(), exact=_are_exact(read))]
         else:
             is_saved = _saves(policy, eqn)
             results = _of_results(eqn, read, is_saved)
@@ -128,11 +135,12 @@ def find_facts(jaxpr: core.Jaxpr, given: Sequence[Fact], policy: Policy) -> Fact
         sources = {fact.source[0] for fact in read if fact.source}
         for var, fact in zip(eqn.outvars, results, strict=True):
             is_known = fact.source and fact.source[0] in sources
-            of[var] = fact if is_known else fact._replace(source=_place(var))
+            source = fact.source if is_known else _place(var)
+            of[var] = fact._replace(source=source, exact=fact.exact or var in exact)
     return found
 
 
-def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact]:
+def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> list[Fact]:
     read = [fact_of(found.of, atom) for atom in jaxprs.operands(eqn)]
     is_slice = [
         getattr(a.aval, "shape", None) != getattr(v.aval, "shape", None)
@@ -147,7 +155,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy) -> list[Fact
         for fact, is_part, out in zip(read, is_slice, back, strict=True)
     ]
     while True:
-        inside = [find_facts(body, given, policy) for body in bodies]
+        inside = [find_facts(body, given, policy, exact) for body in bodies]
         every = [
             [fact_of(facts.of, body.outvars[i]) for facts, body in zip(inside, bodies, strict=True)]
             for i in range(len(eqn.outvars))
@@ -223,9 +231,15 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         ),
         term=is_saved or (is_made and bool(ours) and all(fact.term for fact in ours)),
         at_hand=is_saved or near,
+        exact=rules.is_elementwise(eqn) and _are_exact(read),
     )
     others = either._replace(term=is_saved, at_hand=is_saved)
     return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
+
+
+def _are_exact(read: Sequence[Fact]) -> bool:
+    lossy = [fact for fact in read if fact.lossy]
+    return bool(lossy) and all(fact.exact for fact in lossy)
 
 
 def _place(var: Any) -> Place:

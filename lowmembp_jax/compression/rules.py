@@ -47,15 +47,18 @@ _SMOOTH = PASSED | frozenset((
 
 #: Elementwise functions that XLA does not fuse into kernels that sum.
 EXPENSIVE = frozenset((
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1", "log", "log1p", "logaddexp",
-    "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
+    "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1",
+    "igamma", "igamma_grad_a", "igammac", "lgamma", "log", "log1p", "logaddexp", "logistic",
+    "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sin", "sinh", "sqrt", "tan",
+    "tanh", "zeta",
 ))  # fmt: skip
 ELEMENTWISE = EXPENSIVE | frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
-    "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min",
-    "mul", "name", "ne", "neg", "not", "one_minus_square", "or", "reduce_precision", "reshape",
-    "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "conj",
+    "convert_element_type", "copy", "div", "eq", "expand_dims", "floor", "ge", "gt", "imag",
+    "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
+    "one_minus_square", "or", "real", "reduce_precision", "rem", "reshape", "round", "select_n",
+    "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
 ))  # fmt: skip
 
 # Steep functions: the operand's number, and its interval in which their slope is at most 1.
