@@ -232,7 +232,8 @@ def _array(rule: MergeRule, path: str, module: Mapping, name: str) -> Any:
         return None
     # A box such as nn.Partitioned or nnx.Param has one array; a quantized kernel has several.
     leaves = jax.tree.leaves(module[name])
-    if len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
+    is_tree = isinstance(module[name], Mapping | list | tuple)
+    if is_tree or len(leaves) != 1 or not hasattr(leaves[0], "dtype"):
         raise rule.error(f"{path}/{name}: expected one array, got {type(module[name]).__name__}")
     if not jnp.issubdtype(leaves[0].dtype, np.floating):
         raise rule.error(f"{path}/{name}: expected a floating dtype, got {leaves[0].dtype}")

@@ -258,6 +258,7 @@ ERRORS = [
     (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: expected a floating .* int8"),
     (small(kernel=(KERNEL, ONE)), {"n": "d"}, "d/kernel: expected one array, got tuple"),
     (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: expected one array, got dict"),
+    (small(kernel={"direction": KERNEL}), {"n": "d"}, "d/kernel: expected one array, got dict"),
     (
         shaped(kernel=(5, 3), bias=(3,)), {"n": "d"},
         r"kernel has shape \(5, 3\) and d/bias \(3,\), expected \(4, \*outputs\) and \(\*outputs\)",
