@@ -156,6 +156,13 @@ def test_the_backward_chooses_as_the_forward(name, policy):
     assert lm.gradient_distance(gradients(run), gradients(FUNCTIONS[name])).error < 0.06
 
 
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_the_backward_does_not_sort_again(policy):
+    layer = lm.compress(partial(experts, count=2), policy=policy)
+    text = jax.jit(jax.grad(lambda p, x: layer(p, x).sum())).lower(PARAMS, X).as_text()
+    assert text.count('"stablehlo.sort"') == 1
+
+
 def test_a_softmax_of_large_logits_is_computed_again_with_its_sum():
     p, q, x = normal(16, 16, key=0) / 4, normal(16, 16, key=1) / 4, normal(32, 16)
 

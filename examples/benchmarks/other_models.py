@@ -133,11 +133,19 @@ class Experts(nn.Module):
 
 
 class Kind(NamedTuple):
-    """A block, its input's shape for compilation, and a narrow shape for the gradient's error."""
+    """A kind of blocks.
+
+    Attributes:
+      block: the block's class.
+      shape: the input's shape for compilation.
+      narrow: the input's shape for the gradient's error.
+      scanned: whether `nn.scan` runs the blocks.
+    """
 
     block: type[nn.Module]
     shape: tuple[int, ...]
     narrow: tuple[int, ...]
+    scanned: bool = False
 
 
 KINDS = {
@@ -147,10 +155,11 @@ KINDS = {
     "gated linear recurrence": Kind(Recurrence, (16, 1024, 512), (4, 64, 64)),
     "MLP-Mixer": Kind(Mixer, (64, 196, 512), (8, 49, 64)),
     "mixture of 8 experts": Kind(Experts, (16, 1024, 512), (4, 64, 64)),
+    "mixture of 8 experts, scanned": Kind(Experts, (16, 1024, 512), (4, 64, 64), scanned=True),
 }
 _POLICIES = jax.checkpoint_policies
-METHODS: dict[str, Callable[[type[nn.Module]], type[nn.Module]]] = {
-    "plain": lambda block: block,
+METHODS: dict[str, Callable[..., type[nn.Module]]] = {
+    "plain": lambda block, prevent_cse: block,
     "dots policy": partial(nn.remat, policy=_POLICIES.dots_saveable),
     "products policy": partial(nn.remat, policy=lm.products_saveable),
     "full remat": nn.remat,
@@ -165,13 +174,24 @@ ROUNDED = [method for method in METHODS if method.startswith("compress")]
 
 def gradients(kind: str, method: str, layers: int, dtype: Any) -> tuple[nn.Module, Callable]:
     """Returns the model, and a function of parameters, input and target for the loss's gradient."""
-    block = METHODS[method](KINDS[kind].block)
+    block, *_, scanned = KINDS[kind]
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return block(dtype)(x), None
+
+    layer = METHODS[method](Layer, prevent_cse=not scanned)
+    if scanned:
+        layer = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers
+        )
 
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for index in range(layers):
-                x = block(dtype, name=f"block_{index}")(x)
+            for index in range(1 if scanned else layers):
+                x, _ = layer(name=f"layer_{index}")(x, None)
             return x.astype(jnp.float32)
 
     model = Model()

@@ -274,8 +274,9 @@ class _Decisions:
                 ((fact.lossy and not fact.reduced) or fact.random) and _is_inexact(atom)
                 for fact, atom in zip(read, eqn.invars, strict=True)
             )
-            is_named = name == "name" and (fact.lossy or fact.random)  # a code of several choices
-            return exact if chooses or is_named else None
+            # Sorting again takes longer than reading; a name stands for a code of several choices.
+            is_kept = name in ("name", "sort") and (fact.lossy or fact.random)
+            return exact if chooses or is_kept else None
         if self.replaces_terms(eqn, read, need):
             return self.marker.format(var, fact, need)
         if rules.is_elementwise(eqn) and (
