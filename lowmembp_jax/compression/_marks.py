@@ -25,7 +25,7 @@ from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import store_p
-from lowmembp_jax.compression.facts import Fact, Facts, fact_of, find_facts, of_any
+from lowmembp_jax.compression.facts import Fact, Facts, are_exact, fact_of, find_facts, of_any
 from lowmembp_jax.compression.formats import Format
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
@@ -277,15 +277,14 @@ class _Decisions:
             # Sorting again takes longer than reading; a name stands for a code of several choices.
             is_kept = name in ("name", "sort") and (fact.lossy or fact.random)
             return exact if chooses or is_kept else None
+        # Where errors of two results may not cancel, as in a quotient of numbers near 0, both must
+        # be computed from the same numbers.
+        is_cheap = rules.is_cheap(eqn)
+        if is_cheap and (are_exact(read) or self.reads_exactly(eqn, read)):
+            return None
         if self.replaces_terms(eqn, read, need):
             return self.marker.format(var, fact, need)
-        if rules.is_elementwise(eqn) and (
-            fact.exact
-            or (need.level == EXACT and fact.lossy and not fact.reduced)
-            or self.reads_exactly(eqn, read)
-        ):
-            # Where errors of two results may not cancel, as in a quotient of numbers near 0, both
-            # must be computed from the same numbers.
+        if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
             return None
         is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
         if number in self.facts.saved or is_softmax or var in self.facts.named:

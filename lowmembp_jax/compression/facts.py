@@ -39,7 +39,7 @@ class Fact(NamedTuple):
       reduced: is computed elementwise from reductions, such as the statistics of a norm.
       term: is computed cheaply from results that the policy saves.
       at_hand: is computed elementwise from an array of the same size that the policy saves.
-      exact: is computed elementwise from arrays that the backward needs exactly.
+      exact: is computed cheaply from arrays that the backward needs exactly.
     """
 
     activation: bool = False
@@ -123,7 +123,7 @@ def find_facts(
             results = [of_any(read)]
         elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
             # The bounds come from the operand that is not infinite.
-            results = [read[1]._replace(**of_any(read).flags(), exact=_are_exact(read))]
+            results = [read[1]._replace(**of_any(read).flags(), exact=are_exact(read))]
         else:
             is_saved = _saves(policy, eqn)
             results = _of_results(eqn, read, is_saved)
@@ -231,13 +231,14 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         ),
         term=is_saved or (is_made and bool(ours) and all(fact.term for fact in ours)),
         at_hand=is_saved or near,
-        exact=rules.is_elementwise(eqn) and _are_exact(read),
+        exact=rules.is_cheap(eqn) and are_exact(read),
     )
-    others = either._replace(term=is_saved, at_hand=is_saved)
+    others = either._replace(term=is_saved, at_hand=is_saved, exact=own.exact)
     return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
 
 
-def _are_exact(read: Sequence[Fact]) -> bool:
+def are_exact(read: Sequence[Fact]) -> bool:
+    """Whether an equation reads lossy values, and all of them are exact."""
     lossy = [fact for fact in read if fact.lossy]
     return bool(lossy) and all(fact.exact for fact in lossy)
 

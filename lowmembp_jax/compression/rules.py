@@ -61,6 +61,12 @@ ELEMENTWISE = EXPENSIVE | frozenset((
     "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
 ))  # fmt: skip
 
+#: The results are the operands' elements in other places.
+_MOVED = frozenset((
+    "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice",
+    "split", "stack", "tile", "unstack",
+))  # fmt: skip
+
 # Steep functions: the operand's number, and its interval in which their slope is at most 1.
 _STEEP: dict[str, tuple[int, Interval]] = {
     "exp": (0, (-math.inf, 0)),
@@ -86,6 +92,11 @@ def is_known(eqn: core.JaxprEqn) -> bool:
 def is_elementwise(eqn: core.JaxprEqn) -> bool:
     """Whether each element of the results depends only on the operands' elements in its place."""
     return operation(eqn) in ELEMENTWISE
+
+
+def is_cheap(eqn: core.JaxprEqn) -> bool:
+    """Whether each element of the results is computed from few elements of the operands."""
+    return is_elementwise(eqn) or operation(eqn) in _MOVED | PASSED
 
 
 def may_round(eqn: core.JaxprEqn, bounds: Sequence[Interval]) -> list[bool]:
