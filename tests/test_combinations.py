@@ -85,10 +85,13 @@ def nbytes(tree):
 
 
 def matrix_flops(cost, phase):
+    """The FLOPs of the model's products. LLaMA's loss computes its gradients in the forward."""
     return sum(
         kernel.flops * kernel.count
         for kernel in cost.kernels
-        if kernel.kind == "matrix product" and kernel.phase == phase
+        if kernel.kind == "matrix product"
+        and kernel.phase == phase
+        and "linear_cross_entropy" not in kernel.op_name
     )
 
 

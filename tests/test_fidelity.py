@@ -146,7 +146,8 @@ def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
     p, x = jnp.stack([jnp.eye(8)] * 3), jax.random.normal(jax.random.key(0), (16, 8))
 
     def normed(p, x):
-        return jnp.tanh(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) @ p)
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+        return jnp.tanh(x @ p)
 
     def loss(dtype):
         run = lm.compress(normed, dtype=dtype)

@@ -218,7 +218,7 @@ def test_the_value_is_exact_and_the_gradient_near(name, dtype, policy):
     assert np.isfinite(want).all()
     tolerance = 1e-3 if name in AMPLIFY else 1e-5
     np.testing.assert_allclose(value, plain, rtol=tolerance, atol=tolerance)
-    bound = {"float8": AMPLIFY.get(name, 0.1), "int8": 0.1, None: 1e-5}
+    bound = {"float8": AMPLIFY.get(name, 0.1), "int8": 0.1, None: tolerance}
     assert error(got, want) < bound[dtype]
 
 
