@@ -116,6 +116,17 @@ def test_a_mapping_chooses_by_name():
     assert NARROW in others and WIDE not in others
 
 
+@pytest.mark.parametrize(
+    "policy", [lm.everything_saveable, jax.checkpoint_policies.save_only_these_names("steep")]
+)
+def test_the_format_of_a_name_applies_to_a_steep_function(policy):
+    def function(p, x):
+        return jnp.tanh(2 * checkpoint_name(jnp.exp(x @ p["up"]), "steep"))
+
+    rows = stored(function, P, X, policy=policy, dtype={"steep": "int8", None: "float8"})
+    assert ("int8", (32, 256)) in rows and WIDE not in rows
+
+
 def test_narrow_products_are_no_statistics():
     """Keys and values of grouped-query attention, and what is behind a pool over tokens."""
 

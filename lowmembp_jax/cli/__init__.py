@@ -38,10 +38,11 @@ _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "rich", "tyro")
 
 _DELETE = f"""
-import pathlib, shutil, sys
+import contextlib, pathlib, shutil, sys
 for pattern in sys.argv[2:]:
     for path in pathlib.Path(sys.argv[1]).glob(pattern):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 sys.exit({_INTERRUPTED})
 """
 

@@ -278,8 +278,8 @@ class _Decisions:
             is_kept = name in ("name", "sort") and (fact.lossy or fact.random)
             return exact if chooses or is_kept else None
         # Where errors of two results may not cancel, as in a quotient of numbers near 0, both must
-        # be computed from the same numbers.
-        is_cheap = rules.is_cheap(eqn)
+        # be computed from the same numbers. A format for a name applies all the same.
+        is_cheap = rules.is_cheap(eqn) and need.name not in self.marker.formats.keys() - {None}
         if is_cheap and (are_exact(read) or self.reads_exactly(eqn, read)):
             return None
         if self.replaces_terms(eqn, read, need):
