@@ -192,7 +192,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.sample(110)
+@pytest.mark.sample(84)
 @pytest.mark.parametrize(
     ("dtype", "policy"),
     [
