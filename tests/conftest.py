@@ -1,6 +1,7 @@
 """Strict JAX for every test: no implicit promotion, warnings are errors, 8 CPU devices."""
 
 import os
+import tempfile
 from importlib.metadata import version
 
 # Before JAX starts. The GPU compiler's wheels are found without a GPU, see memory/devices.py.
@@ -16,6 +17,10 @@ import jax
 import pytest
 
 import lowmembp_jax as lm
+
+# Programs for a GPU share most kernels: each goes through LLVM and ptxas once.
+_kernels = tempfile.TemporaryDirectory(prefix="lowmembp_tests-")
+os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={_kernels.name}/cache"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
