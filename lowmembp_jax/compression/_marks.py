@@ -132,7 +132,7 @@ class _Decisions:
 
     Attributes:
       plan: the decisions.
-      exact: the variables that the backward needs exactly, also those of bodies.
+      exact: the variables that the backward needs exactly, including variables inside bodies.
     """
 
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):

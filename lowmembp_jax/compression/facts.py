@@ -107,7 +107,7 @@ def find_facts(
     """Finds the facts of all variables from the facts of the jaxpr's inputs.
 
     Args:
-      exact: the variables that the backward needs exactly, also those of bodies.
+      exact: the variables that the backward needs exactly, including variables inside bodies.
     """
     of: dict[Any, Fact] = {}
     for var, fact in zip(jaxpr.invars, given, strict=True):
