@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
+from lowmembp_jax.policies import products_saveable
 
 Interval = tuple[float, float]
 ANYWHERE: Interval = (-math.inf, math.inf)
@@ -47,24 +48,15 @@ _SMOOTH = PASSED | frozenset((
 
 #: Elementwise functions that XLA does not fuse into kernels that sum.
 EXPENSIVE = frozenset((
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
-    "cos", "cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1",
-    "igamma", "igamma_grad_a", "igammac", "lgamma", "log", "log1p", "logaddexp", "logistic",
-    "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sin", "sinh", "sqrt", "tan",
-    "tanh", "zeta",
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1", "log", "log1p", "logaddexp",
+    "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 ))  # fmt: skip
 ELEMENTWISE = EXPENSIVE | frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "conj",
-    "convert_element_type", "copy", "div", "eq", "expand_dims", "floor", "ge", "gt", "imag",
-    "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
-    "one_minus_square", "or", "real", "reduce_precision", "rem", "reshape", "round", "select_n",
-    "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
-))  # fmt: skip
-
-#: The results are the operands' elements in other places.
-_MOVED = frozenset((
-    "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "slice",
-    "split", "stack", "tile", "unstack",
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
+    "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min",
+    "mul", "name", "ne", "neg", "not", "one_minus_square", "or", "reduce_precision", "reshape",
+    "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
 ))  # fmt: skip
 
 # Steep functions: the operand's number, and its interval in which their slope is at most 1.
@@ -95,8 +87,8 @@ def is_elementwise(eqn: core.JaxprEqn) -> bool:
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
-    """Whether each element of the results is computed from few elements of the operands."""
-    return is_elementwise(eqn) or operation(eqn) in _MOVED | PASSED
+    """Whether it costs little to compute the results again: they are no products or reductions."""
+    return not products_saveable(eqn.primitive) and operation(eqn) not in REDUCTIONS
 
 
 def may_round(eqn: core.JaxprEqn, bounds: Sequence[Interval]) -> list[bool]:
