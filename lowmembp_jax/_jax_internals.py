@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# `jax.experimental.checkify` has no public way to add the rule of a primitive.
+from jax._src import checkify
+
 # JAX lowers a callback only for the GPUs of this process, which may have none.
 from jax._src.callback import io_callback_p, pure_callback_p
 
@@ -20,6 +23,9 @@ from jax._src.debugging import debug_callback_p, debug_print_p
 # lowered from a Python function must register here.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # noqa: F401
 from jax._src.interpreters import batching
+
+# The rules of `jax.linear_transpose` that JAX uses for `jax.checkpoint`.
+from jax._src.interpreters.ad import fancy_transposes  # noqa: F401
 from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit
 from jax._src.state.types import AbstractRef
@@ -78,6 +84,33 @@ def batched_jaxpr(jaxpr: Any, axis_data: Any, dims: Any) -> tuple[Any, list[bool
     closed = core.ClosedJaxpr(jaxpr, ())
     to = [batching.zero_if_mapped] * len(jaxpr.outvars)
     return batching.batch_jaxpr_axes(closed, axis_data, dims, to)
+
+
+def add_checkify_rule(primitive: core.Primitive, bind: Callable[..., Any]) -> None:
+    """Makes `checkify` look into a primitive that runs the jaxpr in its parameter `jaxpr`.
+
+    Args:
+      bind: runs a jaxpr with more inputs, which come first: `bind(new_inputs, old_inputs, jaxpr,
+        **params)`.
+    """
+
+    def rule(*args, jaxpr, **params):
+        # JAX 0.12 passes a context first.
+        count = next(i for i, arg in enumerate(args) if isinstance(arg, checkify.Error))
+        context, error, enabled, values = (
+            args[:count],
+            args[count],
+            args[count + 1],
+            args[count + 2 :],
+        )
+        errors, tree = jax.tree.flatten(error)
+        avals = map(jax.typeof, (*errors, *values))
+        closed, tree, _ = checkify.jaxpr_to_checkify_jaxpr(
+            *context, core.ClosedJaxpr(jaxpr, ()), enabled, tree, *avals
+        )
+        return jax.tree.unflatten(tree, bind(errors, values, closed, **params))
+
+    checkify.error_checks[primitive] = rule
 
 
 def run_backward(eqn: Any, *args: Any) -> list[Any]:

@@ -26,13 +26,14 @@ from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import store_p
 from lowmembp_jax.compression.facts import Fact, Facts, are_exact, fact_of, find_facts, of_any
-from lowmembp_jax.compression.formats import Format
+from lowmembp_jax.compression.formats import FORWARD, Format
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
 #: stored in fewer bits, but it may be recomputed from rounded numbers.
 NOT, ROUNDED, WHOLE, EXACT = range(4)
 # The backward of a norm divides its output by its scale; rstd is a statistic.
+_FORWARD = Format(FORWARD, "")
 _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
 
 
@@ -56,13 +57,20 @@ class Need(NamedTuple):
 
 @dataclass
 class Plan:
-    """The formats of stored variables, and a plan for each body of each equation by number."""
+    """What to rewrite in a jaxpr.
+
+    Attributes:
+      stores: the formats of stored variables.
+      effects: numbers of the equations with side effects, which run only in the forward.
+      inside: a plan for each body of each equation, by the equation's number.
+    """
 
     stores: dict[Any, Format] = field(default_factory=dict)
+    effects: set[int] = field(default_factory=set)
     inside: dict[int, list["Plan"]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.stores) or any(any(plans) for plans in self.inside.values())
+        return bool(self.stores or self.effects) or any(map(any, self.inside.values()))
 
 
 @dataclass
@@ -154,6 +162,8 @@ class _Decisions:
                 continue
             if number in self.facts.inside:
                 self.of_bodies(number, eqn, results)
+            elif has_effect and self.may_store and not any(fact.linear for fact in read):
+                self.plan.effects.add(number)
             elif has_effect:
                 for atom in eqn.invars:
                     self.need(atom, Need(EXACT))
@@ -190,6 +200,10 @@ class _Decisions:
         """Decides in the bodies; the needs of a scan's step become needs of the step before."""
         bodies, inside = jaxprs.bodies(eqn), self.facts.inside[number]
         back = jaxprs.carried(eqn, bodies[0])
+        wanted = [
+            need._replace(rows=_converted(need.rows, var, out))
+            for need, var, out in zip(wanted, eqn.outvars, bodies[0].outvars, strict=True)
+        ]
         while True:
             decided = [
                 _Decisions(self.marker, body, facts, self.may_store)
@@ -207,7 +221,7 @@ class _Decisions:
         self.plan.inside[number] = [decisions.plan for decisions in decided]
         self.exact.update(*(decisions.exact for decisions in decided))
         for atom, var, need in zip(jaxprs.operands(eqn), bodies[0].invars, inputs, strict=True):
-            self.need(atom, need._replace(rows=_outside(need.rows, atom, var)))
+            self.need(atom, need._replace(rows=_converted(need.rows, var, atom)))
         if eqn.primitive.name == "cond":
             self.need(eqn.invars[0], Need(EXACT))
 
@@ -282,10 +296,10 @@ class _Decisions:
         is_cheap = rules.is_cheap(eqn) and need.name not in self.marker.formats.keys() - {None}
         if is_cheap and (are_exact(read) or self.reads_exactly(eqn, read)):
             return None
-        if self.replaces_terms(eqn, read, need):
-            return self.marker.format(var, fact, need)
         if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
             return None
+        if self.replaces_terms(eqn, read, need):
+            return self.marker.format(var, fact, need)
         is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
         if number in self.facts.saved or is_softmax or var in self.facts.named:
             return self.marker.format(var, fact, need)
@@ -325,13 +339,21 @@ def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
     return rows
 
 
-def _outside(rows: Rows | None, atom: Any, var: Any) -> Rows | None:
-    """Converts rows of a body's input to rows of the operand; the input may be a slice of it."""
-    shape, part = atom.aval.shape, var.aval.shape
-    if rows is None or shape == part:
+def _converted(rows: Rows | None, given: Any, to: Any) -> Rows | None:
+    """Converts rows of a variable between the inside and the outside of a body.
+
+    The variable inside is the same array, a step of a scan, or the part of one device.
+    """
+    shape, new = given.aval.shape, to.aval.shape
+    if rows is None or shape == new:
         return rows
-    if rows.shape == part and shape[1:] == part:  # a step of a scan
-        return Rows(shape, tuple(axis + 1 for axis in rows.axes))
+    if len(shape) == len(new) and rows.shape == shape:  # a whole row is stored without a collective
+        is_cut = any(new[axis] > shape[axis] for axis in rows.axes)
+        return None if is_cut else Rows(new, rows.axes)
+    if shape[1:] == new and rows.shape[0] == shape[0] and 0 not in rows.axes:  # into a scan
+        return Rows(rows.shape[1:], tuple(axis - 1 for axis in rows.axes))
+    if new[1:] == shape:  # out of a scan
+        return Rows((new[0], *rows.shape), tuple(axis + 1 for axis in rows.axes))
     return None
 
 
@@ -348,29 +370,32 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
     """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
     new, stored = [], dict[Any, Any]()
 
-    def store(var):
-        stored[var] = core.Var(var.aval)
+    def store(var, format):
+        result = core.Var(var.aval)
         like = jaxpr.eqns[0] if not new else new[-1]
-        params = {"format": plan.stores[var], "times": 1}
-        new.append(
-            like.replace(
-                primitive=store_p, invars=[var], outvars=[stored[var]], params=params, effects=set()
-            )
-        )
+        own = {"primitive": store_p, "params": {"format": format, "times": 1}, "effects": set()}
+        new.append(like.replace(invars=[var], outvars=[result], **own))
+        return result
+
+    def forward(atom):
+        return store(atom, _FORWARD) if isinstance(atom, core.Var) else atom
 
     def read(atom):
         return stored.get(atom, atom) if isinstance(atom, core.Var) else atom
 
     for var in jaxpr.invars:
         if var in plan.stores:
-            store(var)
+            stored[var] = store(var, plan.stores[var])
     for number, eqn in enumerate(jaxpr.eqns):
         plans = plan.inside.get(number, ())
         if any(plans):
             bodies = map(rewritten, jaxprs.bodies(eqn), plans)
             eqn = jaxprs.with_bodies(eqn, list(bodies))
-        new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
+        if number in plan.effects:
+            new.append(eqn.replace(invars=[forward(atom) for atom in eqn.invars]))
+        else:
+            new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
         for var in eqn.outvars:
             if var in plan.stores:
-                store(var)
+                stored[var] = store(var, plan.stores[var])
     return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])

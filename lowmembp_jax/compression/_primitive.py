@@ -14,7 +14,13 @@ from jax.extend import core
 from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from lowmembp_jax._jax_internals import batched_jaxpr, has_effects, is_reference
+from lowmembp_jax._jax_internals import (
+    add_checkify_rule,
+    batched_jaxpr,
+    fancy_transposes,
+    has_effects,
+    is_reference,
+)
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
@@ -56,8 +62,10 @@ class How:
 
     def checkpoint(self, args, jaxpr, policy):
         # Under `jax_remat3`, `jax.checkpoint` uses another table of rules, so this binds `remat_p`.
-        params = dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
-        return remat_p.bind(*args, jaxpr=jaxpr, **params)
+        return remat_p.bind(*args, jaxpr=jaxpr, **self.checkpoint_params(policy))
+
+    def checkpoint_params(self, policy):
+        return dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
 
 
 compress_p = core.Primitive("compress")
@@ -88,6 +96,26 @@ def _batch(axis_data, args, dims, *, jaxpr, how):
 
 
 batching.fancy_primitive_batchers[compress_p] = _batch
+
+
+def _check(errors, args, closed, *, how):
+    count = len(closed.consts) + len(errors)
+    own = how.of((*[True] * count, *how.is_param))
+    return compress_p.bind(
+        *closed.consts, *errors, *args, jaxpr=without_consts(closed.jaxpr), how=own
+    )
+
+
+add_checkify_rule(compress_p, _check)
+
+
+def _transpose(cotangents, *args, jaxpr, how):
+    """Transposes as `jax.checkpoint` does: a linear argument is not saved, so it is not rounded."""
+    params = how.checkpoint_params(how.marker.policy)
+    return fancy_transposes[remat_p](cotangents, *args, jaxpr=jaxpr, **params)
+
+
+fancy_transposes[compress_p] = _transpose
 
 
 def _without_unused(used_outputs, *others):

@@ -15,7 +15,8 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
-from lowmembp_jax.compression.formats import NO_SECOND_DERIVATIVE, Format
+from lowmembp_jax._jax_internals import debug_callback_p, debug_print_p
+from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Format
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
 #: `times` is the number of results. All of them are x, and each is decoded from memory separately.
@@ -36,13 +37,22 @@ def _batch(args, dims, **params):
     return store_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), [0] * params["times"]
 
 
+def _transpose(cotangents, x, **params):
+    given = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
+    return [functools.reduce(ad.add_jaxvals, given) if given else ad.Zero(x.aval)]
+
+
 ad.primitive_jvps[store_p] = _jvp
+ad.primitive_transposes[store_p] = _transpose
 batching.primitive_batchers[store_p] = _batch
 
 
 def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint` that saves only the results of `store`."""
-    return prim is store_p
+    """A policy of `jax.checkpoint` that saves only the results of `store`.
+
+    JAX runs debugging callbacks again in the backward, unless the policy saves them.
+    """
+    return prim in (store_p, debug_callback_p, debug_print_p)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,6 +91,8 @@ def _split(saveable, unknown, instantiated, eqn):
     if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # an outer checkpoint
         is_new = isinstance(x, core.Var) and not instantiated[0]
         return eqn, eqn, [False] * times, [True] * times, [x] * is_new
+    if format.storage == FORWARD:
+        return eqn, None, [False] * times, [False] * times, []
     if format.storage is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()

@@ -112,16 +112,16 @@ def find_facts(
     of: dict[Any, Fact] = {}
     for var, fact in zip(jaxpr.invars, given, strict=True):
         of[var] = fact._replace(source=fact.source or _place(var), exact=fact.exact or var in exact)
-    found, infinite = Facts(of, {}, set(), set()), set[Any]()
+    found, infinite = Facts(of, {}, set(), set()), set[int]()
     for number, eqn in enumerate(jaxpr.eqns):
         read = found.read(eqn)
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
             results = _inside(found, number, eqn, bodies, policy, exact)
         elif operation(eqn) == "eq" and any(fact.bounds[0] == math.inf for fact in read):
-            infinite.add(eqn.outvars[0])
+            infinite.add(id(eqn.outvars[0]))
             results = [of_any(read)]
-        elif operation(eqn) == "select_n" and eqn.invars[0] in infinite:
+        elif operation(eqn) == "select_n" and id(eqn.invars[0]) in infinite:
             # The bounds come from the operand that is not infinite.
             results = [read[1]._replace(**of_any(read).flags(), exact=are_exact(read))]
         else:
@@ -178,6 +178,8 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> li
 
 
 def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
+    if not eqn.outvars:
+        return []
     name, either = operation(eqn), of_any(read)
     if name in rules.RANDOM:
         either = either._replace(random=True)
@@ -216,9 +218,8 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     ours = [fact for fact in read if fact.activation]
     scales = len(ours) == 1 and (name == "mul" or (name == "div" and first.activation))
     is_made = passes or scales or name in ("add", "sub")
-    out = eqn.outvars[0] if eqn.outvars else None
     near = all(fact.at_hand or fact.reduced for fact in read if fact.lossy) and any(
-        fact.at_hand and _size(atom) == _size(out)
+        fact.at_hand and _size(atom) == _size(eqn.outvars[0])
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
     own = own._replace(
@@ -234,7 +235,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         exact=rules.is_cheap(eqn) and are_exact(read),
     )
     others = either._replace(term=is_saved, at_hand=is_saved, exact=own.exact)
-    return [own, *[others] * len(eqn.outvars)][: len(eqn.outvars)]
+    return [own, *[others] * (len(eqn.outvars) - 1)]
 
 
 def are_exact(read: Sequence[Fact]) -> bool:

@@ -95,6 +95,8 @@ FORMATS: dict[str, Storage] = {
     "unscaled_float8_e5m2": _unscaled(jnp.float8_e5m2),
 }
 
+#: The array itself, which only the forward reads.
+FORWARD = "forward"
 # A plain boolean takes a byte, and XLA has no 1-bit integers. The uint8 in between is needed in
 # scanned layers: there XLA would give the layout of 2 bits to the boolean, and refuse it.
 BOOLEAN = "boolean"
@@ -188,7 +190,7 @@ class Format(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether `decode(encode(x))` is x: for booleans in 2 bits and for unrounded arrays."""
-        return self.storage in (None, BOOLEAN)
+        return self.storage in (None, BOOLEAN, FORWARD)
 
     def encode(self, x: Array) -> tuple[Array, ...]:
         """Returns the arrays to store. Its derivative raises NotImplementedError."""

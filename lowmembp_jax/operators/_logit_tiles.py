@@ -133,10 +133,14 @@ def run_tiles(spec: Spec, given: tuple[bool, ...], *arrays: Array, over: tuple[s
     most = max(1, spec.tile_bytes // (wide.itemsize * max(1, words.count)))
     if most >= 128:  # GPUs cut products into tiles of this size
         most -= most % 128
-    steps = max(1, -(-size // (most * tiles)))
-    rows = -(-size // (steps * tiles))
-    if most >= 128 and steps > 1:
-        rows += -rows % 16
+    steps = -(-size // (most * tiles))
+    if isinstance(size, int):
+        steps = max(1, steps)
+        rows = -(-size // (steps * tiles))
+        if most >= 128 and steps > 1:
+            rows += -rows % 16
+    else:  # the number of tokens is symbolic
+        rows = most
     stride = rows * tiles
 
     def flat(x: Any, fill: int = 0) -> Any:

@@ -1,0 +1,328 @@
+"""lm.compress of functions with side effects and of linear functions, against jax.checkpoint."""
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import checkify, io_callback
+from jax.scipy.sparse.linalg import bicgstab, gmres
+
+import lowmembp_jax as lm
+
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+X = jax.random.normal(jax.random.key(1), (8, 16))
+POLICIES = [
+    lm.products_saveable,
+    lm.everything_saveable,
+    jax.checkpoint_policies.nothing_saveable,
+]
+SEEN = []
+
+
+def record(value):
+    SEEN.append(float(np.sum(value)))
+
+
+def record_and_return(value):
+    record(value)
+    return np.float32(2)
+
+
+def called_back(value, ordered):
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    return io_callback(record_and_return, like, lax.stop_gradient(value), ordered=ordered)
+
+
+#: Effects on one array.
+EFFECTS = {
+    "callback": lambda v: jax.debug.callback(record, v),
+    "ordered_callback": lambda v: jax.debug.callback(record, v, ordered=True),
+    "print": lambda v: jax.debug.print("{}", jnp.sum(v)),
+    "io_callback": partial(called_back, ordered=False),
+    "ordered_io_callback": partial(called_back, ordered=True),
+    "check": lambda v: checkify.debug_check(jnp.all(v == v), "NaN"),
+}
+
+
+def on_product(effect, w, x):
+    y = x @ w
+    effect(y)
+    return jnp.sin(y)
+
+
+def on_sum(effect, w, x):
+    y = x @ w
+    effect(y.sum())
+    return jnp.sin(y)
+
+
+def on_inputs(effect, w, x):
+    effect(x)
+    effect(w)
+    effect(x.sum() * w.sum())
+    return x * jnp.sin(x @ w)
+
+
+def on_result(effect, w, x):
+    y = jnp.tanh(jnp.sin(x @ w))
+    effect(y)
+    return y
+
+
+def in_scan(effect, w, x):
+    def step(h, _):
+        y = h @ w
+        effect(y)
+        h = jnp.sin(y)
+        effect(h.sum())
+        return h, h.sum()
+
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def in_branch(effect, w, x):
+    def one(x):
+        y = x @ w
+        effect(y)
+        return jnp.sin(y)
+
+    return lax.cond(x[0, 0] > -100, one, lambda x: jnp.cos(x @ w), x)
+
+
+def in_jit(effect, w, x):
+    return jax.jit(partial(on_sum, effect, w))(x) @ w
+
+
+def beside_a_norm(effect, w, x):
+    y = x @ w
+    z = lm.ms_rms_norm(y)
+    effect(z)
+    effect(y.sum())
+    return jnp.sin(z @ w)
+
+
+def constant(effect, w, x):
+    effect(jnp.float32(1))
+    return jnp.sin(x @ w)
+
+
+PLACES = (
+    on_product, on_sum, on_inputs, on_result, in_scan, in_branch, in_jit, beside_a_norm, constant
+)  # fmt: skip
+
+
+def gradients(function, *args):
+    def loss(*args):
+        y = function(*args).astype(jnp.float32)
+        return jnp.sum(y * jnp.cos(jnp.arange(1.0, 1 + y.size)).reshape(y.shape))
+
+    found = jax.value_and_grad(loss, argnums=(0, 1))(*args)
+    jax.effects_barrier()
+    return found
+
+
+def error(got, want):
+    return lm.gradient_distance(got, want).error
+
+
+@pytest.mark.sample(18)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_effects(effect, place, policy, capfd):
+    function = partial(place, EFFECTS[effect])
+    if "io_callback" in effect:
+        for wrap in (jax.checkpoint, lm.compress):
+            with pytest.raises(NotImplementedError, match="Effects not supported"):
+                gradients(wrap(function, policy=policy), W, X)
+        return
+    SEEN.clear()
+    value, want = gradients(jax.checkpoint(function, policy=policy), W, X)
+    expected = {*SEEN, *capfd.readouterr().out.split()}
+    SEEN.clear()
+    same, got = gradients(lm.compress(function, policy=policy), W, X)
+    # A callback shows the exact values: the backward does not call it again with rounded values.
+    assert {*SEEN, *capfd.readouterr().out.split()} == expected
+    assert same == value and error(got, want) < 0.06
+
+
+def test_a_callback_runs_once_and_saves_nothing():
+    def bytes_of(place):
+        return lm.memory.saved_bytes(lambda w, x: lm.compress(place)(w, x).sum(), W, X)
+
+    shown = partial(on_product, EFFECTS["callback"])
+    assert bytes_of(shown) == bytes_of(lambda w, x: jnp.sin(x @ w))
+    SEEN.clear()
+    gradients(lm.compress(shown), W, X)
+    assert len(SEEN) == 1
+
+
+@pytest.mark.parametrize("big", [False, True])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lm.compress])
+def test_checkify(wrap, big):
+    def function(w, x):
+        def step(h, _):
+            h = jnp.tanh(h @ w)
+            checkify.check(h.sum() < 1e4, "in the scan")
+            return h, None
+
+        y = x @ w
+        checkify.check(jnp.all(y < 1e3), "too large: {}", y.max())
+        return lax.scan(step, y, None, length=2)[0]
+
+    x = X * 1e4 if big else X
+    exact = jax.grad(lambda w: jnp.sum(checkify.checkify(function)(w, x)[1]))(W)
+
+    def of_checked(w):
+        found, y = checkify.checkify(wrap(function))(w, x)
+        return jnp.sum(y), found
+
+    def outside(w):
+        return checkify.checkify(jax.grad(lambda w: jnp.sum(wrap(function)(w, x))))(w)
+
+    found, gradient = jax.jit(outside)(W)
+    again, found_inside = jax.jit(jax.grad(of_checked, has_aux=True))(W)
+    batched, _ = checkify.checkify(jax.vmap(wrap(function), (None, 0)))(W, x[:, None])
+    for each in (found, found_inside, batched):
+        message = each.get()
+        assert ("too large" in message) if big else message is None
+    assert error(gradient, exact) < 0.05 and error(again, exact) < 0.05
+
+
+MATRIX = 3 * jnp.eye(16) + W
+C, B = X[0] / 4, X[1]
+
+
+def operator(c, u):
+    """Linear in u."""
+    return MATRIX @ u + jnp.tanh(c) * u + jnp.sin(c).sum() * jnp.roll(u, 1) / 8
+
+
+def transposed(op, c, b):
+    return jax.linear_transpose(partial(op, c), b)(b)[0]
+
+
+def transposed_scan(op, c, b):
+    run = lambda u: lax.scan(lambda h, _: (op(c, h), None), u, None, length=3)[0]  # noqa: E731
+    return jax.linear_transpose(run, b)(b)[0]
+
+
+def transposed_batch(op, c, b):
+    return jax.linear_transpose(jax.vmap(partial(op, c)), b[None])(b[None])[0]
+
+
+def transposed_derivative(op, c, b):
+    return jax.linear_transpose(lambda u: jax.jvp(lambda c: op(c, u), (c,), (c,)), b)((b, b))[0]
+
+
+def solved_by_gmres(op, c, b):
+    return gmres(partial(op, c), b, tol=1e-6, solve_method="batched")[0]
+
+
+def solved_by_bicgstab(op, c, b):
+    return bicgstab(partial(op, c), b, tol=1e-6)[0]
+
+
+def solved(op, c, b):
+    def solve(product, b):
+        return jnp.linalg.solve(jax.jacfwd(product)(jnp.zeros_like(b)), b)
+
+    def step(b, _):
+        return lax.custom_linear_solve(partial(op, c), b, solve, transpose_solve=solve), None
+
+    return lax.scan(step, b, None, length=2)[0]
+
+
+@pytest.mark.sample(14)
+@pytest.mark.parametrize("dtype", ["float8", None])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "use",
+    [
+        transposed, transposed_scan, transposed_batch, transposed_derivative, solved_by_gmres,
+        solved_by_bicgstab, solved,
+    ],
+)  # fmt: skip
+def test_a_function_that_is_linear_in_an_argument(use, policy, dtype, jax_defaults):
+    compressed = lm.compress(operator, policy=policy, dtype=dtype)
+    for transform in (jax.jit, lambda f: jax.jit(lambda c, b: jax.vmap(f)(c[None], b[None]))):
+        value, want = gradients(transform(partial(use, operator)), C, B)
+        same, got = gradients(transform(partial(use, compressed)), C, B)
+        np.testing.assert_allclose(same, value, rtol=1e-5, atol=1e-5)
+        assert error(got, want) < 1e-4  # c is a parameter, and a linear argument is not stored
+
+
+def rms(x):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def mapped(w, x):
+    return lax.map(lambda row: row @ w, x)
+
+
+def mapped_twice(w, x):
+    return lax.map(partial(mapped, w), x.reshape(2, 4, 16)).reshape(8, 16)
+
+
+def recurrent(w, x):
+    def step(h, row):
+        h = jnp.tanh(h @ w + row)
+        return h, h @ w
+
+    return lax.scan(step, jnp.zeros(16), x)[1]
+
+
+def branched(w, x):
+    return lax.cond(x[0, 0] > 0, lambda x: mapped(w, x), lambda x: x @ w, x)
+
+
+def sharded(w_spec, x_spec, out_spec, w, x):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("i",))
+    specs = {"in_specs": (w_spec, x_spec), "out_specs": out_spec}
+    return jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs)(w, x)
+
+
+SPEC = jax.sharding.PartitionSpec
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        mapped,
+        mapped_twice,
+        recurrent,
+        branched,
+        partial(sharded, SPEC(), SPEC("i"), SPEC("i")),
+        partial(sharded, SPEC(None, "i"), SPEC(), SPEC(None, "i")),
+    ],
+)
+def test_a_norm_outside_a_loop_reads_a_product_inside(product):
+    def normed(w, x):
+        return rms(product(w, x)) + 0 * x
+
+    for function in (normed, lambda w, x: lax.map(rms, jnp.sin(normed(w, x)) @ w)):
+        want = gradients(jax.jit(function), W, X)[1]
+        assert 0 < error(gradients(jax.jit(lm.compress(function)), W, X)[1], want) < 0.05
+
+
+def test_hypot_with_everything_saveable():
+    x, y = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in range(2))
+
+    def scaled(x, y):  # as JAX 0.12 computes it
+        x, y = x * 1e18, y * 1e18
+        size = jnp.sqrt(x * x + y * y)
+        return size * 1e-18 + x / size + y / (jnp.abs(x) + jnp.abs(y))
+
+    for function in (jnp.hypot, scaled, lambda x, y: jnp.hypot(x @ y, y @ y)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for dtype in ("float8", "int8"):
+                run = lm.compress(
+                    function, dtype=dtype, policy=lm.everything_saveable, params_argnums=()
+                )
+                got, want = (gradients(f, x, y)[1] for f in (run, function))
+                assert error(got, want) < 0.05
