@@ -29,9 +29,6 @@ from lowmembp_examples.data.tasks import Task
 from lowmembp_examples.finetune_report import plot, print_table
 from lowmembp_examples.finetune_setup import MINILM as MINILM
 from lowmembp_examples.finetune_setup import Config, prepare
-from lowmembp_examples.models.bert import Bert
-from lowmembp_examples.models.common import Compute, Method
-from lowmembp_examples.planning import workload
 from lowmembp_examples.trainer.errors import DivergedError, exit_status
 from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.run import write_json
@@ -41,6 +38,9 @@ from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_opt
 from tqdm import tqdm
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.bert import Bert
+from lowmembp_jax.models.layers import Compute, Method
+from lowmembp_jax.models.workload import workload
 
 #: The rows of the table: each row's method, and whether the row is trained.
 METHODS: dict[str, tuple[Method, bool]] = {

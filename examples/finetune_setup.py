@@ -15,16 +15,16 @@ from lowmembp_examples.data.batches import TrainingBatches
 from lowmembp_examples.data.files import record_files
 from lowmembp_examples.data.minilm import minilm_directory
 from lowmembp_examples.data.tasks import DataConfig, Task, load_task
-from lowmembp_examples.models.attention import attention_platform
-from lowmembp_examples.models.bert import BertClassifier
-from lowmembp_examples.models.common import Attention
 from lowmembp_examples.trainer.config import all_fields
 from lowmembp_examples.trainer.errors import UsageError, check_ranges
-from lowmembp_examples.trainer.models import FAMILIES, choose_attention
 from lowmembp_examples.trainer.run import MARK, contents, is_own
 from lowmembp_examples.trainer.source import Source, find_source, fit, initial_params, model_inputs
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.bert import BertClassifier
+from lowmembp_jax.models.families import FAMILIES, choose_attention
+from lowmembp_jax.models.layers import Attention
 
 #: MiniLM pools a text as the mean of its tokens, as in its training. Its norms save only their
 #: output, which its scales allow: in the layers abs(scale) >= 0.2 and abs(bias / scale) <= 1.9

@@ -26,18 +26,18 @@ from lowmembp_examples.data.labelled_text import TextBatch
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states
 from lowmembp_examples.finetune_setup import Config as FinetuneConfig
 from lowmembp_examples.finetune_setup import Prepared, prepare
-from lowmembp_examples.models.bert import BertConfig
-from lowmembp_examples.models.common import Compute, Method
-from lowmembp_examples.models.nnx_bert import BertClassifier, load
 from lowmembp_examples.trainer.config import all_fields
 from lowmembp_examples.trainer.errors import DivergedError, UsageError
 from lowmembp_examples.trainer.losses import mean_and_totals
-from lowmembp_examples.trainer.models import choose_attention
 from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
 from lowmembp_examples.trainer.step import OptimizerConfig, make_optimizer
+from lowmembp_jax.models.nnx_bert import BertClassifier, load
 from tqdm import tqdm
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.bert import BertConfig
+from lowmembp_jax.models.families import choose_attention
+from lowmembp_jax.models.layers import Compute, Method
 
 #: The rows of the table, and each row's method.
 METHODS: dict[str, Method] = {

@@ -11,10 +11,10 @@ import optax
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.checkpoints import from_params, read_tensors, to_params, write_tensors
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.trainer.models import FAMILIES
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.layers import Compute
 
 DATA = Path(__file__).parent / "data" / "hf_tiny"
 EXACT = ["default", "norm+activation", "dots", "products", "full-remat", "offload"]

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import quick_jit
-from lowmembp_examples.models.attention import (
+
+import lowmembp_jax as lm
+from lowmembp_jax.models.attention import (
     CHUNK,
     SHORT,
     attention,
     attention_platform,
     best_attention,
 )
-
-import lowmembp_jax as lm
 
 pytestmark = pytest.mark.slow
 

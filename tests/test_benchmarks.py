@@ -19,7 +19,8 @@ from lowmembp_examples.benchmarks import (
 from lowmembp_examples.benchmarks.measured_tables import TABLES, read
 from lowmembp_examples.benchmarks.published_steps import layer_products, scan_of_layers
 from lowmembp_examples.benchmarks.readme_tables import fill, pages
-from lowmembp_examples.models.common import Compute
+
+from lowmembp_jax.models.layers import Compute
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.checkpoints import write_tensors
-from lowmembp_examples.models import bert
-from lowmembp_examples.models.bert import Bert, BertClassifier, BertConfig
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.roberta import RobertaClassifier, RobertaConfig
 from lowmembp_examples.trainer.source import find_source, initial_params
+from lowmembp_jax.models.roberta import RobertaClassifier, RobertaConfig
 from model_tests import Case, ClassifierTests
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import bert
+from lowmembp_jax.models.bert import Bert, BertClassifier, BertConfig
+from lowmembp_jax.models.layers import Compute
 
 CASE, ROBERTA = (Case(name, (bert, "gelu")) for name in ("bert", "roberta"))
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 from flax.traverse_util import flatten_dict
 from lowmembp_examples.lora import Train
-from lowmembp_examples.planning import workload
 from lowmembp_examples.trainer import models
 from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.workload import workload
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 

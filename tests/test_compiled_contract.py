@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from lowmembp_examples.benchmarks.encoder import METHODS, block_units, layers_of, training_step
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import LlamaConfig, LlamaLayer
-from lowmembp_examples.models.rotary import rotary_positions
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import LlamaConfig, LlamaLayer
+from lowmembp_jax.models.rotary import rotary_positions
 
 pytestmark = pytest.mark.gpu_compiler
 

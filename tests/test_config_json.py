@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from lowmembp_examples.data.files import DataError
-from lowmembp_examples.trainer.models import FAMILIES
+
+from lowmembp_jax.models.families import FAMILIES
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 VALUES = (None, "8", 1.5, True, -1, 0, math.nan, math.inf, 10**30, [], [1.5] * 2, {}, {"0": None})

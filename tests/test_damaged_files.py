@@ -21,9 +21,10 @@ from lowmembp_examples.data.language import read_file_bytes, read_tokens, text_f
 from lowmembp_examples.data.tasks import DataConfig, load_task
 from lowmembp_examples.data.tokenizer import load_tokenizer, word_tokenizer
 from lowmembp_examples.trainer.errors import UsageError
-from lowmembp_examples.trainer.models import FAMILIES
 from lowmembp_examples.trainer.source import find_source
 from PIL import Image
+
+from lowmembp_jax.models.families import FAMILIES
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 CASES = 30  # of each loader

@@ -10,13 +10,13 @@ import optax
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.checkpoints import from_params
-from lowmembp_examples.models import llama
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
 from model_tests import Case, ModelTests, assert_close, assert_pytorchs
 from tiny_models import TINY
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import llama
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import CONFIGS, Llama, LlamaConfig
 
 NAMES = ["llama_rope", "qwen3", "gemma2", "gemma3_text"]
 

@@ -20,13 +20,13 @@ from lowmembp_examples.data.labelled_text import LabelledText, TextBatch, tokeni
 from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states, minilm_directory
 from lowmembp_examples.data.stdlib_docs import load_stdlib_docs
 from lowmembp_examples.data.tokenizer import load_tokenizer
-from lowmembp_examples.models.bert import Bert, BertClassifier
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.nnx_bert import load
 from lowmembp_examples.trainer.source import find_source, initial_params, model_inputs
+from lowmembp_jax.models.nnx_bert import load
 from tiny_models import TINY, inputs, small_bert
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.bert import Bert, BertClassifier
+from lowmembp_jax.models.layers import Compute
 
 PLAIN, OURS = "plain Flax", "lowmembp_jax"
 pytestmark = pytest.mark.usefixtures("jax_defaults")

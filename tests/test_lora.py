@@ -15,12 +15,12 @@ import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import quick_jit
 from lowmembp_examples.lora import DENSES, add_lora, apply_lora, combine, partition
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import Llama
-from lowmembp_examples.trainer.models import FAMILIES
 from tiny_models import TINY, inputs
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import Llama
 
 RANK, ALPHA = 4, 12.0
 SCALE = ALPHA / RANK

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lowmembp_examples.lora import apply_lora, combine, partition
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import CONFIGS, Llama, LlamaConfig
 
 pytestmark = pytest.mark.slow
 

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from lowmembp_examples.benchmarks.encoder import HEADS, HIDDEN, METHODS, RANK, block, parameters
-from lowmembp_examples.models.attention import attention
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention
 
 LAYERS, ROWS = 3, 2 * 16
 UNIT = ROWS * HIDDEN * 2

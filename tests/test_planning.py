@@ -9,13 +9,13 @@ import jax
 import pytest
 from jax.sharding import NamedSharding
 from lowmembp_examples.data.files import DataError
-from lowmembp_examples.models.decoder_configs import CONFIGS, LlamaConfig
-from lowmembp_examples.planning import MODELS, of_config_json, workload
-from lowmembp_examples.trainer.models import FAMILIES
 from lowmembp_examples.trainer.sharding import BATCH, make_mesh, shardings
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+from lowmembp_jax.models.decoder_configs import CONFIGS, LlamaConfig
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.workload import MODELS, of_config_json, workload
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 #: As Google published it, without what concerns images and generation alone.
@@ -143,7 +143,7 @@ def test_residuals_of_a_model_by_name(capsys):
 def test_large_llama_plans_in_little_memory(model):
     code = f"""
 import resource, sys
-from lowmembp_examples.planning import MODELS
+from lowmembp_jax.models.workload import MODELS
 import lowmembp_jax as lm
 w = MODELS[{model!r}](method="lowmembp", train="lora-qv")
 plan = lm.memory.plan(w.step, *w.args, donate=w.donate_argnums)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from lowmembp_examples.checkpoints import from_params, to_params
 from lowmembp_examples.lora import apply_lora
-from lowmembp_examples.models import bert, swin, vit
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.trainer.models import FAMILIES
 from model_tests import Case, assert_close, assert_pytorchs, step_gelu
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import bert, swin, vit
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.layers import Compute
 
 CASES = {
     name: Case(name, (module, "gelu"), scan_layers=True)

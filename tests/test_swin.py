@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.checkpoints import from_params
-from lowmembp_examples.models import swin
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.swin_checkpoint import buffers
-from lowmembp_examples.models.windows import Windows, relative_position_index
 from model_tests import Case, ClassifierTests, assert_close, assert_pytorchs, step_gelu
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import swin
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.swin_checkpoint import buffers
+from lowmembp_jax.models.windows import Windows, relative_position_index
 
 pytestmark = pytest.mark.slow
 

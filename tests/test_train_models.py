@@ -15,12 +15,9 @@ import pytest
 from lowmembp_examples.checkpoints import from_params, read_tensors
 from lowmembp_examples.data.tasks import DataConfig, Task, load_task
 from lowmembp_examples.lora import add_lora, apply_lora
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.vit_npz import npz_config, npz_name
 from lowmembp_examples.trainer.config import Data, data_config
 from lowmembp_examples.trainer.errors import UsageError
 from lowmembp_examples.trainer.export import export
-from lowmembp_examples.trainer.models import FAMILIES, MODELS, choose_attention
 from lowmembp_examples.trainer.source import (
     find_source,
     fit,
@@ -28,8 +25,11 @@ from lowmembp_examples.trainer.source import (
     match_classes,
     model_inputs,
 )
+from lowmembp_jax.models.vit_npz import npz_config, npz_name
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.families import FAMILIES, MODELS, choose_attention
+from lowmembp_jax.models.layers import Compute
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 NAMES = {"0": "zebra", "1": "ant", "2": "cat"}

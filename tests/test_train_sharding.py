@@ -9,13 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from lowmembp_examples.data.images import ImageBatch
 from lowmembp_examples.lora import add_lora, apply_lora, partition
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import CONFIGS, Llama
-from lowmembp_examples.models.vit import ViT, ViTConfig
 from lowmembp_examples.trainer.errors import UsageError
 from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.sharding import make_mesh, own_part, put, put_batch, shardings
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import CONFIGS, Llama
+from lowmembp_jax.models.vit import ViT, ViTConfig
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,6 @@ import optax
 import pytest
 from helpers import quick_jit
 from lowmembp_examples.data.images import ImageBatch
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.vit import ViT, ViTConfig
 from lowmembp_examples.trainer.errors import DivergedError
 from lowmembp_examples.trainer.logs import summary
 from lowmembp_examples.trainer.loop import check_loss
@@ -25,6 +23,8 @@ from lowmembp_examples.trainer.step import (
 )
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.vit import ViT, ViTConfig
 
 SIZES = ViTConfig(32, 1, 2, 64, image_size=8, patch_size=4, num_labels=5)
 

@@ -6,16 +6,17 @@ import jax
 import numpy as np
 import pytest
 from lowmembp_examples.checkpoints import from_params, to_params
-from lowmembp_examples.models import vit
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.vit_npz import (
+from lowmembp_jax.models.vit_npz import (
     UNUSED_WITH_NEW_HEAD,
     npz_config,
     npz_name,
     resize_positions,
 )
 from model_tests import Case, ClassifierTests, assert_close
+
+from lowmembp_jax.models import vit
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.layers import Compute
 
 pytestmark = pytest.mark.slow
 

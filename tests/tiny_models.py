@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.data.minilm import minilm_directory
-from lowmembp_examples.models import bert, llama, roberta, swin, vit
 from safetensors.numpy import load_file, save_file
+
+from lowmembp_jax.models import bert, llama, roberta, swin, vit
 
 #: Two layers, of which the second takes the first one's merged norm in BERT, and is shifted in
 #: Swin, where patch merging and a stage more follow.

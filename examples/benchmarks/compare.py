@@ -30,10 +30,10 @@ from lowmembp_examples.benchmarks.report import Rows
 from lowmembp_examples.benchmarks.stages import reason, versions
 from lowmembp_examples.benchmarks.steps import SIZES
 from lowmembp_examples.lora import Train
-from lowmembp_examples.models.common import Method
-from lowmembp_examples.planning import MODELS
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Method
+from lowmembp_jax.models.workload import MODELS
 
 OUTPUT = Path(__file__).parent / "results" / "compare.jsonl"
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lowmembp_examples.benchmarks.stages import Cases, Machine, reason
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import Attention
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.layers import Attention
 
 #: Largest norm(result - reference) / norm(reference), and largest difference of one element over
 #: the largest element of the reference. A bfloat16 result is rounded to 2^-9.

@@ -27,10 +27,10 @@ import tyro
 from lowmembp_examples.benchmarks import flags, json_lines, real_models
 from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
-from lowmembp_examples.models.common import Compute
 from tqdm import tqdm
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
 
 #: The rows and how they compute. All but the first compute in float32.
 METHODS: dict[str, Compute] = {

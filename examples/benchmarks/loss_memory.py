@@ -23,12 +23,12 @@ import optax
 from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.lora import apply_lora, combine, partition
-from lowmembp_examples.models.common import Compute, Method
-from lowmembp_examples.models.llama import CONFIGS, Llama, LlamaConfig
-from lowmembp_examples.trainer.models import choose_attention
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.families import choose_attention
+from lowmembp_jax.models.layers import Compute, Method
+from lowmembp_jax.models.llama import CONFIGS, Llama, LlamaConfig
 
 OUTPUT = Path(__file__).parent / "results" / "loss_memory.json"
 DEVICE = "h200"

@@ -22,13 +22,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import optax
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.llama import CONFIGS, LlamaLayer
-from lowmembp_examples.models.rotary import rotary_positions
-from lowmembp_examples.planning import MODELS
 from tqdm import tqdm
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.llama import CONFIGS, LlamaLayer
+from lowmembp_jax.models.rotary import rotary_positions
+from lowmembp_jax.models.workload import MODELS
 
 OUTPUT = Path(__file__).parent / "results" / "optimizer_memory.json"
 DEVICE = "h100"

@@ -12,13 +12,13 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowmembp_examples.models import llama
-from lowmembp_examples.planning import MODELS, workload
-from lowmembp_examples.trainer.models import FAMILIES
 from lowmembp_examples.trainer.sharding import BATCH, make_mesh, shardings
 from lowmembp_examples.trainer.step import OptimizerConfig, make_optimizer, make_step
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import llama
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.workload import MODELS, workload
 
 MIB, GIB = 2**20, 2**30
 #: Bytes a second from one H100 to another, measured with p2pBandwidthLatencyTest (NCCL, issue

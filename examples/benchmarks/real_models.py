@@ -10,7 +10,6 @@ from lowmembp_examples.data.minilm import minilm_directory
 from lowmembp_examples.data.tasks import DataConfig, Task, load_task
 from lowmembp_examples.finetune import MINILM
 from lowmembp_examples.lora import Train, add_lora, apply_lora, partition
-from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.losses import make_loss
 from lowmembp_examples.trainer.source import (
     Source,
@@ -26,6 +25,8 @@ from lowmembp_examples.trainer.step import (
     make_optimizer,
     make_step,
 )
+
+from lowmembp_jax.models.layers import Compute
 
 Name = Literal["minilm", "vit", "swin", "llama"]
 IMAGE = 32

@@ -28,11 +28,11 @@ from lowmembp_examples.benchmarks import real_models
 from lowmembp_examples.benchmarks.on_gpu import write_json
 from lowmembp_examples.benchmarks.report import markdown
 from lowmembp_examples.benchmarks.stages import versions
-from lowmembp_examples.models.common import Compute
 from matplotlib.figure import Figure
 
 import lowmembp_jax as lm
 from lowmembp_jax.cli.fit_report import SIGMAS, plot_fit
+from lowmembp_jax.models.layers import Compute
 
 ROOT = Path(__file__).parents[2]
 #: The activations with shipped tables. The derivatives of the last three are step functions.

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from lowmembp_examples.benchmarks.stages import Cases, Machine
 from lowmembp_examples.lora import Train
-from lowmembp_examples.models.common import Attention, Method
-from lowmembp_examples.planning import MODELS
-from lowmembp_examples.trainer.models import MODELS as FAMILIES
-from lowmembp_examples.trainer.models import Layers
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.classification.arguments import Argument, arguments
+from lowmembp_jax.models.families import MODELS as FAMILIES
+from lowmembp_jax.models.families import Layers
+from lowmembp_jax.models.layers import Attention, Method
+from lowmembp_jax.models.workload import MODELS
 
 #: By model, the batch size and the tokens of a text; the most informative model first.
 SIZES = {

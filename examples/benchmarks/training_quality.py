@@ -29,13 +29,13 @@ from lowmembp_examples.benchmarks.gradient_fidelity import METHODS as APPROXIMAT
 from lowmembp_examples.benchmarks.stages import versions
 from lowmembp_examples.data.batches import EvaluationBatches
 from lowmembp_examples.lora import Train
-from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.errors import DivergedError
 from lowmembp_examples.trainer.losses import scores
 from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
 from tqdm import tqdm
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
 
 OUTPUT = Path(__file__).parent / "results" / "training_quality.jsonl"
 PLAIN = "plain Flax"

@@ -10,11 +10,12 @@ from typing import Any, Literal
 import tyro
 from lowmembp_examples.data.tasks import DataConfig, TaskName
 from lowmembp_examples.lora import Train
-from lowmembp_examples.models.common import Method, NormResidual
 from lowmembp_examples.trainer.errors import UsageError, check_ranges
 from lowmembp_examples.trainer.run import contents
 from lowmembp_examples.trainer.source import Source
 from lowmembp_examples.trainer.step import OptimizerConfig
+
+from lowmembp_jax.models.layers import Method, NormResidual
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ import numpy as np
 import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from lowmembp_examples.checkpoints import from_params, write_tensors
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.swin_checkpoint import buffers
 from lowmembp_examples.trainer.errors import UsageError
-from lowmembp_examples.trainer.models import Family
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.families import Family
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.swin_checkpoint import buffers
 
 Params = dict[str, Any]
 

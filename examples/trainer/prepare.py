@@ -11,11 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
 from lowmembp_examples.data.tasks import Task, load_task
 from lowmembp_examples.lora import add_lora, apply_lora, partition
-from lowmembp_examples.models.attention import attention_platform
-from lowmembp_examples.models.common import Compute
 from lowmembp_examples.trainer.config import Config, data_config
 from lowmembp_examples.trainer.errors import UsageError
-from lowmembp_examples.trainer.models import Family, choose_attention
 from lowmembp_examples.trainer.sharding import BATCH, own_part, put
 from lowmembp_examples.trainer.source import (
     find_source,
@@ -26,6 +23,9 @@ from lowmembp_examples.trainer.source import (
 )
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.families import Family, choose_attention
+from lowmembp_jax.models.layers import Compute
 
 
 class Prepared(NamedTuple):

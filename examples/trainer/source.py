@@ -12,18 +12,19 @@ import numpy as np
 from lowmembp_examples.checkpoints import read_tensors, to_params
 from lowmembp_examples.data.files import DataError, read_arrays, read_json
 from lowmembp_examples.data.tasks import Task, TaskName
-from lowmembp_examples.models import vit
-from lowmembp_examples.models.bert_names import current_names
-from lowmembp_examples.models.common import Compute
-from lowmembp_examples.models.config_json import label_names
-from lowmembp_examples.models.vit_npz import (
+from lowmembp_examples.trainer.errors import UsageError
+from lowmembp_jax.models.bert_names import current_names
+from lowmembp_jax.models.vit_npz import (
     UNUSED_WITH_NEW_HEAD,
     npz_config,
     npz_name,
     resize_positions,
 )
-from lowmembp_examples.trainer.errors import UsageError
-from lowmembp_examples.trainer.models import FAMILIES, MODELS, Family
+
+from lowmembp_jax.models import vit
+from lowmembp_jax.models.config_json import label_names
+from lowmembp_jax.models.families import FAMILIES, MODELS, Family
+from lowmembp_jax.models.layers import Compute
 
 
 class Checkpoint(NamedTuple):

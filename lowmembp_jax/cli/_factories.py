@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +9,6 @@ from typing import Any
 
 from lowmembp_jax.cli._python_files import NoSuchFunctionError, function_of_file
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
-from lowmembp_jax.memory.methods import METHODS
 from lowmembp_jax.memory.workload import (
     Workload,
     WorkloadError,
@@ -19,6 +16,7 @@ from lowmembp_jax.memory.workload import (
     methods_of,
     says_which_methods,
 )
+from lowmembp_jax.models.methods import METHODS
 from lowmembp_jax.patching._patch import patch
 
 
@@ -29,13 +27,13 @@ class Factory:
     Attributes:
       function: takes options by name, which may include `method` and `batch`.
       name: its name in messages.
-      is_example: whether the examples define it. Then its ValueErrors are about the options and are
+      is_ours: whether the library defines it. Then its ValueErrors are about the options and are
         shown as one line. Errors from other code are shown in full.
     """
 
     function: Callable[..., Any]
     name: str
-    is_example: bool = False
+    is_ours: bool = False
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -103,7 +101,7 @@ class Factory:
             with says_how_to_install_cudnn(), says_which_methods(method, self.name):
                 workload = as_workload(self.function(**options), self.name)
         except ValueError as error:
-            if self.is_example:
+            if self.is_ours:
                 raise WorkloadError(f"{self.name}: {error}") from error
             raise
         return dataclasses.replace(workload, context=patch) if patched else workload
@@ -126,7 +124,7 @@ def load_factory(model: str) -> Factory:
     """Loads the factory that `--model` names.
 
     Args:
-      model: the name of one of the examples' models, the path of a Hugging Face config.json, or
+      model: the name of one of the library's models, the path of a Hugging Face config.json, or
         `path/to/file.py:function`, see `function_of_file`.
 
     Raises:
@@ -135,43 +133,34 @@ def load_factory(model: str) -> Factory:
     if model.endswith(".json"):
         return _config_json(model)
     if ":" not in model:
-        return _example(model)
+        return _named(model)
     try:
         return Factory(function_of_file("model", model), model)
     except NoSuchFunctionError as error:
         raise WorkloadError(str(error)) from error
 
 
-def _examples() -> Any:
-    """The module that plans the examples' models; None if the examples are not installed."""
-    if importlib.util.find_spec("lowmembp_examples") is None:
-        return None
-    return importlib.import_module("lowmembp_examples.planning")
+def named_models() -> Mapping[str, Callable[..., Any]]:
+    """The library's models by name."""
+    from lowmembp_jax.models.workload import MODELS
 
-
-def example_models() -> Mapping[str, Callable[..., Any]]:
-    """The examples' models by name; empty if the examples are not installed."""
-    examples = _examples()
-    return {} if examples is None else examples.MODELS
+    return MODELS
 
 
 def _config_json(path: str) -> Factory:
-    examples = _examples()
-    if examples is None:
-        raise WorkloadError(
-            f"--model: {path} needs the package lowmembp_examples, which is not installed"
-        )
+    from lowmembp_jax.models.workload import of_config_json
+
     try:
-        name, function = examples.of_config_json(path)
+        name, function = of_config_json(path)
     except ValueError as error:
         raise WorkloadError(f"--model: {error}") from error
-    return Factory(function, name, is_example=True)
+    return Factory(function, name, is_ours=True)
 
 
-def _example(model: str) -> Factory:
-    models = example_models()
+def _named(model: str) -> Factory:
+    models = named_models()
     if model in models:
-        return Factory(models[model], model, is_example=True)
+        return Factory(models[model], model, is_ours=True)
     raise WorkloadError(
         f"--model: expected one of {', '.join(models)}, path/to/config.json or "
         f"path/to/file.py:function, got {model!r}"

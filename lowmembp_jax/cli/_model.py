@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowmembp_jax._errors import GivenError
 
@@ -15,9 +15,7 @@ class ModelOptions:
     model: str
     """A name such as llama-3-8b, qwen3-8b, gemma-2-9b or vit-b16; or the path/to/config.json of a
     Hugging Face model of these families; or path/to/file.py:function. The function may take method,
-    train, batch and --options. It returns a step and the tuple of its abstract arguments."""
-    train: str | None = None
-    """What to train, for the examples' models: full, lora-qv, lora-all, ..."""
+    batch and --options. It returns a step and the tuple of its abstract arguments."""
     batch: int | None = None
     """Batch size on all devices together."""
     options: tuple[str, ...] = ()
@@ -30,12 +28,12 @@ class ModelOptions:
             raise GivenError(f"--batch must be at least 1, got {self.batch}")
         return load_factory(self.model)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, int | str]:
         """The arguments of the factory, without method and batch."""
         given = named_values("--options", self.options)
-        for key in {"train", "batch", "method"}.intersection(given):
+        for key in {"batch", "method"}.intersection(given):
             raise GivenError(f"--options: {key} has its own option: use --{key}")
-        return {"train": self.train, **given}
+        return given
 
 
 def named_values(option: str, given: tuple[str, ...]) -> dict[str, int | str]:

@@ -180,7 +180,7 @@ class PlanCommand(ModelOptions):
             methods=factory.methods if self.method is None else tuple(self.method.split(",")),
             batch=batch,
             budget=budget,
-            title=", ".join(filter(None, (factory.name, self.train, size, *self.options))),
+            title=", ".join(filter(None, (factory.name, size, *self.options))),
             notes=()
             if self.method or not factory.without_compress
             else (factory.without_compress,),

@@ -17,7 +17,6 @@ from lowmembp_jax.memory.estimates import Estimate as Estimate
 from lowmembp_jax.memory.estimates import estimate as estimate
 from lowmembp_jax.memory.lowering.compilation import compile_for as compile_for
 from lowmembp_jax.memory.lowering.step_arguments import StepError as StepError
-from lowmembp_jax.memory.methods import METHODS as METHODS
 from lowmembp_jax.memory.planning import plan as plan
 from lowmembp_jax.memory.result import PARTS as PARTS
 from lowmembp_jax.memory.result import Plan as Plan
@@ -29,3 +28,4 @@ from lowmembp_jax.memory.saved_residuals.residuals import saved_bytes as saved_b
 from lowmembp_jax.memory.saved_residuals.table import Residual as Residual
 from lowmembp_jax.memory.saved_residuals.table import Residuals as Residuals
 from lowmembp_jax.memory.workload import Workload as Workload
+from lowmembp_jax.models.methods import METHODS as METHODS

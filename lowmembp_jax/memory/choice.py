@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax.memory.comparison import Comparison, compare
-from lowmembp_jax.memory.methods import HOW
 from lowmembp_jax.memory.result import Plan
 from lowmembp_jax.memory.sizes import format_bytes
+from lowmembp_jax.models.methods import HOW
 
 
 class NothingFitsError(ValueError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.memory.methods import METHODS
+from lowmembp_jax.models.methods import METHODS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from lowmembp_examples.models.decoder_configs import RopeScaling
+
+from lowmembp_jax.models.decoder_configs import RopeScaling
 
 #: Cosine and sine.
 Rotation = tuple[

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import (
+
+import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.layers import (
     Compute,
     NormResidual,
     gelu,
@@ -22,14 +24,12 @@ from lowmembp_examples.models.common import (
     remat_layer,
     run_layers,
 )
-from lowmembp_examples.models.swin_checkpoint import CONFIGS as CONFIGS
-from lowmembp_examples.models.swin_checkpoint import PREFIX as PREFIX
-from lowmembp_examples.models.swin_checkpoint import UNUSED as UNUSED
-from lowmembp_examples.models.swin_checkpoint import SwinConfig
-from lowmembp_examples.models.swin_checkpoint import hugging_face_name as hugging_face_name
-from lowmembp_examples.models.windows import Windows, relative_position_index
-
-import lowmembp_jax as lm
+from lowmembp_jax.models.swin_checkpoint import CONFIGS as CONFIGS
+from lowmembp_jax.models.swin_checkpoint import PREFIX as PREFIX
+from lowmembp_jax.models.swin_checkpoint import UNUSED as UNUSED
+from lowmembp_jax.models.swin_checkpoint import SwinConfig
+from lowmembp_jax.models.swin_checkpoint import hugging_face_name as hugging_face_name
+from lowmembp_jax.models.windows import Windows, relative_position_index
 
 
 def norm_rules(scan_layers: bool = False) -> list[lm.MergeRule]:

@@ -12,8 +12,17 @@ from typing import ClassVar, Literal
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import (
+
+import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.config_json import (
+    Epsilon,
+    HuggingFaceConfig,
+    Layers,
+    Pixels,
+    Size,
+)
+from lowmembp_jax.models.layers import (
     Compute,
     NormResidual,
     checkpoint_index,
@@ -22,15 +31,6 @@ from lowmembp_examples.models.common import (
     remat_layer,
     run_layers,
 )
-from lowmembp_examples.models.config_json import (
-    Epsilon,
-    HuggingFaceConfig,
-    Layers,
-    Pixels,
-    Size,
-)
-
-import lowmembp_jax as lm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,11 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from lowmembp_examples.models.attention import attention
-from lowmembp_examples.models.common import (
+
+import lowmembp_jax as lm
+from lowmembp_jax.models.attention import attention
+from lowmembp_jax.models.decoder_configs import CONFIGS, LlamaConfig
+from lowmembp_jax.models.layers import (
     Compute,
     NormResidual,
     checkpoint_index,
@@ -25,10 +28,7 @@ from lowmembp_examples.models.common import (
     run_layers,
     swiglu,
 )
-from lowmembp_examples.models.decoder_configs import CONFIGS, LlamaConfig
-from lowmembp_examples.models.rotary import Rotation, rotary_positions, rotate
-
-import lowmembp_jax as lm
+from lowmembp_jax.models.rotary import Rotation, rotary_positions, rotate
 
 
 def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:

@@ -10,7 +10,8 @@ import reprlib
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
+
+from lowmembp_jax.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 
 _Number = Annotated[float, 1e-3, 1e6]
 _Theta = Annotated[float, 1, 1e15]

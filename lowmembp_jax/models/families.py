@@ -1,16 +1,17 @@
-"""The trainer's models, by family and by name."""
+"""The models by family and by name."""
 
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
-from lowmembp_examples.data.tasks import TaskName
-from lowmembp_examples.models import bert, decoder_configs, llama, roberta, swin, vit
-from lowmembp_examples.models.attention import best_attention
-from lowmembp_examples.models.common import Attention, Compute, NormResidual
+
+from lowmembp_jax.models import bert, decoder_configs, llama, swin, vit
+from lowmembp_jax.models.attention import best_attention
+from lowmembp_jax.models.layers import Attention, Compute, NormResidual
 
 Layers = Literal["scan", "unrolled"]
+Task = Literal["image-classification", "text-classification", "language-modelling"]
 
 
 class Family(NamedTuple):
@@ -19,7 +20,7 @@ class Family(NamedTuple):
     module: ModuleType
     model: Callable[..., nn.Module]  # takes sizes, `Compute` and `NormResidual`
     config: type
-    task: TaskName
+    task: Task
     head: tuple[str, ...]  # modules that start from random values if a checkpoint lacks them
     toy: Any  # sizes for a CPU
 
@@ -38,11 +39,12 @@ class Family(NamedTuple):
         named = self.module.CONFIGS.items()
         return {name: config for name, config in named if type(config) is self.config}
 
-    def merges_norms(self, layers: Layers | None) -> bool:
-        """Whether a model with such `layers` can have its norms merged into Denses."""
+    @property
+    def merges_norms(self) -> bool:
+        """Whether the norms can be merged into Denses."""
         if issubclass(self.config, llama.LlamaConfig):
             return not self.config.is_gemma
-        return not (layers == "scan" and issubclass(self.config, bert.BertConfig))
+        return not issubclass(self.config, bert.BertConfig)
 
     def build(
         self,
@@ -77,7 +79,7 @@ _IMAGES, _TEXT, _CLASSIFIER = "image-classification", "text-classification", ("c
 _VIT = vit.ViTConfig(64, 4, 4, 256, image_size=32, patch_size=4)
 _SWIN = swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_size=2)
 _BERT = (8192, 128, 2, 4, 512)
-_ROBERTA = roberta.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
+_ROBERTA = bert.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
 _LLAMA = llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256)
 _QWEN3 = decoder_configs.Qwen3Config(128, 4, 4, 352, 2, head_dim=32, vocab_size=256)
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "vocab_size": 256, "sliding_window": 64}
@@ -92,9 +94,7 @@ FAMILIES = {
         Family(
             bert, bert.BertClassifier, bert.BertConfig, _TEXT, _HEADS[0], bert.BertConfig(*_BERT)
         ),
-        Family(
-            roberta, roberta.RobertaClassifier, roberta.RobertaConfig, _TEXT, _HEADS[1], _ROBERTA
-        ),
+        Family(bert, bert.BertClassifier, bert.RobertaConfig, _TEXT, _HEADS[1], _ROBERTA),
         *(
             Family(llama, llama.Llama, type(toy), "language-modelling", (), toy)
             for toy in (_LLAMA, _QWEN3, _GEMMA2, _GEMMA3)
@@ -109,20 +109,14 @@ MODELS = {
 }
 
 
-def choose_attention(config: Any, platform: str, dtype: Any, length: int) -> Attention:
-    """Returns the attention that needs least memory on `platform`.
-
-    `length` is the number of tokens of a text. Images have the length that the config gives.
-    """
+def choose_attention(config: Any, platform: str, dtype: Any) -> Attention:
+    """Returns the attention that needs least memory on `platform`, see `best_attention`."""
     if isinstance(config, swin.SwinConfig):
         head_size = config.embed_dim // config.num_heads[0]
-        length = config.window_size**2
     else:
         head_size = config.hidden_size // config.num_attention_heads
         head_size = getattr(config, "head_size", head_size)
-    if isinstance(config, vit.ViTConfig):
-        length = (config.image_size // config.patch_size) ** 2 + 1
     plain = True
     if isinstance(config, llama.LlamaConfig):
         plain = config.attn_logit_softcapping is None and config.is_local is None
-    return best_attention(platform, dtype, head_size, length, in_cudnn=plain)
+    return best_attention(platform, dtype, head_size, in_cudnn=plain)

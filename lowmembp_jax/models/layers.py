@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -11,41 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.methods import TABLE
 
-
-class _How(NamedTuple):
-    """The parts of a method: its norms and activations, and the wrapper around a layer."""
-
-    operators: Literal["flax", "checkpointed", "lowmembp"] = "flax"
-    layer: Literal["plain", "remat", "compress"] = "plain"
-    policy: Any = None  # for `jax.checkpoint` and `lm.compress`
-    dtype: Any = None  # for `lm.compress`; None for `Compute.compress_dtype`
-
-
-_NOTHING = jax.checkpoint_policies.nothing_saveable
-_METHODS: dict[str, _How] = {
-    "default": _How(),
-    "norm+activation": _How("checkpointed"),
-    "dots": _How("flax", "remat", jax.checkpoint_policies.dots_saveable),
-    "products": _How("flax", "remat", lm.products_saveable),
-    "full-remat": _How("flax", "remat", _NOTHING),
-    "compress": _How("flax", "compress", lm.products_saveable),
-    "compress+remat": _How("flax", "compress", _NOTHING),
-    "mesa": _How("checkpointed", "compress", lm.everything_saveable, jnp.int8),
-    "lowmembp": _How("lowmembp"),
-    "lowmembp+remat": _How("lowmembp", "remat", lm.checkpoint_policy()),
-    "lowmembp+compress": _How("lowmembp", "compress", lm.everything_saveable),
-    "offload": _How(
-        "flax",
-        "remat",
-        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    ),
-}
-#: The planner's methods and "mesa". Every method computes plain Flax's values. Gradients are
-#: approximate with "compress", "mesa" and "lowmembp". With "lowmembp" alone, a LLaMA has exact
-#: gradients.
-Method = Literal[tuple(_METHODS)]
-Attention = Literal["xla", "cudnn", "chunked"]
+Attention = Literal["xla", "cudnn"]
 #: The residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
 NormResidual = Literal["auto", "normalized", "output"]
 
@@ -55,7 +23,7 @@ class Compute:
     """How a model computes, apart from its sizes.
 
     Attributes:
-      method: one of `Method`:
+      method: one of the names in `models.methods.TABLE`:
         "default": plain Flax.
         "norm+activation": norms and activations in `jax.checkpoint`.
         "dots": each layer in `jax.checkpoint`, which saves matrix products.
@@ -63,8 +31,6 @@ class Compute:
         "full-remat": each layer in `jax.checkpoint`, which saves only the layer's input.
         "compress": each layer in `lm.compress`, which stores its products and input in 8 bits.
         "compress+remat": the same, but saves only the input.
-        "mesa": "norm+activation" with each layer's residuals stored in int8, as in Mesa
-        (arXiv:2111.11124).
         "lowmembp": the operators of lowmembp_jax.
         "lowmembp+remat": the same in `jax.checkpoint` with `lm.checkpoint_policy()`.
         "lowmembp+compress": the same with each layer's residuals in `lm.compress`.
@@ -74,7 +40,7 @@ class Compute:
       attention: implementation, see `models.attention`.
       merged: whether `lm.merge_norm_affine` has merged the norms' affine into the Denses, so that
         norms have none.
-      compress_dtype: storage dtype for the methods with `lm.compress`, except "mesa".
+      compress_dtype: storage dtype for the methods with `lm.compress`.
       bits: bits an element, 2 or 4, that the activations of "lowmembp" save. None stands for 2 bits
         with the published tables. The gated unit of a LLaMA ignores it, because it is exact.
       sharding: the sharding of each layer's input, which divides its examples over devices. Without
@@ -82,7 +48,7 @@ class Compute:
         parameters are divided.
     """
 
-    method: Method = "default"
+    method: str = "default"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     attention: Attention = "xla"
@@ -91,13 +57,19 @@ class Compute:
     bits: int | None = 2
     sharding: jax.sharding.NamedSharding | None = None
 
+    def __post_init__(self):
+        if self.method not in TABLE:
+            raise ValueError(
+                f"Compute: method: expected one of {', '.join(TABLE)}, got {self.method!r}"
+            )
+
     @property
     def lowmembp(self) -> bool:
-        return _METHODS[self.method].operators == "lowmembp"
+        return TABLE[self.method].operators == "lowmembp"
 
     @property
     def checkpointed(self) -> bool:
-        return _METHODS[self.method].operators == "checkpointed"
+        return TABLE[self.method].operators == "checkpointed"
 
 
 def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
@@ -203,12 +175,13 @@ def remat_layer(
     `scanned`: whether the layer is the body of a loop with more than one step. XLA removes a loop
     of one step and would then merge the recomputation with the first computation.
     """
-    how = _METHODS[compute.method]
+    how = TABLE[compute.method]
+    policy = how.policy_itself()
     if how.layer == "compress":
-        dtype = how.dtype or compute.compress_dtype
-        return lm.compress_module(layer, dtype=dtype, policy=how.policy)
+        policy = policy or lm.products_saveable
+        return lm.compress_module(layer, dtype=compute.compress_dtype, policy=policy)
     if how.layer == "remat":
-        return nn.remat(layer, policy=how.policy, prevent_cse=not scanned)
+        return nn.remat(layer, policy=policy, prevent_cse=not scanned)
     return layer
 
 

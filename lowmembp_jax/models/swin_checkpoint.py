@@ -5,8 +5,9 @@ from operator import mod
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from lowmembp_examples.models.config_json import Epsilon, HuggingFaceConfig, Pixels, Size
-from lowmembp_examples.models.windows import relative_position_index
+
+from lowmembp_jax.models.config_json import Epsilon, HuggingFaceConfig, Pixels, Size
+from lowmembp_jax.models.windows import relative_position_index
 
 
 @dataclasses.dataclass(frozen=True)

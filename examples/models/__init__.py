@@ -1,1 +1,0 @@
-"""Models in plain Flax linen, one readable file for each."""
