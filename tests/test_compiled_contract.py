@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from lowmembp_examples.benchmarks.encoder import METHODS, block_units, layers_of, training_step
+from encoder import METHODS, block_units, layers_of, training_step
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.layers import Compute

@@ -2,20 +2,23 @@
 
 import ast
 import doctest
-import html
-import json
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
-from lowmembp_examples.benchmarks import plots
-from lowmembp_examples.benchmarks.readme_tables import ROOT, pages
 
 import lowmembp_jax as lm
 
-NOTEBOOK = ROOT / "examples" / "third_party_memory.ipynb"
+ROOT = Path(__file__).resolve().parents[1]
 _CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    """README.md, and the pages of the site."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
 each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 
 
@@ -107,45 +110,10 @@ def test_the_pages_of_the_site():
     assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("path", plots.pictures(), ids=lambda path: path.stem)
-def test_pictures_are_of_the_results(path, tmp_path):
-    picture = plots.pictures()[path]
-    plots.draw(tmp_path / path.name, picture)
-    drawn, again = (
-        html.unescape(file.read_text(encoding="utf-8")) for file in (path, tmp_path / path.name)
-    )
-    assert picture.description in drawn, "run python examples/benchmarks/plots.py"
-    for text in (drawn, again):
-        assert all(label in text for points in picture.panels.values() for label in points)
-
-
-def test_a_picture_is_the_same_each_time(tmp_path):
-    for name in ("one.svg", "two.svg"):
-        plots.draw(tmp_path / name, plots.block_picture())
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
-def cells() -> list[dict]:
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-
-
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
-@pytest.mark.filterwarnings("default")
-def test_notebook(monkeypatch, jax_defaults, capsys):
-    """Its code, in order, in one namespace; the numbers are those that it has stored, nearly."""
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    names = {}
-    for cell in cells():
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), names)
-    peaks = names["peaks"]
-    assert peaks["lm.compress"] < 0.65 * peaks["plain"] and peaks["operators"] < peaks["plain"]
-    assert "swapped:" in capsys.readouterr().out and len(names["bars"]) == len(peaks)
-
-
-def test_notebook_has_ten_cells_and_has_run():
-    done = cells()
-    assert len(done) == 10
-    assert all(c["outputs"] or "import" in "".join(c["source"]) for c in done if "outputs" in c)
+@each_page
+def test_no_empty_cells(page):
+    rows = re.findall(r"^\|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    heads = [number for number, row in enumerate(rows) if set(row) <= set("-:|")]
+    for number, row in enumerate(rows):
+        cells = row.split(" | ")[1:] if number + 1 in heads else row.split("|")
+        assert all(cell.strip() for cell in cells[1:]), f"{page.name}: {row}"

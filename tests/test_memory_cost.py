@@ -4,6 +4,7 @@ import dataclasses
 import json
 from functools import partial
 
+import encoder
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 from helpers import AS_PUBLISHED
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS

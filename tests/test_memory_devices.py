@@ -1,10 +1,9 @@
 """What is known of the GPUs: published numbers, and the part of them that measurements reach."""
 
 import pytest
-from lowmembp_examples.benchmarks.product_rates import efficiencies, plugin, table
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.calibration import _CURVES, SIZES, Calibration, Curve
+from lowmembp_jax.memory.calibration import Calibration, Curve
 
 # Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (f16;
 # TF32; 8-bit floats), float32 TFLOP/s without matrix units. No sparsity.
@@ -110,19 +109,6 @@ def test_a_product_takes_its_published_time_by_the_part_of_a_curve(dtype, scale,
     curves = {"bf16": Curve(1e-6, (0.1, 0.5)), "f32": Curve(1e-6, (0.2, 0.25))}
     found = Calibration(curves, scale=scale).product_seconds(dtype, seconds)
     assert found == pytest.approx(expected)
-
-
-@pytest.mark.gpu_compiler
-def test_the_curves_are_those_of_the_compiler_that_is_installed():
-    found = efficiencies(table(plugin()))
-    assert found.keys() == _CURVES.keys()
-    for device, tables in found.items():
-        assert tables.keys() == _CURVES[device].keys()
-        for dtype, parts in tables.items():
-            curve = _CURVES[device][dtype]
-            assert curve.parts == parts
-            rate = lm.memory.get_device(device).matrix_flops[dtype]
-            assert 2 * 2 ** SIZES[0] / curve.first == pytest.approx(rate, rel=1e-3)
 
 
 # TransformerEngine's layer: tokens, and the products' terms and results, forward.

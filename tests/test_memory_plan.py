@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import encoder
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,7 +12,6 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers

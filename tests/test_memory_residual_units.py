@@ -1,4 +1,4 @@
-"""Residuals of the ViT block of examples/benchmarks/encoder.py against those that LowMemoryBP
+"""Residuals of the ViT block of encoder.py against those that LowMemoryBP
 (arXiv:2406.16282) counts by hand; LLaMA's are in test_decoders.py.
 
 In units of tokens x hidden x 16 bit. The paper counts one saved input an operation, norm inputs in
@@ -28,8 +28,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from encoder import HEADS, HIDDEN, METHODS, RANK, block, parameters
 from jax import lax
-from lowmembp_examples.benchmarks.encoder import HEADS, HIDDEN, METHODS, RANK, block, parameters
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.attention import attention

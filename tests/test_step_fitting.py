@@ -7,11 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lowmembp_examples.benchmarks.step_tables import ACTIVATIONS, shipped
 
 import lowmembp_jax as lm
 
 GELU = partial(jax.nn.gelu, approximate=False)
+#: Activations whose shipped tables are fitted again; examples/benchmarks/step_tables.py has all.
+ACTIVATIONS = {"gelu_erf": GELU, "silu": jax.nn.silu, "mish": jax.nn.mish, "elu": jax.nn.elu}
+
+
+def shipped(name, bits):
+    """A fitted table, rounded as in the library."""
+    fitted = lm.fit_step_table(ACTIVATIONS[name], bits)
+    return lm.StepTable(
+        *(tuple(round(v, 5) for v in each) for each in (fitted.thresholds, fitted.levels))
+    )
 
 
 def mean_slopes(table, function, sigma=1.0):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import storage_cases
 from compression_models import NOTHING, block, each_dtype, kept, loss, normal, params
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from lowmembp_examples.benchmarks import storage_formats
 
 import lowmembp_jax as lm
 
@@ -24,10 +24,10 @@ def read_back(x, dtype="float8"):
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("name", sorted(storage_formats.CASES.keys() - TOO_HEAVY))
+@pytest.mark.parametrize("name", sorted(storage_cases.CASES.keys() - TOO_HEAVY))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
     limit = 0.075 if "logits" in name else 0.05
-    assert storage_formats.error(name, "float8") < limit
+    assert storage_cases.error(name, "float8") < limit
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_default_is_right_at_any_scale_offset_and_tail(name):
     ],
 )
 def test_errors_of_the_docs(name, format, percent):
-    assert 100 * storage_formats.error(name, format) == pytest.approx(percent, rel=0.1)
+    assert 100 * storage_cases.error(name, format) == pytest.approx(percent, rel=0.1)
 
 
 @pytest.mark.sample(10)
@@ -74,7 +74,7 @@ def test_rows_whose_squares_leave_the_range_of_their_dtype(size, offset):
 
 def test_a_constant_row_is_its_mean():
     x = jnp.tile(jnp.array([[0.0], [3.0], [-65536.0], [2.0**-20]]), (1, 64))
-    norm = storage_formats.normed(storage_formats.layer_norm)
+    norm = storage_cases.normed(storage_cases.layer_norm)
     p = {"up": normal(64, 64, key=1), "down": normal(64, 64, key=2)}
     ours, exact = (
         jax.grad(lambda p, run=run: jnp.sum(run(p, x) * normal(4, 64)))(p)

@@ -2,92 +2,103 @@
 
     python examples/benchmarks/block_memory.py
 
-compiles a ViT-B-like encoder (`encoder.py`) for an H200, once per method, trained part and layout
-of the layers. You need no GPU. It writes `results/block_memory.json` and prints a table: the peaks
-that XLA assigns, the bytes that the kernels of 4 blocks move, the number of kernels, and a roofline
-estimate of their time. This takes some 15 minutes on 2 cores. Give names of methods from
-`encoder.py` to measure only these again; the file retains the other rows.
+compiles blocks of a ViT-B with 64 x 256 tokens (bfloat16, merged norms, cuDNN's attention) for an
+H200, unrolled and scanned. You need no GPU. It writes `results/block_memory.json` after each row
+and prints a table: how much memory one more block takes, in units of tokens x hidden x 2 bytes; the
+temporaries of 4 blocks; the bytes that their kernels move; and a roofline estimate of their time.
+This takes some 5 minutes on 2 cores. Name methods to measure only these.
 """
 
 import argparse
-import json
 import os
-import sys
-from itertools import product
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from lowmembp_examples.benchmarks import encoder
-from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.report import markdown
-from lowmembp_examples.benchmarks.stages import versions
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from results import FOLDER, MIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
+from lowmembp_jax.models import vit
+from lowmembp_jax.models.layers import Compute, remat_layer, run_layers
+from lowmembp_jax.models.methods import METHODS
 
-OUTPUT = Path(__file__).parent / "results" / "block_memory.json"
-DEVICE = "h200"
+OUTPUT, DEVICE = FOLDER / "block_memory.json", "h200"
+BATCH, TOKENS, CONFIG = 64, 256, vit.CONFIGS["vit-b16"]
+#: Bytes of one bfloat16 activation of the residual stream's shape.
+UNIT = BATCH * TOKENS * CONFIG.hidden_size * 2
 
 
-def measure(method: str, train: encoder.Train, scan: bool) -> dict[str, Any]:
-    step, arguments = encoder.training_step(method, train, scan, 4)
-    compiled = lm.memory.compile_for(step, *arguments, device=DEVICE)
-    four = compiled.memory_analysis().temp_size_in_bytes
-    twelve = encoder.peak_bytes(method, train, scan, 12, device=DEVICE)
-    cost = lm.memory.cost(compiled, lm.memory.get_device(DEVICE))
+class Blocks(nn.Module):
+    """Some blocks of a ViT."""
+
+    count: int
+    scan: bool
+    compute: Compute
+
+    @nn.compact
+    def __call__(self, x):
+        layer = remat_layer(vit.ViTLayer, self.compute, scanned=self.scan)
+        layer = partial(layer, CONFIG, self.compute, "auto")
+        return run_layers(layer, self.count, self.scan, self.compute, x, None)
+
+
+def compiled(method: str, scan: bool, count: int) -> jax.stages.Compiled:
+    """Compiles the loss and the gradients of `count` blocks."""
+    compute = Compute(method, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
+    model = Blocks(count, scan, compute)
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, CONFIG.hidden_size), jnp.bfloat16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x).astype(jnp.float32)))
+
+    return lm.memory.compile_for(jax.value_and_grad(loss), params, x, device=DEVICE)
+
+
+def temporaries(program: jax.stages.Compiled) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def measure(method: str, scan: bool) -> dict[str, Any]:
+    four = compiled(method, scan, 4)
+    more = temporaries(compiled(method, scan, 12)) - temporaries(four)
+    cost = lm.memory.cost(four, lm.memory.get_device(DEVICE))
     return {
         "method": method,
-        "train": train,
         "layers": "scan" if scan else "unrolled",
         # Blocks 5 to 12 only: with fewer blocks XLA's peak may be elsewhere.
-        "block_units": round((twelve - four) / 8 / encoder.UNIT, 3),
-        "peak_mib_12_blocks": round(twelve / 2**20, 1),
-        "estimated_ms_4_blocks": round(cost.estimated_seconds * 1e3, 3),
-        "moved_units_a_block": round(cost.bytes_moved / 4 / encoder.UNIT, 2),
-        "kernels_a_block": cost.launches / 4,
+        "units_of_a_block": more / 8 / UNIT,
+        "temporaries_of_4_blocks": temporaries(four),
+        "units_moved_by_4_blocks": cost.bytes_moved / UNIT,
+        "estimated_seconds_of_4_blocks": cost.estimated_seconds,
     }
-
-
-def cells(rows: list[dict]) -> list[list[str]]:
-    columns = list(dict.fromkeys((row["train"], row["layers"]) for row in rows))
-    out = [["units a block (MiB for 12)", *map(", ".join, columns)]]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        texts = {}
-        for row in (row for row in rows if row["method"] == method):
-            text = f"{row['block_units']:.2f} ({row['peak_mib_12_blocks']:.0f})"
-            texts[row["train"], row["layers"]] = text
-        out.append([method, *(texts.get(column, "") for column in columns)])
-    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="default: all")
-    methods = parser.parse_args().methods or list(encoder.METHODS)
-    if unknown := set(methods) - encoder.METHODS.keys():
-        parser.error(
-            f"METHOD: expected names from {', '.join(encoder.METHODS)}, got {sorted(unknown)}"
-        )
-    result = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": DEVICE,
-        "compiled_only": True,
-        "batch": encoder.BATCH,
-        "tokens": encoder.TOKENS,
-        "unit_bytes": encoder.UNIT,
-        "versions": versions(),
-    }
-    rows: dict[tuple, dict[str, Any]] = {}
-    before = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
-    if before.get("versions") == result["versions"]:
-        rows = {tuple(row.values())[:3]: row for row in before["rows"]}
-    for method, train, scan in product(methods, encoder.LORA_TARGETS, (False, True)):
-        row = measure(method, train, scan)
-        rows[tuple(row.values())[:3]] = row
-        print(*row.values(), flush=True)
-        write_json(OUTPUT, {**result, "rows": [*rows.values()]})
-    print(markdown(cells([*rows.values()])))
+    parser.add_argument("methods", nargs="*", choices=[[], *METHODS], metavar="METHOD")
+    rows, cells = [], [["method", "layers", "units a block", "MiB", "moved", "ms (estimate)"]]
+    for method in parser.parse_args().methods or METHODS:
+        for scan in (False, True):
+            row = measure(method, scan)
+            rows.append(row)
+            write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
+            cells.append(
+                [
+                    method,
+                    row["layers"],
+                    f"{row['units_of_a_block']:.2f}",
+                    f"{row['temporaries_of_4_blocks'] / MIB:.1f}",
+                    f"{row['units_moved_by_4_blocks']:.1f}",
+                    f"{row['estimated_seconds_of_4_blocks'] * 1e3:.3f}",
+                ]
+            )
+            print(*cells[-1], flush=True)
+    print(markdown(cells))
 
 
 if __name__ == "__main__":

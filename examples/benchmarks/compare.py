@@ -1,259 +1,134 @@
 """Compares methods that save memory on whole training steps of real models.
 
     python examples/benchmarks/compare.py
-    python examples/benchmarks/compare.py --models vit-b16 --train full
 
-XLA compiles the trainer's step (AdamW, bfloat16, float32 master weights) for an H200. You need no
-GPU. A line of `results/compare.jsonl` is a model, its trained parts and a method, with the peak and
-its parts, the bytes moved and FLOPs of the compiled kernels, and an estimate of the time. Start the
-script again to compile the missing lines, a few seconds to a minute each. --largest-batch also
-finds the largest batch in 24 and in 80 GB, with up to 32 compilations each. `readme_tables.py` and
-`plots.py` write tables and pictures from the file.
-
-For other GPUs and sizes use `lowmembp plan`, for measurements on a GPU `on_gpu.py`.
+XLA compiles the step (AdamW, bfloat16, float32 parameters) for an H200. You need no GPU. The script
+writes `results/compare.json` after each step and starts where it was stopped. Then it prints the
+table of docs/models.md and draws the pictures in `docs/compare/`. A step takes some 15 seconds on 2
+cores. For other GPUs and sizes use `lowmembp plan`, for measurements on a GPU `on_gpu.py`.
 """
 
-import dataclasses
+import json
 import os
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 # This script must not take memory of a GPU on which others measure.
 os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import tyro
-from lowmembp_examples.benchmarks import flags, json_lines
-from lowmembp_examples.benchmarks.report import Rows
-from lowmembp_examples.benchmarks.stages import reason, versions
-from lowmembp_examples.benchmarks.steps import SIZES
-from lowmembp_examples.lora import Train
+import lora
+import matplotlib
+from matplotlib.figure import Figure
+from results import FOLDER, GIB, markdown, versions, write_json
+from tqdm import tqdm
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.layers import Method
-from lowmembp_jax.models.workload import MODELS
 
-OUTPUT = Path(__file__).parent / "results" / "compare.jsonl"
-METHODS: tuple[Method, ...] = get_args(Method)
-DEVICE, BUDGETS = "h200", ("24GB", "80GB")
-GIB = 2**30
-#: Models as the tables name them.
-NAMES = {
-    "vit-b16": "ViT-B/16",
-    "vit-l16": "ViT-L/16",
-    "bert-base": "BERT-base",
-    "bert-large": "BERT-large",
-    "roberta-base": "RoBERTa-base",
-    "llama-1b": "LLaMA-1B",
-    "llama-7b": "LLaMA-7B",
-    "llama-13b": "LLaMA-13B",
-    "swin-t": "Swin-T",
-    "swin-s": "Swin-S",
-}
-TRAINED: dict[Train, str] = {
-    "full": "full",
-    "lora-qv": "LoRA q, v",
-    "lora-all": "LoRA, all Denses",
-    "qlora-all": "QLoRA, all Denses",
-}
-#: By model, trained parts and method, a row of the file.
-Compared = dict[tuple[str, str], dict[str, dict[str, Any]]]
+OUTPUT, DEVICE = FOLDER / "compare.json", "h200"
+PICTURES = Path(__file__).parents[2] / "docs" / "compare"
+METHODS = ("default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress")
+_OURS = ("compress", "lowmembp")
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The steps to compile.
+class Step(NamedTuple):
+    """A step: `lora.workload`'s arguments, and how the table names it."""
 
-    Attributes:
-      models: names as in `lowmembp plan --model`.
-      train: trained parts; only a LLaMA has 4-bit weights.
-      methods: see `models/common.py`.
-      output: the file of rows.
-      largest_batch: search for the largest batch.
-    """
-
-    models: tuple[str, ...] = tuple(SIZES)
-    train: tuple[Train, ...] = tuple(TRAINED)
-    methods: tuple[Method, ...] = METHODS
-    output: Path = OUTPUT
-    largest_batch: bool = False
+    name: str
+    model: str
+    train: str
+    batch: int
+    tokens: int | None = None
 
 
-def read(path: Path | None = None) -> Compared:
-    """Returns the rows, merged from their lines; no rows if there is no file.
-
-    Raises:
-      ValueError: a line is not a row; the message has the file and the line's number.
-    """
-    rows: Compared = {}
-    for line in json_lines.read(path or OUTPUT, ("model", "train", "method")):
-        methods = rows.setdefault((line["model"], line["train"]), {})
-        methods.setdefault(line["method"], {}).update(line)
-    return rows
-
-
-def _workload(
-    model: str, train: Train, tokens: int | None, method: Method, batch: int
-) -> lm.memory.Workload:
-    return MODELS[model](train=train, tokens=tokens, method=method, batch=batch, device=DEVICE)
+STEPS = (
+    Step("ViT-B/16, 64, full", "vit-b16", "full", 64),
+    Step("ViT-B/16, 64, LoRA q, v", "vit-b16", "lora-qv", 64),
+    Step("ViT-L/16, 64, full", "vit-l16", "full", 64),
+    Step("Swin-T, 64, full", "swin-t", "full", 64),
+    Step("BERT-base, 64 x 128, full", "bert-base", "full", 64, 128),
+    Step("BERT-base, 64 x 128, LoRA q, v", "bert-base", "lora-qv", 64, 128),
+    Step("LLaMA-1B, 8 x 2048, full", "llama-1b", "full", 8, 2048),
+    Step("LLaMA-1B, 8 x 2048, LoRA, all Denses", "llama-1b", "lora-all", 8, 2048),
+    Step("LLaMA-7B, 4 x 2048, full", "llama-7b", "full", 4, 2048),
+    Step("LLaMA-7B, 4 x 2048, LoRA q, v", "llama-7b", "lora-qv", 4, 2048),
+    Step("LLaMA-7B, 4 x 2048, QLoRA, all Denses", "llama-7b", "qlora-all", 4, 2048),
+    Step("Llama 3-8B, 1 x 8192, full", "llama-3-8b", "full", 1, 8192),
+)
 
 
-def planned(step: Callable, batch: int, method: Method) -> dict[str, Any]:
-    """Returns the plan of the compiled step: bytes, FLOPs and the estimated seconds."""
-    [one] = lm.memory.compare(step, [method], batch=batch, device=DEVICE, progress=False)
+def plan(step: Step, method: str) -> dict[str, Any]:
+    """Returns the bytes, FLOPs and estimated seconds of the compiled step."""
+    work = lora.workload(
+        model=step.model, train=step.train, method=method, batch=step.batch, tokens=step.tokens
+    )
+    planned = lm.memory.plan(
+        work.step, *work.args, device=DEVICE, donate=work.donate_argnums, parts=work.parts
+    )
     return {
-        "peak": one.plan.peak,
-        "parts": {part: getattr(one.plan, part) for part in lm.memory.PARTS},
-        "bytes_moved": one.plan.cost.bytes_moved,
-        "flops": one.plan.cost.flops,
-        "estimated_seconds": one.plan.cost.estimated_seconds,
-        "versions": versions(),
+        "peak": planned.peak,
+        "parts": {part: getattr(planned, part) for part in lm.memory.PARTS},
+        "bytes_moved": planned.cost.bytes_moved,
+        "flops": planned.cost.flops,
+        "estimated_seconds": planned.cost.estimated_seconds,
     }
 
 
-def largest_batch(step: Callable, batch: int, method: Method) -> dict[str, Any]:
-    """Returns the largest batch whose peak is within each budget; 0 if no batch is.
-
-    It is a multiple of an eighth of the usual batch, or of four times that batch if this allows
-    more. For odd numbers of rows XLA pads the operands of LoRA's products, and saves them.
-    """
-    found = {
-        budget: max(
-            lm.memory.compare(
-                step,
-                [method],
-                batch=multiple,
-                budget=budget,
-                find_largest_batch=True,
-                batch_multiple=multiple,
-                device=DEVICE,
-                progress=False,
-            )[method].largest_batch
-            or 0
-            for multiple in (max(1, batch // 8), 4 * batch)
+def table(results: dict[str, Any]) -> list[list[str]]:
+    """Peak and estimated time of each step; a column for each method."""
+    rows = [["model, batch, trained", *(f"**{m}**" if m == "compress" else m for m in METHODS)]]
+    for step in STEPS:
+        found = results["steps"][step.name]
+        cells = (
+            f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
+            for one in (found[method] for method in METHODS)
         )
-        for budget in BUDGETS
-    }
-    return {"largest_batch": found}
-
-
-def run(config: Config) -> int:
-    """Computes what rows lack, and appends a line for each; returns the number of failures."""
-    columns = {"estimated_seconds": planned}
-    if config.largest_batch:
-        columns["largest_batch"] = largest_batch
-    rows, errors = read(config.output), 0
-    steps = [
-        (model, train, method)
-        for model in config.models
-        for train in config.train
-        for method in config.methods
-        if model.startswith("llama") or not train.startswith("qlora")
-    ]
-    for number, (model, train, method) in enumerate(steps, 1):
-        batch, tokens = SIZES[model]
-        step = partial(_workload, model, train, tokens)
-        row = {"model": model, "train": train, "method": method, "batch": batch, "tokens": tokens}
-        known = rows.get((model, train), {}).get(method, {})
-        for compute in (columns[name] for name in columns if name not in known):
-            try:
-                json_lines.append(config.output, row | compute(step, batch, method))
-            except Exception as error:  # The other steps still run.
-                errors += 1
-                print(f"{model}, {train}, {method}: {reason(error)}", file=sys.stderr)
-            else:
-                print(f"{number} of {len(steps)}: {model}, {train}, {method}", flush=True)
-    return errors
-
-
-def main(arguments: list[str] | None = None) -> int:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
-    flags.check(config, (), models=SIZES)
-    try:
-        read(config.output)
-        if missing := lm.memory.missing_wheels():
-            raise ValueError(f"needs {', '.join(missing)}: pip install -e '.[planner]'")
-    except ValueError as error:
-        print(f"compare.py: {error}", file=sys.stderr)
-        return 2
-    try:
-        errors = run(config)
-    except KeyboardInterrupt:
-        print(f"stopped; finished rows are in {config.output}", file=sys.stderr)
-        return 130
-    return int(errors > 0)
-
-
-def peak(row: dict[str, Any]) -> str:
-    return f"{row['peak'] / GIB:.2f}" if "peak" in row else ""
-
-
-def milliseconds(row: dict[str, Any]) -> str:
-    return f"{1e3 * row['estimated_seconds']:.1f}" if "estimated_seconds" in row else ""
-
-
-def heading(method: str) -> str:
-    return f"**{method}**" if method in ("compress", "lowmembp") else method
-
-
-def _table(text: Callable[[dict[str, Any]], str]) -> Rows:
-    """A row for each model and trained part; a cell for each method, formatted by `text`."""
-    rows, done = [["model, batch, trained", *map(heading, METHODS)]], read()
-    for model, name in NAMES.items():
-        for train, trained in TRAINED.items():
-            found = done.get((model, train), {})
-            cells = [text(found[m]) if m in found else "" for m in METHODS]
-            if cells[0]:  # "default", beside which others are read
-                batch, tokens = SIZES[model]
-                size = f"{batch} x {tokens}" if tokens else f"{batch}"
-                rows.append([f"{name}, {size}, {trained}", *cells])
+        rows.append([step.name, *cells])
     return rows
 
 
-def _largest_batch(row: dict[str, Any]) -> str:
-    return ", ".join(f"{batch:,}" for batch in row.get("largest_batch", {}).values())
+def draw(results: dict[str, Any], model: str) -> None:
+    """Draws the peak of a model's steps against their time, a panel for each trained part."""
+    steps = [step for step in STEPS if step.model == model][:2]
+    figure = Figure(figsize=(5.5 * len(steps), 5.5), layout="constrained")
+    panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for axes, step in zip(panels, steps, strict=True):
+        for method, marker in zip(METHODS, "os^vDP", strict=True):
+            one = results["steps"][step.name][method]
+            ours = method.startswith(_OURS)  # filled and open markers differ without colour, too
+            style = {"color": "C0" if ours else "dimgray", "mfc": "C0" if ours else "white"}
+            point = 1e3 * one["estimated_seconds"], one["peak"] / GIB
+            axes.plot(*point, ls="", ms=9, marker=marker, label=method, **style)
+        axes.set_ylim(bottom=0)
+        axes.margins(0.15)
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{step.name}: better is down and to the left", size=10)
+    figure.supxlabel("a training step, estimated for an H200 [ms]", size=10)
+    figure.supylabel("peak of all memory [GiB]", size=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    # These settings save text as text, and give the same file in every run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
+        PICTURES.mkdir(exist_ok=True)
+        figure.savefig(PICTURES / f"{model}.svg", metadata={"Date": None})
 
 
-def plan_of_vit() -> Rows:
-    """The table of `lowmembp plan --model vit-b16 --train lora-qv`."""
-    rows = [["method", "peak", "intermediate results", "moved", "TFLOP", "time (estimate)"]]
-    found = read()["vit-b16", "lora-qv"]
-    for method in (m for m in METHODS if m in found and m in lm.memory.METHODS):
-        row = found[method]
-        sizes = (row["peak"], row["parts"]["intermediates"], row["bytes_moved"])
-        cells = [f"{size / GIB:.2f} GiB" for size in sizes]
-        cells += [f"{row['flops'] / 1e12:.2f}", f"{milliseconds(row)} ms"]
-        rows.append([heading(method), *cells])
-    return rows
+def main() -> None:
+    results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "steps": {}}
+    if OUTPUT.exists():
+        before = json.loads(OUTPUT.read_text())
+        if before["versions"] == results["versions"]:  # other versions give other plans
+            results = before
+    todo = [(step, method) for step in STEPS for method in METHODS]
+    for step, method in tqdm(todo, unit="step"):
+        found = results["steps"].setdefault(step.name, {})
+        if method not in found:
+            found[method] = plan(step, method)
+            write_json(OUTPUT, results)
+    print(markdown(table(results)))
+    for model in ("vit-b16", "bert-base", "llama-7b"):
+        draw(results, model)
 
-
-def summary() -> Rows:
-    """The peaks and times of a few models and methods, to choose a method."""
-    methods = ("default", "dots", "full-remat", "compress", "lowmembp+compress")
-    rows, done = [["model, batch, trained", *map(heading, methods)]], read()
-    for model, train in (
-        ("vit-b16", "full"),
-        ("vit-b16", "lora-qv"),
-        ("bert-base", "full"),
-        ("llama-1b", "lora-all"),
-        ("llama-7b", "lora-qv"),
-        ("llama-7b", "qlora-all"),
-    ):
-        found = done[model, train]
-        cells = [f"{peak(found[m])} GiB, {milliseconds(found[m])} ms" for m in methods]
-        rows.append([f"{NAMES[model]}, {TRAINED[train]}", *cells])
-    return rows
-
-
-TABLES: dict[str, Callable[[], Rows]] = {
-    "compare_summary": summary,
-    "plan_of_vit": plan_of_vit,
-    "compare_peaks": partial(_table, peak),
-    "compare_times": partial(_table, milliseconds),
-    "largest_batches": partial(_table, _largest_batch),
-}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,17 +2,14 @@
 
     python examples/benchmarks/loss_memory.py
 
-compiles the loss alone, and training steps of language models with LoRA, for an H200. You need no
-GPU. It also trains a small LLaMA with either loss on the CPU. It writes the bytes that XLA assigns,
-FLOPs, roofline estimates of times, and the difference between the two trainings' losses to
-`results/loss_memory.json`. This takes some 3 minutes on 2 cores.
+compiles the loss for an H200. You need no GPU. It also trains a small LLaMA with either loss on the
+CPU. It writes the bytes that XLA assigns, FLOPs, roofline estimates of times, and the difference
+between the two trainings' losses to `results/loss_memory.json`, and prints a table.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,33 +17,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import optax
-from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.stages import versions
-from lowmembp_examples.lora import apply_lora, combine, partition
-from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+from results import FOLDER, GIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.families import choose_attention
-from lowmembp_jax.models.layers import Compute, Method
-from lowmembp_jax.models.llama import CONFIGS, Llama, LlamaConfig
+from lowmembp_jax.models.llama import Llama, LlamaConfig
 
-OUTPUT = Path(__file__).parent / "results" / "loss_memory.json"
+OUTPUT = FOLDER / "loss_memory.json"
 DEVICE = "h200"
 TOKENS, FEATURES, VOCAB = 16384, 2048, 248320
-#: Gemma-2B's sizes (arXiv:2403.08295), with SiLU instead of GELU.
-GEMMA = LlamaConfig(
-    2048,
-    18,
-    8,
-    16384,
-    num_key_value_heads=1,
-    head_dim=256,
-    vocab_size=256000,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
-MODELS = {"LLaMA-1B": CONFIGS["llama-1b"], "Gemma-2B-like": GEMMA}
-BATCH, LENGTH, RANK = 8, 2048, 8
 STEPS = 100
 
 
@@ -92,25 +70,6 @@ def loss_of(model: Any, is_whole: bool, params: Any, ids: Any) -> Any:
     return model.apply({"params": params}, inputs, targets) / targets.size
 
 
-def lora_step(config: LlamaConfig, is_whole: bool, method: Method) -> dict[str, float]:
-    """Measures an AdamW step with LoRA on all Denses, bfloat16, scanned layers."""
-    # cuDNN has no attention for a head size of 256.
-    attention = choose_attention(config, "gpu", "bfloat16", LENGTH)
-    compute = Compute(method, jnp.bfloat16, jnp.bfloat16, attention)
-    model = apply_lora(Llama(config, compute, scan_layers=True), "lora-all", RANK)
-    inputs = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
-    trained, frozen = partition(params, "lora-all")
-    optimizer = make_optimizer(OptimizerConfig(), steps=1000)
-    state = jax.eval_shape(partial(init_state, optimizer=optimizer, dtype="bfloat16"), trained)
-
-    def loss(trained, frozen, ids):
-        return loss_of(model, is_whole, combine(trained, frozen, jnp.bfloat16), ids), None
-
-    ids = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32)
-    return measure(make_step(loss, optimizer), (state, frozen, ids), (0,))
-
-
 def curve(is_whole: bool) -> Any:
     """Returns the losses of a small LLaMA in float32 that Adam trains from scratch."""
     config = LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=4099)
@@ -130,44 +89,26 @@ def curve(is_whole: bool) -> Any:
 
 
 def main() -> None:
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": DEVICE,
-        "compiled_only": True,
-        "tokens": TOKENS,
-        "features": FEATURES,
-        "vocab": VOCAB,
-        "batch": [BATCH, LENGTH],
-        "rank": RANK,
-        "versions": versions(),
-        "alone": [],
-        "models": [],
-    }
+    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "alone": rows}
+    cells = [["loss", "kernel", "temporaries", "TFLOP", "time (estimate)"]]
     for is_trained in (True, False):
         for loss in ("whole logits", "linear_cross_entropy"):
-            row = {"loss": loss, "kernel_is_trained": is_trained, **alone(loss, is_trained)}
-            result["alone"].append(row)
-            print(*row.values(), flush=True)
-    methods: dict[str, tuple[bool, Method]] = {
-        "whole logits": (True, "default"),
-        "linear_cross_entropy": (False, "default"),
-        "whole logits, compress": (True, "compress"),
-        "linear_cross_entropy, compress": (False, "compress"),
-    }
-    for name, config in MODELS.items():
-        for method, (is_whole, how) in methods.items():
-            row = {"model": name, "method": method, **lora_step(config, is_whole, how)}
-            result["models"].append(row)
-            print(*row.values(), flush=True)
+            rows.append({"loss": loss, "kernel_is_trained": is_trained, **alone(loss, is_trained)})
+            write_json(OUTPUT, results)
+            one = rows[-1]
+            numbers = f"{one['temporary_bytes'] / GIB:.2f} GiB", f"{one['flops'] / 1e12:.1f}"
+            kernel = "trained" if is_trained else "frozen"
+            cells.append([loss, kernel, *numbers, f"{one['estimated_ms']} ms"])
     ours, theirs = curve(False), curve(True)
-    result["curve"] = {
+    results["curve"] = {
         "steps": STEPS,
         "first": float(theirs[0]),
         "last": float(theirs[-1]),
         "largest_relative_difference": float(jnp.max(jnp.abs(ours - theirs) / theirs)),
     }
-    print(*result["curve"].values())
-    write_json(OUTPUT, result)
+    write_json(OUTPUT, results)
+    print(markdown(cells), *results["curve"].items(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,244 +1,272 @@
-"""Runs every check and measurement that needs a GPU, and writes one file of results.
+"""Checks and measures what needs a GPU, and writes one file of results.
 
-    python examples/benchmarks/on_gpu.py --output results/gpu --device h200 --minutes 25
+    python examples/benchmarks/on_gpu.py --output results/gpu --device h200 --minutes 10
 
-needs this checkout, `jax` with CUDA, and the dependencies of lowmembp_jax. You need not install the
-project. The stages run in this order, the most important first. Each case has its own process.
+needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
-    kernels    every kernel of every implementation, against float64
-    attention  all implementations of attention, values and gradients, against float32
-    measure    peak memory and step time of whole training steps; needs --device
-    plan       the planner's numbers for the same steps; needs --device, its wheels and no GPU
+    kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
+    measure/MODEL/METHOD      peak memory and time of a training step; needs --device
+    plan/MODEL/METHOD         the planner's numbers for the same step; needs no GPU
 
-The program writes each record to `on_gpu.json` in --output at once. After --minutes it kills the
-running process and prints which jobs are missing. Start it again with the same --output to
-continue; failed jobs come last. Use `--select` to run a part:
-
-    python examples/benchmarks/on_gpu.py --output results/gpu --select measure/vit-b16 attention
-
-Another machine with the same JAX can make the plans, before or after, in the same folder, with
-`--select plan`. If a package is missing (qwix for LoRA, or jax-triton), the cases that need it say
-so, and the other cases run. `report.py` prints the results in tables. Exit status 0 means that
-everything ran and passed. `--smoke` runs tiny sizes on a CPU.
+The program writes each record to `on_gpu.json` in --output at once. After --minutes it stops and
+prints which jobs are missing. Start it again with the same --output to continue. `--select` runs
+the jobs that start with one of the given texts. Another machine with the same JAX can make the
+plans in the same folder, with `--select plan`. `--smoke` runs tiny sizes on a CPU. Exit status 0
+means that everything ran and passed.
 """
 
 import argparse
 import json
+import math
 import os
-import signal
+import statistics
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from results import MIB, markdown, versions, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-#: By stage, the function that returns its cases.
-STAGES = {
-    "kernels": "correctness.kernels",
-    "attention": "correctness.attentions",
-    "measure": "steps.measurements",
-    "plan": "steps.plans",
+IMPLEMENTATIONS = ("pallas", "triton", "xla")
+#: The steps: names of models, the batch and the tokens. The most informative come first.
+STEPS = {
+    "vit-b16": {"batch": 64},
+    "llama-1b": {"batch": 8, "tokens": 2048},
+    "bert-base": {"batch": 64, "tokens": 128},
+    "swin-t": {"batch": 64},
 }
-#: The time after which a process is taken to hang, and the least time to start another process.
-MOST_SECONDS, LEAST_SECONDS = {"plan": 1800}, 15
-_MODULES = "lowmembp_examples.benchmarks"
-_SMOKE = "none: a smoke run, its numbers mean nothing"
+METHODS = ("default", "compress", "dots", "lowmembp", "lowmembp+compress", "full-remat")
+SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "attention": "xla"}}
+#: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
+#: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
+TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
 
-def write_json(path: Path, results: dict) -> None:
-    """Writes the whole file or nothing, so a reader never sees a part."""
-    partial_file = path.with_suffix(".partial")
-    partial_file.write_text(json.dumps(results, indent=1) + "\n")
-    partial_file.replace(path)
+def kernels(implementation: str, smoke: bool):
+    """Yields a record for each kernel and dtype."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
 
+    import lowmembp_jax as lm
 
-def run_process(
-    command: list[str], environment: dict[str, str], seconds: float, add: Callable[[dict], None]
-) -> str:
-    """Runs a process; passes each record that it prints to `add` at once; returns how it ended."""
-    killed = threading.Event()
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        timer = threading.Timer(seconds, lambda: (killed.set(), process.kill()))
-        timer.start()
-        try:
-            for line in process.stdout or ():
-                if line.startswith("{") and line.endswith("}\n"):
-                    add(json.loads(line))
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-        errors.seek(0)
-        last = errors.read().strip().rpartition("\n")[2][-400:]
-    if killed.is_set():
-        return f"failed: not done in {seconds:.0f} seconds"
-    return f"failed: exit code {code}: {last}" if code else "done"
-
-
-def run_jobs(results: dict, jobs: list[str], path: Path, seconds: float, start: Callable) -> None:
-    """Runs the unfinished jobs, with failed ones last. `start(job, seconds, add)` runs one job."""
-    end, known = time.monotonic() + seconds, results["jobs"]
-    todo = [job for job in jobs if known.get(job, {}).get("status") != "done"]
-    todo.sort(key=lambda job: known.get(job, {}).get("status", "").startswith("failed"))
-    for job in todo:
-        known.setdefault(job, {"status": "not run", "records": []})
-    for job in todo:
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
-            break
-        records = known[job]["records"] = []
-
-        def add(record, records=records):
-            records.append(record)
-            write_json(path, results)
-
-        most = MOST_SECONDS.get(job.partition("/")[0], 300)
-        began = time.monotonic()
-        status = start(job, min(left, most), add)
-        if status.startswith("failed: not done") and left < most:
-            status = "not run to its end: out of time"
-        took = round(time.monotonic() - began, 1)
-        known[job] |= {"status": status, "run": len(results["runs"]) - 1, "seconds": took}
-        write_json(path, results)
-        print(f"{job}: {status}, {len(records)} records, {took} s", flush=True)
-    write_json(path, results)
-
-
-def load(path: Path, gpu: str | None) -> dict:
-    """Returns the results so far.
-
-    Raises:
-      ValueError: the results are from another GPU.
-    """
-    results = json.loads(path.read_text()) if path.exists() else {"runs": [], "jobs": {}}
-    if gpu and results.setdefault("gpu", gpu) != gpu:
-        raise ValueError(f"--output: {path} has results of {results['gpu']!r}, this is {gpu!r}")
-    return results
-
-
-def select(stages: dict[str, list[str] | str], patterns: list[str]) -> list[str]:
-    """Returns "stage/case" for all jobs that can run here, or for those that match a pattern.
-
-    A pattern matches the start of a job.
-
-    Raises:
-      ValueError: a pattern matches no job.
-    """
-    jobs = [f"{stage}/{case}" for stage, c in stages.items() if isinstance(c, list) for case in c]
-    chosen = {pattern: [job for job in jobs if fnmatch(job, f"{pattern}*")] for pattern in patterns}
-    for pattern, matched in chosen.items():
-        if not matched:
-            raise ValueError(f"--select: {pattern!r} matches none of {', '.join(jobs)}")
-    return [job for job in jobs if not chosen or any(job in each for each in chosen.values())]
-
-
-def environment_of_processes(folder: str, smoke: bool) -> dict[str, str]:
-    """Returns an environment in which the checkout is importable, through a link in `folder`."""
-    Path(folder, "lowmembp_examples").symlink_to(ROOT / "examples")
-    searched = (str(ROOT), folder, os.environ.get("PYTHONPATH"))
-    environment = os.environ | {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, searched)),
+    own, width = partial, 64 if smoke else 768
+    operators = {  # the number of arrays [rows, width], and of parameters [width]
+        "gelu_tanh": (lm.gelu, 1, 0),
+        "gelu_tanh, 4 bits": (own(lm.gelu, bits=4), 1, 0),
+        "gelu_erf": (own(lm.gelu, approximate=False), 1, 0),
+        "silu": (lm.silu, 1, 0),
+        "layer_norm": (own(lm.ms_layer_norm, residual="normalized"), 1, 2),
+        "layer_norm, saves its output": (own(lm.ms_layer_norm, residual="output"), 1, 2),
+        "rms_norm": (own(lm.ms_rms_norm, residual="normalized"), 1, 1),
+        "rms_norm, saves its output": (own(lm.ms_rms_norm, residual="output"), 1, 1),
+        "swiglu": (lm.swiglu, 2, 0),
+        "geglu_tanh": (lm.geglu, 2, 0),
+        "geglu_erf": (own(lm.geglu, approximate=False), 2, 0),
     }
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in environment:  # the old name; JAX takes only one
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", "0.9")
-    if smoke:
-        # Compiling takes most of the time, and these programs need not be fast.
-        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+
+    def run(operator, poison, cotangent, *arrays):  # writes over the donated `poison`
+        y, backward = jax.vjp(operator, *arrays)
+        return [y, *backward(cotangent)]
+
+    def differences(got, want):
+        for one, exact in zip(got, want, strict=True):
+            exact = np.asarray(exact, np.float64)
+            off = np.asarray(one).astype(np.float64) - exact
+            yield np.linalg.norm(off) / np.linalg.norm(exact), abs(off).max() / abs(exact).max()
+
+    seed = int(np.random.SeedSequence().generate_state(1)[0])
+    rng, rows = np.random.default_rng(seed), 16 if smoke else 253
+    for name, (operator, count, parameters) in operators.items():
+        for dtype, bounds in TOLERANCES.items():
+            # x reaches every threshold of the step tables; scales are in 1 to 3.
+            drawn = [4 * rng.normal(size=(rows, width)) for _ in range(count + 1)]
+            arrays = [jnp.asarray(x, dtype) for x in drawn]
+            scales = [2 + np.tanh(rng.normal(size=width)) for _ in range(parameters)]
+            arrays += [jnp.asarray(x, jnp.float32) for x in scales]
+            with jax.enable_x64(True):
+                exact = [jnp.asarray(np.asarray(x).astype(np.float64)) for x in arrays]
+                want = jax.jit(partial(run, partial(operator, implementation="xla"), ()))(*exact)
+            ours = partial(run, partial(operator, implementation=implementation))
+            poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in arrays]
+            got = jax.jit(ours, donate_argnums=0, keep_unused=True)(poison, *arrays)
+            errors = np.max([*differences(got, want)], axis=0).tolist()
+            passed = bool(np.all(np.array(errors) <= bounds))  # NaN exceeds every bound
+            record = {"kernel": name, "dtype": dtype, "seed": seed}
+            yield record | {"errors": errors, "passed": passed}
+
+
+def _workload(model: str, method: str, device: str | None):
+    from lowmembp_jax.models.workload import MODELS
+
+    sizes = SMOKE.get(model) or STEPS[model]
+    return MODELS[model](**sizes, method=method, device=device or "h200")
+
+
+def plan(model: str, method: str, device: str | None):
+    """Yields the planner's numbers."""
+    import lowmembp_jax as lm
+
+    work = _workload(model, method, device)
+    planned = lm.memory.plan(
+        work.step, *work.args, device=device or "h200", donate=work.donate_argnums
+    )
+    yield {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
+
+
+def measure(model: str, method: str, device: str | None, smoke: bool):
+    """Yields the memory and the time of the step on JAX's default device."""
+    import jax
+    import jax.numpy as jnp
+
+    work = _workload(model, method, device)
+    step = jax.jit(work.step, donate_argnums=work.donate_argnums)
+    compiled = step.trace(*work.args).lower().compile()  # before the arguments take memory
+
+    def array(path, like):
+        name = jax.tree_util.keystr(path)
+        if jnp.issubdtype(like.dtype, jnp.integer):  # labels and tokens, or counts
+            return jnp.zeros(like.shape, like.dtype) + (name.startswith("[2]"))
+        if "scale" in name and name.startswith("[0]"):
+            return jnp.ones(like.shape, like.dtype)
+        scale = 0.0 if name.startswith("[1]") else 0.02
+        return scale * jax.random.normal(jax.random.key(len(name)), like.shape, like.dtype)
+
+    params, state, batch = jax.tree_util.tree_map_with_path(array, work.args)
+    gpu, sizes = jax.devices()[0], compiled.memory_analysis()
+    before, losses = gpu.memory_stats(), []
+    for _ in range(2):
+        params, state, loss = jax.block_until_ready(compiled(params, state, batch))
+        losses.append(float(loss))
+    peak = (gpu.memory_stats() or {}).get("peak_bytes_in_use")
+    is_hidden = peak is not None and peak <= before["peak_bytes_in_use"]  # compiling took more
+    times = []
+    calls = 1 if smoke else max(1, math.ceil(0.5 / _seconds(compiled)))
+    for _ in range(1 if smoke else 7):
+        start = time.perf_counter()
+        for _ in range(calls):
+            params, state, loss = compiled(params, state, batch)
+        jax.block_until_ready(loss)
+        times.append((time.perf_counter() - start) / calls)
+    yield {
+        "peak": None if is_hidden else peak,
+        "program_temporaries": sizes.temp_size_in_bytes,
+        "losses": losses,
+        "passed": all(map(math.isfinite, losses)),
+        "seconds": statistics.median(times),
+    }
+
+
+def _seconds(compiled: Any) -> float:
+    """A guess of the time of one step from its FLOPs, at 100 TFLOP/s."""
+    return max(1e-4, (compiled.cost_analysis() or {}).get("flops", 1e12) / 1e14)
+
+
+def jobs(options: argparse.Namespace) -> list[str]:
+    """The names of all jobs, the most important first."""
+    steps = SMOKE if options.smoke else STEPS
+    methods = METHODS[:2] if options.smoke else METHODS
+    pairs = [f"{model}/{method}" for model in steps for method in methods]
+    implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
+    names = [f"kernels/{name}" for name in implementations]
+    for stage in ("measure", "plan") if options.device or options.smoke else ():
+        names += [f"{stage}/{pair}" for pair in pairs]
+    return [n for n in names if not options.select or n.startswith(tuple(options.select))]
+
+
+def run_job(name: str, options: argparse.Namespace) -> None:
+    """Prints each record of a job as a line of JSON; runs in the job's own process."""
+    stage, _, rest = name.partition("/")
+    model, _, method = rest.partition("/")
+    found = {
+        "kernels": lambda: kernels(rest, options.smoke),
+        "plan": lambda: plan(model, method, options.device),
+        "measure": lambda: measure(model, method, options.device, options.smoke),
+    }[stage]()
+    for record in found:
+        print(json.dumps(record), flush=True)
+
+
+def start(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Runs a job in a process; returns its status and its records."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    if options.smoke or name.startswith("plan"):
         environment["JAX_PLATFORMS"] = "cpu"
-    return environment
+    command = [sys.executable, __file__, *sys.argv[1:], "--job", name]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": f"not done in {seconds:.0f} seconds", "records": []}
+    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    last = done.stderr.strip().rpartition("\n")[2][-300:]
+    status = f"failed: exit code {done.returncode}: {last}" if done.returncode else "done"
+    return {"status": status, "records": records}
 
 
-def _wrong(results: dict, jobs: list[str]) -> list[str]:
-    """Returns a line for each failed check."""
-    return [
-        f"{job}: {record}"
-        for job in jobs
-        for record in results["jobs"][job]["records"]
-        if record.get("passed") is False
-        # Some implementations do not run without a GPU, for instance cuDNN's attention.
-        and not (results.get("gpu") == _SMOKE and record["status"].startswith("failed"))
-    ]
+def tables(done: dict[str, Any]) -> str:
+    """The checks by implementation, and the planned and measured steps."""
+    checks = [["implementation", "kernels passed", "largest relative error"]]
+    steps = [["training step", "planned MiB", "measured MiB", "estimated ms", "measured ms"]]
+    for name, job in done.items():
+        stage, _, rest = name.partition("/")
+        records = job["records"]
+        if stage == "kernels" and records:
+            passed = f"{sum(one['passed'] for one in records)} of {len(records)}"
+            checks.append([rest, passed, f"{max(one['errors'][0] for one in records):.1e}"])
+        planned = done.get(f"plan/{rest}", {}).get("records")
+        if stage == "measure" and records and planned:
+            (one,), (other,) = records, planned
+            peak = f"{one['peak'] / MIB:,.0f}" if one["peak"] else "unknown"
+            own = [f"{other['peak'] / MIB:,.0f}", peak, f"{1e3 * other['estimated_seconds']:.1f}"]
+            steps.append([rest, *own, f"{1e3 * one['seconds']:.1f}"])
+    return "\n".join(markdown(rows) for rows in (checks, steps) if rows[1:])
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--select", nargs="+", default=[], help="stages or patterns of stage/case")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--select", nargs="+", default=[], help="the first letters of jobs")
     parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        return run(options, folder)
-
-
-def run(options: argparse.Namespace, folder: str) -> int:
-    end, path = time.monotonic() + 60 * options.minutes, options.output / "on_gpu.json"
-    environment = environment_of_processes(folder, options.smoke)
-    command = [sys.executable, "-m", f"{_MODULES}.stages", *["--smoke"] * options.smoke]
-    command += ["--device", options.device] if options.device else []
-
-    def start(job: str, seconds: float, add: Callable[[dict], None]) -> str:
-        stage, _, case = job.partition("/")
-        own = {"JAX_PLATFORMS": "cpu"} if stage == "plan" else {}
-        if stage == "measure" and not options.smoke:
-            # With a cache, XLA tunes a matrix product once for all methods that have it.
-            own["JAX_COMPILATION_CACHE_DIR"] = folder
-            own["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        return run_process([*command, stage, case], environment | own, seconds, add)
-
-    found: list[dict] = []
-    status = run_process(command, environment, 300, found.append)
-    if not found:
-        print(f"on_gpu.py: {status}", file=sys.stderr)
-        return 2
-    (machine,) = found
-    if not (machine["gpu"] or options.smoke or options.select == ["plan"]):
-        print(
-            "on_gpu.py needs a GPU, and JAX has none: --smoke runs tiny sizes without one, "
-            "--select plan makes the plans",
-            file=sys.stderr,
-        )
-        return 2
-    stages = machine.pop("stages")
-    try:
-        results = load(path, _SMOKE if options.smoke else machine["gpu"])
-        jobs = select(stages, options.select)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    machine["cannot_run"] = {s: why for s, why in stages.items() if isinstance(why, str)}
-    for stage, why in machine["cannot_run"].items():
-        print(f"{stage} cannot run: {why}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    results["runs"].append({"command": " ".join(["python", *sys.argv]), "date": date, **machine})
-    try:
-        run_jobs(results, jobs, path, end - time.monotonic(), start)
-    except KeyboardInterrupt:
-        print(f"stopped; finished jobs are in {path}", file=sys.stderr)
-        return 130
-    report = [sys.executable, "-m", f"{_MODULES}.report", str(path)]
-    subprocess.run(report, env=environment, check=False)
-    missing = [job for job in jobs if results["jobs"][job]["status"] != "done"]
-    wrong = _wrong(results, jobs)
-    for text in wrong + [f"{job}: {results['jobs'][job]['status']}" for job in missing]:
-        print(text)
-    print(f"{len(jobs) - len(missing)} of {len(jobs)} done, {len(wrong)} wrong or failed: {path}")
-    return int(bool(missing or wrong or (machine["cannot_run"] and not options.select)))
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        run_job(options.job, options)
+        return 0
+    if not (names := jobs(options)):
+        parser.error(f"--select: expected the first letters of a job, got {options.select}")
+    path, end = options.output / "on_gpu.json", time.monotonic() + 60 * options.minutes
+    results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
+    results |= {"versions": versions(), "command": " ".join(["python", *sys.argv])}
+    results["device"] = options.device
+    for name in names:
+        left = end - time.monotonic()
+        if results["jobs"].get(name, {}).get("status") == "done" or left < 15:
+            continue
+        began = time.monotonic()
+        results["jobs"][name] = start(name, options, left)
+        write_json(path, results)
+        status = results["jobs"][name]["status"]
+        print(f"{name}: {status}, {time.monotonic() - began:.1f} s", flush=True)
+    done = results["jobs"]
+    print(tables(done))
+    missing = [name for name in names if done.get(name, {}).get("status") != "done"]
+    wrong = [
+        f"{name}: {record}"
+        for name in names
+        for record in done.get(name, {}).get("records", ())
+        if not record.get("passed", True)
+    ]
+    print(*wrong, *(f"missing: {name}" for name in missing), sep="\n")
+    print(f"{len(names) - len(missing)} of {len(names)} done, {len(wrong)} wrong: {path}")
+    return int(bool(missing or wrong))
 
 
 if __name__ == "__main__":
-    # On a scheduler's signal, the program exits and ends the running process as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -5,16 +5,13 @@
 plans the trainer's step for an H100 (AdamW, bfloat16, `compress+remat`, 4 x 2,048 tokens) with each
 of the four combinations of float32 and compressed state. It also plans a step with both compressed
 that updates each layer inside the backward pass, and the update of one stacked array alone, whose
-temporaries it reports. You need no GPU. Results are in `results/optimizer_memory.json`;
-`readme_tables.py` writes the table.
+temporaries it reports. You need no GPU. It writes `results/optimizer_memory.json` after each plan,
+and prints the table of docs/optimizer.md.
 """
 
 import itertools
-import json
 import os
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,6 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import optax
+from results import FOLDER, GIB, markdown, versions, write_json
 from tqdm import tqdm
 
 import lowmembp_jax as lm
@@ -30,7 +28,7 @@ from lowmembp_jax.models.llama import CONFIGS, LlamaLayer
 from lowmembp_jax.models.rotary import rotary_positions
 from lowmembp_jax.models.workload import MODELS
 
-OUTPUT = Path(__file__).parent / "results" / "optimizer_memory.json"
+OUTPUT = FOLDER / "optimizer_memory.json"
 DEVICE = "h100"
 NAMES = ("llama-1b", "llama-7b")
 #: A matrix of LLaMA-7B's MLP, stacked over all layers.
@@ -142,26 +140,21 @@ def update() -> dict[str, Any]:
 
 
 def main() -> None:
-    results: dict[str, Any] = {
-        "command": " ".join(["python", "examples/benchmarks/optimizer_memory.py", *sys.argv[1:]]),
-        "device": DEVICE,
-        "jax": jax.__version__,
-        "update": update(),
-        "rows": [],
-    }
+    rows: list[dict[str, Any]] = []
+    results = {"device": DEVICE, "versions": versions(), "update": update(), "rows": rows}
     choices = [*itertools.product(("float32", "8bit"), ("float32", "24bit"))]
     plans = []
     for name in NAMES:
         plans += [*(partial(step, name, *choice) for choice in choices), partial(layerwise, name)]
     for make in tqdm(plans, unit="plan"):
-        results["rows"].append(make())
-        OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for each in results["rows"]:
-        print(
-            f"{each['model']}, state {each['optimizer_state']}, masters {each['master_weights']}, "
-            f"{each['update']}: {each['peak'] / 2**30:.2f} GiB, "
-            f"{1e3 * each['estimated_seconds']:.1f} ms"
-        )
+        rows.append(make())
+        write_json(OUTPUT, results)
+    cells = [["model", "state", "master weights", "update", "peak", "time (estimate)"]]
+    for one in rows:
+        own = [one[key] for key in ("model", "optimizer_state", "master_weights", "update")]
+        time = f"{1e3 * one['estimated_seconds']:.1f} ms"
+        cells.append([*own, f"{one['peak'] / GIB:.2f} GiB", time])
+    print(markdown(cells))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ block. This takes some 5 minutes on 2 cores.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,12 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.stages import versions
+from results import FOLDER, MIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
 
-OUTPUT = Path(__file__).parent / "results" / "other_models.json"
+OUTPUT = FOLDER / "other_models.json"
 DEVICE = "h200"
 LAYERS, NARROW_LAYERS = 6, 4
 
@@ -221,23 +218,24 @@ def error(kind: str, method: str) -> float:
 
 
 def main() -> None:
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": DEVICE,
-        "versions": versions(),
-        "layers": LAYERS,
-        "rows": {},
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    cells = [["six blocks of", *METHODS]]
     for kind in KINDS:
-        row = result["rows"][kind] = {}
+        row = rows[kind] = {}
         for method in METHODS:
             found = plan(kind, method)
             seconds = found.cost.estimated_seconds
             row[method] = {"peak": found.peak, "estimated_seconds": seconds}
             if method in ROUNDED:
                 row[method]["error"] = error(kind, method)
-            print(kind, method, *row[method].values(), flush=True)
-        write_json(OUTPUT, result)
+        write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
+        texts = (
+            f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.1f} ms"
+            for one in row.values()
+        )
+        cells.append([kind, *texts])
+        print(*cells[-1], flush=True)
+    print(markdown(cells))
 
 
 if __name__ == "__main__":

@@ -2,29 +2,35 @@
 
     python examples/benchmarks/published.py
 
-plans each configuration of `CASES` and writes `results/published.json` after each case. After an
-interruption, start it again to continue; `--again` starts from the beginning. You need no GPU. It
-takes 5 minutes on 2 cores. `readme_tables.py` writes the tables of docs/validation.md.
+plans each configuration of `CASES`, writes `results/published.json` after each, and prints the
+table of docs/validation.md. You need no GPU. It takes 5 minutes on 2 cores.
 """
 
-import dataclasses
-import json
 import os
-import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import tyro
-from lowmembp_examples.benchmarks import published_steps as steps
-from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.stages import versions
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from results import FOLDER, GIB, MIB, markdown, versions, write_json
 from tqdm import tqdm
 
-OUTPUT = Path(__file__).parent / "results" / "published.json"
+import lowmembp_jax as lm
+from lowmembp_jax.models import llama
+from lowmembp_jax.models.families import FAMILIES
+from lowmembp_jax.models.workload import MODELS, workload
+
+OUTPUT = FOLDER / "published.json"
 
 _NOTEBOOK = "[JAX's notebook](https://github.com/jax-ml/jax/pull/28988)"
 _TE = (
@@ -32,7 +38,6 @@ _TE = (
     "gemm_profiling/gemm_profiling.rst)"
 )
 _XLA = "[XLA](https://github.com/openxla/xla/pull/45753)"
-_PAPER = "[LowMemoryBP](https://arxiv.org/abs/2406.16282)"
 _TOOLBOX = (
     "[JAX-Toolbox](https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/frameworks/maxtext/"
     "README.md)"
@@ -43,45 +48,243 @@ _MAXTEXT = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+#: Bytes a second from one H100 to another, measured with p2pBandwidthLatencyTest (NCCL, issue
+#: 1264): 380 of 450 GB/s.
+NVLINK = "380GB"
+#: Every published recipe for MaxText on GPUs sets this option.
+NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+def array(*shape: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def memory(device: str, unit: int, fn: Any, *args: Any, **options: Any) -> dict[str, float]:
+    """Returns `memory_analysis()`'s temporaries and arguments, and the planner's peak."""
+    sizes = lm.memory.compile_for(fn, *args, device=device, **options).memory_analysis()
+    assert sizes is not None
+    return {
+        "temporaries": sizes.temp_size_in_bytes / unit,
+        "arguments": sizes.argument_size_in_bytes / unit,
+        "peak": lm.memory.plan(fn, *args, device=device, **options).peak / unit,
+    }
+
+
+def scan_of_layers(device: str, offload: bool) -> dict[str, float]:
+    """Returns MiB of the gradient of 10 layers, with their inputs on the device or on the host."""
+
+    def layer(x, weights):
+        w1, w2 = weights
+        return checkpoint_name(x, "x") @ w1 @ w2, None
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if offload else layer
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(body, x, weights)[0])
+
+    weights = array(10, 256, 1024), array(10, 1024, 256)
+    return memory(device, MIB, jax.grad(loss), weights, array(256, 256))
+
+
+def adam(device: str, offload: bool) -> dict[str, float]:
+    """Returns GiB of a step of 4 layers of 7,168 x 7,168, Adam's state on the device or host."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate=0.1))
+    place = partial(NamedSharding, Mesh(np.array(jax.devices()[:1]), ("x",)), P())
+    on_device, on_host = place(memory_kind="device"), place(memory_kind="pinned_host")
+
+    def gelu(x):
+        return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
+
+    def loss(params, x):
+        out = x
+        for number in range(1, 5):
+            out = gelu(out @ params[f"w{number}"])
+        squares = sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+        return jnp.mean((out - x) ** 2) + 0.001 * squares
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        if offload:
+            state = jax.device_put(state, on_device)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = array(7168, 7168)
+    params = {f"w{number}": x for number in range(1, 5)}
+    state = jax.eval_shape(optimizer.init, params)
+    if not offload:
+        return memory(device, GIB, jax.jit(step, donate_argnums=(0, 1)), params, state, x)
+    state = jax.tree.map(lambda s: array(*s.shape, dtype=s.dtype, sharding=on_host), state)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(on_device, on_host))
+    return memory(device, GIB, jitted, params, state, x)
+
+
+def divided(tree: Any, mesh: Mesh) -> Any:
+    """Divides each array over the mesh along its longest axis that it divides evenly."""
+
+    def one(x):
+        axes = sorted(range(len(x.shape)), key=lambda axis: -x.shape[axis])
+        cut = next((axis for axis in axes if x.shape[axis] % mesh.size == 0), None)
+        return NamedSharding(mesh, P(*("x" if axis == cut else None for axis in range(x.ndim))))
+
+    return jax.tree.map(one, tree)
+
+
+def _gathering(work: lm.memory.Workload, mesh: Mesh) -> Any:
+    """Returns AdamW's step with parameters that are gathered in bfloat16 before their use."""
+    whole, loss_of, optimizer = NamedSharding(mesh, P()), work.loss, optax.adamw(1e-3)
+    assert loss_of is not None
+
+    def loss(params, batch):
+        gathered = jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x.astype(jnp.bfloat16), whole), params
+        )
+        return loss_of(gathered, batch)
+
+    def step(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def _on_8(work: lm.memory.Workload, device: str, gathers: bool, spec: P) -> dict[str, Any]:
+    """Returns arguments of the planner for FSDP over 8 GPUs."""
+    mesh = Mesh(np.array(lm.memory.topology(device, 8).devices), ("x",))
+    params, _, batch = work.args
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    own = divided((params, state), mesh)
+    rows = jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)
+    step = _gathering(work, mesh) if gathers else work.step
+    arguments = (params, state if gathers else work.args[1], batch)
+    own = own if gathers else divided(arguments[:2], mesh)
+    return {
+        "step": step,
+        "args": arguments,
+        "shardings": {"in_shardings": (*own, rows), "out_shardings": (*own, None)},
+        "mesh": mesh,
+    }
+
+
+def llama_fsdp(examples: int) -> dict[str, float]:
+    """Returns the seconds of MaxText's Llama 2-7B on 8 H100s, and TFLOP/s as MaxText counts them.
+
+    Unrolled layers save products and attention (`minimal_flash`). A text has 4,096 tokens. Float32
+    master weights and AdamW's state are divided over 8 GPUs; weights are gathered in bfloat16.
+
+    Args:
+      examples: examples per GPU.
+    """
+    tokens = 4096
+    work = MODELS["llama-7b"](
+        batch=8 * examples, method="products", tokens=tokens, device="h100", layers="unrolled"
+    )
+    on = _on_8(work, "h100", True, P("x"))
+    plan = lm.memory.plan(
+        on["step"],
+        *on["args"],
+        device="h100",
+        donate=(0, 1),
+        link_bandwidth=NVLINK,
+        compiler_options=NO_REMATERIALIZATION,
+        **on["shardings"],
+    )
+    seconds = plan.cost.estimated_seconds
+    parameters = sum(x.size for x in jax.tree.leaves(work.args[0]))
+    # As in MaxText's `calculate_tflops_training_per_device`, half of the scores are masked.
+    flops = 6 * parameters * tokens * examples + 6 * 32 * 4096 * tokens**2 * examples
+    return {"step": seconds, "TFLOP/s": flops / seconds / 1e12}
+
+
+def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, float]:
+    """Returns the GB of temporaries of MaxText's Llama 3-8B with context parallelism over 8 H200s.
+
+    One text has 131,072 tokens. Each GPU has 16,384 of them and gathers keys and values.
+    """
+    tokens, sizes = 131072, {"max_position_embeddings": 131072, "rope_theta": 500000.0}
+    config = llama.LlamaConfig(
+        4096, 32, 32, 14336, num_key_value_heads=8, vocab_size=128256, **sizes
+    )
+    how = {"batch": 1, "method": "products", "tokens": tokens, "device": "h200"}
+    work = workload(FAMILIES["llama"], config, **how, layers=layers)
+    # In a loop, XLA itself gathers the parameters layer by layer.
+    on = _on_8(work, "h200", layers == "unrolled", P())
+    own_part, of_one_gpu = P(None, "x", None, None), llama.attention
+
+    def attention(q, k, v, implementation, **_):
+        def part(q, k, v):
+            k, v = (jax.lax.all_gather(x, "x", axis=1, tiled=True) for x in (k, v))
+            # A mask changes no memory, and cuDNN has no mask for a part of the queries.
+            return of_one_gpu(q, k, v, implementation)
+
+        return jax.shard_map(
+            part, mesh=on["mesh"], in_specs=(own_part,) * 3, out_specs=own_part, check_vma=False
+        )(q, k, v)
+
+    with mock.patch.object(llama, "attention", attention):
+        compiled = lm.memory.compile_for(
+            on["step"],
+            *on["args"],
+            device="h200",
+            donate_argnums=(0, 1),
+            compiler_options=NO_REMATERIALIZATION,
+            **on["shardings"],
+        )
+    sizes = compiled.memory_analysis()
+    assert sizes is not None
+    return {"temporaries": sizes.temp_size_in_bytes / 1e9}
+
+
+def layer_products(device: str) -> dict[str, float]:
+    """Returns milliseconds of TransformerEngine's products of a layer, in bfloat16."""
+    tokens, sizes = 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
+    gpu = lm.memory.get_device(device)
+    found: dict[str, float] = defaultdict(float)
+    for terms, features in sizes:
+        x, w, y = (
+            array(*shape, dtype=jnp.bfloat16)
+            for shape in ((tokens, terms), (terms, features), (tokens, features))
+        )
+        for name, product, args in (
+            ("forward", lambda x, w: x @ w, (x, w)),
+            ("gradient of the input", lambda y, w: y @ w.T, (y, w)),
+            ("gradient of the weights", lambda x, y: x.T @ y, (x, y)),
+        ):
+            compiled = lm.memory.compile_for(product, *args, device=device)
+            found[name] += 1e3 * lm.memory.cost(compiled, gpu).estimated_seconds
+    return dict(found)
+
+
+class Case(NamedTuple):
     """A configuration with published measurements.
 
     Attributes:
-      kind: the table of this case: "memory", "time" or "change".
       what: a description of the measured step.
       gpu: the GPU of the measurement; "GPU" if the source does not name it.
       source: a link.
       unit: the unit of the numbers.
       published: the published numbers, by quantity.
       plan: plans the same quantities, and others.
-      planned_for: one of `lm.memory.DEVICES`.
     """
 
-    kind: str
     what: str
     gpu: str
     source: str
     unit: str
     published: dict[str, float]
     plan: Callable[[], dict[str, float]]
-    planned_for: str
-
-    def row(self) -> dict[str, Any]:
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        planned = fields.pop("plan")()
-        return fields | {"planned": planned}
 
 
 def _notebook(what: str, unit: str, published: tuple[float, float, float], plan) -> Case:
     numbers = dict(zip(("temporaries", "arguments", "peak"), published, strict=True))
-    plan = partial(plan, "a100-80gb")
-    return Case("memory", what, "GPU", _NOTEBOOK, unit, numbers, plan, "a100-80gb")
-
-
-def _paper(what: str, gpu: str, published: dict[str, float], model: str, **options: Any) -> Case:
-    plan = partial(steps.against_checkpointed, model, **options)
-    return Case("change", what, gpu, _PAPER, "%", published, plan, "h200")
+    return Case(what, "GPU", _NOTEBOOK, unit, numbers, partial(plan, "a100-80gb"))
 
 
 CASES = (
@@ -89,68 +292,59 @@ CASES = (
         "scan of 10 layers, gradient",
         "MiB",
         (17.25, 20.25, 57.50),
-        partial(steps.scan_of_layers, offload=False),
+        partial(scan_of_layers, offload=False),
     ),
     _notebook(
         "the same, activations on the host",
         "MiB",
         (6.50, 20.25, 46.75),
-        partial(steps.scan_of_layers, offload=True),
+        partial(scan_of_layers, offload=True),
     ),
     _notebook(
         "4 layers of 7,168 x 7,168, Adam",
         "GiB",
         (2.11, 2.49, 4.59),
-        partial(steps.adam, offload=False),
+        partial(adam, offload=False),
     ),
     _notebook(
         "the same, Adam's state on the host",
         "GiB",
         (1.91, 0.96, 2.87),
-        partial(steps.adam, offload=True),
+        partial(adam, offload=True),
     ),
     Case(
-        "memory",
         "Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers",
         "8 x H200",
         _XLA,
         "GB",
         {"temporaries": 62.0},
-        partial(steps.llama_context_parallel, "scan"),
-        "h200",
+        partial(llama_context_parallel, "scan"),
     ),
     Case(
-        "memory",
         "the same, unrolled, without the latency-hiding scheduler",
         "8 x H200",
         _XLA,
         "GB",
         {"temporaries": 65.0},
-        partial(steps.llama_context_parallel, "unrolled"),
-        "h200",
+        partial(llama_context_parallel, "unrolled"),
     ),
     Case(
-        "time",
         "Llama 2-7B, 2 x 4,096 tokens a GPU, FSDP 8",
         "8 x H100",
         _TOOLBOX,
         "s",
         {"step": 0.721},
-        partial(steps.llama_fsdp, 2),
-        "h100",
+        partial(llama_fsdp, 2),
     ),
     Case(
-        "time",
         "Llama 2-7B, 4 x 4,096 tokens a GPU, FSDP 8",
         "8 x H100",
         _MAXTEXT,
         "TFLOP/s",
         {"TFLOP/s": 492.0},
-        partial(steps.llama_fsdp, 4),
-        "h100",
+        partial(llama_fsdp, 4),
     ),
     Case(
-        "time",
         "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features",
         "H200 NVL",
         _TE,
@@ -160,75 +354,32 @@ CASES = (
             "gradient of the input": 10.813,
             "gradient of the weights": 10.548,
         },
-        partial(steps.layer_products, "h200-nvl"),
-        "h200-nvl",
+        partial(layer_products, "h200-nvl"),
     ),
     Case(
-        "time",
         "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features",
         "B300",
         _TE,
         "ms",
         {"forward": 4.196, "gradient of the input": 4.290, "gradient of the weights": 4.272},
-        partial(steps.layer_products, "b300"),
-        "b300",
-    ),
-    _paper(
-        "ViT-B, LoRA on q, v, rank 4, 64 images",
-        "PyTorch",
-        {"peak": -27.0, "intermediates": -39.47, "time": 0.0, "time of Mesa": 20.0},
-        "vit-b16",
-        train="lora-qv",
-        rank=4,
-        batch=64,
-    ),
-    _paper(
-        "RoBERTa-base, LoRA on two Denses, rank 64, 32 x 256 tokens, float32",
-        "PyTorch",
-        {"peak": -21.0},
-        "roberta-base",
-        train="lora-qv",
-        rank=64,
-        batch=32,
-        tokens=256,
-        dtype="float32",
-    ),
-    _paper(
-        "LLaMA-7B, QLoRA on all Denses, rank 64, 4 x 640 tokens",
-        "PyTorch",
-        {"peak": -29.0, "intermediates": -29.19},
-        "llama-7b",
-        train="qlora-all",
-        rank=64,
-        batch=4,
-        tokens=640,
+        partial(layer_products, "b300"),
     ),
 )
 
 
-def main(again: bool = False) -> None:
-    """Plans the steps that others measured.
-
-    Args:
-      again: ignore the results in the file.
-    """
-    results: dict[str, Any] = {"rows": []}
-    if OUTPUT.exists() and not again:
-        before = json.loads(OUTPUT.read_text(encoding="utf-8"))
-        if before.get("versions") == versions():  # other versions need other plans
-            results = before
-    results["command"] = " ".join(["python", "examples/benchmarks/published.py", *sys.argv[1:]])
-    results["versions"] = versions()
-    done = {(row["what"], row["gpu"]) for row in results["rows"]}
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    cells = [["step", "GPU", "source", "quantity", "measured", "planned", "difference"]]
     for case in tqdm(CASES, unit="case"):
-        if (case.what, case.gpu) not in done:
-            results["rows"].append(case.row())
-            write_json(OUTPUT, results)
-    for row in results["rows"]:
-        for quantity, published in row["published"].items():
-            planned = row["planned"][quantity]
-            print(f"{row['what']}, {quantity}: {published:g} {row['unit']}, planned {planned:.4g}")
+        planned = case.plan()
+        rows.append({**case._asdict(), "plan": None, "planned": planned})
+        write_json(OUTPUT, {"versions": versions(), "rows": rows})
+        for quantity, measured in case.published.items():
+            off = 100 * (planned[quantity] / measured - 1)
+            number = f"{measured:g} {case.unit}", f"{planned[quantity]:.4g}", f"{off:+.1f}%"
+            cells.append([case.what, case.gpu, case.source, quantity, *number])
+    print(markdown(cells))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

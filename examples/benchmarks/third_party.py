@@ -11,7 +11,6 @@ and prints a table. This takes some 30 minutes on 2 cores.
 
 import os
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,13 +20,11 @@ import jax.numpy as jnp
 import qwix
 import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
-from lowmembp_examples.benchmarks.on_gpu import write_json
-from lowmembp_examples.benchmarks.report import markdown
-from lowmembp_examples.benchmarks.stages import versions
+from results import FOLDER, markdown, versions, write_json
 
 import lowmembp_jax as lm
 
-OUTPUT = Path(__file__).parent / "results" / "third_party.json"
+OUTPUT = FOLDER / "third_party.json"
 DEVICE = "h200"
 LAYERS = 4
 

@@ -1,7 +1,7 @@
 """Plants defects in a copy of the repository, one at a time, and says which ones no test sees.
 
-    python tests/mutations.py            # all of tests/data/mutations.toml, about 15 minutes
-    python tests/mutations.py barrier    # those with that word in their names
+    python tools/mutations.py            # all of tools/mutations.toml, about 15 minutes
+    python tools/mutations.py barrier    # those with that word in their names
 
 The exit status is the number of defects that survived.
 """
@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
 
 
 def table() -> list[Mutation]:
-    text = (ROOT / "tests" / "data" / "mutations.toml").read_text(encoding="utf-8")
+    text = (ROOT / "tools" / "mutations.toml").read_text(encoding="utf-8")
     return [Mutation(**entry) for entry in tomllib.loads(text)["mutation"]]
 
 
@@ -43,17 +43,19 @@ def copy_to(directory: Path) -> None:
         if (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, directory / name)
-    (directory / ".paths").mkdir()
-    (directory / ".paths" / "lowmembp_examples").symlink_to(directory / "examples")
 
 
 def killer(mutation: Mutation, directory: Path) -> str | None:
     """The first test of the copy that fails with the mutation, None where it survives.
 
-    Raises RuntimeError where pytest finds no test, or cannot run.
+    Raises RuntimeError where the file has `old` not once, or pytest finds no test or cannot run.
     """
     file = directory / mutation.file
     text = file.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        raise RuntimeError(
+            f"{mutation.name}: {mutation.file} has `old` {text.count(mutation.old)} times"
+        )
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     # With `-m ""` slow tests run too.
     options = [
@@ -68,7 +70,7 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
         "no:cacheprovider",
         "--durations=0",
     ]
-    paths = [directory, directory / ".paths", os.environ.get("PYTHONPATH", "")]
+    paths = [directory, os.environ.get("PYTHONPATH", "")]
     # Bytecode is told from its source by size and second.
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", *options, *shlex.split(mutation.tests)]

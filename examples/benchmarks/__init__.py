@@ -1,1 +1,0 @@
-"""Benchmarks of the methods and their alternatives: memory, time, and gradient errors."""
