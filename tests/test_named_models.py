@@ -128,8 +128,8 @@ def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     (one,) = json.loads(out.read_text())["methods"]
     trained = MODELS["vit-ti16"](batch=2).args[0]
     size = sum(leaf.size for leaf in jax.tree.leaves(trained))
-    # Adam's two moments in float32 and its two counts.
-    assert one["plan"]["parts"]["optimizer_state"] == pytest.approx(8 * size, abs=64)
+    # Adam's two moments in float32, and what the update makes of them at the peak.
+    assert one["plan"]["parts"]["optimizer_state"] == pytest.approx(8 * size, rel=0.03)
     # The residual streams of 12 layers lie somewhere below.
     assert one["plan"]["parts"]["intermediates"] > 12 * 2 * 198 * 192 * 2
 

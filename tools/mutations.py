@@ -52,10 +52,8 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
     """
     file = directory / mutation.file
     text = file.read_text(encoding="utf-8")
-    if text.count(mutation.old) != 1:
-        raise RuntimeError(
-            f"{mutation.name}: {mutation.file} has `old` {text.count(mutation.old)} times"
-        )
+    if (count := text.count(mutation.old)) != 1:
+        raise RuntimeError(f"{mutation.name}: {mutation.file} has `old` {count} times")
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     # With `-m ""` slow tests run too.
     options = [
