@@ -29,6 +29,9 @@ from jax._src.interpreters.ad import fancy_transposes  # noqa: F401
 from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit
 from jax._src.state.types import AbstractRef
+
+# A cache that holds its first argument weakly, and that `jax.clear_caches` empties.
+from jax._src.util import weakref_lru_cache  # noqa: F401
 from jax.extend import core
 from jax.interpreters import mlir
 

@@ -16,33 +16,6 @@ NORM_RSTD = "lowmembp_norm_rstd"
 RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_AFFINE_OUTPUT, NORM_RSTD)
 
 
-# Primitives whose results are expensive to recompute: they take a matrix product, a convolution, a
-# kernel or a collective. `all_gather` is missing because its result is larger than its operand by
-# the number of devices.
-_PRODUCTS = frozenset(
-    (
-        "all_to_all",
-        "conv_general_dilated",
-        "custom_partitioning",
-        "dot_general",
-        "dot_product_attention_fp8_fwd_wrapper",
-        "dot_product_attention_fwd_wrapper",
-        "ffi_call",
-        "pallas_call",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "psum_invariant",
-        "ragged_all_to_all",
-        "ragged_dot_general",
-        "reduce_scatter",
-        "scaled_matmul_wrapper",
-        "triton_kernel_call",
-    )
-)
-
-
 def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy that saves products and attention and recomputes the rest.
 
@@ -55,7 +28,9 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     result replaces the product that the collective reads. `lax.all_gather` runs again, because
     its result is larger than its operand by the number of devices.
     """
-    return prim.name in _PRODUCTS
+    from lowmembp_jax.compression.rules import RULES  # which imports this module
+
+    return prim.name in RULES and RULES[prim.name].product
 
 
 def everything_saveable(prim: Any, *_: Any, **__: Any) -> bool:

@@ -1,5 +1,6 @@
 """lm.compress of functions with side effects and of linear functions, against jax.checkpoint."""
 
+import gc
 import warnings
 from functools import partial
 
@@ -326,3 +327,31 @@ def test_hypot_with_everything_saveable():
                 )
                 got, want = (gradients(f, x, y)[1] for f in (run, function))
                 assert error(got, want) < 0.05
+
+
+def test_a_policy_is_not_recognized_by_its_identity():
+    def block(w, x):
+        return jnp.sin(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))(x) @ w)
+
+    def saved(policy):
+        run = lm.compress(block, policy=policy)
+        return lm.memory.saved_bytes(lambda w, x: jnp.sum(run(w, x)), W, X)
+
+    # The checkpoint inside keeps its own policy, as in plain JAX.
+    assert saved(lm.everything_saveable) == saved(lambda *_, **__: True)
+    assert saved(lm.everything_saveable) < saved(lm.products_saveable)
+
+
+def test_clear_caches_frees_the_derivatives():
+    def jaxprs():
+        gc.collect()
+        return sum(type(each).__name__ == "Jaxpr" for each in gc.get_objects())
+
+    run = lm.compress(lambda w, x: jnp.sin(x @ w) @ w)
+    jax.clear_caches()
+    before = jaxprs()
+    for rows in range(1, 9):
+        jax.grad(lambda w, rows=rows: jnp.sum(run(w, X[:rows])))(W)
+    after = jaxprs()
+    jax.clear_caches()
+    assert after > before + 8 and jaxprs() <= before

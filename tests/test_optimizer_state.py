@@ -61,7 +61,7 @@ OPTIMIZERS = {
     "masked": (optax.masked(ADAM, {"kernel": True, "bias": False}), MOMENTS),
     "clipped": (optax.chain(optax.clip_by_global_norm(1.0), ADAM), MOMENTS),
     "MultiSteps": (
-        optax.MultiSteps(ADAM, 2), {"mu": "int8", "nu": "int8", "acc_grads": "int8"}
+        optax.MultiSteps(ADAM, 2), {"mu": "int8", "nu": "uint8", "acc_grads": "int8"}
     ),
     "schedule-free": (contrib.schedule_free_adamw(1e-3), {"nu": "uint8", "z": "float32"}),
     "prodigy": (

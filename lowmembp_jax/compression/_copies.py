@@ -37,7 +37,7 @@ def with_copies(jaxpr: core.Jaxpr, linear: list[bool]) -> core.Jaxpr:
         elif eqn.primitive is store_p and eqn.outvars[0] in twice:
             own[eqn.outvars[0]] = copy = core.Var(eqn.outvars[0].aval)
             eqn = eqn.replace(outvars=[*eqn.outvars, copy], params=eqn.params | {"times": 2})
-        elif rules.is_elementwise(eqn) and any(var in own for var in jaxprs.variables(eqn)):
+        elif rules.rule(eqn).elementwise and any(var in own for var in jaxprs.variables(eqn)):
             own |= {var: core.Var(var.aval) for var in eqn.outvars}
             read = [_get(own, atom) for atom in eqn.invars]
             new.append(eqn)
@@ -59,7 +59,7 @@ def _spread(jaxpr: core.Jaxpr, linear: list[bool]) -> set[int]:
         if tangents.isdisjoint(read):
             continue
         tangents.update(eqn.outvars)
-        if not broadcast.isdisjoint(read) and rules.is_elementwise(eqn):
+        if not broadcast.isdisjoint(read) and rules.rule(eqn).elementwise:
             numbers.add(number)
             broadcast.update(eqn.outvars)
         elif operation(eqn) == "broadcast_in_dim":
@@ -77,9 +77,9 @@ def _read_expensively(jaxpr: core.Jaxpr, spread: set[int]) -> set[Any]:
             found.update(*(stored[var] for var in read if var in expensive))
         elif eqn.primitive is store_p and not eqn.params["format"].is_exact:
             stored[eqn.outvars[0]] = frozenset(eqn.outvars)
-        elif read and rules.is_elementwise(eqn):
+        elif read and rules.rule(eqn).elementwise:
             either = frozenset[Any]().union(*(stored[var] for var in read))
             stored |= dict.fromkeys(eqn.outvars, either)
-            if operation(eqn) in rules.EXPENSIVE or not expensive.isdisjoint(read):
+            if rules.rule(eqn).expensive or not expensive.isdisjoint(read):
                 expensive.update(eqn.outvars)
     return found

@@ -43,16 +43,23 @@ class Need(NamedTuple):
     Attributes:
       level: NOT, ROUNDED, WHOLE or EXACT.
       name: the `checkpoint_name` that it gets later.
+      saved: the policy saves it by this name.
       rows: the rows of the statistic of it that the backward needs.
     """
 
     level: int = NOT
     name: str | None = None
+    saved: bool = False
     rows: Rows | None = None
 
     def join(self, other: "Need") -> "Need":
         """Combines the needs of two readers; `other` reads later in the function."""
-        return Need(max(self.level, other.level), self.name or other.name, self.rows or other.rows)
+        return Need(
+            max(self.level, other.level),
+            self.name or other.name,
+            self.saved or other.saved,
+            self.rows or other.rows,
+        )
 
 
 @dataclass
@@ -100,7 +107,7 @@ class Marker:
           given: the facts about its inputs.
           wanted: which of its outputs are tangents.
         """
-        jaxpr = jaxprs.without_calls_of(jaxpr, rules.is_elementwise)
+        jaxpr = jaxprs.without_calls_of(jaxpr, lambda eqn: rules.rule(eqn).elementwise)
         needs = [Need(ROUNDED if one else NOT) for one in wanted]
         facts = find_facts(jaxpr, given, self.policy)
         decisions = _Decisions(self, jaxpr, facts)
@@ -131,8 +138,7 @@ class Marker:
         storage = self.formats.get(need.name if is_named else None)
         if not fact.lossy or (is_statistic and not is_named):
             storage = None
-        is_unit = fact.bounds[0] >= 0 and fact.bounds[1] <= 1
-        return Format.of(var.aval, storage, self.owner, need.rows, is_unit)
+        return Format.of(var.aval, storage, self.owner, need.rows, fact.unit is not None)
 
 
 class _Decisions:
@@ -172,7 +178,8 @@ class _Decisions:
             elif any(fact.linear for fact in read):
                 levels = self.as_read(eqn, read)
                 for i, (atom, fact) in enumerate(zip(eqn.invars, read, strict=True)):
-                    level = WHOLE if rules.is_statistic(eqn, i) else levels[i]
+                    is_statistic = rules.rule(eqn).statistic == i - len(read)
+                    level = WHOLE if is_statistic else levels[i]
                     self.need(atom, Need(ROUNDED if fact.linear else level))
             else:
                 self.of_forward(number, eqn, read, results)
@@ -191,9 +198,10 @@ class _Decisions:
             self.needs[atom] = need.join(self.needed(atom))
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
-        may = rules.may_round(eqn, [fact.bounds for fact in read])
-        # A recomputed softmax must divide by the sum of the same rounded numbers.
-        may = [one or fact.normalizer for one, fact in zip(may, read, strict=True)]
+        may = [
+            fact.normalizer or rules.may_round(eqn, i, fact.shifted is not None)
+            for i, fact in enumerate(read)
+        ]
         return [ROUNDED if one else EXACT for one in may]
 
     def of_bodies(self, number: int, eqn: core.JaxprEqn, wanted: list[Need]) -> None:
@@ -248,11 +256,11 @@ class _Decisions:
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
         needs += [Need(ROUNDED)] * (len(eqn.invars) - count)  # the tangents
         for atom, need in zip(eqn.invars, needs, strict=True):
-            self.need(atom, need._replace(name=None))
+            self.need(atom, need._replace(name=None, saved=False))
 
     def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
         """Stores results, or needs the operands to recompute the results."""
-        rest = [Need(NOT, need.name, need.rows) for need in results]
+        rest = [need._replace(level=NOT) for need in results]
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Recomputed from rounded numbers, a choice could come out differently.
@@ -263,19 +271,22 @@ class _Decisions:
                 else:
                     self.plan.stores[var] = format
         most = max(need.level for need in rest)
-        if operation(eqn) in rules.PASSED or operation(eqn) == "optimization_barrier":
+        if rules.rule(eqn).passes or operation(eqn) == "optimization_barrier":
             # Each result is the operand with the same number.
             for atom, need in zip(eqn.invars, rest, strict=False):
                 rows = _before(need.rows, eqn, atom)
-                name = checkpoint_name_of(eqn) or need.name
-                self.need(atom, Need(need.level, name if need.level else None, rows))
+                own = checkpoint_name_of(eqn)
+                saved = need.saved or (own is not None and number in self.facts.saved)
+                name = own or need.name
+                new = Need(need.level, name, saved, rows) if need.level else Need(rows=rows)
+                self.need(atom, new)
             return
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
         for atom, level in zip(eqn.invars, levels, strict=True):
             rows = _before(rest[0].rows, eqn, atom)
-            if operation(eqn) in rules.REDUCTIONS and results[0].level:
+            if rules.rule(eqn).reduces and results[0].level:
                 rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
-            self.need(atom, Need(EXACT if most == EXACT else level, None, rows))
+            self.need(atom, Need(EXACT if most == EXACT else level, rows=rows))
 
     def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
         """The format of a result, or None if it is recomputed."""
@@ -300,10 +311,11 @@ class _Decisions:
             return None
         if self.replaces_terms(eqn, read, need):
             return self.marker.format(var, fact, need)
-        is_softmax = name == "exp" and bool(read[0].shifted) and read[0].at_hand
-        if number in self.facts.saved or is_softmax or var in self.facts.named:
+        is_softmax = fact.unit is not None and name in ("exp", "exp2") and read[0].at_hand
+        is_saved = need.saved or number in self.facts.saved
+        if is_softmax or (is_saved and (not rules.rule(eqn).passes or _narrows(eqn, need))):
             return self.marker.format(var, fact, need)
-        if need.level == EXACT and fact.lossy and name in rules.REDUCTIONS:
+        if need.level == EXACT and fact.lossy and rules.rule(eqn).reduces:
             return exact
         return None
 
@@ -328,7 +340,7 @@ class _Decisions:
 
 def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
     """Converts rows of an elementwise equation's result to rows of its operand."""
-    if rows is None or not rules.is_elementwise(eqn) or isinstance(atom, core.Literal):
+    if rows is None or not rules.rule(eqn).elementwise or isinstance(atom, core.Literal):
         return None
     if atom.aval.size != math.prod(rows.shape):
         return None
@@ -355,6 +367,13 @@ def _converted(rows: Rows | None, given: Any, to: Any) -> Rows | None:
     if new[1:] == shape:  # out of a scan
         return Rows((new[0], *rows.shape), tuple(axis + 1 for axis in rows.axes))
     return None
+
+
+def _narrows(eqn: Any, need: Need) -> bool:
+    """Whether an equation casts to a smaller dtype an array that is saved by its name."""
+    if not need.saved or operation(eqn) != "convert_element_type":
+        return False
+    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
 
 
 def _is_inexact(atom: Any) -> bool:

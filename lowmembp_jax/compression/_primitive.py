@@ -20,6 +20,7 @@ from lowmembp_jax._jax_internals import (
     fancy_transposes,
     has_effects,
     is_reference,
+    weakref_lru_cache,
 )
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
@@ -35,14 +36,12 @@ class How:
       marker: inserts `store` into the jaxpr's derivative.
       is_param: which inputs are parameters.
       prevent_cse: as in `jax.checkpoint`.
-      marked: the derivatives, by jaxpr, differentiated inputs and types.
       others: a `How` for jaxprs with other inputs, by their `is_param`.
     """
 
     marker: Marker
     is_param: tuple[bool, ...]
     prevent_cse: bool
-    marked: dict[Any, Any] = field(default_factory=dict)
     others: dict[tuple[bool, ...], "How"] = field(default_factory=dict)
 
     def bind(self, args, jaxpr):
@@ -157,15 +156,20 @@ def _partial_eval(trace, *tracers, jaxpr, how):
 partial_eval.custom_partial_eval_rules[compress_p] = _partial_eval
 
 
+@weakref_lru_cache
+def _derivatives(jaxpr) -> dict[Any, Any]:
+    """The derivatives of a jaxpr, by `How`, differentiated inputs and types."""
+    return {}
+
+
 def _jvp(primals, tangents, *, jaxpr, how):
     varied = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
     given = list(primals), [tangents[i] for i in varied]
     leaves = jax.tree.leaves(given)
-    key = id(jaxpr), varied, tuple(map(jax.typeof, leaves))
-    if key not in how.marked:
-        # The entry holds the jaxpr, so that no other jaxpr can get its id.
-        how.marked[key] = jaxpr, _differentiated(*given, varied, jaxpr, how)
-    body, consts, is_real = how.marked[key][1]
+    known, key = _derivatives(jaxpr), (how, varied, tuple(map(jax.typeof, leaves)))
+    if key not in known:
+        known[key] = _differentiated(*given, varied, jaxpr, how)
+    body, consts, is_real = known[key]
     count = len(jaxpr.outvars)
     results = how.checkpoint([*consts, *leaves], body, only_stored)
     y, dy = results[:count], iter(results[count:])

@@ -1,11 +1,12 @@
 """The one way to walk nested jaxprs: the bodies of an equation, their inputs and outputs."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+
+from lowmembp_jax._jax_internals import weakref_lru_cache
 
 # The primitives that run one jaxpr on their operands. Other primitives with jaxprs, such as
 # `reduce`, `while` and kernels, use them in another way and are opaque.
@@ -77,7 +78,7 @@ def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
     return [i - first if is_whole and i >= first else None for i, is_whole in enumerate(read)]
 
 
-@functools.lru_cache(maxsize=1024)
+@weakref_lru_cache
 def without_consts(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """Makes the constants the first inputs; returns the same object for the same jaxpr."""
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

@@ -1,119 +1,124 @@
-"""The one table of primitives: which operands an equation may read rounded.
+"""The one table of primitives: which operands an equation may read rounded, and what it computes.
 
 An equation may read a rounded operand if the error stays in proportion. This holds for products,
-linear operations, and elementwise functions whose slope is at most about 1 in every range. It holds
-for steep functions if the operand is in an interval where they are not steep. Every other equation
-reads exact numbers, so an unlisted primitive is safe.
+linear operations, and elementwise functions whose slope is at most about 1 in every range. Every
+other equation reads exact numbers, so an unlisted primitive is safe.
 """
 
-import math
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
-from lowmembp_jax.policies import products_saveable
 
-Interval = tuple[float, float]
-ANYWHERE: Interval = (-math.inf, math.inf)
+ALL = -1
 
-#: The results are the operands in another shape, dtype or memory, so storing them gains nothing.
-PASSED = frozenset((
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "mesh_cast",
-    "name", "neg", "pcast", "pvary", "reduce_precision", "reshard",
-    "reshape", "rev", "sharding_constraint", "squeeze", "stop_gradient", "transpose",
-))  # fmt: skip
 
-#: Each number of the results is computed from many numbers.
-REDUCTIONS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum"))
+class Rule(NamedTuple):
+    """The facts about a primitive.
 
-#: The results are random integers. Drawing them again takes longer than reading 2 bits.
-RANDOM = frozenset(("random_bits", "rng_bit_generator", "threefry2x32"))
+    Attributes:
+      exact: the operand that must be exact; ALL for all operands, None for no operand.
+      passes: the results are the operands in another shape, dtype or memory, so storing them gains
+        nothing.
+      reduces: each number of the results is computed from many numbers.
+      elementwise: each element of the results depends only on the operands' elements in its place.
+      expensive: XLA does not fuse it into kernels that sum.
+      product: it takes a matrix product, a convolution, a kernel or a collective.
+      random: its results are random integers. Drawing them again takes longer than reading 2 bits.
+      statistic: the operand, counted from the end, that is a statistic of the others and is stored
+        unrounded.
+    """
 
-_SMOOTH = PASSED | frozenset((
-    # Products and other operations that are linear in each operand.
-    "add", "add_any", "all_gather", "all_gather_invariant", "all_to_all", "concatenate",
-    "conv_general_dilated", "cumsum", "dot_general", "dynamic_slice", "dynamic_update_slice",
-    "fft", "gather", "imag", "complex", "conj", "mul", "optimization_barrier", "pad", "ppermute",
-    "psum", "psum2", "psum_invariant", "ragged_all_to_all", "ragged_dot", "ragged_dot_general",
-    "real", "reduce_scatter", "reduce_sum", "reduce_window_sum", "scatter", "scatter-add",
-    "scatter_add",
-    "select_and_scatter_add", "select_n", "slice", "split", "stack", "sub", "tile", "unstack",
-    # Elementwise functions whose slope is bounded and depends only on the ratio of numbers.
-    "abs", "asinh", "atan", "clamp", "erf", "erfc", "exp_neg_sq", "logaddexp", "logistic", "max",
-    "min", "one_minus_square", "pmax", "pmin", "reduce_max", "reduce_min", "square", "tanh",
-    # Attention kernels, which compute their softmax from products.
-    "dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper",
-))  # fmt: skip
+    exact: int | None = None
+    passes: bool = False
+    reduces: bool = False
+    elementwise: bool = False
+    expensive: bool = False
+    product: bool = False
+    random: bool = False
+    statistic: int | None = None
 
-#: Elementwise functions that XLA does not fuse into kernels that sum.
-EXPENSIVE = frozenset((
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "exp_neg_sq", "expm1", "log", "log1p", "logaddexp",
-    "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
-))  # fmt: skip
-ELEMENTWISE = EXPENSIVE | frozenset((
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy",
-    "div", "eq", "expand_dims", "ge", "gt", "integer_pow", "is_finite", "le", "lt", "max", "min",
-    "mul", "name", "ne", "neg", "not", "one_minus_square", "or", "reduce_precision", "reshape",
-    "select_n", "sign", "square", "squeeze", "stop_gradient", "sub", "transpose",
-))  # fmt: skip
 
-# Steep functions: the operand's number, and its interval in which their slope is at most 1.
-_STEEP: dict[str, tuple[int, Interval]] = {
-    "exp": (0, (-math.inf, 0)),
-    "exp2": (0, (-math.inf, 0)),
-    "expm1": (0, (-math.inf, 0)),
-    "log": (0, (1, 2)),
-    "log1p": (0, (0, 1)),
-    "rsqrt": (0, (1, 2)),
-    "sqrt": (0, (1, 2)),
-    "div": (1, (1, 2)),
-}
+_UNKNOWN = Rule(exact=ALL)
+_SLOPE_1 = Rule(elementwise=True, expensive=True)
+_STEEP = Rule(exact=ALL, elementwise=True, expensive=True)
+#: By operation: a primitive, or a function of JAX that is a custom JVP.
+RULES: dict[str, Rule] = {}
 
-# Operands that are statistics of the other operands, which are stored unrounded: the logsumexp of
-# cuDNN's attention.
-_STATISTIC = {"dot_product_attention_bwd_wrapper": -3}
+
+def _add(names: str, rule: Rule) -> None:
+    RULES.update(dict.fromkeys(names.split(), rule))
+
+
+_add("copy_p mesh_cast pcast pvary reshard rev sharding_constraint", Rule(passes=True))
+_add(
+    "broadcast_in_dim convert_element_type copy expand_dims name neg reduce_precision reshape "
+    "squeeze stop_gradient transpose",
+    Rule(passes=True, elementwise=True),
+)
+# Linear in each operand, or with a slope of at most 1.
+_add(
+    "all_gather all_gather_invariant complex concatenate conj cumsum dynamic_slice "
+    "dynamic_update_slice fft gather imag optimization_barrier pad psum2 ragged_dot real "
+    "reduce_window_sum scatter scatter-add scatter_add select_and_scatter_add slice split stack "
+    "tile unstack",
+    Rule(),
+)
+_add("reduce_max reduce_min reduce_sum", Rule(reduces=True))
+_add(
+    "abs add add_any clamp max min mul select_n one_minus_square square sub", Rule(elementwise=True)
+)
+_add("asinh atan erf erfc exp_neg_sq logaddexp logistic tanh", _SLOPE_1)
+_add(
+    "all_to_all conv_general_dilated dot_general pmax pmin ppermute psum psum_invariant "
+    "ragged_all_to_all ragged_dot_general reduce_scatter",
+    Rule(product=True),
+)
+# Attention kernels, which compute their softmax from products.
+RULES["dot_product_attention_fwd_wrapper"] = Rule(product=True)
+RULES["dot_product_attention_bwd_wrapper"] = Rule(statistic=-3)  # the logsumexp
+# These read exact numbers.
+_add(
+    "acos acosh asin atan2 atanh cbrt cos cosh erf_inv exp exp2 expm1 log log1p pow rsqrt sin sinh "
+    "sqrt tan",
+    _STEEP,
+)
+_add("and eq ge gt integer_pow is_finite le lt ne not or sign", Rule(exact=ALL, elementwise=True))
+_add("random_bits rng_bit_generator threefry2x32", Rule(exact=ALL, random=True))
+_add(
+    "custom_partitioning dot_product_attention_fp8_fwd_wrapper ffi_call pallas_call "
+    "scaled_matmul_wrapper triton_kernel_call",
+    Rule(exact=ALL, product=True),
+)
+RULES["reduce_prod"] = Rule(exact=ALL, reduces=True)
+RULES["div"] = Rule(exact=1, elementwise=True)
+
+
+def rule(eqn: core.JaxprEqn) -> Rule:
+    """The rule of an equation's operation."""
+    return RULES.get(operation(eqn), _UNKNOWN)
 
 
 def is_known(eqn: core.JaxprEqn) -> bool:
-    """Whether the table has the equation, so that the body of a JAX function is not needed."""
-    return operation(eqn) in _SMOOTH
-
-
-def is_elementwise(eqn: core.JaxprEqn) -> bool:
-    """Whether each element of the results depends only on the operands' elements in its place."""
-    return operation(eqn) in ELEMENTWISE
+    """Whether the equation may read rounded numbers, so that no body needs to be looked into."""
+    return rule(eqn).exact is None
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
     """Whether it costs little to compute the results again: they are no products or reductions."""
-    return not products_saveable(eqn.primitive) and operation(eqn) not in REDUCTIONS
+    return not (rule(eqn).product or rule(eqn).reduces)
 
 
-def may_round(eqn: core.JaxprEqn, bounds: Sequence[Interval]) -> list[bool]:
-    """For each operand, whether the equation may read it rounded.
+def may_round(eqn: core.JaxprEqn, operand: int, is_shifted: bool) -> bool:
+    """Whether the equation may read an operand rounded.
 
     Args:
-      bounds: for each operand, the interval that contains its elements.
+      is_shifted: whether the operand is x - max(x), so that it is not positive. The slope of its
+        exp is at most 1.
     """
-    name, count = operation(eqn), len(eqn.invars)
-    if name == "integer_pow":
-        power = eqn.params["y"]
-        return [0 <= power <= 4 or (power < 0 and _within(bounds[0], (1, 2)))]
-    if name in _STEEP:
-        operand, interval = _STEEP[name]
-        may = [True] * count
-        may[operand] = _within(bounds[operand], interval)
-        return may
-    return [name in _SMOOTH] * count
-
-
-def is_statistic(eqn: core.JaxprEqn, operand: int) -> bool:
-    """Whether an operand is a statistic of the other operands, which is stored unrounded."""
-    place = _STATISTIC.get(operation(eqn))
-    return place is not None and operand == len(eqn.invars) + place
-
-
-def _within(bounds: Interval, interval: Interval) -> bool:
-    return interval[0] <= bounds[0] and bounds[1] <= interval[1]
+    if operation(eqn) == "integer_pow":
+        return 0 <= eqn.params["y"] <= 4
+    if is_shifted and operation(eqn) in ("exp", "exp2", "expm1"):
+        return True
+    return rule(eqn).exact not in (ALL, operand)
