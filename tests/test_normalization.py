@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import only_interpreted, quick_jit, run_in_triton_interpreter
-from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
@@ -170,25 +169,6 @@ class Norms:
                 one = run(x[i, j], scale[i] if batched_scale else scale)
                 for a, b in zip(got, one, strict=True):
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
-
-    @each_op
-    def test_vmap_over_an_empty_axis(self, name):
-        x, scale = jnp.ones((0, 3, 5)), affine(name, 5)
-        dx, *rest = gradients(jax.vmap(self.op(name), (0, *(None,) * len(scale))), x, *scale)
-        assert dx.shape == x.shape
-        assert all((gradient == jnp.zeros(5)).all() for gradient in rest)
-
-    @each_op
-    def test_transformations_agree(self, name):
-        x = jax.random.normal(jax.random.key(0), (4, 6, 64))
-        args, op = (x, *affine(name, 64)), self.op(name)
-        want = gradients(op, *args)
-        for transformed in (
-            jax.jit(jax.checkpoint(op, policy=lm.checkpoint_policy())),
-            lambda x, *p: lax.map(lambda x: jax.checkpoint(op)(x, *p), x),
-        ):
-            for a, b in zip(gradients(transformed, *args), want, strict=True):
-                np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-4)
 
 
 class TestXLA(Norms):

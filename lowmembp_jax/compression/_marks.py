@@ -199,8 +199,7 @@ class _Decisions:
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
         may = [
-            fact.normalizer or rules.may_round(eqn, i, fact.shifted is not None)
-            for i, fact in enumerate(read)
+            fact.normalizer or rules.may_round(eqn, i, fact.signs) for i, fact in enumerate(read)
         ]
         return [ROUNDED if one else EXACT for one in may]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
 
@@ -14,13 +15,13 @@ from lowmembp_jax.compression import jaxprs, rules
 Policy = Callable[..., Any]
 
 
-class Maximum(NamedTuple):
-    """The largest elements of a variable over some of its axes.
+class Place(NamedTuple):
+    """The elements of a variable, as another array holds them or is not below them.
 
     Attributes:
       of: the variable.
-      axes: the axis of `of` for each axis of the maximum, or None for an axis over which the
-        maximum is broadcast.
+      axes: the axis of `of` for each axis of the other array, or None for an axis along which the
+        other array is broadcast.
     """
 
     of: Any
@@ -35,7 +36,9 @@ class Fact(NamedTuple):
       varied: depends on a differentiated input.
       linear: depends on a tangent, so the backward computes it instead of the forward.
       random: depends on random numbers.
-      maximum: the variable holds these maxima.
+      signs: whether no element is below 0, and whether none is above 0.
+      root: the variable with the same elements in the same places.
+      above: places whose elements are not larger, such as all elements below a maximum.
       shifted: the axes of the maximum, if this is x - max(x), which is not positive.
       unit: the same axes, if this is the exp of such a variable, between 0 and 1.
       normalizer: is the sum of such an exp over these axes, recomputed from rounded numbers. It is
@@ -50,7 +53,9 @@ class Fact(NamedTuple):
     varied: bool = False
     linear: bool = False
     random: bool = False
-    maximum: Maximum | None = None
+    signs: tuple[bool, bool] = (False, False)
+    root: Any = None
+    above: frozenset[Place] = frozenset()
     shifted: frozenset[int] | None = None
     unit: frozenset[int] | None = None
     normalizer: bool = False
@@ -83,7 +88,10 @@ class Facts(NamedTuple):
 
 
 def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
-    return Fact() if isinstance(atom, core.Literal) else of.get(atom, Fact())
+    if isinstance(atom, core.Literal):
+        is_real = np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val)
+        return Fact(signs=(bool(atom.val >= 0), bool(atom.val <= 0)) if is_real else (False, False))
+    return of.get(atom, Fact())
 
 
 def of_any(read: Sequence[Fact]) -> Fact:
@@ -106,7 +114,8 @@ def find_facts(
     """
     found = Facts({}, {}, set())
     for var, fact in zip(jaxpr.invars, given, strict=True):
-        found.of[var] = fact._replace(exact=fact.exact or var in exact)
+        found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
+    infinite = set[Any]()
     for number, eqn in enumerate(jaxpr.eqns):
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
@@ -114,10 +123,20 @@ def find_facts(
         else:
             if is_saved := _saves(policy, eqn):
                 found.saved.add(number)
-            results = _of_results(eqn, found.read(eqn), is_saved)
+            read = found.read(eqn)
+            results = _of_results(eqn, read, is_saved)
+            if operation(eqn) == "eq" and any(map(_is_infinity, eqn.invars)):
+                infinite.add(eqn.outvars[0])
+            elif operation(eqn) == "select_n" and not infinite.isdisjoint(jaxprs.variables(eqn)):
+                # JAX replaces infinite numbers by 0 before it subtracts.
+                results = [results[0]._replace(root=read[1].root, above=read[1].above)]
         for var, fact in zip(eqn.outvars, results, strict=True):
-            found.of[var] = fact._replace(exact=fact.exact or var in exact)
+            found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
     return found
+
+
+def _is_infinity(atom: Any) -> bool:
+    return isinstance(atom, core.Literal) and np.ndim(atom.val) == 0 and atom.val == np.inf
 
 
 def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> list[Fact]:
@@ -165,7 +184,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     if either.linear:
         return [either] * len(eqn.outvars)
     if operation(eqn) == "optimization_barrier":
-        return [fact._replace(maximum=None, shifted=None) for fact in read]
+        return [fact._replace(root=None, above=frozenset(), shifted=None) for fact in read]
     first = read[0] if read else Fact()
     is_saved = is_saved and (not rule.passes or operation(eqn) == "name")
     ours = [fact for fact in read if fact.activation]
@@ -178,14 +197,17 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
     is_exp = operation(eqn) in ("exp", "exp2")
+    shifted = _shifted(first.root, read[1].above) if operation(eqn) == "sub" else None
     keeps = rule.passes and operation(eqn) not in ("neg", "transpose")
     # A recomputed softmax must divide by the sum of the same rounded numbers.
     is_sum = operation(eqn) == "reduce_sum" and first.unit is not None and not first.at_hand
     is_normalizer = is_sum and first.unit <= {*eqn.params["axes"]}
     own = either._replace(
-        maximum=_maximum(eqn, read),
-        shifted=_shifted(eqn, read[1].maximum) if operation(eqn) == "sub" else None,
-        unit=first.shifted if is_exp else first.unit if keeps else None,
+        signs=(False, True) if shifted is not None else _signs(eqn, read),
+        root=first.root if keeps and _is_in_place(eqn) else None,
+        above=_above(eqn, read),
+        shifted=shifted,
+        unit=(first.shifted or None) if is_exp else first.unit if keeps else None,
         normalizer=is_normalizer or (rule.passes and first.normalizer),
         reduced=(rule.reduces and not is_normalizer)
         or (
@@ -207,34 +229,63 @@ def are_exact(read: Sequence[Fact]) -> bool:
     return bool(lossy) and all(fact.exact for fact in lossy)
 
 
-def _maximum(eqn: Any, read: Sequence[Fact]) -> Maximum | None:
-    """The maximum that the first result holds, if this is known."""
-    name, given = operation(eqn), read[0].maximum if read else None
+def _signs(eqn: Any, read: Sequence[Fact]) -> tuple[bool, bool]:
+    """The signs of the first result, see `Fact`."""
+    name, every = operation(eqn), [fact.signs for fact in read]
+    is_even = name == "integer_pow" and eqn.params["y"] % 2 == 0
+    is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    if is_even or is_square or name in ("abs", "exp", "exp2", "exp_neg_sq", "logistic", "square"):
+        return True, False
+    if name == "neg" or rules.rule(eqn).passes:
+        return every[0][::-1] if name == "neg" else every[0]
+    if name == "select_n":
+        return all(up for up, _ in every[1:]), all(down for _, down in every[1:])
+    if name not in ("add", "add_any", "div", "logaddexp", "max", "mul", "sub"):
+        return False, False
+    (up, down), (up2, down2) = every
+    if name in ("mul", "div"):
+        return (up and up2) or (down and down2), (up and down2) or (down and up2)
+    if name in ("max", "logaddexp"):
+        return up or up2, name == "max" and down and down2
+    return (up and down2, down and up2) if name == "sub" else (up and up2, down and down2)
+
+
+def _is_in_place(eqn: Any) -> bool:
+    """Whether an equation that passes on its operand leaves each element in its place."""
+    is_same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return is_same and operation(eqn) not in ("rev", "transpose")
+
+
+def _above(eqn: Any, read: Sequence[Fact]) -> frozenset[Place]:
+    """The places whose elements are not larger than those of the first result."""
+    name, ndim = operation(eqn), len(eqn.outvars[0].aval.shape)
     if name == "reduce_max":
-        x = eqn.invars[0]
-        kept = (i for i in range(len(x.aval.shape)) if i not in eqn.params["axes"])
-        return Maximum(x, tuple(kept))
-    if name == "select_n" and len(read) == 3:  # where(isfinite(maximum), maximum, 0)
-        return read[2].maximum if isinstance(eqn.invars[1], core.Literal) else None
-    if given is None or not rules.rule(eqn).passes:
-        return None
-    shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        axes = range(len(eqn.invars[0].aval.shape))
+        kept = tuple(axis for axis in axes if axis not in eqn.params["axes"])
+        return frozenset((Place(read[0].root, kept),))
+    if name in ("logaddexp", "max", "pmax"):
+        own = (Place(fact.root, tuple(range(ndim))) for fact in read if fact.root)
+        return frozenset(own).union(*(fact.above for fact in read))
+    if not rules.rule(eqn).passes or name == "neg" or not read[0].above:
+        return frozenset()
     if name == "broadcast_in_dim":
-        axes: list[int | None] = [None] * len(new)
-        for i, to in enumerate(eqn.params["broadcast_dimensions"]):
-            axes[to] = given.axes[i] if shape[i] == new[to] else None
-        return given._replace(axes=tuple(axes))
-    is_same = shape == new and name in ("name", "stop_gradient", "copy", "pvary", "pcast")
-    return given if is_same else None
+        shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        to: list[int | None] = [None] * ndim
+        for i, axis in enumerate(eqn.params["broadcast_dimensions"]):
+            to[axis] = i if shape[i] == new[axis] else None
+        return frozenset(
+            Place(of, tuple(None if i is None else axes[i] for i in to))
+            for of, axes in read[0].above
+        )
+    return read[0].above if _is_in_place(eqn) else frozenset()
 
 
-def _shifted(eqn: Any, maximum: Maximum | None) -> frozenset[int] | None:
-    """The axes of the second operand, a maximum of the first over elements that include its own."""
-    if maximum is None or maximum.of is not eqn.invars[0]:
-        return None
-    if any(axis not in (None, place) for place, axis in enumerate(maximum.axes)):
-        return None
-    return frozenset(place for place, axis in enumerate(maximum.axes) if axis is None)
+def _shifted(root: Any, above: frozenset[Place]) -> frozenset[int] | None:
+    """The axes over which the maximum is taken, if one of its places has the root's elements."""
+    for of, axes in above:
+        if of is root and all(axis in (None, i) for i, axis in enumerate(axes)):
+            return frozenset(i for i, axis in enumerate(axes) if axis is None)
+    return None
 
 
 def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:

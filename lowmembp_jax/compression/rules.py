@@ -110,15 +110,15 @@ def is_cheap(eqn: core.JaxprEqn) -> bool:
     return not (rule(eqn).product or rule(eqn).reduces)
 
 
-def may_round(eqn: core.JaxprEqn, operand: int, is_shifted: bool) -> bool:
+def may_round(eqn: core.JaxprEqn, operand: int, signs: tuple[bool, bool]) -> bool:
     """Whether the equation may read an operand rounded.
 
     Args:
-      is_shifted: whether the operand is x - max(x), so that it is not positive. The slope of its
-        exp is at most 1.
+      signs: whether no element of the operand is below 0, and whether none is above 0. The slope
+        of exp is at most 1 below 0, and the slope of log1p above 0.
     """
     if operation(eqn) == "integer_pow":
         return 0 <= eqn.params["y"] <= 4
-    if is_shifted and operation(eqn) in ("exp", "exp2", "expm1"):
+    if signs[operation(eqn) != "log1p"] and operation(eqn) in ("exp", "exp2", "expm1", "log1p"):
         return True
     return rule(eqn).exact not in (ALL, operand)
