@@ -10,6 +10,7 @@ This takes some 5 minutes on 2 cores. Name methods to measure only these.
 """
 
 import argparse
+import dataclasses
 import os
 from functools import partial
 from typing import Any
@@ -27,7 +28,8 @@ from lowmembp_jax.models.layers import Compute, remat_layer, run_layers
 from lowmembp_jax.models.methods import METHODS
 
 OUTPUT, DEVICE = FOLDER / "block_memory.json", "h200"
-BATCH, TOKENS, CONFIG = 64, 256, vit.CONFIGS["vit-b16"]
+BATCH, TOKENS = 64, 256
+CONFIG = dataclasses.replace(vit.CONFIGS["vit-b16"], hidden_act="gelu_pytorch_tanh")
 #: Bytes of one bfloat16 activation of the residual stream's shape.
 UNIT = BATCH * TOKENS * CONFIG.hidden_size * 2
 
