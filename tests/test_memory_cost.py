@@ -12,7 +12,6 @@ import pytest
 from helpers import AS_PUBLISHED
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lowmembp_examples.benchmarks import encoder
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS
@@ -44,17 +43,6 @@ def test_elementwise_reads_and_writes_once():
     assert total.estimated_seconds == pytest.approx(4 * N / rates().bandwidth + LAUNCH_SECONDS)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_codes_are_a_quarter_of_a_byte(implementation):
-    with lm.set_implementation(implementation):
-        total = compiled(lambda x: jax.vjp(lm.regelu2, x), array(4096, 1024))
-    (kernel,) = total.kernels
-    assert (total.bytes_read, total.bytes_written) == (2 * N, 2 * N + N // 4)
-    if implementation == "pallas":
-        assert (kernel.kind, kernel.flops) == ("custom call", 0)
-        assert "the arithmetic of __gpu$xla.gpu.triton is left out" in total.notes[0]
-
-
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "cublas"])
 def test_matrix_product(triton):
     total = compiled(
@@ -76,9 +64,6 @@ def test_matrix_product(triton):
         ("h200", F32, "default", 2, 494.5e12),  # in TF32
         ("h200", F32, "highest", 2, 67e12),
         ("h200", jnp.int8, "default", 2, 1979e12),
-        ("h200", jnp.float64, "default", 2, 67e12),
-        ("a6000", jnp.float64, "default", 2, 0.6e12),
-        ("h200", jnp.complex64, "default", 8, 67e12),
         ("a6000", jnp.complex128, "default", 8, 0.6e12),
     ],
 )
@@ -98,22 +83,17 @@ def test_time_of_products(device, dtype, precision, flops, rate):
     ("fn", "shapes", "name"),
     [
         (jnp.sort, [(8, 1000)], "sort"),
-        (jnp.linalg.cholesky, [(512, 512)], "cusolver_potrf"),
         (jax.scipy.linalg.solve_triangular, [(512, 512), (512, 512)], "triangularSolve"),
+        (lambda x: jnp.tanh(x.astype(jnp.float64)), [(1024, 1024)], "float64"),
     ],
 )
 def test_arithmetic_that_is_left_out_is_named(fn, shapes, name):
-    total = compiled(fn, *(array(*shape, dtype=F32) for shape in shapes))
+    with jax.enable_x64(True):
+        arrays = [array(*shape, dtype=F32) for shape in shapes]
+        total = compiled(fn, *arrays, device="a6000")
     (note,) = total.notes
     assert name in note and "left out" in note
     assert total.flops == 0
-
-
-def test_float64_elementwise_where_it_is_slow():
-    with jax.enable_x64(True):
-        x = array(1024, 1024, dtype=jnp.float64)
-        assert "float64" in compiled(jnp.tanh, x, device="a6000").notes[0]
-        assert compiled(jnp.tanh, x).notes == ()
 
 
 def test_scan_is_its_layers():
@@ -129,17 +109,6 @@ def test_scan_is_its_layers():
     # Each layer reads a slice of the stack of weights, if only to copy it, and an index.
     assert sum(kernel.bytes_read for kernel in body if "slice" in kernel.op_name) <= 2 * n * n + 8
     assert max(kernel.bytes_read for kernel in body) <= 2 * 2 * n * n + 8
-
-
-def test_stacked_residuals_are_written_slice_by_slice():
-    layers, n = 50, 1024
-
-    def stack(x):
-        return jax.lax.scan(lambda x, _: (jnp.sin(x), x), x, length=layers)[1]
-
-    total = compiled(stack, array(n, n))
-    # Each layer reads and writes the carry and writes a slice; a copy before, nothing stacked.
-    assert total.bytes_moved <= (layers + 2) * 5 * 2 * n * n + layers * 64
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -253,26 +222,3 @@ def test_modules_and_phases():
     assert len(described["kernels"]) == len(total.kernels)
     assert described["estimated_seconds"] == total.estimated_seconds
     assert "kernels" not in total.to_dict(kernels=False)
-
-
-@pytest.mark.slow
-def test_recomputation_and_extra_passes_show():
-    """3 blocks of ViT-B, full tuning."""
-    methods = ("lowmembp_jax", "default", "dots policy", "full remat")
-    totals = {}
-    for method in methods:
-        step, arguments = encoder.training_step(method, "full", False, 3)
-        compiled = lm.memory.compile_for(step, *arguments)
-        totals[method] = lm.memory.cost(compiled, lm.memory.get_device("h200"))
-    moved = [totals[method].bytes_moved for method in methods]
-    assert moved[0] > 8 * 2**30 and moved == sorted(moved) and moved[-1] < 12.5 * 2**30
-    rows, width = 3 * encoder.BATCH * encoder.TOKENS, encoder.HIDDEN
-    attention = 2 * 2 * rows * encoder.HEADS * encoder.TOKENS * encoder.HEAD_DIM
-    assert totals["default"].flops == totals["lowmembp_jax"].flops
-    assert "recomputation" not in totals["lowmembp_jax"].by("phase")
-    assert totals["dots policy"].by("phase")["recomputation"].flops == attention
-    products = 2 * rows * width * (4 * width + encoder.FFN)  # all but the last, which nobody needs
-    assert totals["full remat"].by("phase")["recomputation"].flops == products + attention
-    times = {method: total.estimated_seconds for method, total in totals.items()}
-    assert max(times, key=times.__getitem__) == "full remat"
-    assert min(times, key=times.__getitem__) == "lowmembp_jax"

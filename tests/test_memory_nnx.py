@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.classification.arguments import arguments
+from lowmembp_jax.memory.lowering.arguments import arguments
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.result import PARTS
 
@@ -28,9 +28,6 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return x + lax.optimization_barrier(jnp.tanh(self.up(x)))
-
-
-CALL = Block.__call__
 
 
 class Mlp(nnx.Module):
@@ -112,11 +109,9 @@ def test_steps_are_planned_as_by_hand(donate):
         jitted = nnx.jit(step, donate_argnums=donate)
         memory = lm.memory.compile_for(jitted, model, optimizer, X).memory_analysis()
         assert memory.alias_size_in_bytes >= 3 * WEIGHTS
-    assert "parameters: f32[256,256] model['blocks'][0]['up']['kernel']" in str(plan)
-    at_peak = {buffer.module for buffer in plan.live if buffer.part == "intermediates"}
-    assert at_peak >= {"Mlp/blocks/0", "Mlp/blocks/1"}
-    assert Block.__call__ is CALL and "__call__" not in vars(nnx.Module)  # as they were
-    assert {"Mlp/blocks/0/up", "Mlp/blocks/2/up"} <= plan.cost.by("module").keys()
+    assert "f32[256,256]" in str(plan) and "model['blocks'][0]['up']['kernel']" in str(plan)
+    intermediates = [buffer for buffer in plan.live if buffer.part == "intermediates"]
+    assert intermediates and all(b.source.startswith(__file__) for b in intermediates)
 
 
 @gpu_compiler
@@ -197,20 +192,13 @@ def test_parts_by_the_kind_of_variable():
     assert counts["batch"] == len(jax.tree.leaves(rest))
 
 
-def test_residuals_of_a_loss_by_block():
+def test_residuals_of_a_loss():
     model, optimizer = abstract(Mlp)
     graph, state = nnx.split(model)
     by_hand = lm.memory.residuals(lambda state, x: loss(nnx.merge(graph, state), x), state, X)
     for function in (loss, nnx.jit(loss)):
         table = lm.memory.residuals(function, model, X)
         assert table.total_bytes == by_hand.total_bytes > 3 * ROWS * WIDTH * 4
-        layers = table.by_layer()
-        assert layers["Mlp/blocks/0"] == layers["Mlp/blocks/1"] >= 2 * ROWS * WIDTH * 4
-    # In jax.checkpoint and in a function of one block alike.
-    table = lm.memory.residuals(lambda model, x: jax.checkpoint(model.__call__)(x), model, X)
-    assert set(table.by_layer()) <= {f"Mlp/blocks/{i}" for i in range(3)} | {"Mlp", ""}
-    table = lm.memory.residuals(lambda model, x: model.blocks[0](x), model, X)
-    assert {row.module.split("/up")[0] for row in table.kept} == {"Mlp/blocks/0"}
     with pytest.raises(ValueError, match=r"step computes gradients itself.*give the loss"):
         lm.memory.residuals(nnx.jit(step), model, optimizer, X)
 
@@ -218,8 +206,7 @@ def test_residuals_of_a_loss_by_block():
 def test_residuals_of_variables_that_are_trained():
     """`nnx.Param`s, as by `nnx.grad`, or what `nnx.DiffState` says."""
     model = nnx.eval_shape(Everything)
-    table = lm.memory.residuals(loss, model, IDS)
-    assert {row.op for row in table.kept} >= {"Dropout", "BatchNorm"}
+    assert lm.memory.saved_bytes(loss, model, IDS) > 0  # what it writes is ignored
 
     class Adapted(nnx.Module):
         def __init__(self):

@@ -79,14 +79,6 @@ def test_units_of_the_paper(method, train, pairs, units):
     assert table(method, train).total_bytes == LAYERS * a_block
 
 
-def test_rows_say_what_is_shared():
-    rows = table(OURS, "full").kept
-    outputs = [row for row in rows if row.op == "ms_layer_norm output"]
-    assert len(outputs) == 2 and all(row.shared and row.times == LAYERS for row in outputs)
-    (output,) = (row for row in rows if row.op == "chunked" and row.dtype == "bfloat16")
-    assert set(output.used_by) == {"chunked", "einsum"}
-
-
 @pytest.mark.sample(1)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("method", [PAPER, OURS])

@@ -32,7 +32,6 @@ from lowmembp_examples.models.common import Compute
 from matplotlib.figure import Figure
 
 import lowmembp_jax as lm
-from lowmembp_jax.cli.fit_report import SIGMAS, plot_fit
 
 ROOT = Path(__file__).parents[2]
 #: The activations with shipped tables. The derivatives of the last three are step functions.
@@ -51,6 +50,8 @@ ACTIVATIONS = {
 }
 PUBLISHED = {"gelu": lm.REGELU2_TABLE, "silu": lm.RESILU2_TABLE}
 DIGITS = 5
+# Standard deviations of x.
+SIGMAS = (0.5, 1.0, 2.0)
 LIBRARY = ROOT / "lowmembp_jax" / "operators" / "step_tables.py"
 
 
@@ -124,11 +125,6 @@ def measured(sample: np.ndarray) -> dict[str, Any]:
 
 
 def draw(directory: Path) -> None:
-    for name in ("gelu_erf", "silu", "mish"):
-        tables = {f"{bits} bits": lm.STEP_TABLES[name, bits] for bits in (2, 4)}
-        if name.split("_")[0] in PUBLISHED:
-            tables = {"published, 2 bits": PUBLISHED[name.split("_")[0]], **tables}
-        plot_fit(ACTIVATIONS[name], tables, directory / f"{name}.svg", name)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name in ("gelu_erf", "silu", "mish", "softplus", "elu"):

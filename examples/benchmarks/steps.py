@@ -25,7 +25,7 @@ from lowmembp_examples.trainer.models import MODELS as FAMILIES
 from lowmembp_examples.trainer.models import Layers
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.classification.arguments import Argument, arguments
+from lowmembp_jax.memory.lowering.arguments import Argument, arguments
 
 #: By model, the batch size and the tokens of a text; the most informative model first.
 SIZES = {

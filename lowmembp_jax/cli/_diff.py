@@ -5,8 +5,6 @@ from pathlib import Path
 
 import tyro
 
-from lowmembp_jax.cli._output import print_report
-
 
 @dataclasses.dataclass(frozen=True)
 class DiffCommand:
@@ -21,9 +19,8 @@ class DiffCommand:
 
     def run(self) -> int:
         """Returns the exit status."""
-        from lowmembp_jax.memory.difference import read_plan
-        from lowmembp_jax.memory.report import difference_report
+        from lowmembp_jax.memory.difference import describe, read_plan
 
         before, after = (read_plan(path, self.method) for path in (self.before, self.after))
-        print_report(difference_report(before, after, f"{self.before} and {self.after}"))
+        print(f"{self.before} and {self.after}\n{describe(before, after)}")
         return 0

@@ -61,12 +61,6 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def print_report(report: Any, *written: Path | None) -> None:
-    """Prints a report to stdout, or to stderr if one of the files in `written` is stdout."""
-    from rich.console import Console
-
-    file = sys.stderr if any(map(is_stdout, written)) else sys.stdout
-    if isinstance(report, str):
-        return print(report, file=file)
-    # A file or a pipe has no width: do not break its lines.
-    Console(file=file, width=None if file.isatty() else 200).print(report)
+def print_report(report: str, written: Path | None = None) -> None:
+    """Prints a report to stdout, or to stderr if the file in `written` is stdout."""
+    print(report, file=sys.stderr if is_stdout(written) else sys.stdout)

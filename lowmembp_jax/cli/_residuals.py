@@ -17,15 +17,12 @@ class ResidualsCommand(ModelOptions):
     """The method to save memory."""
     json: Path | None = None
     """Write the table as JSON; - is stdout, and then the printed table goes to stderr."""
-    csv: Path | None = None
-    """Write the table as CSV; - is stdout, and then the printed table goes to stderr."""
 
     def run(self) -> int:
         """Returns the exit status."""
         from lowmembp_jax.memory.saved_residuals.residuals import NotALossError, residuals
 
         check_output("--json", self.json)
-        check_output("--csv", self.csv)
         workload = self.load()(self.method, self.batch, **self.arguments())
         function = workload.loss or workload.step
         args = workload.args if workload.loss_args is None else workload.loss_args
@@ -37,8 +34,7 @@ class ResidualsCommand(ModelOptions):
                 f"--model: {self.model} gives a training step: return the loss that it "
                 "differentiates and the loss's arguments, or a lm.memory.Workload with `loss`"
             ) from error
-        for path, text in ((self.json, table.to_json), (self.csv, table.to_csv)):
-            if path is not None:
-                write_text(path, text())
-        print_report(str(table), self.json, self.csv)
+        if self.json is not None:
+            write_text(self.json, table.to_json())
+        print_report(str(table), self.json)
         return 0

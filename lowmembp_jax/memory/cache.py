@@ -47,8 +47,8 @@ def cached_plan(step: LoweredStep) -> Plan:
 def _key(step: LoweredStep) -> str:
     """A hash of everything that decides the plan: program, sources, compiler and planner."""
     described = (
-        step.lowered.as_text(),
-        _sources(step.lowered.as_text(debug_info=True)),
+        step.lowering.lowered.as_text(),
+        _sources(step.lowering.lowered.as_text(debug_info=True)),
         repr(step.arguments),
         repr((step.memory_fraction, step.link_bandwidth, sorted(step.compiler_options.items()))),
         target_config(step.device.name),

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowmembp_jax._errors import GivenError
+from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import PARTS, Plan
-from lowmembp_jax.memory.roofline.totals import layers_together
+from lowmembp_jax.memory.scopes import layers_together
+from lowmembp_jax.memory.sizes import format_bytes
+
+# The number of modules that the text shows.
+_SHOWN = 15
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,30 @@ class Change:
     def bytes(self) -> int:
         """Growth in bytes."""
         return self.after - self.before
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """The cells of a row: before, after, and the growth with its sign."""
+        sign = "-" if self.bytes < 0 else "+" if self.bytes else ""
+        growth = sign + format_bytes(abs(self.bytes))
+        return format_bytes(self.before), format_bytes(self.after), growth
+
+
+def describe(before: Plan, after: Plan) -> str:
+    """Formats the changes between two plans: by part, and by module at the peak."""
+    head = ("before", "after", "change")
+    parts = [(one.part.replace("_", " "), *one.cells) for one in changes_by_part(before, after)]
+    modules = [
+        (one.part.replace("_", " "), one.where, *one.cells)
+        for one in changes_by_module(before, after)[:_SHOWN]
+    ]
+    lines = [
+        *aligned(("part", *head), *parts, left=("part",)),
+        "",
+        "largest changes at the peak, summed over layers:",
+        *aligned(("part", "from", *head), *modules, left=("part", "from")),
+    ]
+    return "\n".join(lines)
 
 
 def changes_by_part(before: Plan, after: Plan) -> list[Change]:
@@ -69,10 +98,6 @@ def _checked(plan: Plan) -> Plan:
 
 def read_plan(path: Path, method: str | None = None) -> Plan:
     """Reads a plan that `lowmembp plan --json` or `Plan.to_json` wrote.
-
-    Args:
-      path: path of the file.
-      method: the method to read, if the file has several.
 
     Raises:
       GivenError: the file has no plan, or several and `method` names none of them.

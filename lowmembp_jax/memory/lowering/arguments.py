@@ -3,14 +3,17 @@
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
-from lowmembp_jax.memory.classification._roles import Role, roles
-from lowmembp_jax.memory.classification.parts import Part
+from lowmembp_jax.memory.lowering._roles import Role, roles
 from lowmembp_jax.memory.lowering.step_arguments import StepError
+
+Part = Literal[
+    "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
+]
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")
 # These names decide anywhere in a path, whatever the program does with the array.
@@ -37,7 +40,6 @@ class Argument(NamedTuple):
     name: str  # such as "state.params['layer_0']['kernel']"
     part: Part
     shape: tuple[int, ...]  # on all devices together
-    is_trained: bool = False  # the program returns its update or its gradient
 
 
 def argument_names(step: Callable[..., Any], count: int) -> list[str]:
@@ -142,9 +144,7 @@ def arguments(
             inside = () if is_variable(node) else inside
             name = names[path[0].idx] + jax.tree_util.keystr((*path[1:], *inside))
             words = re.findall(r"[A-Za-z_]\w*", name)
-            own_role = next(role)
-            told_part = _part(words, node, own_role, is_training)
+            told_part = _part(words, node, next(role), is_training)
             part = told_part if given is None else _checked(next(given))
-            trains = own_role == "trained" and part == "parameters"
-            result.append(Argument(name, part, tuple(jax.numpy.shape(x)), trains))
+            result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
     return result

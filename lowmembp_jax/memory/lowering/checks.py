@@ -1,20 +1,44 @@
-"""Warns if XLA drops work from a training step because no result needs it."""
+"""Checks that a step can be called, and that XLA drops no work of it."""
 
+import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from jax.interpreters import partial_eval
 
 from lowmembp_jax.compression import jaxprs
-from lowmembp_jax.memory.classification.arguments import Argument
+from lowmembp_jax.memory.lowering.arguments import Argument
+from lowmembp_jax.memory.lowering.step_arguments import StepError
+from lowmembp_jax.memory.scopes import is_backward
+
+
+def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises StepError if `step(*args)` is not a call that JAX can trace."""
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise StepError(
+            f"step: expected a function, in jax.jit or not, got a {type(step).__name__}"
+        )
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin has no signature: its call raises the error
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(step, "__qualname__", "the step")
+        raise StepError(
+            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
+            f"positional arguments, and bind keyword arguments with functools.partial"
+        ) from error
 
 
 def has_backward(jaxpr: Any) -> bool:
     """Whether a trace, or a function that it calls, holds operations of a backward pass."""
     return any(
-        "transpose(" in str(equation.source_info.name_stack)
+        is_backward(str(equation.source_info.name_stack))
         or any(map(has_backward, jaxprs.bodies(equation)))
         for equation in jaxpr.eqns
     )
@@ -26,12 +50,7 @@ def without_unused(jaxpr: Any) -> Any:
 
 
 def warn_of_lost_work(jaxpr: Any, arguments: Sequence[Argument]) -> None:
-    """Warns if the planned step does less than real training.
-
-    Args:
-      jaxpr: the step's jaxpr; its inputs are `arguments`.
-      arguments: the step's arrays, with the parts that they belong to.
-    """
+    """Warns if the planned step does less than real training."""
     if not has_backward(jaxpr):  # an evaluation step
         return
     if not any(argument.part == "parameters" for argument in arguments):
