@@ -124,7 +124,7 @@ def frozen_base(params, frozen, x):
         (frozen_base, ([W], W, X), None),
         (dropped, (W, STATE, X), "no result depends on the gradients, so XLA drops the back"),
         (lambda params, x: unnamed(params, x).sum(), (W, X), "neither gradients nor new param"),
-        (lambda *args: step(*args)[1], (W, STATE, X), "name the argument `params`, or pass `pa"),
+        (lambda *args: step(*args)[1], (W, STATE, X), "name one `params`, or pass `parts`"),
         (lambda params, opt_state, x: step(params, opt_state, x)[1], (W, STATE, X), "neither gra"),
     ],
     ids=[

@@ -19,16 +19,15 @@ Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.cli._devices import DevicesCommand
 from lowmembp_jax.cli._plan import PlanCommand
-from lowmembp_jax.cli._residuals import ResidualsCommand
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "tyro")
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     import tyro
 
-    from lowmembp_jax.cli._diff import DiffCommand
+    from lowmembp_jax.cli._commands import DevicesCommand, DiffCommand, ResidualsCommand
 
     commands = Annotated[
         Annotated[PlanCommand, tyro.conf.subcommand("plan")]
@@ -53,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tyro.conf.OmitSubcommandPrefixes,
     ]
     command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    # JAX swallows a KeyboardInterrupt that Python raises inside its callbacks.
+    before = signal.signal(signal.SIGINT, _interrupted)
     try:
         # The command needs no GPU, and does not occupy one.
         import jax
@@ -67,12 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "lowmembp_jax[planner]" not in str(error):
             raise
         return _fail(str(error), _MISSING_PACKAGE)
-    except KeyboardInterrupt:
-        _fail("interrupted", _INTERRUPTED)
-        for folder in Path(tempfile.gettempdir()).glob(f"lowmembp_jax-{os.getpid()}-*"):
-            shutil.rmtree(folder, ignore_errors=True)
-        # Python would wait until XLA has compiled, because XLA cannot be interrupted.
-        os._exit(_INTERRUPTED)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(*_: Any) -> None:
+    """Ends the process. Python would wait for XLA, which cannot be interrupted."""
+    _fail("interrupted", _INTERRUPTED)
+    for folder in Path(tempfile.gettempdir()).glob(f"lowmembp_jax-{os.getpid()}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(_INTERRUPTED)
 
 
 def _fail(message: str, status: int) -> int:

@@ -296,9 +296,7 @@ def compare(
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
     rows = [
-        MethodPlan(m, plans[m, batch], largest[m], plans.get((m, largest[m])))
-        if m in largest
-        else MethodPlan(m, plans[m, batch])
+        MethodPlan(m, plans[m, batch], largest.get(m), plans.get((m, largest.get(m, 0))))
         for m in methods
     ]
     tokens = workloads[methods[0], batch].tokens

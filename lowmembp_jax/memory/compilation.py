@@ -20,20 +20,12 @@ _DUMPS = ("-buffer-assignment.txt", "-buffer-assignment-values.txt", "-live-rang
 
 
 class Compiled(NamedTuple):
-    """What XLA says about a program that it compiled.
+    """What XLA says about a program that it compiled."""
 
-    Attributes:
-      program: the scheduled HLO.
-      buffers: the texts of the buffer assignment: allocations, values, live ranges.
-      device_count: number of GPUs.
-      allocated: bytes of arguments, outputs and temporaries by `memory_analysis()`.
-      notes: see `Plan`.
-    """
-
-    program: str
-    buffers: tuple[str, ...]
+    program: str  # the scheduled HLO
+    buffers: tuple[str, ...]  # the buffer assignment: allocations, values, live ranges
     device_count: int
-    allocated: int
+    allocated: int  # bytes of arguments, outputs and temporaries by `memory_analysis()`
     notes: tuple[str, ...]
 
 

@@ -16,33 +16,20 @@ _PASSED_ON = {"bitcast", "copy", "opt-barrier", "optimization-barrier"}
 
 
 class Made(NamedTuple):
-    """How a program makes an array: the result of an instruction, or an element of it.
+    """How a program makes an array: the result of an instruction, or an element of it."""
 
-    Attributes:
-      op_name: JAX's name of the operation; "" if XLA has no name.
-      bits: what the array is made of.
-      by_backward: whether an operation of the backward makes it.
-    """
-
-    op_name: str
-    bits: int
-    by_backward: bool
+    op_name: str  # JAX's name of the operation; "" if XLA has no name
+    bits: int  # what the array is made of
+    by_backward: bool  # whether an operation of the backward makes it
 
 
 class Flow(NamedTuple):
-    """What the instructions of a program do in a training step, by name.
-
-    Attributes:
-      instructions: all instructions of the program.
-      homes: the computation that holds each of them.
-      made: the results, with one entry for each element of a tuple.
-      reading: kernels that belong to the backward, or have an operation of it fused into them.
-    """
+    """What the instructions of a program do in a training step, by name."""
 
     instructions: dict[str, Instruction]
-    homes: dict[str, Computation]
-    made: dict[str, tuple[Made, ...]]
-    reading: frozenset[str]
+    homes: dict[str, Computation]  # the computation that holds each of them
+    made: dict[str, tuple[Made, ...]]  # the results, with an entry for each element of a tuple
+    reading: frozenset[str]  # kernels with operations of the backward
 
 
 def follow(program: Program, is_parameter: Sequence[bool]) -> Flow:

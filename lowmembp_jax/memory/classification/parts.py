@@ -20,20 +20,14 @@ _STACKING = ("dynamic_update_slice", "dynamic_update_index_in_dim")
 class Buffer(NamedTuple):
     """A value of the buffer assignment, and what it is to the training step.
 
-    Attributes:
-      value: the value.
-      part: the part of training memory.
-      is_output: whether the program returns this value.
-      op_name: JAX's name of the operation that makes it, or XLA's opcode. For a loop's stack of
-        arrays, this is the operation that makes the array of one iteration.
-      source: the operation's source line, or "".
+    For a loop's stack of arrays, the operation is the one that makes the array of one iteration.
     """
 
     value: Value
     part: Part
-    is_output: bool
-    op_name: str
-    source: str
+    is_output: bool  # whether the program returns this value
+    op_name: str  # JAX's name of the operation that makes it, or XLA's opcode
+    source: str  # the operation's source line, or ""
 
 
 def sort_into_parts(
@@ -58,7 +52,8 @@ def sort_into_parts(
     """
     sorter = _Sorter(program, flow, set(parameter_shapes) - {()}, _shown_as(assignment, flow))
     groups = _carried_together(assignment, program, flow)
-    parts: dict[int, Part] = {id(group): sorter.part(group) for group in groups.values()}
+    each_once = {id(group): group for group in groups.values()}
+    parts: dict[int, Part] = {number: sorter.part(group) for number, group in each_once.items()}
     return tuple(
         Buffer(
             value,

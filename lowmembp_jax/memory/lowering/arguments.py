@@ -90,20 +90,19 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _checked(part: Any) -> Part:
-    if part not in _ARGUMENT_PARTS:
-        raise ValueError(f"parts: expected one of {', '.join(_ARGUMENT_PARTS)}, got {part!r}")
-    return part
-
-
-def _broadcast(parts: Any, args: tuple[Any, ...]) -> list[Any]:
+def _given(parts: Any, args: tuple[Any, ...]) -> list[Part]:
+    """The given part of each array."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(parts, args))
+        given = jax.tree.leaves(jax.tree.broadcast(parts, args))
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise StepError(
             f"parts: expected a pytree prefix of the {len(args)} arguments, got {parts!r}: {reason}"
         ) from error
+    for part in given:
+        if part not in _ARGUMENT_PARTS:
+            raise ValueError(f"parts: expected one of {', '.join(_ARGUMENT_PARTS)}, got {part!r}")
+    return given
 
 
 def arguments(
@@ -132,7 +131,7 @@ def arguments(
       ValueError: `parts` has an unknown name, or is not a prefix of `args`.
     """
     names = argument_names(step, len(args))
-    given = None if parts is None else iter(_broadcast(parts, args))
+    given = None if parts is None else iter(_given(parts, args))
     told = [None] * len(jax.tree.leaves(args)) if jaxpr is None else roles(jaxpr)
     role, is_training = iter(told), any(told)
     result = []
@@ -145,6 +144,6 @@ def arguments(
             name = names[path[0].idx] + jax.tree_util.keystr((*path[1:], *inside))
             words = re.findall(r"[A-Za-z_]\w*", name)
             told_part = _part(words, node, next(role), is_training)
-            part = told_part if given is None else _checked(next(given))
+            part = told_part if given is None else next(given)
             result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
     return result

@@ -14,6 +14,17 @@ from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.step_arguments import StepError
 from lowmembp_jax.memory.scopes import is_backward
 
+_NO_PARAMETER = (
+    "expected a parameter among its arguments, got none: name one `params`, or pass `parts`"
+)
+_NO_BACKWARD = (
+    "no result depends on the gradients, so XLA drops the backward pass: return the new parameters"
+)
+_NO_GRADIENT = (
+    "it computes gradients but returns neither gradients nor new parameters, so XLA drops the work "
+    "that only they need: return the new parameters"
+)
+
 
 def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Raises StepError if `step(*args)` is not a call that JAX can trace."""
@@ -53,21 +64,15 @@ def warn_of_lost_work(jaxpr: Any, arguments: Sequence[Argument]) -> None:
     """Warns if the planned step does less than real training."""
     if not has_backward(jaxpr):  # an evaluation step
         return
+    found = []
     if not any(argument.part == "parameters" for argument in arguments):
-        _warn(
-            "step: expected a parameter among its arguments, got none: name the argument "
-            "`params`, or pass `parts`",
-        )
+        found.append(_NO_PARAMETER)
     if not has_backward(without_unused(jaxpr)):
-        _warn(
-            "step: no result depends on the gradients, so XLA drops the backward pass: return the "
-            "new parameters"
-        )
+        found.append(_NO_BACKWARD)
     elif not _returns_parameters(jaxpr, arguments):
-        _warn(
-            "step: it computes gradients but returns neither gradients nor new parameters, so XLA "
-            "drops the work that only they need: return the new parameters"
-        )
+        found.append(_NO_GRADIENT)
+    for message in found:
+        warnings.warn(f"plan: step: {message}", UserWarning, stacklevel=4)
 
 
 def _returns_parameters(jaxpr: Any, arguments: Sequence[Argument]) -> bool:
@@ -82,7 +87,3 @@ def _returns_parameters(jaxpr: Any, arguments: Sequence[Argument]) -> bool:
 
 def _shapes(arguments: Iterable[Argument], part: str) -> list[tuple[int, ...]]:
     return [argument.shape for argument in arguments if argument.part == part]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"plan: {message}", UserWarning, stacklevel=4)

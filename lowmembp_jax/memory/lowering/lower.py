@@ -41,18 +41,11 @@ _OWN_MESH = (
 
 
 class Lowering(NamedTuple):
-    """A function that is lowered for GPUs.
+    """A function that is lowered for GPUs."""
 
-    Attributes:
-      jaxpr: the function's trace.
-      lowered: the program that XLA compiles.
-      args: the arguments as shapes and dtypes, with their shardings over the GPUs.
-      notes: see `Plan`.
-    """
-
-    jaxpr: Any
+    jaxpr: Any  # the function's trace
     lowered: jax.stages.Lowered
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # shapes and dtypes, with their shardings over the GPUs
     notes: tuple[str, ...]
 
 

@@ -33,16 +33,9 @@ class OfStates:
 
     If several modules share a variable, the state of the first one has it. A function in `nnx.jit`
     also returns what `nnx.jit` would return of the modules: all states, or only the written
-    variables if `nnx.jit` runs without graph updates.
-
-    Args:
-      function: takes `args`. It must be in `nnx.jit` if it writes into the modules.
-      args: pytrees of modules and arrays. The attribute `args` has states instead of modules.
-      is_loss: ignore the variables that the function writes, such as statistics.
-
-    Raises:
-      ValueError: `nnx.jit` has shardings. At the call: the function writes into a module and is not
-        in `nnx.jit`, so the write would be lost.
+    variables if `nnx.jit` runs without graph updates. Other functions must not write into modules,
+    because the write would be lost. With `is_loss`, such writes are ignored, for instance of
+    statistics. The attribute `args` has states instead of modules.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], is_loss: bool):

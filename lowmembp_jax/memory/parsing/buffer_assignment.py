@@ -69,17 +69,11 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BufferAssignment:
-    """Allocations by number, and the values in them, without memory inside kernels.
+    """Allocations by number, and the values in them, without memory inside kernels."""
 
-    Attributes:
-      allocations: allocations of the GPU's memory and of the host's.
-      values: values in the allocations.
-      not_understood: lines of XLA's texts that have an unknown form or contradict each other.
-    """
-
-    allocations: dict[int, Allocation]
+    allocations: dict[int, Allocation]  # of the GPU's memory and of the host's
     values: tuple[Value, ...]
-    not_understood: tuple[str, ...] = ()
+    not_understood: tuple[str, ...] = ()  # lines that are unknown or contradict each other
 
 
 def _kind(attributes: str) -> Kind | None:

@@ -28,8 +28,6 @@ _METADATA = re.compile(r"metadata=\{((?:\"(?:\\.|[^\"\\])*\"|[^}\"])*)\}")
 _STRING = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-
 _COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
     "ragged-all-to-all", "reduce-scatter",
@@ -68,28 +66,19 @@ class Shape(NamedTuple):
 class Instruction:
     """One line of a computation.
 
-    Attributes:
-      name: the instruction's name, which is unique in the program.
-      opcode: HLO's opcode, such as "fusion", "custom-call", "while".
-      shapes: the shape of the result; the elements of a tuple in order, nested tuples flattened.
-      operands: names of instructions of the same computation.
-      calls: names of the computations that it runs.
-      inner: the instructions of these computations.
-      attributes: the rest of the line, raw; see `attribute` and `backend_config`.
-      arguments: the raw text between the parentheses: a parameter's number, a constant.
-      op_name: JAX's name stack, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", of the
-        instruction or of the last named operation inside a fusion, or "".
-      source: "path/file.py:12", the innermost frame outside JAX, Flax and similar libraries, or "".
+    `op_name` is JAX's name, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", of the
+    instruction or of the last named operation inside a fusion, or "". `source` is the innermost
+    frame outside JAX, Flax and similar libraries, such as "path/file.py:12", or "".
     """
 
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    calls: tuple[str, ...]
-    inner: tuple["Instruction", ...]
-    attributes: str
-    arguments: str
+    name: str  # unique in the program
+    opcode: str  # HLO's opcode, such as "fusion", "custom-call", "while"
+    shapes: tuple[Shape, ...]  # of the result; the elements of a tuple in order, flattened
+    operands: tuple[str, ...]  # names of instructions of the same computation
+    calls: tuple[str, ...]  # names of the computations that it runs
+    inner: tuple["Instruction", ...]  # the instructions of these computations
+    attributes: str  # the rest of the line, raw; see `attribute` and `backend_config`
+    arguments: str  # the raw text between the parentheses: a parameter's number, a constant
     op_name: str
     source: str
 
@@ -151,17 +140,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-      entry: the computation that runs.
-      computations: all computations by name.
-      not_understood: lines of the text that have an unknown form.
-    """
-
-    entry: Computation
-    computations: dict[str, Computation]
-    not_understood: tuple[str, ...] = ()
+    entry: Computation  # the computation that runs
+    computations: dict[str, Computation]  # all computations by name
+    not_understood: tuple[str, ...] = ()  # lines of the text that have an unknown form
 
 
 class _Sources:

@@ -66,10 +66,11 @@ class _Transfers:
             self.kernels[place] = dataclasses.replace(kernel, estimated_seconds=seconds)
             self._now += wait
 
-    def end_all(self) -> None:
+    def end_all(self) -> list[Kernel]:
         """Waits for the transfers that the computation does not end itself."""
         for name in tuple(self._running):
             self.end(name)
+        return self.kernels
 
 
 class _Counter:
@@ -96,8 +97,7 @@ class _Counter:
                 transfers.start(instruction.name, *kernels)
             else:
                 transfers.run(*kernels)
-        transfers.end_all()
-        return transfers.kernels
+        return transfers.end_all()
 
     def _kernels(self, computation: Computation, instruction: Instruction) -> Iterator[Kernel]:
         if instruction.opcode == "while":

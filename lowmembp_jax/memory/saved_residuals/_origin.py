@@ -26,20 +26,15 @@ class _Body(NamedTuple):
 class Origin(NamedTuple):
     """The origin of a residual.
 
-    Attributes:
-      key: equal for residuals that are one array in memory.
-      times: lengths of the scans that stack it, outermost first.
-      equations: the equation that makes it, after the equations that call it, outermost first.
-        Empty for a literal, and for an input or a constant of the outermost jaxpr.
-      input: position in the outermost jaxpr's inputs, if the residual is an input.
-      name: its `checkpoint_name`, or "".
+    The equations end with the one that makes it, after those that call it, outermost first. There
+    are none for a literal, and for an input or a constant of the outermost jaxpr.
     """
 
-    key: tuple
-    times: tuple[int, ...]
+    key: tuple  # equal for residuals that are one array in memory
+    times: tuple[int, ...]  # lengths of the scans that stack it, outermost first
     equations: tuple[Any, ...]
-    input: int | None
-    name: str
+    input: int | None  # position in the outermost jaxpr's inputs, if it is one
+    name: str  # its `checkpoint_name`, or ""
 
 
 class Origins:

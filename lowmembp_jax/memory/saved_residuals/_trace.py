@@ -18,19 +18,12 @@ _kept_p.def_abstract_eval(lambda aval, *, index: aval)
 
 
 class Trace(NamedTuple):
-    """The forward in a jaxpr.
-
-    Attributes:
-      jaxpr: its inputs are the leaves of the arguments, its outputs are the function's outputs.
-      kept: the variable (or literal) of each residual that autodiff asks for.
-      read: the residuals that the gradients depend on.
-      arguments: a name for each input, such as `params['kernel']`.
-    """
+    """The forward in a jaxpr, from the leaves of the arguments to the function's outputs."""
 
     jaxpr: Any
-    kept: dict[int, Any]
-    read: frozenset[int]
-    arguments: tuple[str, ...]
+    kept: dict[int, Any]  # the variable (or literal) of each residual that autodiff asks for
+    read: frozenset[int]  # the residuals that the gradients depend on
+    arguments: tuple[str, ...]  # a name for each input, such as `params['kernel']`
 
 
 def trace(
