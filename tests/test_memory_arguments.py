@@ -128,21 +128,6 @@ def test_microbatches_in_a_scan():
     assert "s[0].mu[0]" in parts
 
 
-def test_master_weights_averages_and_a_train_state():
-    def step(s, ema_params, x):
-        def of_16_bits(w):
-            return loss(w, x.astype(jnp.bfloat16)).astype(jnp.float32)
-
-        grads = jax.grad(of_16_bits)([w.astype(jnp.bfloat16) for w in s.params])
-        s = s.apply_gradients(grads=jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        return s, jax.tree.map(lambda e, w: 0.9 * e + w, ema_params, s.params)
-
-    parts = found(step, train_state([W]), [W], X)
-    assert parts["s.params[0]"] == parts["ema_params[0]"] == "parameters"
-    assert parts["s.opt_state[0].mu[0]"] == parts["s.opt_state[0].count"] == "optimizer_state"
-    assert parts["x"] == "batch"
-
-
 def test_weights_in_a_batch_frozen_weights_that_come_back_and_random_numbers():
     def step(s, b):
         def of_lora(lora):

@@ -69,16 +69,9 @@ def test_the_fastest_that_fits(planned, budget, method):
         compile(lines, "how", "exec")
 
 
-def test_nothing_fits(planned):
-    with pytest.raises(lm.memory.NothingFitsError) as error:
-        choose("4GiB")
-    assert str(error.value) == (
-        "no method fits in 4.00 GiB: the smallest peak is 5.00 GiB, with 'full-remat'"
-    )
-    assert not any(one.plan.fits for one in error.value.comparison)
-
-
 def test_texts_of_a_comparison(planned):
+    with pytest.raises(lm.memory.NothingFitsError, match=r"4.00 GiB: .* 5.00 GiB, with 'full-rem"):
+        choose("4GiB")
     comparison = choose("25GB").comparison
     shown = str(comparison)
     assert shown.count("note: a note\n") == shown.count("note: another\n") == 1
@@ -273,21 +266,18 @@ def test_largest_batch_is_that_of_trying_all(shape, multiple):
         assert found == expected, (fixed, each, budget, start)
 
 
-def test_largest_batch_of_a_line_takes_few_compilations():
-    found, calls = search(lambda batch: 1000 + 7 * batch, 50_000, start=64)
-    assert found == 7000 and len(calls) <= 4
-    # From a start far below the step grows, but not by more than 16 times at once.
-    found, calls = search(lambda batch: 500 + batch, 80_000, start=1, most=8)
-    assert found == 79_500
-    assert max(after / before for before, after in itertools.pairwise(calls)) <= 16
-
-
 def test_a_flat_line_through_two_close_batches_is_not_followed_far():
     """A batch 16 times too large takes XLA minutes to compile."""
     padded = lambda batch: -(-batch // 64) * 64  # noqa: E731
     found, calls = search(padded, 2600, start=2504, multiple=8)
     assert found == 2560
     assert max(calls) < 4000
+    # A line takes few compilations, and the step grows by at most 16 times at once.
+    found, calls = search(lambda batch: 1000 + 7 * batch, 50_000, start=64)
+    assert found == 7000 and len(calls) <= 4
+    found, calls = search(lambda batch: 500 + batch, 80_000, start=1, most=8)
+    assert found == 79_500
+    assert max(after / before for before, after in itertools.pairwise(calls)) <= 16
 
 
 @pytest.mark.parametrize("most", [1, 3, 4])

@@ -76,12 +76,11 @@ def test_donation_and_a_target_of_the_users_own(tmp_path):
 
 
 @gpu_compiler
-@pytest.mark.parametrize("first", ["", "jnp.ones(1)"])
-def test_the_environment_is_left_as_it_was(first):
+def test_the_environment_is_left_as_it_was():
     """JAX may have looked for CUDA before, and given it up: it starts without its plugin."""
-    program = f"""
+    program = """
         import os, jax, jax.numpy as jnp
-        {first}
+        jnp.ones(1)
         before = dict(os.environ)
         import lowmembp_jax as lm
         lm.memory.compile_for(lambda x: x + 1, jax.ShapeDtypeStruct((2,), jnp.float32))
@@ -163,26 +162,6 @@ def test_callbacks_are_left_out(ordered):
     assert plan.peak >= 3 * SIZE
     assert note in str(plan)
     assert lm.memory.Plan.from_dict(plan.to_dict()) == plan
-
-
-@gpu_compiler
-def test_a_callback_in_the_backward_stays_in_the_step():
-    seen = []
-
-    def step(params, x):
-        def loss(params):
-            h = jnp.tanh(x @ params)
-            jax.debug.callback(lambda h: seen.append(float(h)), h.mean())
-            return h.sum()
-
-        return jax.value_and_grad(jax.checkpoint(loss))(params)
-
-    jitted = jax.jit(step)
-    (note,) = lm.memory.plan(jitted, F32, F32).notes
-    assert "debug_callback" in note and not seen
-    jax.block_until_ready(jitted(jnp.zeros((256, 256)), jnp.ones((256, 256))))
-    jax.effects_barrier()
-    assert 0.0 in seen
 
 
 @jax.tree_util.register_dataclass

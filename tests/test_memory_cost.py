@@ -1,7 +1,6 @@
 """Bytes and FLOPs of compiled programs, against what one counts by hand."""
 
 import dataclasses
-import json
 from functools import partial
 
 import flax.linen as nn
@@ -111,17 +110,16 @@ def test_scan_is_its_layers():
     assert max(kernel.bytes_read for kernel in body) <= 2 * 2 * n * n + 8
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(causal):
+def test_attention():
     batch, length, heads, kv_heads, size = 4, 512, 8, 2, 64
 
     def loss(q, k, v):
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return jnp.sum(out.astype(F32))
 
     q, kv = array(batch, length, heads, size), array(batch, length, kv_heads, size)
     total = compiled(jax.grad(loss, argnums=(0, 1, 2)), q, kv, kv)
-    product = 2 * batch * heads * length**2 * size / (2 if causal else 1)
+    product = batch * heads * length**2 * size
     attention = total.by("kind")["attention"].by("phase")
     forward, backward = attention["forward"], attention["backward"]
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)
@@ -143,16 +141,6 @@ def test_convolutions():
     one = 2 * 8 * 56 * 56 * 128 * 3 * 3 * 64
     assert [k.flops for k in total.kernels if k.kind == "convolution"] == [one] * 3
     assert total.flops == 3 * one
-
-
-def test_update_and_look_up_of_an_embedding_touch_a_few_rows():
-    table, rows = array(50_000, 128, dtype=F32), array(64, dtype=jnp.int32)
-    total = compiled(lambda table, rows: table[rows], table, rows)
-    assert total.bytes_read == total.bytes_written + 64 * 4 == 64 * 128 * 4 + 64 * 4
-    add = lambda table, rows, new: table.at[rows].add(new)  # noqa: E731
-    total = compiled(add, table, rows, array(64, 128, dtype=F32), donate_argnums=0)
-    assert total.bytes_written == 64 * 128 * 4
-    assert total.bytes_read == 2 * 64 * 128 * 4 + 64 * 4
 
 
 def test_collectives_of_eight_devices():
@@ -177,11 +165,6 @@ def test_collectives_of_eight_devices():
     seconds = linked.by("kind")["collective"].estimated_seconds
     assert seconds == pytest.approx(total.link_bytes / 1e9, rel=1e-2)
     assert linked.notes == ()
-    gathered = jax.jit(loss).lower(sharded(P("data"), 4096, 1024), x).compile()
-    collective = lm.memory.cost(gathered, rates()).by("kind")["collective"]
-    gather = max(collective.kernels, key=lambda kernel: kernel.bytes_moved)
-    assert gather.link_bytes == weight * 3 // 4
-    assert (gather.bytes_read, gather.bytes_written) == (weight // 4, weight)
 
 
 class Layer(nn.Module):
@@ -217,8 +200,3 @@ def test_modules_and_phases():
     seconds = sum(part.estimated_seconds for part in phases.values())
     assert seconds == pytest.approx(total.estimated_seconds)
     assert phases["other"].bytes_moved >= 2 * 4 * 2 * 512 * 2048  # the update
-    described = json.loads(json.dumps(total.to_dict()))
-    assert described["by_phase"]["recomputation"]["flops"] == product
-    assert len(described["kernels"]) == len(total.kernels)
-    assert described["estimated_seconds"] == total.estimated_seconds
-    assert "kernels" not in total.to_dict(kernels=False)

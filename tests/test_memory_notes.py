@@ -65,7 +65,6 @@ def no_loss(params, hidden, _):
     [
         (whole, None, True),
         (written_out, None, True),
-        (whole, (P(), P("x")), True),
         (whole, (P(None, "x"), P()), True),
         (tiled, None, False),
         (no_loss, None, False),

@@ -143,15 +143,6 @@ def test_kinds_that_take_no_device_memory():
     assert (host.op, host.bytes) == ("angles", 120)
 
 
-def test_shard_map_counts_all_devices():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    specs = {"in_specs": (spec("d"), spec()), "out_specs": spec("d")}
-    f = jax.shard_map(lambda x, w: jnp.exp(x @ w), mesh=mesh, **specs)
-    (row,) = kept(f, X.update(shape=(16, 4)), X.update(shape=(4, 4)))
-    assert (row.op, row.bytes) == ("exp", 16 * 4 * 4)
-
-
 @pytest.mark.parametrize(
     ("fn", "args", "argnums", "error", "message"),
     [

@@ -14,9 +14,8 @@ def largest_batch(
     The peak must not fall as the batch grows. It is nearly linear in the batch, so a line through
     the known peaks guesses the next batch. The search then needs about 4 peaks instead of 10.
 
-    This generator yields multiples of `multiple` from `start` on. Send it the peak of each in bytes.
-    It returns the largest batch that fits, or 0. If it ends after `most` peaks, larger batches may
-    fit.
+    This generator yields multiples of `multiple` from `start` on. Send it the peak of each. It
+    returns the largest batch that fits, or 0. After `most` peaks, larger batches may fit.
     """
     fits, misses = 0, None  # in multiples
     guess = max(1, start // multiple)
