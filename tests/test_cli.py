@@ -3,15 +3,12 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
-import threading
 from pathlib import Path
 
 import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax.cli._factories import load_factory
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
@@ -165,10 +162,8 @@ def test_budget(planned):
 @pytest.mark.slow
 @gpu_compiler
 def test_largest_batch_over_two_devices(planned):
-    # Padded operands would make the peak fall at round batches.
-    option = "xla_gpu_experimental_force_split_k=1"
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
-    data, shown = planned(*plan, "--devices", 2, "--xla-flag", option)
+    data, shown = planned(*plan, "--devices", 2)
     assert shown.count("planning") <= 8
     (one,) = data["methods"]
     largest = one["largest_batch"]
@@ -176,9 +171,6 @@ def test_largest_batch_over_two_devices(planned):
     assert f"largest batch that fits: {largest:,}" in shown
     assert one["largest_plan"]["device_count"] == 2
     assert one["largest_plan"]["peak"] <= 20_000_000
-    workload = load_factory(f"{FILE}:mlp")("default", largest + 8)
-    options = {"mesh": 2, "compiler_options": {"xla_gpu_experimental_force_split_k": 1}}
-    assert lm.memory.plan(workload.step, *workload.args, **options).peak > 20_000_000
 
 
 @gpu_compiler
@@ -195,10 +187,7 @@ UNWRITABLE = {"DATA": "is a folder", "/no/plan": "is no folder", "/proc/plan": "
 OPTIONS = {
     "FILE:mlp": ("width=abc", "batch=3"),
     "FILE:typed": ("rate=x", "biased=maybe"),
-    "bert-base": (
-        *("rank=0", "rank=x", "accumulate=0", "tokens=-1", "tokens=1.5", "tokens=" + "9" * 5000),
-        *("bits=3", "merged=x", "dtype=foo", "batch=3", "method=x", "layers=foo"),
-    ),
+    "bert-base": ("rank=x", "tokens=1.5", "tokens=" + "9" * 5000, "batch=3", "method=x"),
 }
 
 
@@ -232,11 +221,7 @@ OPTIONS = {
         ("plan MLP --memory-fraction 1.5", "memory_fraction"),
         ("plan MLP --options width", "--options: expected name=value"),
         # Paths are checked before the model's own code runs.
-        *[
-            (f"{command} --model FILE:broken --json {path}", words)
-            for command in ("plan", "residuals")
-            for path, words in UNWRITABLE.items()
-        ],
+        *[(f"plan --model FILE:broken --json {path}", words) for path, words in UNWRITABLE.items()],
         *[
             (f"residuals --model {model} --options {option}", option.partition("=")[0])
             for model, options in OPTIONS.items()
@@ -281,20 +266,6 @@ def test_missing_packages(run, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", without_tyro)
     status, _, err = run("devices")
     assert status == 4 and "needs tyro: pip install 'lowmembp_jax[planner]'" in err
-
-
-def test_links_and_fifos_remain(run, tmp_path):
-    target, link, fifo = (tmp_path / name for name in ("target", "link", "fifo"))
-    link.symlink_to(target)
-    os.mkfifo(fifo)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(json.loads(fifo.read_text())), daemon=True)
-    reader.start()
-    for path in (link, fifo):
-        assert run(*RESIDUALS, "--json", path)[0] == 0
-    reader.join(10)
-    assert link.is_symlink() and fifo.is_fifo()
-    assert json.loads(target.read_text())["rows"] == read[0]["rows"]
 
 
 @gpu_compiler

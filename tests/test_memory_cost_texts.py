@@ -175,9 +175,7 @@ def test_phase_and_module(op_name, phase, module):
     [
         ("all-reduce", 1024, "{{0,1,2,3},{4,5,6,7}}", 2 * 3 / 4),
         ("all-reduce", 1024, "{}", 2),
-        ("all-reduce", 1024, "[4,2]<=[8]", 2 / 2),
         ("all-reduce", 1024, "[2,4]<=[4,2]T(1,0)", 2 * 3 / 4),
-        ("all-reduce", 1024, "mesh['x'=4,'y'=2] {'y'}", 2 / 2),
         ("all-reduce", 1024, "mesh['x'=4,'y'=2] {'x','y'}", 2 * 7 / 8),
         ("all-reduce", 1024, "mesh['x'=8] {'x':(2)4}", 2 * 3 / 4),
         ("all-gather", 4096, "{{0,1,2,3}}", 4 * 3 / 4),

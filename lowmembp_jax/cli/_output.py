@@ -29,16 +29,15 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -
     folder = path.resolve().parent
     if path.is_dir():
         raise GivenError(f"{option}: {path} is a folder")
-    if path.exists():
-        if not os.access(path, os.W_OK):
-            raise GivenError(f"{option}: {path} cannot be written")
-    elif not folder.is_dir():
+    if not folder.is_dir():
         raise GivenError(f"{option}: {path}: there is no folder {folder}")
-    else:
-        try:
+    try:
+        if not path.exists():
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise GivenError(f"{option}: {path} cannot be written ({error.strerror})") from error
+        elif not os.access(path, os.W_OK):
+            raise PermissionError
+    except OSError as error:
+        raise GivenError(f"{option}: {path} cannot be written") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
-from lowmembp_jax.memory.lowering.checks import check_call
 from lowmembp_jax.memory.lowering.meshes import mesh_of
+from lowmembp_jax.memory.lowering.step_arguments import check_call
 from lowmembp_jax.memory.methods import HOW
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.report import aligned, listed

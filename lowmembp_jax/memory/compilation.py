@@ -43,7 +43,13 @@ def compile_with_buffers(
             "xla_dump_hlo_pass_re": "^$",
         }
         compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
-        buffers = read_dumps(Path(directory))
+        # XLA also dumps small programs that it compiles on the way.
+        files = Path(directory).glob(f"*{_DUMPS[0]}")
+        largest = max(files, key=lambda file: file.stat().st_size, default=None)
+        if largest is None:
+            raise FileNotFoundError(f"XLA has written no buffer assignment into {directory}")
+        name = largest.name.removesuffix(_DUMPS[0])
+        buffers = tuple(largest.with_name(name + suffix).read_text() for suffix in _DUMPS)
     shardings = jax.tree.leaves(compiled.input_shardings)
     memory: Any = compiled.memory_analysis()
     return Compiled(
@@ -56,20 +62,6 @@ def compile_with_buffers(
         + memory.temp_size_in_bytes,
         notes=notes,
     )
-
-
-def read_dumps(directory: Path) -> tuple[str, ...]:
-    """Reads the buffer assignment that XLA dumped of one compilation.
-
-    Raises:
-      FileNotFoundError: XLA has written no buffer assignment into the directory.
-    """
-    first = _DUMPS[0]
-    found = max(directory.glob(f"*{first}"), key=lambda file: file.stat().st_size, default=None)
-    if found is None:
-        raise FileNotFoundError(f"XLA has written no buffer assignment into {directory}")
-    name = found.name.removesuffix(first)
-    return tuple(found.with_name(name + suffix).read_text() for suffix in _DUMPS)
 
 
 def compile_lowered(

@@ -1,6 +1,7 @@
 """Handles arguments of a step that are not arrays: Python numbers, modes, functions in a pytree."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,26 @@ class StepError(GivenError):
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, as `jax.ShapeDtypeStruct` and NumPy scalars have."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Raises StepError if `step(*args)` is not a call that JAX can trace."""
+    if not callable(step) or isinstance(step, jax.stages.Compiled):
+        raise StepError(
+            f"step: expected a function, in jax.jit or not, got a {type(step).__name__}"
+        )
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin has no signature: its call raises the error
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(step, "__qualname__", "the step")
+        raise StepError(
+            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
+            f"positional arguments, and bind keyword arguments with functools.partial"
+        ) from error
 
 
 def close_over_constants(

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.extend.core import Primitive
 
 from lowmembp_jax.memory.lowering.arguments import argument_names, is_variable
-from lowmembp_jax.memory.lowering.checks import without_unused
+from lowmembp_jax.memory.lowering.lost_work import without_unused
 
 # An identity that marks each residual between forward and backward. It is only traced, never run.
 _kept_p = Primitive("lowmembp_kept")

@@ -12,7 +12,7 @@ from flax import nnx
 
 from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
-from lowmembp_jax.memory.lowering.checks import has_backward, without_unused
+from lowmembp_jax.memory.lowering.lost_work import has_backward, without_unused
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import close_over_constants
 from lowmembp_jax.memory.saved_residuals._origin import Origin, Origins

@@ -1,17 +1,14 @@
-"""Checks that a step can be called, and that XLA drops no work of it."""
+"""Warns if XLA drops work from a training step because no result needs it."""
 
-import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.interpreters import partial_eval
 
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.memory.lowering.arguments import Argument
-from lowmembp_jax.memory.lowering.step_arguments import StepError
 from lowmembp_jax.memory.scopes import is_backward
 
 _NO_PARAMETER = (
@@ -24,26 +21,6 @@ _NO_GRADIENT = (
     "it computes gradients but returns neither gradients nor new parameters, so XLA drops the work "
     "that only they need: return the new parameters"
 )
-
-
-def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises StepError if `step(*args)` is not a call that JAX can trace."""
-    if not callable(step) or isinstance(step, jax.stages.Compiled):
-        raise StepError(
-            f"step: expected a function, in jax.jit or not, got a {type(step).__name__}"
-        )
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):  # a builtin has no signature: its call raises the error
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        name = getattr(step, "__qualname__", "the step")
-        raise StepError(
-            f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
-            f"positional arguments, and bind keyword arguments with functools.partial"
-        ) from error
 
 
 def has_backward(jaxpr: Any) -> bool:
