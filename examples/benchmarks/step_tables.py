@@ -4,7 +4,7 @@
 
 writes the relative errors of the derivatives to `results/step_tables.json`. The inputs x are from
 N(0, 1/2), N(0, 1) and N(0, 2), or are the inputs of the GELUs in MiniLM's 6 layers on docstrings of
-Python's standard library. It also draws the pictures of docs/activations.md. This takes about a
+Python's standard library. It also draws docs/activations/bits.svg. This takes about a
 minute. With --source it instead fits the tables again and writes
 `lowmembp_jax/operators/step_tables.py`.
 """

@@ -33,10 +33,10 @@ _COMPILER_OPTIONS = (
 # What JAX says of a step's own devices.
 _MISMATCHES = ("incompatible devices", "context mesh", "_device_assignment")
 _OWN_MESH = (
-    "mesh: expected a step that names no devices of this machine in jax.jit, "
-    "device_put, with_sharding_constraint, shard_map or pmap, got: {}: build the step's mesh from "
-    "lm.memory.topology(device, count).devices, or use PartitionSpecs or an AbstractMesh in the "
-    "step and pass `mesh` to the plan"
+    "mesh: expected a step that names no devices of this machine in jax.jit, device_put, "
+    "with_sharding_constraint, shard_map or pmap, got: {}: pass `mesh` to the plan, write "
+    "PartitionSpecs or an AbstractMesh in the step, and call shard_map without a mesh; or build "
+    "the step's mesh from lm.memory.topology(device, count).devices"
 )
 
 
