@@ -1,23 +1,17 @@
 """The `lowmembp` command: what it prints, what it writes, and the words of its errors."""
 
-import csv
 import importlib.metadata
 import importlib.util
 import json
-import os
-import threading
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax.cli._factories import load_factory
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
-FIT = ("fit", "--function", "jax.nn.relu", "--bits", "1")
+RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
 gpu_compiler = pytest.mark.gpu_compiler
 
 
@@ -57,16 +51,11 @@ def test_devices(run):
 
 
 def test_residuals(run, tmp_path):
-    totals = {}
-    paths = tmp_path / "table.json", tmp_path / "table.csv"
+    totals, path = {}, tmp_path / "table.json"
     for method in ("default", "lowmembp"):
-        options = ("--method", method, "--batch", 256, "--json", paths[0], "--csv", paths[1])
-        status, out, _ = run("residuals", "--model", f"{FILE}:loss_only", *options)
+        status, out, _ = run(*RESIDUALS, "--method", method, "--batch", 256, "--json", path)
         assert status == 0 and "Dense_0" in out
-        data = json.loads(paths[0].read_text())
-        rows = csv.DictReader(paths[1].read_text().splitlines())
-        assert len(list(rows)) == len(data["rows"])
-        totals[method] = data["total_bytes"]
+        totals[method] = json.loads(path.read_text())["total_bytes"]
     # At least the input of each GELU, 256 x 256 in bf16, is a code of 2 bits an element.
     assert totals["default"] - totals["lowmembp"] > 2 * 256 * 256 * 2 * 0.8
     assert run("residuals", "--model", f"{FILE}:nnx_loss")[0] == 0
@@ -78,9 +67,8 @@ def test_plan_compares_the_methods_of_a_model(run, tmp_path):
     plan = ("plan", "--model", f"{FILE}:mlp", "--options", "width=32", "--device", "l4")
     status, out, _ = run(*plan, "--json", target, "--plot", plot)
     assert status == 0 and "estimate" in out
-    assert "Note: there is no row of lm.compress, because mlp takes no argument `method`" in out
-    rates = "Rates of l4: products: uncalibrated; bandwidth: gpu-benches"
-    assert " ".join(out.split()).count(rates) == 1
+    assert "note: there is no row of lm.compress, because mlp takes no argument `method`" in out
+    assert out.count("note: rates of l4: products: uncalibrated; bandwidth: gpu-benches") == 1
     data = json.loads(target.read_text())
     assert [one["method"] for one in data["methods"]] == ["default", "lowmembp"]
     default, ours = plans(data)
@@ -101,51 +89,15 @@ def test_a_row_of_compress_as_the_note_says(planned):
 
 
 @gpu_compiler
-@pytest.mark.parametrize("function", ["jitted", "nnx_mlp"])
-def test_what_a_step_donates_holds_for_each_method(planned, function):
-    default, ours = plans(planned(function, "--batch", 8192)[0])
-    for plan in (default, ours):
-        assert plan["parts"]["outputs"] < 1024
-        assert plan["parts"]["parameters"] >= 2 * 4 * 64 * 64 * 4
-    assert ours["peak"] <= default["peak"]
-
-
-@gpu_compiler
 def test_one_method_in_detail(run, tmp_path):
     picture = tmp_path / "timeline.svg"
     plan = ("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
     status, out, _ = run(*plan, "--timeline", picture)
     assert status == 0 and "no row of lm.compress" not in out
-    for text in ("optimizer state", "intermediates", "Largest at the peak", "planned_model.py:"):
+    for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
         assert text in out
     for text in ("<!-- intermediates -->", "<!-- peak ", "<!-- GiB on each device -->"):
         assert text in picture.read_text()
-
-
-@gpu_compiler
-def test_without_compiling(planned, run, monkeypatch):
-    def compiling(*_):
-        raise AssertionError("this compiles")
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
-    plan = ("mlp", "--no-compile", "--batch", 64)
-    data, shown = planned(*plan, "--devices", 8)
-    assert "planned_model.py:mlp, batch 64, default" in shown
-    assert "activations, temporaries and outputs are not counted" in shown
-    assert data["device_count"] == 8
-    assert data["parts"]["parameters"]["elements"] == 2 * (64 * 256 + 256 + 256 * 64 + 64)
-    assert data["parts"]["batch"]["bytes"] == 64 // 8 * 64 * 2
-    assert run("plan", "--model", f"{FILE}:mlp", *plan[1:], "--budget", "1kB")[0] == 3
-
-
-@gpu_compiler
-def test_the_smallest_gpu_that_fits(planned, monkeypatch):
-    monkeypatch.setattr(lm.memory.devices, "DEVICES", ("h200", "l4"))
-    plan = ("mlp", "--method", "default", "--device", "all", "--batch", 8)
-    data, shown = planned(*plan)
-    assert [one["plan"]["device"] for one in data["devices"]] == ["l4", "h200"]
-    assert "the smallest GPU that fits: l4, " in shown
-    assert "fits in none of these GPUs" in planned(*plan, "--budget", "1kB", status=3)[1]
 
 
 @gpu_compiler
@@ -159,12 +111,12 @@ def test_what_grew_between_two_plans(planned, run, tmp_path):
     assert run("diff", after, after)[0] == 0  # a file with one method
     status, out, _ = run("diff", *paths, "--method", "default")
     assert status == 0
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    rows = {tuple(row[:-3]): row[-1] for row in rows if len(row) > 3}
-    assert rows["batch",] == "+524,288 B" and rows["peak",].startswith("+")
-    assert any("Dense" in key[-1] and key[0] == "intermediates" for key in rows)
+    rows = [line.split("  ") for line in out.splitlines()]
+    rows = {row[0]: row[-1].strip() for row in reversed(rows)}
+    assert rows["batch"] == "+524,288 B" and rows["peak"].startswith("+")
+    assert any("Dense" in line and "intermediates" in line for line in out.splitlines())
     status, out, _ = run("diff", *reversed(paths), "--method", "default")
-    assert f"-{rows['peak',][1:]}" in out
+    assert f"-{rows['peak'][1:]}" in out
     two["methods"][0]["plan"]["parts"]["parameters"] = [[[0]]]
     before.write_text(json.dumps(two))
     status, _, err = run("diff", *paths, "--method", "default")
@@ -173,7 +125,7 @@ def test_what_grew_between_two_plans(planned, run, tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["[" * 10**5, "x =", "3", "{}", '{"methods": 3}', '{"methods": [{"method": [], "plan": 1}]}'],
+    ["[" * 10**5, "x =", "{}", '{"methods": [{"method": [], "plan": 1}]}'],
 )
 def test_a_file_that_is_no_plan(run, tmp_path, content):
     (tmp_path / "plan.json").write_text(content)
@@ -210,10 +162,8 @@ def test_budget(planned):
 @pytest.mark.slow
 @gpu_compiler
 def test_largest_batch_over_two_devices(planned):
-    # Padded operands would make the peak fall at round batches.
-    option = "xla_gpu_experimental_force_split_k=1"
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
-    data, shown = planned(*plan, "--devices", 2, "--xla-flag", option)
+    data, shown = planned(*plan, "--devices", 2)
     assert shown.count("planning") <= 8
     (one,) = data["methods"]
     largest = one["largest_batch"]
@@ -221,9 +171,6 @@ def test_largest_batch_over_two_devices(planned):
     assert f"largest batch that fits: {largest:,}" in shown
     assert one["largest_plan"]["device_count"] == 2
     assert one["largest_plan"]["peak"] <= 20_000_000
-    workload = load_factory(f"{FILE}:mlp")("default", largest + 8)
-    options = {"mesh": 2, "compiler_options": {"xla_gpu_experimental_force_split_k": 1}}
-    assert lm.memory.plan(workload.step, *workload.args, **options).peak > 20_000_000
 
 
 @gpu_compiler
@@ -236,51 +183,17 @@ def test_options_of_the_compiler(run):
         assert (status, out) == (2, "") and flag.partition("=")[0] in err.splitlines()[-1]
 
 
-def test_options_have_the_type_of_the_default():
-    factory = load_factory(f"{FILE}:typed")
-    assert factory("default", None, rate="0.5", biased="false").step() == (0.5, False)
-
-
-def test_fit(run, tmp_path):
-    sample = tmp_path / "sample.npy"
-    np.save(sample, np.random.default_rng(0).normal(size=10_000))
-    plot, table = tmp_path / "fit.svg", tmp_path / "table.json"
-    fit = ("fit", "--function", "jax.nn.mish", "--bits", 4, "--weight", sample, "--keep-limits")
-    status, out, _ = run(*fit, "--plot", plot, "--json", table)
-    assert status == 0
-    found = json.loads(table.read_text())
-    assert len(found["thresholds"]) == 15 and found["levels"][0] == pytest.approx(0)
-    assert eval(out[: out.index(")\n") + 1], {"lm": lm}).thresholds == pytest.approx(
-        found["thresholds"], rel=1e-8
-    )
-    assert "relative error of the derivative" in out
-    assert plot.stat().st_size > 1000
-
-
 UNWRITABLE = {"DATA": "is a folder", "/no/plan": "is no folder", "/proc/plan": "cannot be written"}
 OPTIONS = {
     "FILE:mlp": ("width=abc", "batch=3"),
     "FILE:typed": ("rate=x", "biased=maybe"),
-    "bert-base": (
-        *("rank=0", "rank=x", "accumulate=0", "tokens=-1", "tokens=1.5", "tokens=" + "9" * 5000),
-        *("bits=3", "merged=x", "dtype=foo", "batch=3", "method=x", "layers=foo"),
-    ),
+    "bert-base": ("rank=x", "tokens=1.5", "tokens=" + "9" * 5000, "batch=3", "method=x"),
 }
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("fit --function jax.nn.mash", "--function: jax.nn.mash cannot be imported"),
-        ("fit --function mish", "--function: mish cannot be imported"),
-        ("fit --function nowhere.py:f", "there is no file nowhere.py"),
-        ("fit --function jax.numpy.concatenate", "not a differentiable function of one number"),
-        ("fit --function jax.nn.mish --weight wide", "could not convert string"),
-        ("fit --function jax.nn.mish --weight x.npy", "No such file"),
-        ("fit --function jax.nn.mish --weight 1e300", "weight: expected a number from"),
-        ("fit --function jax.nn.mish --weight -1", "weight: expected a number from"),
-        ("fit --function jax.numpy.square --keep-limits", "has limits at -inf"),
-        ("fit --function jax.nn.mish --plot fit.doc", "--plot must end in"),
         ("residuals MLP", ":mlp gives a training step: return the loss that it differentiates"),
         ("residuals --model FILE:jitted", ":jitted gives a training step: return the loss"),
         ("residuals --model FILE:nnx_mlp", ":nnx_mlp gives a training step: return the loss"),
@@ -304,24 +217,13 @@ OPTIONS = {
         (f"plan MLP --budget {'9' * 400}GB", "--budget: "),
         ("plan MLP --plot /nowhere/plan.png", "no folder /nowhere"),
         ("plan MLP --timeline a.txt", "--timeline must end in one of .png, .svg"),
-        ("plan MLP --timeline a.png", "--timeline takes --method and one --device"),
-        ("plan MLP --timeline a.png --method lowmembp --device all", "and one --device"),
-        ("plan MLP --device all", "--device all takes one --method"),
-        ("plan MLP --device all --method a,b", "--device all takes one --method"),
-        ("plan --no-compile MLP --plot a.png", "--no-compile takes no --plot"),
-        ("plan --no-compile MLP --largest-batch", "takes no --largest-batch"),
-        ("plan --no-compile MLP --device all", "takes no --device all"),
-        ("plan --no-compile MLP --method default --timeline a.png", "takes no --timeline"),
+        ("plan MLP --timeline a.png", "--timeline needs one --method"),
         ("plan MLP --memory-fraction 1.5", "memory_fraction"),
         ("plan MLP --options width", "--options: expected name=value"),
         # Paths are checked before the model's own code runs.
+        *[(f"plan --model FILE:broken --json {path}", words) for path, words in UNWRITABLE.items()],
         *[
-            (f"{command} --json {path}", words)
-            for command in ("plan --model FILE:broken", "fit --function nowhere.py:f")
-            for path, words in UNWRITABLE.items()
-        ],
-        *[
-            (f"plan --no-compile --model {model} --options {option}", option.partition("=")[0])
+            (f"residuals --model {model} --options {option}", option.partition("=")[0])
             for model, options in OPTIONS.items()
             for option in options
         ],
@@ -334,13 +236,6 @@ def test_usage_errors(run, command, words):
     *progress, error = err.splitlines()
     assert all(line.startswith("planning ") for line in progress)
     assert error.startswith("lowmembp: error: ") and words in error
-
-
-@pytest.mark.parametrize("content", [b"PK\3\4", b"", b"\x93NUMPY\1\0", b"text"])
-def test_a_weight_that_is_no_array(run, tmp_path, content):
-    (tmp_path / "w.npy").write_bytes(content)
-    status, out, err = run(*FIT, "--weight", tmp_path / "w.npy")
-    assert (status, out) == (2, "") and err.startswith("lowmembp: error: --weight ")
 
 
 @gpu_compiler
@@ -367,34 +262,21 @@ def test_missing_packages(run, monkeypatch):
     lm.memory.topology.cache_clear()
     status, _, err = run("plan", "--model", f"{FILE}:mlp")
     assert status == 4 and "jax-cuda12-pjrt" in err
-    without_rich = lambda name, *rest: (name != "rich" and find(name, *rest)) or None  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without_rich)
+    without_tyro = lambda name, *rest: (name != "tyro" and find(name, *rest)) or None  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without_tyro)
     status, _, err = run("devices")
-    assert status == 4 and "needs rich: pip install 'lowmembp_jax[planner]'" in err
+    assert status == 4 and "needs tyro: pip install 'lowmembp_jax[planner]'" in err
 
 
-def test_links_and_fifos_remain(run, tmp_path):
-    target, link, fifo = (tmp_path / name for name in ("target", "link", "fifo"))
-    link.symlink_to(target)
-    os.mkfifo(fifo)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(json.loads(fifo.read_text())), daemon=True)
-    reader.start()
-    for path in (link, fifo):
-        assert run(*FIT, "--json", path)[0] == 0
-    reader.join(10)
-    assert link.is_symlink() and fifo.is_fifo()
-    assert json.loads(target.read_text())["levels"] == read[0]["levels"]
-
-
+@gpu_compiler
 def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
     """CUDA 13's wheels do not bring CUDA 12's wheels with them."""
     wheel = type("Wheel", (), {"name": "jax-cuda13-plugin", "version": "1.2"})
     found = [one for one in importlib.metadata.distributions() if "cuda12" not in (one.name or "")]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*found, wheel])
-    monkeypatch.delattr(importlib.metadata, "version")
-    status, out, err = run(*FIT, "--json", "/dev/stdout")
-    assert status == 0 and "lm.StepTable(" in err
+    plan = ("plan", "--model", f"{FILE}:fixed", "--method", "default", "--no-cache")
+    status, out, err = run(*plan, "--json", "/dev/stdout")
+    assert status == 0 and "largest at the peak" in err
     data = json.loads(out)
-    assert len(data["levels"]) == 2 and data["versions"]["jax-cuda13-plugin"] == "1.2"
+    assert data["fastest"] == "default" and data["versions"]["jax-cuda13-plugin"] == "1.2"
     assert {"jax", "jaxlib", "flax", "lowmembp_jax"} < set(data["versions"])

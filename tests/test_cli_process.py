@@ -87,4 +87,3 @@ sys.exit(main(["plan", "--model", "{FILE}:mlp", "--options", "blocks=25"]))
     assert time.monotonic() - start < 5
     assert process.returncode == 130
     assert err.endswith("lowmembp: error: interrupted\n")
-    assert not list(scratch.iterdir())

@@ -1,16 +1,12 @@
 """Which part of memory an argument is: as told, by what the step does with it, or by its name."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import PartitionSpec as P
 
-import lowmembp_jax as lm
-from lowmembp_jax.memory.classification.arguments import arguments
+from lowmembp_jax.memory.lowering.arguments import arguments
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")  # optax mixes dtypes
 
@@ -116,7 +112,6 @@ def test_parameters_made_of_master_weights():
     jaxpr = jax.make_jaxpr(step)([low], [W], low).jaxpr
     made = arguments(step, ([low], [W], low), None, jaxpr)
     assert [a.part for a in made] == ["parameters", "optimizer_state", "batch"]
-    assert [a.is_trained for a in made] == [True, False, False]
 
 
 def test_microbatches_in_a_scan():
@@ -133,92 +128,19 @@ def test_microbatches_in_a_scan():
     assert "s[0].mu[0]" in parts
 
 
-def test_a_batch_may_hold_weights():
-    def step(state, b):
-        value, grads = jax.value_and_grad(loss)(state["net"], b["x"], b["weights"])
-        net = jax.tree.map(lambda w, g: w - g, state["net"], grads)
-        return {**state, "net": net}, value
-
-    parts = found(step, {"net": [W], "frozen": [W]}, {"x": X, "weights": X})
-    assert parts["state['net'][0]"] == parts["state['frozen'][0]"] == "parameters"
-    assert parts["b['x']"] == parts["b['weights']"] == "batch"
-
-
-def test_frozen_weights_that_come_back_and_random_numbers():
-    def step(s, x):
+def test_weights_in_a_batch_frozen_weights_that_come_back_and_random_numbers():
+    def step(s, b):
         def of_lora(lora):
-            noise = jax.random.uniform(key, x.shape)
-            return loss([s["w0"] + lora], x * noise)
+            noise = jax.random.uniform(key, b["x"].shape)
+            return loss([s["w0"] + lora], b["x"] * noise, b["weights"])
 
         key, new = jax.random.split(s["key"])
         lora = s["lora"] - jax.grad(of_lora)(s["lora"])
-        return {"w0": s["w0"], "lora": lora, "key": new, "n": s["n"] + 1}
+        return {**s, "lora": lora, "key": new, "n": s["n"] + 1}
 
-    key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
-    parts = found(step, {"w0": W, "lora": W, "key": key, "n": jax.ShapeDtypeStruct((), "int32")}, X)
-    assert parts["s['w0']"] == parts["s['lora']"] == "parameters"
-    assert parts["s['key']"] == parts["s['n']"] == parts["x"] == "batch"
-
-
-def test_master_weights_averages_and_a_train_state():
-    def step(s, ema_params, x):
-        def of_16_bits(w):
-            return loss(w, x.astype(jnp.bfloat16)).astype(jnp.float32)
-
-        grads = jax.grad(of_16_bits)([w.astype(jnp.bfloat16) for w in s.params])
-        s = s.apply_gradients(grads=jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        return s, jax.tree.map(lambda e, w: 0.9 * e + w, ema_params, s.params)
-
-    parts = found(step, train_state([W]), [W], X)
-    assert parts["s.params[0]"] == parts["ema_params[0]"] == "parameters"
-    assert parts["s.opt_state[0].mu[0]"] == parts["s.opt_state[0].count"] == "optimizer_state"
-    assert parts["x"] == "batch"
-
-
-PARAMS = {"w": f32(64, 32)}
-FROZEN = {"base": jax.ShapeDtypeStruct((64, 64), jnp.int4)}
-ARGUMENTS = PARAMS, FROZEN, jax.eval_shape(ADAM.init, PARAMS), f32(512, 64)
-
-
-def adam_step(params, frozen, opt_state, batch):
-    def loss(params):
-        h = jnp.tanh(batch @ frozen["base"].astype(jnp.float32))
-        return jnp.mean(jnp.square(h @ params["w"]))
-
-    updates, opt_state = ADAM.update(jax.grad(loss)(params), opt_state)
-    return optax.apply_updates(params, updates), opt_state
-
-
-@pytest.mark.gpu_compiler
-def test_estimate_by_hand_and_as_in_the_plan():
-    found = lm.memory.estimate(adam_step, *ARGUMENTS)
-    assert found.parameters == (2, 64 * 32 + 64 * 64, 64 * 32 * 4 + 64 * 64 // 2)
-    assert found.optimizer_state == (3, 2 * 64 * 32 + 1, 2 * 64 * 32 * 4 + 4)
-    assert found.batch == (1, 512 * 64, 512 * 64 * 4)
-    assert found.gradients == (1, 64 * 32, 64 * 32 * 4)  # of the frozen ones there are none
-    plan = lm.memory.plan(adam_step, *ARGUMENTS)
-    assert plan.parameters == found.parameters.bytes
-    assert (plan.optimizer_state, plan.batch) == (found.optimizer_state.bytes, found.batch.bytes)
-    assert found.arguments < plan.peak
-    assert "2,048 elements in 1 array\n" in str(found)
-    assert str(found).endswith("outputs are not counted: only a compiled plan has them")
-    assert json.loads(json.dumps(found.to_dict()))["parts"]["batch"]["bytes"] == found.batch.bytes
-    assert lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments).fits
-    above = lm.memory.estimate(adam_step, *ARGUMENTS, budget=found.arguments - 1)
-    assert not above.fits and "already above the" in str(above)
-    with pytest.raises(ValueError, match="budget: '24' is not a size"):
-        lm.memory.estimate(adam_step, *ARGUMENTS, budget="24")
-    evaluated = lm.memory.estimate(lambda params, batch: batch @ params["w"], PARAMS, f32(8, 64))
-    assert evaluated.gradients == (0, 0, 0) and evaluated.parameters.arrays == 1
-
-
-@pytest.mark.gpu_compiler
-def test_estimate_for_each_of_several_devices():
-    shardings = P("data"), P(), P(), P("data")
-    found = lm.memory.estimate(adam_step, *ARGUMENTS, mesh={"data": 8}, in_shardings=shardings)
-    assert found.device_count == 8
-    assert found.parameters == (2, 64 * 32 + 64 * 64, 64 * 32 * 4 // 8 + 64 * 64 // 2)
-    assert found.gradients == (1, 64 * 32, 64 * 32 * 4 // 8)
-    # The devices share the batch where nothing else is said.
-    shared = lm.memory.estimate(adam_step, *ARGUMENTS, mesh=8)
-    assert shared.batch.bytes == found.batch.bytes == 512 * 64 * 4 // 8
+    key, n = jax.eval_shape(lambda: (jax.random.PRNGKey(0), jnp.int32(0)))
+    state = {"w0": W, "frozen": W, "lora": W, "key": key, "n": n}
+    parts = found(step, state, {"x": X, "weights": X})
+    assert all(parts[f"s['{name}']"] == "parameters" for name in ("w0", "frozen", "lora"))
+    rest = ("s['key']", "s['n']", "b['x']", "b['weights']")
+    assert all(parts[name] == "batch" for name in rest)

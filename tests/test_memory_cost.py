@@ -1,7 +1,6 @@
 """Bytes and FLOPs of compiled programs, against what one counts by hand."""
 
 import dataclasses
-import json
 from functools import partial
 
 import encoder
@@ -15,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 N = 4096 * 1024
@@ -33,26 +31,6 @@ def compiled(fn, *args, device="h200", **options):
 
 def array(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def test_elementwise_reads_and_writes_once():
-    total = compiled(jax.nn.gelu, array(4096, 1024))
-    (kernel,) = total.kernels
-    assert (total.bytes_read, total.bytes_written) == (2 * N, 2 * N)
-    assert (kernel.count, kernel.flops, kernel.kind) == (1, 0, "other")
-    assert kernel.source.startswith(__file__)
-    assert total.estimated_seconds == pytest.approx(4 * N / rates().bandwidth + LAUNCH_SECONDS)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "pallas"])
-def test_codes_are_a_quarter_of_a_byte(implementation):
-    with lm.set_implementation(implementation):
-        total = compiled(lambda x: jax.vjp(lm.regelu2, x), array(4096, 1024))
-    (kernel,) = total.kernels
-    assert (total.bytes_read, total.bytes_written) == (2 * N, 2 * N + N // 4)
-    if implementation == "pallas":
-        assert (kernel.kind, kernel.flops) == ("custom call", 0)
-        assert "the arithmetic of __gpu$xla.gpu.triton is left out" in total.notes[0]
 
 
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "cublas"])
@@ -76,9 +54,6 @@ def test_matrix_product(triton):
         ("h200", F32, "default", 2, 494.5e12),  # in TF32
         ("h200", F32, "highest", 2, 67e12),
         ("h200", jnp.int8, "default", 2, 1979e12),
-        ("h200", jnp.float64, "default", 2, 67e12),
-        ("a6000", jnp.float64, "default", 2, 0.6e12),
-        ("h200", jnp.complex64, "default", 8, 67e12),
         ("a6000", jnp.complex128, "default", 8, 0.6e12),
     ],
 )
@@ -98,61 +73,29 @@ def test_time_of_products(device, dtype, precision, flops, rate):
     ("fn", "shapes", "name"),
     [
         (jnp.sort, [(8, 1000)], "sort"),
-        (jnp.linalg.cholesky, [(512, 512)], "cusolver_potrf"),
         (jax.scipy.linalg.solve_triangular, [(512, 512), (512, 512)], "triangularSolve"),
+        (lambda x: jnp.tanh(x.astype(jnp.float64)), [(1024, 1024)], "float64"),
     ],
 )
 def test_arithmetic_that_is_left_out_is_named(fn, shapes, name):
-    total = compiled(fn, *(array(*shape, dtype=F32) for shape in shapes))
+    with jax.enable_x64(True):
+        arrays = [array(*shape, dtype=F32) for shape in shapes]
+        total = compiled(fn, *arrays, device="a6000")
     (note,) = total.notes
     assert name in note and "left out" in note
     assert total.flops == 0
 
 
-def test_float64_elementwise_where_it_is_slow():
-    with jax.enable_x64(True):
-        x = array(1024, 1024, dtype=jnp.float64)
-        assert "float64" in compiled(jnp.tanh, x, device="a6000").notes[0]
-        assert compiled(jnp.tanh, x).notes == ()
-
-
-def test_scan_is_its_layers():
-    n = 1024
-
-    def scanned(x, w):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(jax.lax.dot(x, w)), None), x, w)[0]
-
-    five, ten = (compiled(scanned, array(n, n), array(layers, n, n)) for layers in (5, 10))
-    assert (five.flops, ten.flops) == (5 * 2 * n**3, 10 * 2 * n**3)
-    body = [kernel for kernel in five.kernels if kernel.count == 5]
-    assert ten.bytes_moved - five.bytes_moved == 5 * sum(kernel.bytes_moved for kernel in body)
-    # Each layer reads a slice of the stack of weights, if only to copy it, and an index.
-    assert sum(kernel.bytes_read for kernel in body if "slice" in kernel.op_name) <= 2 * n * n + 8
-    assert max(kernel.bytes_read for kernel in body) <= 2 * 2 * n * n + 8
-
-
-def test_stacked_residuals_are_written_slice_by_slice():
-    layers, n = 50, 1024
-
-    def stack(x):
-        return jax.lax.scan(lambda x, _: (jnp.sin(x), x), x, length=layers)[1]
-
-    total = compiled(stack, array(n, n))
-    # Each layer reads and writes the carry and writes a slice; a copy before, nothing stacked.
-    assert total.bytes_moved <= (layers + 2) * 5 * 2 * n * n + layers * 64
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(causal):
+def test_attention():
     batch, length, heads, kv_heads, size = 4, 512, 8, 2, 64
 
     def loss(q, k, v):
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return jnp.sum(out.astype(F32))
 
     q, kv = array(batch, length, heads, size), array(batch, length, kv_heads, size)
     total = compiled(jax.grad(loss, argnums=(0, 1, 2)), q, kv, kv)
-    product = 2 * batch * heads * length**2 * size / (2 if causal else 1)
+    product = batch * heads * length**2 * size
     attention = total.by("kind")["attention"].by("phase")
     forward, backward = attention["forward"], attention["backward"]
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)
@@ -174,16 +117,6 @@ def test_convolutions():
     one = 2 * 8 * 56 * 56 * 128 * 3 * 3 * 64
     assert [k.flops for k in total.kernels if k.kind == "convolution"] == [one] * 3
     assert total.flops == 3 * one
-
-
-def test_update_and_look_up_of_an_embedding_touch_a_few_rows():
-    table, rows = array(50_000, 128, dtype=F32), array(64, dtype=jnp.int32)
-    total = compiled(lambda table, rows: table[rows], table, rows)
-    assert total.bytes_read == total.bytes_written + 64 * 4 == 64 * 128 * 4 + 64 * 4
-    add = lambda table, rows, new: table.at[rows].add(new)  # noqa: E731
-    total = compiled(add, table, rows, array(64, 128, dtype=F32), donate_argnums=0)
-    assert total.bytes_written == 64 * 128 * 4
-    assert total.bytes_read == 2 * 64 * 128 * 4 + 64 * 4
 
 
 def test_collectives_of_eight_devices():
@@ -208,11 +141,6 @@ def test_collectives_of_eight_devices():
     seconds = linked.by("kind")["collective"].estimated_seconds
     assert seconds == pytest.approx(total.link_bytes / 1e9, rel=1e-2)
     assert linked.notes == ()
-    gathered = jax.jit(loss).lower(sharded(P("data"), 4096, 1024), x).compile()
-    collective = lm.memory.cost(gathered, rates()).by("kind")["collective"]
-    gather = max(collective.kernels, key=lambda kernel: kernel.bytes_moved)
-    assert gather.link_bytes == weight * 3 // 4
-    assert (gather.bytes_read, gather.bytes_written) == (weight // 4, weight)
 
 
 class Layer(nn.Module):
@@ -248,31 +176,3 @@ def test_modules_and_phases():
     seconds = sum(part.estimated_seconds for part in phases.values())
     assert seconds == pytest.approx(total.estimated_seconds)
     assert phases["other"].bytes_moved >= 2 * 4 * 2 * 512 * 2048  # the update
-    described = json.loads(json.dumps(total.to_dict()))
-    assert described["by_phase"]["recomputation"]["flops"] == product
-    assert len(described["kernels"]) == len(total.kernels)
-    assert described["estimated_seconds"] == total.estimated_seconds
-    assert "kernels" not in total.to_dict(kernels=False)
-
-
-@pytest.mark.slow
-def test_recomputation_and_extra_passes_show():
-    """3 blocks of ViT-B, full tuning."""
-    methods = ("lowmembp_jax", "default", "dots policy", "full remat")
-    totals = {}
-    for method in methods:
-        step, arguments = encoder.training_step(method, "full", False, 3)
-        compiled = lm.memory.compile_for(step, *arguments)
-        totals[method] = lm.memory.cost(compiled, lm.memory.get_device("h200"))
-    moved = [totals[method].bytes_moved for method in methods]
-    assert moved[0] > 8 * 2**30 and moved == sorted(moved) and moved[-1] < 12.5 * 2**30
-    rows, width = 3 * encoder.BATCH * encoder.TOKENS, encoder.HIDDEN
-    attention = 2 * 2 * rows * encoder.HEADS * encoder.TOKENS * encoder.HEAD_DIM
-    assert totals["default"].flops == totals["lowmembp_jax"].flops
-    assert "recomputation" not in totals["lowmembp_jax"].by("phase")
-    assert totals["dots policy"].by("phase")["recomputation"].flops == attention
-    products = 2 * rows * width * (4 * width + encoder.FFN)  # all but the last, which nobody needs
-    assert totals["full remat"].by("phase")["recomputation"].flops == products + attention
-    times = {method: total.estimated_seconds for method, total in totals.items()}
-    assert max(times, key=times.__getitem__) == "full remat"
-    assert min(times, key=times.__getitem__) == "lowmembp_jax"

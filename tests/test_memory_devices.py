@@ -115,18 +115,6 @@ def test_a_product_takes_its_published_time_by_the_part_of_a_curve(dtype, scale,
 TOKENS, PRODUCTS = 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
 
 
-@pytest.mark.parametrize(
-    ("device", "milliseconds"),
-    [("h200-nvl", (10.653, 10.813, 10.548)), ("b300", (4.196, 4.290, 4.272))],
-)
-def test_products_of_transformer_engine(device, milliseconds):
-    gpu = lm.memory.get_device(device)
-    seconds = sum(gpu.product_seconds(2 * TOKENS * k * n, "bf16") for k, n in PRODUCTS)
-    # The forward product and both gradients have the same number of multiply-adds.
-    for measured in milliseconds:
-        assert seconds == pytest.approx(measured / 1e3, rel=0.1)
-
-
 def test_an_h100_by_hand():
     h100 = lm.memory.get_device("h100")
     # XLA's median for 2^33 multiply-adds is 0.608 of 989.4 TFLOP/s, and products in a row reach
@@ -137,14 +125,9 @@ def test_an_h100_by_hand():
     assert 2**34 / expected == pytest.approx(542e12, rel=0.01)
     assert h100.product_seconds(2**34, "f32") > 1.9 * expected
     assert h100.reached_bandwidth == pytest.approx(2.8e12, rel=0.01)
-
-
-def test_a_slower_gpu_is_filled_by_smaller_products():
-    l4, h100 = map(lm.memory.get_device, ("l4", "h100"))
-    ratio = h100.matrix_flops["bf16"] / l4.matrix_flops["bf16"]
-    flops = 2.0**33
-    expected = h100.product_seconds(flops, "bf16") * h100.calibration.scale
-    assert l4.product_seconds(flops / ratio, "bf16") == pytest.approx(expected)
+    b300 = lm.memory.get_device("b300")
+    seconds = sum(b300.product_seconds(2 * TOKENS * k * n, "bf16") for k, n in PRODUCTS)
+    assert seconds == pytest.approx(4.25e-3, rel=0.1)  # TransformerEngine's measurement
 
 
 def test_attention_is_slower_than_products_and_with_small_heads_slower_still():

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.classification.arguments import arguments
+from lowmembp_jax.memory.lowering.arguments import arguments
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.result import PARTS
 
@@ -28,9 +28,6 @@ class Block(nnx.Module):
 
     def __call__(self, x):
         return x + lax.optimization_barrier(jnp.tanh(self.up(x)))
-
-
-CALL = Block.__call__
 
 
 class Mlp(nnx.Module):
@@ -80,17 +77,6 @@ def step(model, optimizer, x):
     return value
 
 
-def functional(graph):
-    """The same over `nnx.split`'s states."""
-
-    def step_of_states(weights, rest, x):
-        model, optimizer = nnx.merge(graph, weights, rest)
-        value = step(model, optimizer, x)
-        return *nnx.split((model, optimizer), nnx.Param, ...)[1:], value
-
-    return step_of_states
-
-
 def parts(plan):
     return {part: getattr(plan, part) for part in PARTS}
 
@@ -100,23 +86,23 @@ def parts(plan):
 def test_steps_are_planned_as_by_hand(donate):
     model, optimizer = abstract(Mlp)
     graph, weights, rest = nnx.split((model, optimizer), nnx.Param, ...)
-    by_hand = lm.memory.plan(functional(graph), weights, rest, X, donate=donate)
+
+    def step_of_states(weights, rest, x):
+        model, optimizer = nnx.merge(graph, weights, rest)
+        value = step(model, optimizer, x)
+        return *nnx.split((model, optimizer), nnx.Param, ...)[1:], value
+
+    by_hand = lm.memory.plan(step_of_states, weights, rest, X, donate=donate)
     plan = lm.memory.plan(nnx.jit(step, donate_argnums=donate), model, optimizer, X)
     # XLA has the arguments in another order.
     assert parts(plan) == pytest.approx(parts(by_hand), abs=4096)
     assert (plan.parameters, plan.batch) == (WEIGHTS, ROWS * WIDTH * 4)
     assert plan.optimizer_state == 2 * WEIGHTS + 8  # and two counts of steps
     assert plan.most_intermediates >= ROWS * WIDTH * 4
-    if donate:
-        assert plan.outputs < 1024
-        jitted = nnx.jit(step, donate_argnums=donate)
-        memory = lm.memory.compile_for(jitted, model, optimizer, X).memory_analysis()
-        assert memory.alias_size_in_bytes >= 3 * WEIGHTS
-    assert "parameters: f32[256,256] model['blocks'][0]['up']['kernel']" in str(plan)
-    at_peak = {buffer.module for buffer in plan.live if buffer.part == "intermediates"}
-    assert at_peak >= {"Mlp/blocks/0", "Mlp/blocks/1"}
-    assert Block.__call__ is CALL and "__call__" not in vars(nnx.Module)  # as they were
-    assert {"Mlp/blocks/0/up", "Mlp/blocks/2/up"} <= plan.cost.by("module").keys()
+    assert (plan.outputs < 1024) == bool(donate)
+    assert "f32[256,256]" in str(plan) and "model['blocks'][0]['up']['kernel']" in str(plan)
+    intermediates = [buffer for buffer in plan.live if buffer.part == "intermediates"]
+    assert intermediates and all(b.source.startswith(__file__) for b in intermediates)
 
 
 @gpu_compiler
@@ -134,9 +120,6 @@ def test_sharded_steps_and_comparisons():
         lm.memory.plan(jitted, model, optimizer, X, **a_filter, **mesh)
     with pytest.raises(ValueError, match=r"nnx.jit has in_shardings for devices of this machine"):
         lm.memory.plan(nnx.jit(step, in_shardings=(P(), P(), P())), model, optimizer, X)
-    factory = lambda method, batch: (jitted, (*abstract(Mlp), X))  # noqa: E731
-    comparison = lm.memory.compare(factory, ["default"], batch=8, cache=False, progress=False)
-    assert comparison["default"].plan.peak > 3 * WEIGHTS
 
 
 def trace(function, *args):
@@ -158,20 +141,6 @@ def test_a_step_that_writes_is_transformed():
     assert len(trace(returns, model, optimizer, X).outvars) == 1 + 3 + 2 + 2 * 3
     with pytest.raises(ValueError, match=r"loss writes into model\['(dropout|statistics)'\]"):
         trace(loss, abstract(Everything)[0], IDS)
-
-
-@pytest.mark.parametrize("options", [{}, {"graph": False}, {"graph_updates": False}])
-def test_results_of_nnx_jit(options):
-    """All states, or in its other modes those that are written."""
-    model, optimizer = abstract(Mlp)
-    states = len(jax.tree.leaves((nnx.state(model), nnx.state(optimizer))))
-
-    @nnx.jit(**options)
-    def count(model, optimizer, x):
-        optimizer.step[...] += jnp.uint32(1)
-        return x[0, 0]
-
-    assert len(trace(count, model, optimizer, X).outvars) == 1 + (1 if options else states)
 
 
 def test_parts_by_the_kind_of_variable():
@@ -197,20 +166,13 @@ def test_parts_by_the_kind_of_variable():
     assert counts["batch"] == len(jax.tree.leaves(rest))
 
 
-def test_residuals_of_a_loss_by_block():
+def test_residuals_of_a_loss():
     model, optimizer = abstract(Mlp)
     graph, state = nnx.split(model)
     by_hand = lm.memory.residuals(lambda state, x: loss(nnx.merge(graph, state), x), state, X)
     for function in (loss, nnx.jit(loss)):
         table = lm.memory.residuals(function, model, X)
         assert table.total_bytes == by_hand.total_bytes > 3 * ROWS * WIDTH * 4
-        layers = table.by_layer()
-        assert layers["Mlp/blocks/0"] == layers["Mlp/blocks/1"] >= 2 * ROWS * WIDTH * 4
-    # In jax.checkpoint and in a function of one block alike.
-    table = lm.memory.residuals(lambda model, x: jax.checkpoint(model.__call__)(x), model, X)
-    assert set(table.by_layer()) <= {f"Mlp/blocks/{i}" for i in range(3)} | {"Mlp", ""}
-    table = lm.memory.residuals(lambda model, x: model.blocks[0](x), model, X)
-    assert {row.module.split("/up")[0] for row in table.kept} == {"Mlp/blocks/0"}
     with pytest.raises(ValueError, match=r"step computes gradients itself.*give the loss"):
         lm.memory.residuals(nnx.jit(step), model, optimizer, X)
 
@@ -218,8 +180,7 @@ def test_residuals_of_a_loss_by_block():
 def test_residuals_of_variables_that_are_trained():
     """`nnx.Param`s, as by `nnx.grad`, or what `nnx.DiffState` says."""
     model = nnx.eval_shape(Everything)
-    table = lm.memory.residuals(loss, model, IDS)
-    assert {row.op for row in table.kept} >= {"Dropout", "BatchNorm"}
+    assert lm.memory.saved_bytes(loss, model, IDS) > 0  # what it writes is ignored
 
     class Adapted(nnx.Module):
         def __init__(self):
@@ -244,12 +205,8 @@ def test_residuals_of_variables_that_are_trained():
         saved(nnx.BatchStat)
 
 
-@pytest.mark.sample(2)
 @gpu_compiler
-@pytest.mark.parametrize(
-    ("donate", "numbers"),
-    [("all", (0, 1)), ("all-except-first", (1,)), ("none", ()), ("warn", (0, 1))],
-)
+@pytest.mark.parametrize(("donate", "numbers"), [("all", (0, 1)), ("all-except-first", (1,))])
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_donation_of_filter_jit(donate, numbers):
     eqx = pytest.importorskip("equinox")
@@ -267,22 +224,3 @@ def test_donation_of_filter_jit(donate, numbers):
     plan = lm.memory.plan(eqx.filter_jit(step, donate=donate), model, x)
     assert plan.peak == lm.memory.plan(step, model, x, donate=numbers).peak
     assert (plan.peak < 2 * plan.parameters) == (0 in numbers)
-
-
-def test_fields_of_equinox_that_are_no_arrays():
-    eqx = pytest.importorskip("equinox")
-
-    class Block(eqx.Module):
-        linear: eqx.nn.Linear
-        rate: float
-        activate: bool = True
-
-        def __call__(self, x):
-            h = self.linear(x) if self.rate == 0.5 else x
-            return jnp.tanh(h) if self.activate else h
-
-    block = Block(eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(0)), 0.5)
-    kept = lm.memory.saved_bytes(lambda block, x: jnp.mean(jax.vmap(block)(x) ** 2), block, X)
-    weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    plain = lm.memory.saved_bytes(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), weight, X)
-    assert kept == plain > 0

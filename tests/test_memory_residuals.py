@@ -1,10 +1,7 @@
 """lm.memory.residuals and saved_bytes against counts by hand, and the rows of a Flax model."""
 
-import csv
 import inspect
 import json
-import runpy
-import sysconfig
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +13,6 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
-from lowmembp_jax._source_files import is_framework
 
 saved_bytes = lm.memory.saved_bytes
 X, W = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 5), (5, 3)))
@@ -70,15 +66,6 @@ def test_true_size_of_small_dtypes(dtype, elements, size):
     assert saved_bytes(f, jax.ShapeDtypeStruct((elements,), jnp.float32)) == size
 
 
-def test_pytrees_concrete_and_abstract_agree():
-    def loss(params, batch):
-        return jnp.sum(jnp.tanh(batch["x"][batch["ids"]] @ params["w"]) ** 2)
-
-    batch = {"x": jnp.ones((6, 5)), "ids": jnp.arange(3)}
-    args = {"w": np.ones((5, 3), np.float32)}, batch
-    assert saved_bytes(loss, *args) == saved_bytes(loss, *jax.eval_shape(lambda: args)) > 0
-
-
 def kept(fn, *args, **kwargs):
     return lm.memory.residuals(fn, *args, **kwargs).kept
 
@@ -108,23 +95,19 @@ def test_custom_functions_and_names():
 
     everything = jax.checkpoint_policies.everything_saveable
     for fn in (f, jax.jit(f), jax.checkpoint(f, policy=everything)):
-        assert {"flash", "angles", "exp"} - {row.op for row in kept(fn, X)} <= {"angles"}
+        assert {"cos", "exp"} <= {row.op for row in kept(fn, X)}
     keep = jax.checkpoint_policies.save_only_these_names("angles")
     (row,) = kept(jax.checkpoint(f, policy=keep), X)
-    assert row.op == "angles" and row.primitive == "sin"
-    # A custom_linear_solve is no function with a custom VJP.
-    rows = kept(lambda x: flash(jnp.linalg.solve(x, x)), X.update(shape=(5, 5)))
-    assert "flash" in {row.op for row in rows}
+    assert row.op == "angles"
 
 
-def test_shared_and_returned():
+def test_an_array_that_is_returned_or_reshaped_counts_once():
     def f(x, w):
         y = jnp.exp(x)
         return y @ w, y
 
     (row,) = kept(f, X, W)
-    assert row.is_output and row.shared and row.bytes == 30 * 4
-    # A reshape is no copy.
+    assert row.is_output and row.bytes == 30 * 4
     assert len(kept(lambda x: (y := jnp.exp(x)) @ y.reshape(5, 6), X)) == 1
 
 
@@ -150,7 +133,7 @@ def test_kinds_that_take_no_device_memory():
         lambda res, g: (g * res[0], jnp.sum(g * res[1])),
     )
     table = lm.memory.residuals(f, X, 1.0, argnums=0)
-    assert [(r.kind, r.op) for r in table.rows] == [("kept", "f"), ("unused", "f")]
+    assert [(r.kind, r.op) for r in table.rows] == [("kept", "cos"), ("unused", "sin")]
     assert table.total_bytes == 120
     names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["angles"]}
     places = {"offload_src": "device", "offload_dst": "pinned_host"}
@@ -158,15 +141,6 @@ def test_kinds_that_take_no_device_memory():
     g = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "angles")), policy=offload)
     (host,) = (r for r in lm.memory.residuals(g, X).rows if r.kind == "host")
     assert (host.op, host.bytes) == ("angles", 120)
-
-
-def test_shard_map_counts_all_devices():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    specs = {"in_specs": (spec("d"), spec()), "out_specs": spec("d")}
-    f = jax.shard_map(lambda x, w: jnp.exp(x @ w), mesh=mesh, **specs)
-    (row,) = kept(f, X.update(shape=(16, 4)), X.update(shape=(4, 4)))
-    assert (row.op, row.bytes) == ("exp", 16 * 4 * 4)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +157,6 @@ def test_shard_map_counts_all_devices():
 def test_errors_name_the_argument(fn, args, argnums, error, message):
     with pytest.raises(error, match=message):
         lm.memory.residuals(fn, *args, argnums=argnums)
-
-
-def test_lines_of_frameworks_are_not_the_users():
-    modules = (jax, nn, runpy, lm.memory)
-    assert all(is_framework(module.__file__) for module in modules)
-    library = sysconfig.get_path("stdlib")
-    assert is_framework(f"{library}/contextlib.py") and is_framework("<frozen runpy>")
-    # Without a virtual environment, the packages of others are in a folder of Python's library.
-    assert not is_framework(f"{library}/dist-packages/jax_but_another/model.py")
 
 
 class Block(nn.Module):
@@ -239,38 +204,34 @@ def net_table(**fields):
     return lm.memory.residuals(model.apply, params, INPUT, argnums=0)
 
 
-def test_rows_name_op_module_line_and_readers():
+def test_rows_totals_text_and_json(tmp_path):
     table = net_table(ours=True)
-    (codes,) = (r for r in table.kept if r.op == "regelu2 codes" and "layer_1" in r.module)
-    assert codes.module == "Net/layer_1" and codes.used_by == ("Net/layer_1: regelu2",)
-    assert (codes.dtype, codes.shape, codes.times) == ("uint2", (2, 8, 128), 1)
-    assert codes.bytes == 2 * 8 * 128 // 4
+    (codes,) = (r for r in table.kept if r.dtype == "uint2" and "layer_1" in r.module)
+    assert (codes.op, codes.module) == ("lowmembp_codes", "Net/layer_1")
+    assert (codes.shape, codes.times, codes.bytes) == ((2, 8, 128), 1, 2 * 8 * 128 // 4)
     line = inspect.getsourcelines(Block)[1] + 10  # of lm.regelu2
     assert codes.source.endswith(f"test_memory_residuals.py:{line}")
-    (hidden,) = (r for r in table.kept if r.used_by == ("Net/layer_1/output: Dense",))
-    assert hidden.op == "regelu2" and not hidden.shared
-
-
-def test_totals():
-    table = net_table()
     assert table.total_bytes == sum(table.by_op().values()) == sum(table.by_layer().values())
-    assert {"gelu", "LayerNorm"} <= set(table.by_op())
     assert set(table.by_layer()) == {"Net/layer_0", "Net/layer_1"}
     assert set(table.by_layer(depth=1)) == {"Net"}
     assert "Net/layer_0/norm" in table.by_layer(depth=3)
     sizes = [row.bytes for row in table.kept]
     assert sizes == sorted(sizes, reverse=True)
+    scanned = net_table(ours=True, scan=True, layers=4)
+    assert "4 x uint2[2,8,128]" in str(scanned) and f"{len(scanned.kept)} arrays" in str(scanned)
+    report = json.loads(table.to_json(tmp_path / "table.json"))
+    assert json.loads((tmp_path / "table.json").read_text()) == report
+    assert report["total_bytes"] == table.total_bytes and report["by_op"] == table.by_op()
+    assert len(report["rows"]) == len(table.rows)
 
 
 def test_scanned_layers_keep_what_unrolled_layers_do():
     scanned = net_table(layers=5, scan=True)
     two, three = (net_table(layers=n).total_bytes for n in (2, 3))
     # Under the scan the norm's scale, a row, is stacked again in the shape it is multiplied in.
-    copies = [row for row in scanned.kept if row.op == "copy of an input"]
-    assert [(row.shape, row.times) for row in copies] == [((1, 1, 32), 5)]
-    assert scanned.total_bytes == 5 * (three - two) + copies[0].bytes
-    assert all(row.times == 5 for row in scanned.kept)
-    assert all(row.module.startswith("Net/layer") for row in scanned.kept if row not in copies)
+    (copy,) = (row for row in scanned.kept if row.shape == (1, 1, 32))
+    assert scanned.total_bytes == 5 * (three - two) + copy.bytes
+    assert all(row.times == 5 and row.module.startswith("Net/layer") for row in scanned.kept)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -280,25 +241,12 @@ def test_remat_policies(scan):
 
     layers = 1 if scan else 3
     # A block keeps its input, which for the first unrolled one is an argument.
-    inputs = 1 if scan else 2
-    policies, words = jax.checkpoint_policies, ("codes", "output", "rstd")
-    assert ops(policies.nothing_saveable) == ["add"] * inputs
+    inputs = ["scan"] if scan else ["add"] * 2
+    policies, words = jax.checkpoint_policies, ("codes", "norm_output", "norm_rstd")
+    assert ops(policies.nothing_saveable) == inputs
     # Nobody reads the second product of the last block.
-    assert sorted(ops(policies.dots_saveable)) == ["Dense"] * layers + ["add"] * inputs
+    assert sorted(ops(policies.dots_saveable)) == sorted(["dot_general"] * layers + inputs)
     ours = ops(lm.checkpoint_policy(), ours=True)
-    counts = {word: sum(op.endswith(f" {word}") for op in ours) for word in words}
+    counts = {word: ours.count(f"lowmembp_{word}") for word in words}
     # The first unrolled norm has a gradient of its scale only, for which rstd is not needed.
-    assert counts == dict.fromkeys(words, layers) | {"rstd": inputs}
-
-
-def test_text_json_and_csv(tmp_path):
-    table = net_table(ours=True, scan=True, layers=4)
-    text = str(table)
-    assert "4 x uint2[2,8,128]" in text and f"{len(table.kept)} arrays" in text
-    report = json.loads(table.to_json(tmp_path / "table.json"))
-    assert json.loads((tmp_path / "table.json").read_text()) == report
-    assert report["total_bytes"] == table.total_bytes and report["by_op"] == table.by_op()
-    assert len(report["rows"]) == len(table.rows)
-    rows = list(csv.DictReader(table.to_csv(tmp_path / "table.csv").splitlines()))
-    assert (tmp_path / "table.csv").read_text() == table.to_csv()
-    assert sum(int(r["bytes"]) for r in rows if r["kind"] == "kept") == table.total_bytes
+    assert counts == dict.fromkeys(words, layers) | {"norm_rstd": len(inputs)}

@@ -93,6 +93,8 @@ def test_the_text_model_of_gemma_3(tmp_path):
     title, make = of_config_json(path)
     assert title == f"{path} (only text_config)"
     assert make.args[1] == CONFIGS["gemma-3-4b-text"]
+    params = jax.tree.leaves(make(train="full").args[0].params)
+    assert sum(leaf.size for leaf in params) == 3_880_263_168
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Plan the GPU memory of a training step on a machine without a GPU, and fit step tables for
-activations.
+"""Plan the GPU memory of a training step on a machine without a GPU.
 
 lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
 
@@ -9,13 +8,9 @@ lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --j
 
 lowmembp residuals --model vit-b16 --method lowmembp
 
-lowmembp plan --model vit-b16 --method compress --device all
-
 lowmembp diff before.json after.json
 
 lowmembp devices
-
-lowmembp fit --function jax.nn.mish --bits 4 --plot fit.png
 
 Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an argument is wrong;
 3 no method fits; 4 a package is missing; 130 interrupted.
@@ -23,28 +18,19 @@ Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an
 
 import importlib.util
 import os
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.cli._devices import DevicesCommand
-from lowmembp_jax.cli._fit import FitCommand
 from lowmembp_jax.cli._plan import PlanCommand
-from lowmembp_jax.cli._residuals import ResidualsCommand
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
-_NEEDED = ("matplotlib", "rich", "tyro")
-
-_DELETE = f"""
-import contextlib, pathlib, shutil, sys
-for pattern in sys.argv[2:]:
-    for path in pathlib.Path(sys.argv[1]).glob(pattern):
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-sys.exit({_INTERRUPTED})
-"""
+_NEEDED = ("matplotlib", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,17 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     import tyro
 
-    from lowmembp_jax.cli._diff import DiffCommand
+    from lowmembp_jax.cli._commands import DevicesCommand, DiffCommand, ResidualsCommand
 
     commands = Annotated[
         Annotated[PlanCommand, tyro.conf.subcommand("plan")]
         | Annotated[ResidualsCommand, tyro.conf.subcommand("residuals")]
         | Annotated[DiffCommand, tyro.conf.subcommand("diff")]
-        | Annotated[DevicesCommand, tyro.conf.subcommand("devices")]
-        | Annotated[FitCommand, tyro.conf.subcommand("fit")],
+        | Annotated[DevicesCommand, tyro.conf.subcommand("devices")],
         tyro.conf.OmitSubcommandPrefixes,
     ]
     command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    # JAX swallows a KeyboardInterrupt that Python raises inside its callbacks.
+    before = signal.signal(signal.SIGINT, _interrupted)
     try:
         # The command needs no GPU, and does not occupy one.
         import jax
@@ -81,25 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "lowmembp_jax[planner]" not in str(error):
             raise
         return _fail(str(error), _MISSING_PACKAGE)
-    except KeyboardInterrupt:
-        _interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(*_: Any) -> None:
+    """Ends the process. Python would wait for XLA, which cannot be interrupted."""
+    _fail("interrupted", _INTERRUPTED)
+    for folder in Path(tempfile.gettempdir()).glob(f"lowmembp_jax-{os.getpid()}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(_INTERRUPTED)
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"lowmembp: error: {message}", file=sys.stderr)
+    print(f"lowmembp: error: {message}", file=sys.stderr, flush=True)
     return status
-
-
-def _interrupted() -> NoReturn:
-    """Replaces the process by one that deletes XLA's files and exits with status 130.
-
-    Python would wait until XLA has compiled, and XLA's threads would write deleted files again:
-    they end only when the process is replaced.
-    """
-    _fail("interrupted", _INTERRUPTED)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.getpid()
-    patterns = (f"lowmembp_jax-{pid}-*", f"tempfile-*-{pid}-*")
-    arguments = ("-I", "-S", "-c", _DELETE, tempfile.gettempdir(), *patterns)
-    os.execv(sys.executable, (sys.executable, *arguments))

@@ -29,16 +29,15 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -
     folder = path.resolve().parent
     if path.is_dir():
         raise GivenError(f"{option}: {path} is a folder")
-    if path.exists():
-        if not os.access(path, os.W_OK):
-            raise GivenError(f"{option}: {path} cannot be written")
-    elif not folder.is_dir():
+    if not folder.is_dir():
         raise GivenError(f"{option}: {path}: there is no folder {folder}")
-    else:
-        try:
+    try:
+        if not path.exists():
             tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise GivenError(f"{option}: {path} cannot be written ({error.strerror})") from error
+        elif not os.access(path, os.W_OK):
+            raise PermissionError
+    except OSError as error:
+        raise GivenError(f"{option}: {path} cannot be written") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,12 +60,6 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def print_report(report: Any, *written: Path | None) -> None:
-    """Prints a report to stdout, or to stderr if one of the files in `written` is stdout."""
-    from rich.console import Console
-
-    file = sys.stderr if any(map(is_stdout, written)) else sys.stdout
-    if isinstance(report, str):
-        return print(report, file=file)
-    # A file or a pipe has no width: do not break its lines.
-    Console(file=file, width=None if file.isatty() else 200).print(report)
+def print_report(report: str, written: Path | None = None) -> None:
+    """Prints a report to stdout, or to stderr if the file in `written` is stdout."""
+    print(report, file=sys.stderr if is_stdout(written) else sys.stdout)

@@ -1,21 +1,19 @@
 """Plans a training step's GPU memory with XLA's GPU compiler, on a machine without a GPU."""
 
 from lowmembp_jax.memory.cache import plan_cache_directory as plan_cache_directory
-from lowmembp_jax.memory.choice import Choice as Choice
-from lowmembp_jax.memory.choice import NothingFitsError as NothingFitsError
-from lowmembp_jax.memory.choice import choose as choose
 from lowmembp_jax.memory.classification.peak import LiveBuffer as LiveBuffer
+from lowmembp_jax.memory.comparison import Choice as Choice
 from lowmembp_jax.memory.comparison import Comparison as Comparison
 from lowmembp_jax.memory.comparison import MethodPlan as MethodPlan
+from lowmembp_jax.memory.comparison import NothingFitsError as NothingFitsError
+from lowmembp_jax.memory.comparison import choose as choose
 from lowmembp_jax.memory.comparison import compare as compare
+from lowmembp_jax.memory.compilation import compile_for as compile_for
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
 from lowmembp_jax.memory.devices import Device as Device
 from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
-from lowmembp_jax.memory.estimates import Estimate as Estimate
-from lowmembp_jax.memory.estimates import estimate as estimate
-from lowmembp_jax.memory.lowering.compilation import compile_for as compile_for
 from lowmembp_jax.memory.lowering.step_arguments import StepError as StepError
 from lowmembp_jax.memory.planning import plan as plan
 from lowmembp_jax.memory.result import PARTS as PARTS

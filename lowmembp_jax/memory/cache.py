@@ -7,7 +7,7 @@ import json
 import os
 import re
 import threading
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from lowmembp_jax.memory.devices import WHEELS, target_config
@@ -47,12 +47,12 @@ def cached_plan(step: LoweredStep) -> Plan:
 def _key(step: LoweredStep) -> str:
     """A hash of everything that decides the plan: program, sources, compiler and planner."""
     described = (
-        step.lowered.as_text(),
-        _sources(step.lowered.as_text(debug_info=True)),
+        step.lowering.lowered.as_text(),
+        _sources(step.lowering.lowered.as_text(debug_info=True)),
         repr(step.arguments),
         repr((step.memory_fraction, step.link_bandwidth, sorted(step.compiler_options.items()))),
         target_config(step.device.name),
-        repr([_version(package) for package in _PACKAGES]),
+        repr(sorted((d.name, d.version) for d in distributions() if d.name in _PACKAGES)),
         os.environ.get("XLA_FLAGS", ""),
         _planner(),
     )
@@ -70,13 +70,6 @@ def _sources(program: str) -> str:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 @functools.cache

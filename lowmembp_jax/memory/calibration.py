@@ -43,16 +43,10 @@ UNCALIBRATED = "uncalibrated"
 
 
 class Curve(NamedTuple):
-    """The fractions of the published rate that products of growing size reach.
+    """The fractions of the published rate that products reach, each twice as long as the last."""
 
-    Attributes:
-      first: seconds that the smallest product takes at the published rate. Each next one takes
-        twice as long.
-      parts: the fraction of the published rate for each product.
-    """
-
-    first: float
-    parts: tuple[float, ...]
+    first: float  # seconds that the smallest product takes at the published rate
+    parts: tuple[float, ...]  # the fraction for each product
 
     def part(self, seconds: float) -> float:
         """Interpolates the fraction for a product that takes `seconds` at the published rate."""

@@ -1,4 +1,4 @@
-"""Compares methods to save memory for one training step."""
+"""Compares methods to save memory for one training step, and chooses the fastest that fits."""
 
 import dataclasses
 import itertools
@@ -14,10 +14,12 @@ from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import check_call
+from lowmembp_jax.models.methods import HOW
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.result import Plan
+from lowmembp_jax.memory.report import aligned, listed
+from lowmembp_jax.memory.result import ESTIMATE, WORK, Plan, limit, work
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
-from lowmembp_jax.memory.workload import Workload, methods_of, workload_of
+from lowmembp_jax.memory.workload import methods_of, workload_of
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,32 @@ class Comparison:
 
     def __str__(self) -> str:
         plan, fastest = self.methods[0].plan, self.fastest
-        device = plan.device.times(plan.device_count)
-        batch = "" if self.batch is None else f", batch {self.batch:,}"
-        lines = [f"{device}{batch}, {format_bytes(self.budget)} on each device:"]
-        lines += [
-            f"{format_bytes(one.plan.peak):>12}  {one.plan.cost.estimated_seconds * 1e3:>9,.1f} ms"
-            f"  {one.method}: {one.plan.verdict}"
-            + ("" if one.largest_batch is None else f", largest batch {one.largest_batch:,}")
+        counts = {"examples/s": self.batch, "tokens/s": self.tokens}
+        rates = {name: count for name, count in counts.items() if count}
+        searched = ["largest batch"] if self.methods[0].largest_batch is not None else []
+        head = ("method", "peak", "intermediates", "temporaries", *WORK[:3], *rates, *searched, "")
+        rows = [
+            (
+                one.method,
+                *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
+                *work(one.plan.cost)[:3],
+                *(f"{n / one.plan.cost.estimated_seconds:,.0f}" for n in rates.values()),
+                *([f"{one.largest_batch:,}"] if searched else []),
+                one.plan.verdict,
+            )
             for one in self
         ]
-        lines += [f"note: {note}" for note in self.notes]
-        lines += (
-            ["no method fits"]
+        lines = [
+            limit(plan) + ("" if self.batch is None else f", batch {self.batch:,}"),
+            *aligned(head, *rows, left=("method", "")),
+            "",
+            ESTIMATE,
+            *listed((f"rates of {plan.device.name}: {plan.device.calibration}", *self.notes)),
+            "no method fits"
             if fastest is None
-            else [f"the fastest method that fits: {fastest.method}"]
-        )
-        return "\n".join([*lines, "times are estimates"])
+            else f"the fastest method that fits: {fastest.method}",
+        ]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -120,16 +132,48 @@ class Comparison:
         }
 
 
-def lower_workload(workload: Workload, **plan_options: Any) -> LoweredStep:
-    """Traces a workload's step. `plan_options` override the workload's own options."""
-    if plan_options.get("mesh") is not None or mesh_of(workload.in_shardings) is not None:
-        plan_options.setdefault("in_shardings", workload.in_shardings)
-    if plan_options.get("parts") is None:
-        plan_options["parts"] = workload.parts
-    with workload.context():
-        return lower_step(
-            workload.step, *workload.args, donate=workload.donate_argnums or None, **plan_options
+class NothingFitsError(ValueError):
+    """No method's peak is within the budget.
+
+    Attributes:
+      comparison: the comparison of all methods.
+    """
+
+    def __init__(self, comparison: Comparison):
+        smallest = comparison.smallest
+        super().__init__(
+            f"no method fits in {format_bytes(comparison.budget)}: the smallest peak is "
+            f"{format_bytes(smallest.plan.peak)}, with {smallest.method!r}"
         )
+        self.comparison = comparison
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result of `choose`.
+
+    Attributes:
+      method: the method's name.
+      plan: the plan of the step with this method.
+      comparison: the comparison of all methods.
+    """
+
+    method: str
+    plan: Plan
+    comparison: Comparison
+
+    @property
+    def how(self) -> str:
+        """The lines of code that switch the method on; "" for a custom method of the factory."""
+        return HOW.get(self.method, "")
+
+    def __str__(self) -> str:
+        seconds = self.plan.cost.estimated_seconds
+        text = (
+            f"{self.method} is the fastest method that fits: {format_bytes(self.plan.peak)} of "
+            f"{format_bytes(self.plan.limit)}, {seconds * 1e3:.3g} ms (estimate)"
+        )
+        return "\n".join(filter(None, (text, self.how)))
 
 
 def compare(
@@ -193,7 +237,7 @@ def compare(
         if value is not None and value < 1:
             raise ValueError(f"compare: {name} must be at least 1, got {value}")
 
-    limit = as_bytes("compare: budget", budget)
+    most = as_bytes("compare: budget", budget)
     multiple = batch_multiple or math.gcd(batch or 8, 8)
 
     # Errors in the factory show before minutes of compilation.
@@ -208,8 +252,7 @@ def compare(
         yield batch
         if not find_largest_batch:
             return
-        most = plans[method, batch].limit
-        search = largest_batch(most, start=batch or 1, multiple=multiple)
+        search = largest_batch(plans[method, batch].limit, start=batch or 1, multiple=multiple)
         try:
             size = next(search)
             while True:
@@ -221,7 +264,12 @@ def compare(
 
     def lower(method: str, size: int | None) -> LoweredStep:
         made = workloads.get((method, size)) or workload_of(step_factory, method, size)
-        return lower_workload(made, **plan_options)
+        options = {**plan_options, "parts": plan_options.get("parts") or made.parts}
+        if options.get("mesh") is not None or mesh_of(made.in_shardings) is not None:
+            options.setdefault("in_shardings", made.in_shardings)
+        with made.context():
+            donate = made.donate_argnums or None
+            return lower_step(made.step, *made.args, donate=donate, **options)
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -242,16 +290,60 @@ def compare(
             ready = []
             for future in done:
                 key = compiling.pop(future)
-                plans[key] = dataclasses.replace(future.result(), budget=limit)
+                plans[key] = dataclasses.replace(future.result(), budget=most)
                 ready.append(key[0])
     finally:
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
     rows = [
-        MethodPlan(m, plans[m, batch], largest[m], plans.get((m, largest[m])))
-        if m in largest
-        else MethodPlan(m, plans[m, batch])
+        MethodPlan(m, plans[m, batch], largest.get(m), plans.get((m, largest.get(m, 0))))
         for m in methods
     ]
     tokens = workloads[methods[0], batch].tokens
     return Comparison(batch, rows[0].plan.limit, tuple(rows), tokens)
+
+
+def choose(
+    step_factory: Callable[[str, int | None], Any],
+    methods: Sequence[str] | None = None,
+    *,
+    budget: int | str | None = None,
+    batch: int | None = None,
+    **options: Any,
+) -> Choice:
+    """Plans a training step with each method and chooses the fastest that fits.
+
+        choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
+        train_step, _ = step_factory(choice.method, 64)
+
+    The time is an estimate by the roofline from the compiled program. The memory is XLA's own
+    buffer assignment.
+
+    Args:
+      step_factory: see `compare`.
+      methods: see `compare`.
+      budget: bytes that each device may use, or a size such as "24GB". Default: the device's usable
+        memory.
+      batch: the batch size; None leaves it to the factory.
+      **options: options of `compare` and `lm.memory.plan`: `device`, `mesh`, `cache`, ...
+
+    Returns:
+      A `Choice`.
+
+    Raises:
+      NothingFitsError: no method fits; the message has the smallest peak and its method.
+      TypeError, ValueError, ImportError: see `compare`.
+    """
+    return fastest_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
+
+
+def fastest_of(comparison: Comparison) -> Choice:
+    """Chooses the fastest method of a comparison.
+
+    Raises:
+      NothingFitsError: no method fits.
+    """
+    fastest = comparison.fastest
+    if fastest is None:
+        raise NothingFitsError(comparison)
+    return Choice(fastest.method, fastest.plan, comparison)

@@ -3,54 +3,52 @@
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from lowmembp_jax._errors import GivenError
+from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import PARTS, Plan
-from lowmembp_jax.memory.roofline.totals import layers_together
+from lowmembp_jax.memory.scopes import layers_together
+from lowmembp_jax.memory.sizes import format_bytes
+
+# The number of modules that the text shows.
+_SHOWN = 15
 
 
-@dataclass(frozen=True)
-class Change:
-    """Bytes on each device in two plans, of a part or of a module's share of it.
+def describe(before: Plan, after: Plan) -> str:
+    """Formats the changes between two plans: by part, and by module at the peak.
 
-    Attributes:
-      part: one of `lm.memory.PARTS`, or "peak".
-      where: the module (one name for all layers), or the argument; "" for a whole part.
-      before: bytes in the first plan.
-      after: bytes in the second plan.
+    Modules count the buffers in `Plan.live`, which have at least a thousandth of the peak.
     """
-
-    part: str
-    where: str
-    before: int
-    after: int
-
-    @property
-    def bytes(self) -> int:
-        """Growth in bytes."""
-        return self.after - self.before
-
-
-def changes_by_part(before: Plan, after: Plan) -> list[Change]:
-    """The change of each part, and the change of the peak last."""
-    return [
-        Change(name, "", getattr(before, name), getattr(after, name)) for name in (*PARTS, "peak")
+    head = ("before", "after", "change")
+    parts = [
+        (name.replace("_", " "), *_change(getattr(before, name), getattr(after, name)))
+        for name in (*PARTS, "peak")
     ]
+    old, new = _by_module(before), _by_module(after)
+    changed = sorted(old | new, key=lambda key: -abs(new[key] - old[key]))
+    modules = [
+        (key[0].replace("_", " "), key[1], *_change(old[key], new[key]))
+        for key in changed[:_SHOWN]
+        if old[key] != new[key]
+    ]
+    lines = [
+        *aligned(("part", *head), *parts, left=("part",)),
+        "",
+        "largest changes at the peak, summed over layers:",
+        *aligned(("part", "from", *head), *modules, left=("part", "from")),
+    ]
+    return "\n".join(lines)
 
 
-def changes_by_module(before: Plan, after: Plan) -> list[Change]:
-    """The changes at the peak by part and module, the largest first.
-
-    They count the buffers in `Plan.live`, which have at least a thousandth of the peak.
-    """
-    sizes = _by_module(before), _by_module(after)
-    found = [Change(*key, *(size[key] for size in sizes)) for key in sizes[0] | sizes[1]]
-    return sorted((one for one in found if one.bytes), key=lambda one: -abs(one.bytes))
+def _change(before: int, after: int) -> tuple[str, str, str]:
+    growth = after - before
+    sign = "-" if growth < 0 else "+" if growth else ""
+    return format_bytes(before), format_bytes(after), sign + format_bytes(abs(growth))
 
 
 def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
+    """Bytes at the peak by part, and by module (one name for all layers) or argument."""
     total: Counter[tuple[str, str]] = Counter()
     for buffer in plan.live:
         where = layers_together(buffer.module)
@@ -62,17 +60,12 @@ def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
 
 def _checked(plan: Plan) -> Plan:
     """Returns the plan. A value that should be a number raises its error here, before a report."""
-    changes_by_part(plan, plan)
-    changes_by_module(plan, plan)
+    describe(plan, plan)
     return plan
 
 
 def read_plan(path: Path, method: str | None = None) -> Plan:
     """Reads a plan that `lowmembp plan --json` or `Plan.to_json` wrote.
-
-    Args:
-      path: path of the file.
-      method: the method to read, if the file has several.
 
     Raises:
       GivenError: the file has no plan, or several and `method` names none of them.

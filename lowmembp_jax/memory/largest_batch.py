@@ -14,18 +14,8 @@ def largest_batch(
     The peak must not fall as the batch grows. It is nearly linear in the batch, so a line through
     the known peaks guesses the next batch. The search then needs about 4 peaks instead of 10.
 
-    Args:
-      budget: bytes.
-      start: the first batch size to try.
-      multiple: the batch is a multiple of this, for instance of the devices that share it.
-      most: the largest number of peaks to request.
-
-    Yields:
-      A new batch size. Send the peak of its step in bytes.
-
-    Returns:
-      The largest batch size that fits, a multiple of `multiple`, or 0. If `most` ended the search,
-      larger batches may fit.
+    This generator yields multiples of `multiple` from `start` on. Send it the peak of each. It
+    returns the largest batch that fits, or 0. After `most` peaks, larger batches may fit.
     """
     fits, misses = 0, None  # in multiples
     guess = max(1, start // multiple)

@@ -1,52 +1,46 @@
 """Plans the GPU memory of a training step without a GPU."""
 
 import dataclasses
-import functools
 import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from lowmembp_jax._jax_internals import is_reference, without_compiler_options
-from lowmembp_jax.memory.classification.arguments import Argument, arguments
-from lowmembp_jax.memory.classification.flow import Flow
-from lowmembp_jax.memory.classification.parts import Buffers
-from lowmembp_jax.memory.classification.peak import at_peak
+from lowmembp_jax.memory.classification.flow import follow
+from lowmembp_jax.memory.classification.parts import sort_into_parts
+from lowmembp_jax.memory.classification.peak import at_peak, total
+from lowmembp_jax.memory.compilation import compile_with_buffers
 from lowmembp_jax.memory.devices import Device, get_device
-from lowmembp_jax.memory.lowering.compilation import compile_lowered, lower_for
-from lowmembp_jax.memory.lowering.meshes import MeshLike
+from lowmembp_jax.memory.lowering.arguments import Argument, arguments
+from lowmembp_jax.memory.lowering.lost_work import warn_of_lost_work
+from lowmembp_jax.memory.lowering.lower import Lowering, lower_for
+from lowmembp_jax.memory.lowering.meshes import MeshLike, batch_shardings, mesh_of
 from lowmembp_jax.memory.lowering.nnx_states import of_states
-from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call, close_over_constants
-from lowmembp_jax.memory.notes.logits import vocabularies, whole_logits
-from lowmembp_jax.memory.notes.lost_work import warn_of_lost_work
-from lowmembp_jax.memory.notes.not_understood import doubts
-from lowmembp_jax.memory.notes.optimizer_state import wide_state
-from lowmembp_jax.memory.notes.padded_products import padded_products
-from lowmembp_jax.memory.notes.replication import batch_shardings, replicated
-from lowmembp_jax.memory.notes.scan_stacks import scan_stacks
-from lowmembp_jax.memory.notes.scheduler import scheduler_cost
-from lowmembp_jax.memory.parsing import buffer_assignment as buffers
+from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
+from lowmembp_jax.memory.notes import (
+    not_understood,
+    replicated,
+    sums_that_differ,
+    whole_logits,
+    wide_state,
+)
+from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
-from lowmembp_jax.memory.roofline.cost import cost
+from lowmembp_jax.memory.roofline.cost import count
 from lowmembp_jax.memory.sizes import as_bytes
 
 
 class LoweredStep(NamedTuple):
-    """A step that is traced but not compiled."""
+    """A training step that is lowered but not compiled, with what `plan` is told of it."""
 
-    lowered: jax.stages.Lowered
-    args: tuple[Any, ...]  # abstract, with shardings
-    arguments: list[Argument]  # the arrays in `args`
+    lowering: Lowering
+    arguments: list[Argument]  # the arrays among the step's arguments
     device: Device
     memory_fraction: float
-    link_bandwidth: float | None
+    link_bandwidth: int | None
     compiler_options: dict[str, Any]
-    notes: tuple[str, ...] = ()
-    vocabularies: frozenset[int] = frozenset()
+    notes: tuple[str, ...]
 
 
 def plan(
@@ -108,27 +102,25 @@ def plan(
         on the gradients, or it returns neither gradients nor new parameters.
     """
     limit = as_bytes("budget", budget)
-    made = plan_lowered(
-        lower_step(
-            step,
-            *abstract_args,
-            device=device,
-            mesh=mesh,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate=donate,
-            parts=parts,
-            memory_fraction=memory_fraction,
-            link_bandwidth=link_bandwidth,
-            compiler_options=compiler_options,
-        )
+    lowered = lower_step(
+        step,
+        *abstract_args,
+        device=device,
+        mesh=mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        donate=donate,
+        parts=parts,
+        memory_fraction=memory_fraction,
+        link_bandwidth=link_bandwidth,
+        compiler_options=compiler_options,
     )
-    return dataclasses.replace(made, budget=limit)
+    return dataclasses.replace(plan_lowered(lowered), budget=limit)
 
 
 def lower_step(
     step: Callable[..., Any],
-    *abstract_args: Any,
+    *args: Any,
     device: str | os.PathLike[str] = "h200",
     parts: Any = None,
     donate: int | tuple[int, ...] | None = None,
@@ -138,93 +130,68 @@ def lower_step(
     in_shardings: Any = None,
     **shardings: Any,
 ) -> LoweredStep:
-    """Traces and lowers a step for `plan`, with the same arguments."""
+    """Lowers a step with the arguments of `lm.memory.plan`, and finds out what its arrays are."""
     if not 0 < memory_fraction <= 1:
         raise StepError(f"memory_fraction: expected a number in (0, 1], got {memory_fraction}")
     bandwidth = as_bytes("link_bandwidth", link_bandwidth)
-    check_call(step, abstract_args)
+    check_call(step, args)
     step, own_options = without_compiler_options(step)
-    step, abstract_args = of_states(step, abstract_args)
-    lower = functools.partial(
-        lower_for,
-        step,
-        *abstract_args,
-        device=device,
-        donate_argnums=donate,
-        keep_unused=True,
-        **shardings,
-    )
-    made = lower(in_shardings=in_shardings)
+    step, args = of_states(step, args)
+    options = {"device": device, "donate_argnums": donate, "keep_unused": True, **shardings}
+    made = lower_for(step, *args, in_shardings=in_shardings, **options)
     if not made.jaxpr.outvars and not any(map(is_reference, made.jaxpr.invars)):
         raise StepError(
             "step: expected it to return arrays, such as the new parameters, got none: XLA drops "
             "work whose results are not returned"
         )
-    named = arguments(*close_over_constants(step, abstract_args), parts, made.jaxpr)
-    notes = made.notes
-    if not made.is_said and (shared := batch_shardings(made.args, named)) is not None:
-        made = lower(in_shardings=shared)
-        notes += ("no sharding is given: the devices share the batch",)
+    named = arguments(step, made.args, parts, made.jaxpr)
     warn_of_lost_work(made.jaxpr, named)
+    notes = made.notes
+    is_said = in_shardings is not None or mesh_of(args, shardings.get("out_shardings")) is not None
+    if not is_said and (shared := batch_shardings(made.args, named)) is not None:
+        made = lower_for(step, *args, in_shardings=shared, **options)
+        notes += ("no sharding is given: the devices share the batch",)
     return LoweredStep(
-        made.lowered,
-        made.args,
+        made,
         named,
         get_device(device),
         memory_fraction,
         bandwidth,
         {**own_options, **(compiler_options or {})},
-        notes + replicated(made.args, named),
-        vocabularies(made.jaxpr, named),
+        notes,
     )
-
-
-def _compiled(
-    step: LoweredStep, **options: Any
-) -> tuple[jax.stages.Compiled, tuple[str, ...], buffers.BufferAssignment]:
-    """Compiles with more options than the step has; returns the program, notes and buffers."""
-    with tempfile.TemporaryDirectory(prefix=f"lowmembp_jax-{os.getpid()}-") as directory:
-        dumps = {
-            "xla_dump_to": directory,
-            "xla_dump_hlo_as_text": True,
-            "xla_dump_hlo_module_re": ".*",
-            "xla_dump_hlo_pass_re": "^$",
-        }
-        every = {**step.compiler_options, **options, **dumps}
-        made = compile_lowered(step.lowered, step.device.name, every)
-        return *made, buffers.read(Path(directory))
 
 
 def plan_lowered(step: LoweredStep) -> Plan:
     """Compiles a lowered step and plans its memory."""
-    compiled, notes, assignment = _compiled(step)
-    program = hlo.parse(compiled.as_text() or "")
-    on_device = program.entry.parameters
+    compiled = compile_with_buffers(step.lowering.lowered, step.device.name, step.compiler_options)
+    program = hlo.parse(compiled.program)
+    assignment = buffer_assignment.parse(*compiled.buffers)
+    entry = program.entry.parameters
     # The tokens of ordered callbacks come first and take no memory.
-    tokens = len(on_device) - len(step.arguments)
-    named = [Argument("token", "batch", ())] * tokens + step.arguments
+    tokens = [Argument("token", "batch", ())] * (len(entry) - len(step.arguments))
+    named = [*tokens, *step.arguments]
+    local = [entry[number].shapes[0] for number in range(len(named))]
     is_parameter = [argument.part == "parameters" for argument in named]
-    shapes = [
+    parameter_shapes = {
         shape
-        for number, argument in enumerate(named)
-        if is_parameter[number]
-        for shape in (argument.shape, on_device[number].shapes[0].dims)
-    ]
-    notes += doubts(assignment, program, compiled.memory_analysis())
-    peak = at_peak(assignment, Buffers(assignment, Flow(program, is_parameter), shapes), named)
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    device_count = len(shardings[0].device_set) if shardings else 1
-    total = sum(peak.parts.values())
-
-    def peak_with(option: str, value: Any) -> int:
-        other = _compiled(step, **{option: value})[2]
-        return other.total("argument", "output", "temporary", "constant")
-
-    notes += (
-        *scheduler_cost(program, step.device, step.compiler_options, total, peak_with),
-        *padded_products(program, total, peak_with),
-        *scan_stacks(program, step.compiler_options, total, peak_with),
-        *whole_logits(peak.live, step.vocabularies, device_count, total),
+        for argument, own, shard in zip(named, is_parameter, local, strict=True)
+        if own
+        for shape in (argument.shape, shard.dims)
+    }
+    flow = follow(program, is_parameter)
+    buffers = sort_into_parts(assignment, program, flow, parameter_shapes)
+    peak = at_peak(assignment, buffers, named, local)
+    size, device_count = sum(peak.parts.values()), compiled.device_count
+    assigned = total(assignment, "argument", "output", "temporary")
+    notes = (
+        *step.notes,
+        *replicated(step.lowering.args, step.arguments),
+        *compiled.notes,
+        *not_understood("buffer assignment", assignment.not_understood, "the parts may be off"),
+        *not_understood("program", program.not_understood, "the parts and the time may be off"),
+        *sums_that_differ(assigned, compiled.allocated),
+        *whole_logits(step.lowering.jaxpr, step.arguments, peak.live, device_count, size),
         *wide_state(peak.live, peak.parts),
     )
     return Plan(
@@ -235,8 +202,8 @@ def plan_lowered(step: LoweredStep) -> Plan:
         fragmentation=peak.fragmentation,
         most_intermediates=peak.most_intermediates,
         live=peak.live,
-        cost=cost(program, step.device, link_bandwidth=step.link_bandwidth),
-        notes=(*step.notes, *notes),
+        cost=count(program, step.device, step.link_bandwidth),
+        notes=notes,
         timeline=peak.timeline,
-        host=assignment.total("host"),
+        host=total(assignment, "host"),
     )

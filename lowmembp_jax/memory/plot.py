@@ -1,5 +1,4 @@
-"""Draws plans: the memory of one plan by part, at the peak and over the program, and the memory and
-time of several methods."""
+"""Draws plans: the memory of one plan over the program, and memory and time of several methods."""
 
 from pathlib import Path
 
@@ -12,38 +11,8 @@ from lowmembp_jax.memory.sizes import format_bytes
 _GIB = 2**30
 
 
-def plot_plan(plan: Plan, path: Path, title: str) -> None:
-    """Draws a bar for each part of the memory.
-
-    Args:
-      plan: the plan of one method.
-      path: path of the image; its suffix is a format that matplotlib writes.
-      title: title of the picture.
-    """
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    axes = figure.subplots()
-    sizes = {part.replace("_", " "): getattr(plan, part) for part in PARTS}
-    bars = axes.barh(
-        list(sizes), [size / _GIB for size in sizes.values()], facecolor="0.7", edgecolor="black"
-    )
-    axes.bar_label(bars, [f" {format_bytes(size)}" for size in sizes.values()], fontsize=9)
-    axes.margins(x=0.2)
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB on each device")
-    verdict = "fits in" if plan.fits else "does not fit in"
-    peak = f"peak {format_bytes(plan.peak)}, {verdict} {format_bytes(plan.limit)}"
-    axes.set_title(f"{title}\n{peak}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=150)
-
-
 def plot_timeline(plan: Plan, path: Path, title: str) -> None:
-    """Draws the memory of each part over the program's instructions, stacked.
-
-    Args:
-      plan: the plan of one method.
-      path: path of the image; its suffix is a format that matplotlib writes.
-      title: title of the picture.
-    """
+    """Draws the memory of each part over the program's instructions, stacked."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     times, *parts = zip(*plan.timeline, strict=True)
@@ -64,10 +33,8 @@ def plot_timeline(plan: Plan, path: Path, title: str) -> None:
     axes.plot(peak, plan.peak / _GIB, "kv", label=f"peak {format_bytes(plan.peak)}")
     if plan.limit < 1.5 * plan.peak:
         axes.axhline(plan.limit / _GIB, color="black", linestyle="--", linewidth=1, label="limit")
-    axes.set_xlim(times[0], max(times[-1], times[0] + 1))
-    axes.set_ylim(0)
+    axes.set(xlim=(times[0], max(times[-1], times[0] + 1)), ylim=0, ylabel="GiB on each device")
     axes.set_xlabel("instruction of the compiled program, in the order of its schedule")
-    axes.set_ylabel("GiB on each device")
     axes.set_title(title, loc="left", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
@@ -89,13 +56,7 @@ def _memory_and_time(one: MethodPlan) -> tuple[float, float]:
 
 
 def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
-    """Draws a point for each method, and a line through the methods of `pareto`.
-
-    Args:
-      comparison: the methods.
-      path: path of the image; its suffix is a format that matplotlib writes.
-      title: title of the picture.
-    """
+    """Draws a point for each method, and a line through the methods of `pareto`."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     front = pareto(comparison)
@@ -111,8 +72,7 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="limit")
         axes.legend(loc="upper right", fontsize=9)
     axes.margins(0.15)
-    axes.set_xlabel("peak, GiB on each device")
-    axes.set_ylabel("time of a step, ms (estimate by the roofline)")
+    axes.set(xlabel="peak, GiB on each device", ylabel="time of a step, ms (estimate)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

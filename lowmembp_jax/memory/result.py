@@ -3,12 +3,16 @@
 import dataclasses
 import json
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, get_args
 
-from lowmembp_jax.memory.classification.parts import Part
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.devices import Device, get_device
+from lowmembp_jax.memory.lowering.arguments import Part
+from lowmembp_jax.memory.report import aligned, listed
 from lowmembp_jax.memory.roofline.totals import Cost
+from lowmembp_jax.memory.scopes import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
 
 #: Parts of a step's memory, in the order in which tables and plots show them.
@@ -16,6 +20,8 @@ PARTS: tuple[str, ...] = get_args(Part)
 
 # The largest part of a GPU's memory that JAX can use. CUDA and its libraries need the rest.
 _MOST_FRACTION = 0.95
+# The number of kinds of buffers that the text shows.
+_SHOWN = 12
 _NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
 
@@ -135,18 +141,68 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.device.times(self.device_count)}, on each device:"]
-        for part in PARTS:
-            lines.append(f"{format_bytes(getattr(self, part)):>12}  {part.replace('_', ' ')}")
-        what = f"{self.memory_fraction:.0%} of {format_bytes(self.device.memory_bytes)}"
-        lines += [
-            f"{format_bytes(self.peak):>12}  peak, {self.verdict}: {format_bytes(self.limit)} "
-            + (f"usable, {what}" if self.budget is None else "budget"),
-            *([f"{format_bytes(self.host):>12}  in the host's memory"] if self.host else []),
-            *(f"note: {note}" for note in self.notes),
-            "largest at the peak:",
+        parts = [
+            (part.replace("_", " "), format_bytes(size), f"{size / max(self.peak, 1):.1%}")
+            for part in PARTS
+            for size in [getattr(self, part)]
         ]
-        for each in self.live[:10]:
-            where = " ".join(filter(None, (each.module, each.op, each.source)))
-            lines.append(f"{format_bytes(each.bytes):>12}  {each.part}: {each.shape} {where}")
+        parts.append(("peak", format_bytes(self.peak), self.verdict))
+        if self.host:
+            parts.append(("in the host's memory", format_bytes(self.host), ""))
+        live = [
+            (
+                format_bytes(sum(sizes)),
+                part.replace("_", " "),
+                f"{len(sizes)} x {array}" if len(sizes) > 1 else array,
+                origin,
+            )
+            for (part, array, origin), sizes in _of_all_layers(self.live)[:_SHOWN]
+        ]
+        phases = [(name, *work(part)) for name, part in self.cost.by("phase").items()]
+        lines = [
+            limit(self),
+            *aligned(("part", "on each device", ""), *parts, left=("part", "")),
+            "",
+            "largest at the peak, summed over layers:",
+            *aligned(("size", "part", "arrays", "from"), *live, left=("part", "arrays", "from")),
+            "",
+            *aligned(("kernels", *WORK), *phases, ("step", *work(self.cost)), left=("kernels",)),
+            "",
+            ESTIMATE,
+            *listed((f"rates of {self.device.name}: {self.device.calibration}",)),
+            *listed((*self.notes, *self.cost.notes)),
+        ]
         return "\n".join(lines)
+
+
+#: The columns of `work`.
+WORK = ("moved", "TFLOP", "time (estimate)", "launches")
+ESTIMATE = "times are estimates by the roofline; memory is XLA's buffer assignment"
+
+
+def work(cost: Cost) -> tuple[str, str, str, str]:
+    """Formats what kernels move and compute, their time and their number."""
+    return (
+        format_bytes(cost.bytes_moved),
+        f"{cost.flops / 1e12:.2f}",
+        f"{cost.estimated_seconds * 1e3:.1f} ms",
+        f"{cost.launches:,}",
+    )
+
+
+def limit(plan: Plan) -> str:
+    """Describes the GPUs and the memory that a plan may use."""
+    capacity = format_bytes(plan.device.memory_bytes)
+    fraction = f"usable, {plan.memory_fraction:.0%} of {capacity}"
+    what = fraction if plan.budget is None else f"budget of {capacity}"
+    return f"{plan.device.times(plan.device_count)}, {format_bytes(plan.limit)} {what}"
+
+
+def _of_all_layers(live: Iterable[LiveBuffer]) -> list[tuple[tuple[str, str, str], list[int]]]:
+    """Groups buffers that differ only in the numbers in their module paths, with their sizes."""
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for buffer in live:
+        module = layers_together(buffer.module)
+        origin = " ".join(filter(None, (module, buffer.op, buffer.source)))
+        groups[buffer.part, buffer.shape, origin].append(buffer.bytes)
+    return sorted(groups.items(), key=lambda group: -sum(group[1]))

@@ -6,47 +6,39 @@ from typing import Any
 
 import jax.numpy as jnp
 
-_UNITS = {"B": 1} | {
+_NAMES = {"B": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("KMGT", 1)
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
+_UNITS = {name.lower(): size for name, size in _NAMES.items()}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str) -> int:
-    """Parses a number of bytes such as "24GB" (10^9 bytes each), "22.5 GiB" (2^30) or "1000B".
-
-    Raises:
-      ValueError: the text has another form, for instance a number without a unit.
-    """
-    match = _SIZE.fullmatch(text)
-    unit = (
-        {name.lower(): size for name, size in _UNITS.items()}.get(match[2].lower())
-        if match
-        else None
-    )
-    if match is None or unit is None:
-        units = ", ".join(_UNITS)
-        raise ValueError(f"{text!r} is not a size: expected a number with one of {units}")
-    return int(float(match[1]) * unit)
-
-
 def as_bytes(name: str, size: int | str | None) -> int | None:
-    """Converts a number of bytes, or a text for `parse_bytes`, to a number of bytes.
+    """Returns a number of bytes as it is, and parses a text.
+
+    The text is a number with a unit such as "24GB" (10^9 bytes each) or "22.5 GiB" (2^30).
 
     Raises:
       ValueError: the size is neither of these, or not above 0; the message has the name.
     """
     if size is None:
         return None
-    try:
-        count = parse_bytes(size) if isinstance(size, str) else int(size)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: {error}") from error
-    if count < 1:
+    count: float
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].lower() not in _UNITS:
+            units = ", ".join(_NAMES)
+            raise ValueError(
+                f"{name}: {size!r} is not a size: expected a number with one of {units}"
+            )
+        count = float(match[1]) * _UNITS[match[2].lower()]
+    else:
+        count = size
+    if not 1 <= count < math.inf:
         raise ValueError(f"{name}: expected a size above 0 such as '24GB', got {size!r}")
-    return count
+    return int(count)
 
 
 def format_bytes(count: int) -> str:

@@ -1,16 +1,13 @@
-"""Decides to which part of training memory a buffer of a compiled step belongs."""
+"""Decides to which part of training memory each buffer of a compiled step belongs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import NamedTuple
 
-from lowmembp_jax.memory.classification.flow import BACKWARD, PARAMETERS, Flow
+from lowmembp_jax.memory.classification.flow import BACKWARD, PARAMETERS, Flow, Made
+from lowmembp_jax.memory.lowering.arguments import Part
 from lowmembp_jax.memory.parsing.buffer_assignment import BufferAssignment, Position, Value
-from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Shape
-
-Part = Literal[
-    "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
-]
+from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 
 # These instructions pass arrays on and make none.
 _PLUMBING = {
@@ -20,8 +17,26 @@ _PLUMBING = {
 _STACKING = ("dynamic_update_slice", "dynamic_update_index_in_dim")
 
 
-class Buffers:
-    """Groups values that are one array to JAX, and assigns a part to each group.
+class Buffer(NamedTuple):
+    """A value of the buffer assignment, and what it is to the training step.
+
+    For a loop's stack of arrays, the operation is the one that makes the array of one iteration.
+    """
+
+    value: Value
+    part: Part
+    is_output: bool  # whether the program returns this value
+    op_name: str  # JAX's name of the operation that makes it, or XLA's opcode
+    source: str  # the operation's source line, or ""
+
+
+def sort_into_parts(
+    assignment: BufferAssignment,
+    program: Program,
+    flow: Flow,
+    parameter_shapes: Iterable[tuple[int, ...]],
+) -> tuple[Buffer, ...]:
+    """Assigns a part to each value of a program.
 
     A loop's carry is one buffer, which XLA keeps at one place: its initial value, the operand and
     the result of the body, and the loop's result. Buffers that are not arguments belong to these
@@ -34,83 +49,87 @@ class Buffers:
       compute dtype and dequantized weights.
     - *outputs*: the program returns them, and they are not gradients.
     - *temporaries*: all other buffers.
-
-    Args:
-      assignment: XLA's buffer assignment.
-      flow: the flow of the same program.
-      parameter_shapes: shapes of the model's parameters, in total and on one device.
     """
+    sorter = _Sorter(program, flow, set(parameter_shapes) - {()}, _shown_as(assignment, flow))
+    groups = _carried_together(assignment, program, flow)
+    each_once = {id(group): group for group in groups.values()}
+    parts: dict[int, Part] = {number: sorter.part(group) for number, group in each_once.items()}
+    return tuple(
+        Buffer(
+            value,
+            parts[id(groups[value.number])],
+            sorter.is_output([value]),
+            *sorter.origin([value, *groups[value.number]]),
+        )
+        for value in assignment.values
+    )
 
-    def __init__(
-        self,
-        assignment: BufferAssignment,
-        flow: Flow,
-        parameter_shapes: Iterable[tuple[int, ...]],
-    ):
-        self.flow = flow
-        self._shown = _shown_as(assignment, flow)
-        self.parameter_shapes = set(parameter_shapes) - {()}
-        self._groups = _carried_together(assignment, flow)
-        self._parts: dict[int, Part] = {}
-        for group in {id(g): g for g in self._groups.values()}.values():
-            part = self._part(group)
-            self._parts.update((value.number, part) for value in group)
 
-    def part(self, value: Value) -> Part:
-        return self._parts[value.number]
+class _Sorter(NamedTuple):
+    """Finds the part and the origin of values that share a buffer."""
+
+    program: Program
+    flow: Flow
+    parameter_shapes: set[tuple[int, ...]]
+    shown: dict[str, str]
 
     def is_output(self, group: Iterable[Value]) -> bool:
-        """Whether the program returns one of these values."""
-        root = self.flow.program.entry.root
-        return any(p.instruction == root for v in group for p in v.positions)
+        root = self.program.entry.root
+        return any(p.instruction == root for value in group for p in value.positions)
 
-    def origin(self, value: Value) -> tuple[str, str]:
-        """JAX's name of the operation that makes a value, and its source line.
-
-        For a loop's stack of arrays, this is the operation that makes the array of one iteration.
-        """
-        definitions = [v.definition for v in (value, *self._groups[value.number])]
-        for maker, element in self._kernels(definitions):
+    def origin(self, values: Sequence[Value]) -> tuple[str, str]:
+        """Name and source line of the operation that makes the first of these values."""
+        for maker, element in self._kernels(value.definition for value in values):
             named = self._stacked(maker) if _stacks(maker) else maker
-            op_name = self.flow.op_name(named, element if named is maker else 0)
+            op_name = self._made(named, element if named is maker else 0).op_name
             # A loop's initial zeros and XLA's copies around a loop say nothing about the origin.
             empty = op_name.endswith(("broadcast_in_dim", "/while"))
             if not empty and (op_name or named.source):
                 return op_name, named.source
-        maker = self.flow.instructions[self._shown[value.definition.instruction]]
-        op_name = self.flow.op_name(maker, _element(value.definition))
+        maker = self.flow.instructions.get(self.shown[values[0].definition.instruction])
+        if maker is None:
+            return "", ""
+        op_name = self._made(maker, _element(values[0].definition)).op_name
         return op_name or maker.opcode, maker.source
+
+    def part(self, group: Sequence[Value]) -> Part:
+        flow = self.flow
+        makers = list(self._kernels(v.definition for v in group))
+        made = [self._made(*maker) for maker in makers]
+        readers = [i for i, _ in self._kernels(use for v in group for use in v.uses)]
+        is_output, by_backward = self.is_output(group), any(each.by_backward for each in made)
+        # An output is a gradient only if the backward itself makes it. If the optimizer makes it
+        # from a gradient, it is a new parameter or state.
+        leaves = by_backward if is_output else any(map(self._leaves_backward, readers))
+        if any(m.bits & BACKWARD for m in made) and leaves and self._is_shaped_as_parameter(group):
+            return "gradients"
+        if is_output:
+            return "outputs"
+        if by_backward:
+            return "temporaries"
+        if makers and any(reader.name in flow.reading for reader in readers):
+            if {each.bits for each in made if each.bits} != {PARAMETERS}:  # 0: made of constants
+                return "intermediates"
+            # XLA copies a parameter that the optimizer overwrites before its last use.
+            copied = all(maker.opcode == "copy" for maker, _ in makers)
+            return "temporaries" if copied else "parameters"
+        return "temporaries"
+
+    def _made(self, instruction: Instruction, element: int = 0) -> Made:
+        made = self.flow.made[instruction.name]
+        return made[element if element < len(made) else 0]
+
+    def _leaves_backward(self, reader: Instruction) -> bool:
+        """Whether a kernel passes results of the backward to other devices or the optimizer."""
+        return reader.is_collective or not self._made(reader).by_backward
 
     def _kernels(self, places: Iterable[Position]) -> Iterator[tuple[Instruction, int]]:
         """Yields instructions that make or read arrays, with the element of result or operand."""
         for place in places:
-            name = self._shown.get(place.instruction, place.instruction)
+            name = self.shown.get(place.instruction, place.instruction)
             instruction = self.flow.instructions.get(name)
             if instruction is not None and instruction.opcode not in _PLUMBING:
                 yield instruction, _element(place)
-
-    def _part(self, group: Sequence[Value]) -> Part:
-        flow = self.flow
-        makers = [(i.name, element) for i, element in self._kernels(v.definition for v in group)]
-        readers = {i.name for i, _ in self._kernels(use for v in group for use in v.uses)}
-        bits = [flow.made_of(*maker) for maker in makers]
-        backward = any(flow.makes_backward(*maker) for maker in makers)
-        # An output is a gradient only if the backward itself makes it. If the optimizer makes it
-        # from a gradient, it is a new parameter or state.
-        leaves = backward if self.is_output(group) else any(map(flow.leaves_backward, readers))
-        if any(b & BACKWARD for b in bits) and leaves and self._is_shaped_as_parameter(group):
-            return "gradients"
-        if self.is_output(group):
-            return "outputs"
-        if backward:
-            return "temporaries"
-        if makers and any(map(flow.reads_backward, readers)):
-            if {b for b in bits if b} != {PARAMETERS}:  # 0 means made of constants
-                return "intermediates"
-            # XLA copies a parameter that the optimizer overwrites before its last use.
-            copied = all(flow.instructions[name].opcode == "copy" for name, _ in makers)
-            return "temporaries" if copied else "parameters"
-        return "temporaries"
 
     def _is_shaped_as_parameter(self, group: Iterable[Value]) -> bool:
         return any(
@@ -132,21 +151,17 @@ class Buffers:
         """The instruction that makes the array with which a loop updates its stack."""
         if instruction.opcode.endswith("-done"):
             instruction = self.flow.instructions[instruction.operands[0]]
-        computation = next(
-            c for c in self.flow.program.computations.values() if instruction.name in c.instructions
-        )
-        fused = [
-            i for i in self.flow.program.inner(instruction) if i.opcode == "dynamic-update-slice"
-        ]
-        if fused:
-            scope = self.flow.program.computations[instruction.calls[0]]
-            found = _before_stacking(scope, fused[0].operands[1])
-            if found.opcode != "parameter":
-                return found
-            update = instruction.operands[int(found.arguments)]
-        else:
-            update = instruction.operands[1]
-        return _before_stacking(computation, update)
+        update = instruction.operands[1]
+        for name in instruction.calls:
+            scope = self.program.computations[name]
+            for fused in scope.instructions.values():
+                if fused.opcode == "dynamic-update-slice":
+                    found = _before_stacking(scope, fused.operands[1])
+                    if found.opcode != "parameter":
+                        return found
+                    update = instruction.operands[int(found.arguments)]
+                    break
+        return _before_stacking(self.flow.homes[instruction.name], update)
 
 
 def _shown_as(assignment: BufferAssignment, flow: Flow) -> dict[str, str]:
@@ -176,10 +191,9 @@ def _before_stacking(computation: Computation, name: str) -> Instruction:
         operand = instructions[found.operands[0]]
         if found.opcode == "get-tuple-element" and operand.opcode == "parameter":
             results = instructions[computation.root]
-            (index,) = found.integers("index")
-            if results.opcode != "tuple" or index >= len(results.operands):
+            if results.opcode != "tuple" or found.index >= len(results.operands):
                 break
-            found = instructions[results.operands[index]]
+            found = instructions[results.operands[found.index]]
         elif found.opcode in ("bitcast", "copy", "reshape", "get-tuple-element") or _stacks(found):
             found = operand
         else:
@@ -192,17 +206,19 @@ def _stacks(instruction: Instruction) -> bool:
 
 
 def _element(position: Position) -> int:
-    return int(position.index.strip("{}").split(",")[0] or 0)
+    return int(position.index.strip("{}").partition(",")[0] or 0)
 
 
-def _carried_together(assignment: BufferAssignment, flow: Flow) -> dict[int, list[Value]]:
+def _carried_together(
+    assignment: BufferAssignment, program: Program, flow: Flow
+) -> dict[int, list[Value]]:
     """Maps each value's number to the values that share its buffer."""
     loops: dict[str, str] = {}  # maps names in and around a loop to the loop's name
     for loop in flow.instructions.values():
         if loop.opcode != "while":
             continue
         body, condition = (
-            flow.program.computations[loop.attribute(name)] for name in ("body", "condition")
+            program.computations[loop.attribute(name)] for name in ("body", "condition")
         )
         names = [loop.name, body.root, *(c.parameters[0].name for c in (body, condition))]
         loops.update(dict.fromkeys(names, loop.name))

@@ -1,15 +1,17 @@
 """Lists the contents of a GPU's memory at its peak."""
 
+import bisect
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, get_args
 
-from lowmembp_jax.memory.classification.arguments import Argument
-from lowmembp_jax.memory.classification.parts import Buffers, Part
-from lowmembp_jax.memory.parsing.buffer_assignment import BufferAssignment, Value, profile, split
-from lowmembp_jax.memory.roofline.totals import module_path
+from lowmembp_jax.memory.classification.parts import Buffer
+from lowmembp_jax.memory.lowering.arguments import Argument, Part
+from lowmembp_jax.memory.parsing.buffer_assignment import BufferAssignment, Kind, Value
+from lowmembp_jax.memory.parsing.hlo_text import Shape
+from lowmembp_jax.memory.scopes import module_path
 
 # If several values share bytes, such as a loop's stack and its update, the first part in this order
 # gets the bytes.
@@ -54,97 +56,171 @@ class Peak(NamedTuple):
     timeline: tuple[tuple[int, ...], ...]
 
 
-def _shape(shape) -> str:
-    return f"{shape.dtype}[{','.join(map(str, shape.dims))}]" if shape else "tuple"
+class _Piece(NamedTuple):
+    """The bytes that belong to one buffer at an instant."""
+
+    buffer: Buffer
+    bytes: int
+    part: Part
 
 
-def at_peak(assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[Argument]) -> Peak:
-    """Sorts all allocations of a program into parts, at the first time when its heap is fullest.
-
-    Args:
-      assignment: XLA's buffer assignment.
-      buffers: its values in groups.
-      arguments: the arguments in the order of the program's parameters.
-    """
-    time = assignment.peak_time()
+def at_peak(
+    assignment: BufferAssignment,
+    buffers: Sequence[Buffer],
+    arguments: Sequence[Argument],
+    shapes: Sequence[Shape],
+) -> Peak:
+    """Sorts all allocations of a program into parts, at the first time when its heap is fullest."""
+    temporaries = _inside(assignment, "temporary")
+    time = peak_time(temporaries)
     pieces = _pieces(assignment, buffers, time)
-    live = list(_arguments(assignment, buffers, arguments))
+    live = list(_arguments(assignment, arguments, shapes))
     always: Counter[str] = Counter()
-    for buffer in live:
-        always[buffer.part] += buffer.bytes
-    live += [_live(buffers, *piece) for piece in pieces]
+    for each in live:
+        always[each.part] += each.bytes
+    live += map(_live, pieces)
     # Temporaries include constants and the heap's free bytes at the peak.
-    total = assignment.total("argument", "output", "temporary", "constant")
-    always["temporaries"] += total - sum(buffer.bytes for buffer in live)
+    size = total(assignment, "argument", "output", "temporary", "constant")
+    always["temporaries"] += size - sum(each.bytes for each in live)
     heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
-    kept = [
-        v for v in assignment.inside("temporary", "output") if buffers.part(v) == "intermediates"
-    ]
+    in_heap = sum(piece.bytes for piece in pieces if piece.buffer.value.allocation in heap)
+    inside = {value.number for value in _inside(assignment, "temporary", "output")}
+    kept = [b.value for b in buffers if b.part == "intermediates" and b.value.number in inside]
     instants = {
-        t: always + _sizes(_pieces(assignment, buffers, t)) for t in _instants(assignment, time)
+        t: always + _sizes(_pieces(assignment, buffers, t)) for t in _instants(temporaries, time)
     }
     return Peak(
         instants[time],
-        assignment.total("temporary") - sum(n for v, n, _ in pieces if v.allocation in heap),
+        total(assignment, "temporary") - in_heap,
         max(profile(kept).values(), default=0),
-        tuple(sorted((b for b in live if b.bytes >= _LISTED * total), key=lambda b: -b.bytes)),
+        tuple(sorted((b for b in live if b.bytes >= _LISTED * size), key=lambda b: -b.bytes)),
         tuple((t, *(sizes[part] for part in get_args(Part))) for t, sizes in instants.items()),
     )
 
 
-def _pieces(
-    assignment: BufferAssignment, buffers: Buffers, time: int
-) -> list[tuple[Value, int, Part]]:
+def _pieces(assignment: BufferAssignment, buffers: Sequence[Buffer], time: int) -> list[_Piece]:
     """Lists values at an index of the schedule, with their own bytes and their parts.
 
     Memory of outputs that are not written yet is included.
     """
-    alive = assignment.alive(time, "temporary", "output")
-    alive.sort(key=lambda value: _ORDER.index(buffers.part(value)))
+    inside = _inside(assignment, "temporary", "output")
+    alive = {value.number for value in _alive(inside, time)}
+    ordered = [buffer for buffer in buffers if buffer.value.number in alive]
+    ordered.sort(key=lambda buffer: _ORDER.index(buffer.part))
     free = {a.number: a.size for a in assignment.allocations.values() if a.kind == "output"}
-    found: list[tuple[Value, int, Part]] = []
-    for value, size in split(alive):
-        found.append((value, size, buffers.part(value)))
+    found: list[_Piece] = []
+    sizes = split(buffer.value for buffer in ordered)
+    for buffer, (value, size) in zip(ordered, sizes, strict=True):
+        found.append(_Piece(buffer, size, buffer.part))
         if value.allocation in free:
             free[value.allocation] -= size
-    for value in assignment.values:
-        if value.allocation in free and buffers.is_output([value]):
-            part = "gradients" if buffers.part(value) == "gradients" else "outputs"
-            found.append((value, free.pop(value.allocation), part))
+    for buffer in buffers:
+        if buffer.value.allocation in free and buffer.is_output:
+            part = "gradients" if buffer.part == "gradients" else "outputs"
+            found.append(_Piece(buffer, free.pop(buffer.value.allocation), part))
     return found
 
 
-def _sizes(pieces: Iterable[tuple[Value, int, Part]]) -> Counter[str]:
+def _sizes(pieces: Iterable[_Piece]) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for _, size, part in pieces:
-        sizes[part] += size
+    for piece in pieces:
+        sizes[piece.part] += piece.bytes
     return sizes
 
 
-def _instants(assignment: BufferAssignment, peak: int) -> list[int]:
+def _instants(temporaries: Sequence[Value], peak: int) -> list[int]:
     """Indices of the schedule at which the live temporaries change, including the peak.
 
     If there are many, this takes the fullest instant of each stretch.
     """
-    bound = profile(assignment.inside("temporary"))
+    bound = profile(temporaries)
     times = sorted({*bound, peak})
     stretch = math.ceil(len(times) / _INSTANTS)
     stretches = [times[i : i + stretch] for i in range(0, len(times), stretch)]
     return [peak if peak in some else max(some, key=bound.__getitem__) for some in stretches]
 
 
-def _live(buffers: Buffers, value: Value, size: int, part: Part) -> LiveBuffer:
-    op_name, source = buffers.origin(value)
+def _live(piece: _Piece) -> LiveBuffer:
+    op_name, shape = piece.buffer.op_name, piece.buffer.value.shape
     op, module = op_name.rpartition("/")[2], module_path(op_name)
-    return LiveBuffer(size, part, _shape(value.shape), op, module, source)
+    text = "tuple" if shape is None else str(shape)
+    return LiveBuffer(piece.bytes, piece.part, text, op, module, piece.buffer.source)
 
 
 def _arguments(
-    assignment: BufferAssignment, buffers: Buffers, arguments: Sequence[Argument]
+    assignment: BufferAssignment, arguments: Sequence[Argument], shapes: Sequence[Shape]
 ) -> Iterator[LiveBuffer]:
-    entry = buffers.flow.program.entry.parameters
     for allocation in assignment.allocations.values():
         if allocation.parameter is not None:
             argument = arguments[allocation.parameter]
-            shape = _shape(entry[allocation.parameter].shapes[0])
+            shape = str(shapes[allocation.parameter])
             yield LiveBuffer(allocation.size, argument.part, shape, argument.name, "", "")
+
+
+def total(assignment: BufferAssignment, *kinds: Kind) -> int:
+    """Bytes of all allocations of these kinds."""
+    return sum(a.size for a in assignment.allocations.values() if a.kind in kinds)
+
+
+def _inside(assignment: BufferAssignment, *kinds: Kind) -> list[Value]:
+    """Values in allocations of these kinds."""
+    return [v for v in assignment.values if assignment.allocations[v.allocation].kind in kinds]
+
+
+def _alive(values: Iterable[Value], time: int) -> list[Value]:
+    """Values that are alive at an index of the schedule."""
+    return [value for value in values if value.first <= time <= value.last]
+
+
+def peak_time(temporaries: Sequence[Value]) -> int:
+    """The first index of the schedule at which the most bytes of temporaries are alive."""
+    bound = profile(temporaries)
+    best, best_time = -1, 0
+    # The bound counts overlapping bytes twice. Overlaps are rare, so the loop ends early.
+    for time in sorted(bound, key=lambda time: (-bound[time], time)):
+        if bound[time] < best:
+            break
+        covered = sum(size for _, size in split(_alive(temporaries, time)))
+        if (covered, -time) > (best, -best_time):
+            best, best_time = covered, time
+    return best_time
+
+
+def profile(values: Iterable[Value]) -> dict[int, int]:
+    """Bytes alive from each index of the schedule at which a value's life starts or ends.
+
+    Values with the same place and size count once. Other overlaps count twice.
+    """
+    places = defaultdict(list)
+    for value in values:
+        places[value.allocation, value.offset, value.size].append((value.first, value.last))
+    changes: dict[int, int] = defaultdict(int)
+    for (_, _, size), ranges in places.items():
+        end = -1
+        for first, last in sorted(ranges):
+            if last > end:
+                changes[max(first, end)] += size
+                changes[last + 1] -= size
+                end = last + 1
+    alive, result = 0, {}
+    for time in sorted(changes):
+        alive += changes[time]
+        result[time] = alive
+    return result
+
+
+def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
+    """The bytes of each value's memory that no earlier value in the order has."""
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, without overlaps
+    result = []
+    for value in values:
+        start, end = value.offset, value.offset + value.size
+        ranges = taken[value.allocation]
+        first = bisect.bisect_right(ranges, start, key=lambda piece: piece[1])
+        after = bisect.bisect_left(ranges, end, lo=first, key=lambda piece: piece[0])
+        shared = ranges[first:after]
+        free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
+        ends = [(start, end), *shared]
+        ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
+        result.append((value, free))
+    return result

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lowmembp_jax.memory.devices import COUNTS, is_count, topology
+from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
 
 #: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. These
-#: GPUs form the mesh of the arguments or the step, or else one axis "data".
+#: GPUs form the mesh of the arguments, or else one axis "data".
 MeshLike = Mapping[str, int] | AbstractMesh | Mesh | int
 
 _ONE_GPU = ("devices",)
@@ -30,11 +31,6 @@ def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
 
 def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) -> Mesh:
     """Makes a mesh of GPUs that this machine does not have.
-
-    Args:
-      device: one of `lm.memory.DEVICES`, or the path of a target description.
-      mesh: axis sizes by name, such as `{"data": 8}`, for axes of `AxisType.Auto`; or a mesh, for
-        its axis names, sizes and types; or the size of one axis "data". None means one GPU.
 
     Raises:
       TypeError: the mesh has another type.
@@ -62,7 +58,7 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
     return Mesh(devices, names, axis_types=types)
 
 
-def sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     """Sizes of a mesh's axes by name."""
     return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
@@ -70,15 +66,10 @@ def sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 def planned_mesh(
     device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
 ) -> Mesh:
-    """Makes the given mesh of GPUs, or else the mesh of the arguments or the step.
-
-    Raises:
-      StepError: a number of GPUs was given, and the mesh that was found has another size.
-      ValueError: the number of devices does not exist, see `topology`.
-    """
+    """Makes the given mesh of GPUs, or else the mesh of the arguments."""
     if isinstance(given, int) and found is not None and found.size != given:
         raise StepError(
-            f"mesh: the step or its arguments have the mesh {sizes(found)}: expected {found.size} "
+            f"mesh: the arguments have the mesh {_sizes(found)}: expected {found.size} "
             f"GPUs, got {given}"
         )
     is_open = given is None or isinstance(given, int)
@@ -144,3 +135,25 @@ def abstract_on(mesh: Mesh, args: tuple[Any, ...], in_shardings: Any) -> tuple[A
             "GPU's memory"
         )
     return placed
+
+
+def batch_shardings(args: tuple[Any, ...], named: Sequence[Argument]) -> Any:
+    """Shards a batch along the mesh's first axis.
+
+    The batch size is the first axis of the batch's largest array.
+
+    Returns:
+      A `PartitionSpec` or None for each array. None instead of the tree if there is one device, or
+      if the devices cannot share the batch evenly.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    if not leaves:
+        return None
+    mesh = leaves[0].sharding.mesh
+    batch = [one.shape for one in named if one.part == "batch" and one.shape]
+    size = max(batch, key=math.prod, default=(1,))[0]
+    if mesh.size == 1 or size % mesh.axis_sizes[0]:
+        return None
+    spec = PartitionSpec(mesh.axis_names[0])
+    specs = [spec if one.part == "batch" and one.shape[:1] == (size,) else None for one in named]
+    return jax.tree.unflatten(tree, specs) if any(specs) else None

@@ -8,20 +8,20 @@ import jax
 from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
-from lowmembp_jax.memory.classification.arguments import argument_names
-from lowmembp_jax.memory.lowering._nnx_scopes import is_module, named_modules
+from lowmembp_jax.memory.lowering.arguments import argument_names
 
 _SHARDINGS = ("in_shardings", "out_shardings")
+
+
+def is_module(node: Any) -> bool:
+    """Whether a node is a module, an `nnx.Optimizer` or another object that holds variables."""
+    return isinstance(node, nnx.Pytree)
 
 
 def of_states(
     function: Callable[..., Any], args: tuple[Any, ...], *, is_loss: bool = False
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Makes `OfStates` and its `args`, or returns `function` and `args` if there are no modules.
-
-    Raises:
-      ValueError: see `OfStates`.
-    """
+    """Makes `OfStates` and its `args`, or returns `function` and `args` if there are no modules."""
     if any(map(is_module, jax.tree.leaves(args, is_leaf=is_module))):
         function = OfStates(function, args, is_loss)
         args = function.args
@@ -33,20 +33,9 @@ class OfStates:
 
     If several modules share a variable, the state of the first one has it. A function in `nnx.jit`
     also returns what `nnx.jit` would return of the modules: all states, or only the written
-    variables if `nnx.jit` runs without graph updates.
-
-    Args:
-      function: takes `args`. It must be in `nnx.jit` if it writes into the modules.
-      args: pytrees of modules and arrays, which may be abstract.
-      is_loss: ignore the variables that the function writes, such as statistics.
-
-    Attributes:
-      function: the same.
-      args: `args` with a state instead of each module.
-
-    Raises:
-      ValueError: `nnx.jit` has shardings. At the call: the function writes into a module and is not
-        in `nnx.jit`, so the write would be lost.
+    variables if `nnx.jit` runs without graph updates. Other functions must not write into modules,
+    because the write would be lost. With `is_loss`, such writes are ignored, for instance of
+    statistics. The attribute `args` has states instead of modules.
     """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], is_loss: bool):
@@ -89,16 +78,14 @@ class OfStates:
     def __call__(self, *args: Any) -> Any:
         args = self.with_modules(args)
         if self._is_loss:
-            with named_modules(args):
-                return self.function(*args)
+            return self.function(*args)
         before = self._variables(args)
         function = self.function
         in_nnx_jit = _is_nnx_jit(function)
         if isinstance(function, jax.stages.Wrapped) and not in_nnx_jit:
             # Writes into modules inside jax.jit are invisible from outside.
             function = function.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
-        with named_modules(args):
-            out = function(*args)
+        out = function(*args)
         after = self._variables(args)
         written = {name: leaf for name, leaf in after.items() if leaf is not before.get(name)}
         if in_nnx_jit:

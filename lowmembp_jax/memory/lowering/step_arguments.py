@@ -45,18 +45,9 @@ def close_over_constants(
     """Makes a function of only the arrays in `args`, and returns it with these arrays.
 
     `jax.jit` raises an error for a leaf that is not an array, such as an activation in a field of
-    an Equinox module. Here such a leaf is a constant. Python numbers are constants, too, because
-    static arguments must be. The new function returns None instead of leaves that are not arrays.
-
-    Args:
-      fn: takes `args`.
-      args: pytrees.
-      only_fields: make constants only of fields of objects, such as an Equinox module's. JAX makes
-        arrays of all other Python numbers.
-
-    Returns:
-      `fn` and `args` if all leaves are arrays. Otherwise the new function, and `args` with None
-      instead of leaves that are not arrays.
+    an Equinox module. Here such a leaf is a constant, and None in the arguments and the results of
+    the new function. Python numbers are constants, too, because static arguments must be. With
+    `only_fields`, only fields of objects are constants, and JAX makes arrays of other numbers.
     """
 
     def stays(path, leaf):

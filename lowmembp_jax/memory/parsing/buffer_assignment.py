@@ -6,12 +6,8 @@ in an allocation while it is alive. One allocation, "preallocated-temp", contain
 runtime's heap.
 """
 
-import bisect
 import dataclasses
 import re
-from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lowmembp_jax.memory.parsing import hlo_text as hlo
@@ -73,82 +69,11 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BufferAssignment:
-    """Allocations by number, and the values in them, without memory inside kernels.
+    """Allocations by number, and the values in them, without memory inside kernels."""
 
-    Attributes:
-      allocations: allocations of the GPU's memory and of the host's.
-      values: values in the allocations.
-      not_understood: lines of XLA's texts that have an unknown form or contradict each other.
-    """
-
-    allocations: dict[int, Allocation]
+    allocations: dict[int, Allocation]  # of the GPU's memory and of the host's
     values: tuple[Value, ...]
-    not_understood: tuple[str, ...] = ()
-
-    def total(self, *kinds: Kind) -> int:
-        """Bytes of all allocations of these kinds."""
-        return sum(a.size for a in self.allocations.values() if a.kind in kinds)
-
-    def inside(self, *kinds: Kind) -> list[Value]:
-        """Values in allocations of these kinds."""
-        return [v for v in self.values if self.allocations[v.allocation].kind in kinds]
-
-    def alive(self, time: int, *kinds: Kind) -> list[Value]:
-        """Values in allocations of these kinds that are alive at an index of the schedule."""
-        return [v for v in self.inside(*kinds) if v.first <= time <= v.last]
-
-    def peak_time(self) -> int:
-        """The first index of the schedule at which the most bytes of temporaries are alive."""
-        bound = profile(self.inside("temporary"))
-        best, best_time = -1, 0
-        # The bound counts overlapping bytes twice. Overlaps are rare, so the loop ends early.
-        for time in sorted(bound, key=lambda time: (-bound[time], time)):
-            if bound[time] < best:
-                break
-            covered = sum(size for _, size in split(self.alive(time, "temporary")))
-            if (covered, -time) > (best, -best_time):
-                best, best_time = covered, time
-        return best_time
-
-
-def profile(values: Iterable[Value]) -> dict[int, int]:
-    """Bytes alive from each index of the schedule at which a value's life starts or ends.
-
-    Values with the same place and size count once. Other overlaps count twice.
-    """
-    places = defaultdict(list)
-    for value in values:
-        places[value.allocation, value.offset, value.size].append((value.first, value.last))
-    changes: dict[int, int] = defaultdict(int)
-    for (_, _, size), ranges in places.items():
-        end = -1
-        for first, last in sorted(ranges):
-            if last > end:
-                changes[max(first, end)] += size
-                changes[last + 1] -= size
-                end = last + 1
-    alive, result = 0, {}
-    for time in sorted(changes):
-        alive += changes[time]
-        result[time] = alive
-    return result
-
-
-def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
-    """The bytes of each value's memory that no earlier value in the order has."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, without overlaps
-    result = []
-    for value in values:
-        start, end = value.offset, value.offset + value.size
-        ranges = taken[value.allocation]
-        first = bisect.bisect_right(ranges, start, key=lambda piece: piece[1])
-        after = bisect.bisect_left(ranges, end, lo=first, key=lambda piece: piece[0])
-        shared = ranges[first:after]
-        free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
-        ends = [(start, end), *shared]
-        ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
-        result.append((value, free))
-    return result
+    not_understood: tuple[str, ...] = ()  # lines that are unknown or contradict each other
 
 
 def _kind(attributes: str) -> Kind | None:
@@ -203,13 +128,7 @@ def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
 
 
 def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
-    """Parses the texts that XLA dumps with a module's program.
-
-    Args:
-      assignment: text of `*-buffer-assignment.txt`.
-      values: text of `*-buffer-assignment-values.txt`.
-      live_ranges: text of `*-live-range.txt`.
-    """
+    """Parses the texts that XLA dumps with a module's program."""
     odd: list[str] = []
     places, ranges = _places(values, odd), _ranges(live_ranges, odd)
     allocations, parsed, current = {}, [], None
@@ -249,20 +168,3 @@ def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
         elif not _HEADING.match(line):
             odd.append(line)
     return BufferAssignment(allocations, tuple(parsed), tuple(odd))
-
-
-def read(directory: Path) -> BufferAssignment:
-    """Parses the files that XLA dumped of one compilation.
-
-    Raises:
-      FileNotFoundError: XLA has written no buffer assignment into the directory.
-    """
-    ending = "-buffer-assignment.txt"
-    found = max(directory.glob(f"*{ending}"), key=lambda file: file.stat().st_size, default=None)
-    if found is None:
-        raise FileNotFoundError(f"XLA has written no buffer assignment into {directory}")
-    texts = (
-        found.with_name(found.name.removesuffix(ending) + suffix).read_text()
-        for suffix in (ending, "-buffer-assignment-values.txt", "-live-range.txt")
-    )
-    return parse(*texts)

@@ -28,6 +28,10 @@ _METADATA = re.compile(r"metadata=\{((?:\"(?:\\.|[^\"\\])*\"|[^}\"])*)\}")
 _STRING = re.compile(r'(\w+)="((?:\\.|[^"\\])*)"')
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_COLLECTIVES = {
+    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
+    "ragged-all-to-all", "reduce-scatter",
+}  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -45,6 +49,9 @@ class Shape(NamedTuple):
         digits = re.match(r"[a-z]+(\d+)", self.dtype)
         return int(digits[1]) if digits else 0  # token, opaque
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -59,25 +66,19 @@ class Shape(NamedTuple):
 class Instruction:
     """One line of a computation.
 
-    Attributes:
-      name: the instruction's name, which is unique in the program.
-      opcode: HLO's opcode, such as "fusion", "custom-call", "while".
-      shapes: the shape of the result; the elements of a tuple in order, nested tuples flattened.
-      operands: names of instructions of the same computation.
-      calls: names of the computations that it runs.
-      attributes: the rest of the line, raw; see `attribute` and `backend_config`.
-      arguments: the raw text between the parentheses: a parameter's number, a constant.
-      op_name: JAX's name stack, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", or "".
-      source: "path/file.py:12", the innermost frame outside JAX, Flax and similar libraries, or "".
+    `op_name` is JAX's name, such as "jit(step)/jvp(ViT)/layer_0/query/dot_general", of the
+    instruction or of the last named operation inside a fusion, or "". `source` is the innermost
+    frame outside JAX, Flax and similar libraries, such as "path/file.py:12", or "".
     """
 
-    name: str
-    opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    calls: tuple[str, ...]
-    attributes: str
-    arguments: str
+    name: str  # unique in the program
+    opcode: str  # HLO's opcode, such as "fusion", "custom-call", "while"
+    shapes: tuple[Shape, ...]  # of the result; the elements of a tuple in order, flattened
+    operands: tuple[str, ...]  # names of instructions of the same computation
+    calls: tuple[str, ...]  # names of the computations that it runs
+    inner: tuple["Instruction", ...]  # the instructions of these computations
+    attributes: str  # the rest of the line, raw; see `attribute` and `backend_config`
+    arguments: str  # the raw text between the parentheses: a parameter's number, a constant
     op_name: str
     source: str
 
@@ -92,6 +93,11 @@ class Instruction:
         """The numbers in an attribute, such as `dimensions={0,1}`."""
         return tuple(int(number) for number in re.findall(r"\d+", self.attribute(name)))
 
+    @property
+    def index(self) -> int:
+        """The element that a `get-tuple-element` takes."""
+        return int(self.attribute("index"))
+
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
         """XLA's decisions about this instruction; {} if they are not JSON."""
@@ -101,6 +107,11 @@ class Instruction:
         except json.JSONDecodeError:
             return {}
         return decoded if isinstance(decoded, dict) else {}
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether this is a collective, or starts or ends an asynchronous one."""
+        return self.opcode.removesuffix("-start").removesuffix("-done") in _COLLECTIVES
 
     @property
     def trip_count(self) -> int | None:
@@ -129,31 +140,15 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-      entry: the computation that runs.
-      computations: all computations by name.
-      not_understood: lines of the text that have an unknown form.
-    """
-
-    entry: Computation
-    computations: dict[str, Computation]
-    not_understood: tuple[str, ...] = ()
-
-    def inner(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions inside a fusion or another kernel."""
-        called = (self.computations[name].instructions for name in instruction.calls)
-        return [inner for instructions in called for inner in instructions.values()]
-
-    def op_name(self, instruction: Instruction) -> str:
-        """JAX's name of an instruction, or of the last named operation inside a fusion."""
-        named = (i.op_name for i in reversed(self.inner(instruction)) if "/" in i.op_name)
-        return instruction.op_name or next(named, "")
+    entry: Computation  # the computation that runs
+    computations: dict[str, Computation]  # all computations by name
+    not_understood: tuple[str, ...] = ()  # lines of the text that have an unknown form
 
 
 class _Sources:
-    """Source lines of instructions, from tables before the program or from the instruction."""
+    """Source lines of instructions, from the tables before the program."""
 
     def __init__(self) -> None:
         self.tables: dict[str, dict[int, Any]] = {name: {} for name in _TABLES}
@@ -181,11 +176,9 @@ class _Sources:
         users = (entry for entry in self._stack(frame) if not is_framework(entry[0]))
         return next((f"{file}:{line}" for file, line in users), "")
 
-    def of(self, metadata: str, strings: dict[str, str]) -> str:
-        if found := re.search(r"stack_frame_id=(\d+)", metadata):
-            return self.of_frame(int(found[1]))
-        line = re.search(r"source_line=(\d+)", metadata)
-        return f"{strings['source_file']}:{line[1]}" if line and "source_file" in strings else ""
+    def of(self, metadata: str) -> str:
+        found = re.search(r"stack_frame_id=(\d+)", metadata)
+        return self.of_frame(int(found[1])) if found else ""
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -196,33 +189,39 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
-def _instruction(line: re.Match[str], sources: _Sources) -> Instruction:
+def _instruction(
+    line: re.Match[str], sources: _Sources, computations: dict[str, Computation]
+) -> Instruction:
     _, name, shapes, opcode, rest = line.groups()
     end = _OPERANDS_END.search(rest)
     arguments, attributes = (rest[: end.start()], rest[end.end() :]) if end else (rest, "")
     found = _METADATA.search(attributes)
     metadata = found[1] if found else ""
     strings = dict(_STRING.findall(metadata))
+    calls = tuple(
+        name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)
+    )
+    # XLA writes a computation before its callers.
+    called = [computations[name] for name in calls if name in computations]
+    inner = tuple(each for other in called for each in other.instructions.values())
+    inner_names = (each.op_name for each in reversed(inner) if "/" in each.op_name)
+    own_name = re.sub(r"\\(.)", r"\1", strings.get("op_name", ""))
     return Instruction(
         name=name,
         opcode=opcode,
         shapes=parse_shapes(shapes),
         operands=tuple(_REFERENCE.findall(arguments)) if opcode != "constant" else (),
-        calls=tuple(
-            name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)
-        ),
+        calls=calls,
+        inner=inner,
         attributes=attributes,
         arguments=arguments,
-        op_name=re.sub(r"\\(.)", r"\1", strings.get("op_name", "")),
-        source=sources.of(metadata, strings),
+        op_name=own_name or next(inner_names, ""),
+        source=sources.of(metadata),
     )
 
 
 def parse(text: str) -> Program:
     """Parses the scheduled HLO of a compiled program.
-
-    Args:
-      text: `jax.stages.Compiled.as_text()`, or XLA's dump of a module.
 
     Raises:
       ValueError: the text has no entry computation.
@@ -242,7 +241,7 @@ def parse(text: str) -> Program:
         elif line.startswith("}"):
             computations[name] = Computation(name, instructions, root)
         elif found := _INSTRUCTION.match(line):
-            instruction = _instruction(found, sources)
+            instruction = _instruction(found, sources, computations)
             instructions[instruction.name] = instruction
             root = instruction.name if found[1] else root
         elif line and not line.startswith("HloModule "):

@@ -13,11 +13,6 @@ from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Progr
 def flops(program: Program, computation: Computation, instruction: Instruction) -> tuple[int, str]:
     """Counts the FLOPs that an instruction runs on the matrix units.
 
-    Args:
-      program: the whole program.
-      computation: the computation that holds the instruction.
-      instruction: a kernel. A fusion counts the instructions that it fuses.
-
     Returns:
       The FLOPs and the HLO dtype of the factors, or (0, "") without FLOPs. The dtype is
       "f32 highest" for float32 products at the highest precision, which XLA does not compute in

@@ -1,10 +1,11 @@
-"""Counts the bytes that an instruction reads from and writes to the GPU's memory.
+"""Counts the bytes that an instruction reads, writes and sends to other devices.
 
 The count assumes that a kernel reads each element of an operand from memory once. A row that is
 reduced and then used again stays in registers or cache, and the tiles of a matrix product are
 shared through the cache. It also assumes that nothing stays in the cache between two kernels.
 """
 
+import math
 import re
 from collections import defaultdict
 
@@ -17,6 +18,11 @@ _EXPANSIONS = {"broadcast", "concatenate", "pad"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Targets of libraries that take scratch memory as one more output, a vector of bytes.
 _SCRATCH_TARGET = re.compile(r"__cub|__cudnn|cub")
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{([\d,]*)\}"  # {{0,1},{2,3}}
+    r"|\[\d+,(\d+)\]"  # [groups,devices]<=[...]
+    r"|mesh\[([^\]]*)\] \{([^}]*)\})"  # mesh['x'=4,'y'=2] {'y'}
+)
 
 
 def bytes_moved(
@@ -26,11 +32,6 @@ def bytes_moved(
 
     If the kernel only slices an operand, only the slices count. If it updates an operand in place,
     only the update counts. An array that is passed twice counts once.
-
-    Args:
-      program: the whole program.
-      computation: the computation that holds the instruction.
-      instruction: a fusion, library call, copy, collective, ...
     """
     opcode = instruction.opcode.removesuffix("-start")
     fused = program.computations[instruction.calls[0]] if opcode == "fusion" else None
@@ -176,3 +177,43 @@ def _array(computation: Computation, name: str) -> str:
 
 def _bytes(shapes: tuple[Shape, ...]) -> int:
     return sum(shape.bytes for shape in shapes)
+
+
+def link_bytes(
+    instruction: Instruction, operands: tuple[Shape, ...], results: tuple[Shape, ...]
+) -> int:
+    """Counts the bytes that each device sends with NCCL's ring algorithms; 0 if not a collective.
+
+    With n devices, an all-reduce sends 2 (n - 1) / n of its operand. A reduce-scatter and an
+    all-to-all send (n - 1) / n of it. An all-gather sends (n - 1) / n of its result. A permute
+    sends its operand.
+    """
+    if not instruction.is_collective:
+        return 0
+    sent = sum(shape.bytes for shape in operands)
+    devices = group_size(instruction)
+    others = (devices - 1) / devices if devices else 1.0
+    match instruction.opcode.removesuffix("-start"):
+        case "all-reduce":
+            return round(2 * others * sent)
+        case "all-gather":
+            return round(others * sum(shape.bytes for shape in results))
+        case "reduce-scatter" | "all-to-all" | "ragged-all-to-all":
+            return round(others * sent)
+    return sent
+
+
+def group_size(instruction: Instruction) -> int | None:
+    """Counts the devices that take part; None if all do and the program does not give a number."""
+    found = _GROUPS.search(instruction.attributes)
+    if found is None:
+        return None
+    listed, devices, axes, used = found.groups()
+    if listed is not None:
+        return len(listed.split(",")) if listed else None
+    if devices is not None:
+        return int(devices)
+    sizes = dict(re.findall(r"'([^']*)'=(\d+)", axes))
+    # The program writes a part of an axis as 'x':(before)size.
+    names = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", used)
+    return math.prod(int(part or sizes[name]) for name, part in names)

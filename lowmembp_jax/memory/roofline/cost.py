@@ -18,8 +18,7 @@ from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 from lowmembp_jax.memory.roofline._flops import flops
-from lowmembp_jax.memory.roofline._traffic import bytes_moved, result_shapes
-from lowmembp_jax.memory.roofline.collectives import is_collective, link_bytes
+from lowmembp_jax.memory.roofline._traffic import bytes_moved, link_bytes, result_shapes
 from lowmembp_jax.memory.roofline.totals import Cost as Cost
 from lowmembp_jax.memory.roofline.totals import Kernel as Kernel
 
@@ -67,10 +66,11 @@ class _Transfers:
             self.kernels[place] = dataclasses.replace(kernel, estimated_seconds=seconds)
             self._now += wait
 
-    def end_all(self) -> None:
+    def end_all(self) -> list[Kernel]:
         """Waits for the transfers that the computation does not end itself."""
         for name in tuple(self._running):
             self.end(name)
+        return self.kernels
 
 
 class _Counter:
@@ -97,8 +97,7 @@ class _Counter:
                 transfers.start(instruction.name, *kernels)
             else:
                 transfers.run(*kernels)
-        transfers.end_all()
-        return transfers.kernels
+        return transfers.end_all()
 
     def _kernels(self, computation: Computation, instruction: Instruction) -> Iterator[Kernel]:
         if instruction.opcode == "while":
@@ -165,7 +164,7 @@ class _Counter:
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
-            op_name=self.program.op_name(instruction),
+            op_name=instruction.op_name,
             source=instruction.source,
             kind=kind,
             bytes_read=read,
@@ -182,7 +181,7 @@ class _Counter:
         """Names the arithmetic of a kernel that may take longer than its memory traffic."""
         if instruction.opcode == "custom-call":
             yield instruction.attribute("custom_call_target")
-        if any(i.opcode == "sort" for i in (instruction, *self.program.inner(instruction))):
+        if any(i.opcode == "sort" for i in (instruction, *instruction.inner)):
             yield "sort"
         slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
         copies = instruction.opcode in ("copy", "copy-start")
@@ -197,7 +196,7 @@ def _allocates(instruction: Instruction) -> bool:
 
 def _kind(instruction: Instruction, matrix_flops: int) -> str:
     target = instruction.attribute("custom_call_target")
-    if is_collective(instruction.opcode):
+    if instruction.is_collective:
         return "collective"
     if target.startswith("__cudnn$fmha"):
         return "attention"
@@ -234,6 +233,11 @@ def cost(
         program = program.as_text() or ""
     if isinstance(program, str):
         program = hlo.parse(program)
+    return count(program, device, link_bandwidth)
+
+
+def count(program: Program, device: Device, link_bandwidth: float | None) -> Cost:
+    """Counts a parsed program, see `cost`."""
     counter = _Counter(program, device, link_bandwidth)
     kernels = tuple(counter.kernels(program.entry))
     notes = tuple(counter.notes)

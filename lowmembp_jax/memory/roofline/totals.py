@@ -1,33 +1,10 @@
 """The bytes, FLOPs and time of kernels, and their totals."""
 
 import dataclasses
-import re
 from collections import defaultdict
 from typing import Any, Literal
 
-# Parts of JAX's name stack that are not modules.
-_NOT_MODULES = {
-    "body", "checkpoint", "closed_call", "cond", "eval_jaxpr", "rematted_computation", "remat2",
-    "scan", "shard_map", "while",
-}  # fmt: skip
-
-
-def module_path(op_name: str) -> str:
-    """Returns the path of Flax modules in JAX's name of an operation: "ViT/layer_0/query" or ""."""
-    names: list[str] = []
-    for part in op_name.split("/")[1:-1]:
-        name = re.sub(r"^((jvp|transpose|vmap)\()+|\)+$", "", part)
-        # A layer in jax.checkpoint repeats the module: transpose(jvp(ViT))/jvp(ViT)/layer_0.
-        again = name != part and names[-1:] == [name]
-        # A number is the index of a block in an nnx.List.
-        if (name.isidentifier() or name.isdigit()) and name not in _NOT_MODULES and not again:
-            names.append(name)
-    return "/".join(names)
-
-
-def layers_together(module: str) -> str:
-    """Replaces the layers' numbers in a path of modules by stars, so that all layers are equal."""
-    return re.sub(r"(?<=[_/])\d+(?=/|$)", "*", module)
+from lowmembp_jax.memory import scopes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +53,12 @@ class Kernel:
 
         A fusion may also hold operations of another phase than its name.
         """
-        if "rematted_computation" in self.op_name:
-            return "recomputation"
-        if "transpose(" in self.op_name:
-            return "backward"
-        return "forward" if "jvp(" in self.op_name else "other"
+        return scopes.phase(self.op_name)
 
     @property
     def module(self) -> str:
         """The path of Flax modules that the kernel belongs to, "ViT/layer_0/query" or ""."""
-        return module_path(self.op_name)
+        return scopes.module_path(self.op_name)
 
 
 @dataclasses.dataclass(frozen=True)

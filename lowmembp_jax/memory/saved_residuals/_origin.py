@@ -1,183 +1,106 @@
-"""Finds the equation that made a residual and the equations that read it, in nested jaxprs."""
+"""Finds the equation that made a residual, in nested jaxprs."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from lowmembp_jax._jax_internals import checkpoint_name_of
 from lowmembp_jax.compression import jaxprs
 
-# The results have the same bytes as the operand. Under lax.scan, XLA shares only the array of
-# "name" and stacks the others separately (compiled for an H200, JAX 0.12.0).
-_SAME_BYTES = frozenset(
-    (
-        "copy",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-    )
-)
+# The results have the same bytes as the operand. Under lax.scan, XLA stacks them separately
+# (compiled for an H200, JAX 0.12.0).
+_SAME_BYTES = frozenset((
+    "copy", "expand_dims", "optimization_barrier", "pvary", "reduce_precision", "reshape",
+    "sharding_constraint", "squeeze",
+))  # fmt: skip
 
 
-class Body(NamedTuple):
+class _Body(NamedTuple):
     """A jaxpr and the equations that call it, outermost first."""
 
     jaxpr: Any
     calls: tuple[Any, ...] = ()
-    outer: "Body | None" = None
+    outer: Any = None  # the body that holds the last of these equations
 
 
 class Origin(NamedTuple):
     """The origin of a residual.
 
-    Attributes:
-      key: equal for residuals that are one array in memory.
-      times: lengths of the scans that stack it, outermost first.
-      equations: the equation that makes it, after the equations that call it, outermost first.
-        Empty for a literal, and for an input or a constant of the outermost jaxpr.
-      input: position in the outermost jaxpr's inputs, if the residual is an input or a cast of one.
-      cast: whether it is a cast of an input or a constant.
-      name: its `checkpoint_name`, or "".
+    The equations end with the one that makes it, after those that call it, outermost first. There
+    are none for a literal, and for an input or a constant of the outermost jaxpr.
     """
 
-    key: tuple
-    times: tuple[int, ...]
+    key: tuple  # equal for residuals that are one array in memory
+    times: tuple[int, ...]  # lengths of the scans that stack it, outermost first
     equations: tuple[Any, ...]
-    input: int | None
-    cast: bool
-    name: str
+    input: int | None  # position in the outermost jaxpr's inputs, if it is one
+    name: str  # its `checkpoint_name`, or ""
 
 
-class _Place(NamedTuple):
-    body: Body
-    var: Any
-
-    @property
-    def key(self) -> tuple:
-        return (*map(id, self.body.calls), id(self.var))
-
-
-class Equations:
-    """Finds makers and readers of the variables of one jaxpr."""
+class Origins:
+    """Finds the origins of the variables of one jaxpr."""
 
     def __init__(self, jaxpr):
-        self._root = Body(jaxpr)
+        self._root = _Body(jaxpr)
         self._made: dict[int, dict] = {}
-        self._read: dict[int, dict] = {}
 
-    def _maker(self, place: _Place) -> tuple[Any, int] | None:
-        jaxpr = place.body.jaxpr
-        if id(jaxpr) not in self._made:
-            self._made[id(jaxpr)] = {
+    def _maker(self, body: _Body, var: Any) -> tuple[Any, int]:
+        """The equation that makes a variable and the position of the result; (None, 0) if none."""
+        if id(body.jaxpr) not in self._made:
+            self._made[id(body.jaxpr)] = {
                 out: (equation, index)
-                for equation in jaxpr.eqns
+                for equation in body.jaxpr.eqns
                 for index, out in enumerate(equation.outvars)
             }
-        return self._made[id(jaxpr)].get(place.var)
+        return self._made[id(body.jaxpr)].get(var, (None, 0))
 
-    def _operand(self, place: _Place, strict: bool) -> _Place | None:
-        """The operand of the calling equation that becomes an input of a jaxpr."""
-        body, var = place
-        if body.outer is None or var not in body.jaxpr.invars:
-            return None
-        call, index = body.calls[-1], body.jaxpr.invars.index(var)
-        if strict and call.primitive.name in ("scan", "cond"):
-            return None
-        if (carry := jaxprs.carried(call, body.jaxpr)[index]) is not None:
-            return _Place(body, body.jaxpr.outvars[carry])
-        return _Place(body.outer, jaxprs.operands(call)[index])
-
-    def _before(self, place: _Place, strict: bool) -> tuple[_Place, int | None] | None:
-        """Takes one step towards the origin, and returns the length of a scan that it enters.
-
-        Strict steps stay at the same array in memory. Other steps continue through reshapes, loop
-        carries and branches, to the code that a reader would look for.
-        """
-        if isinstance(place.var, Literal):
-            return None
-        if (made := self._maker(place)) is None:
-            up = self._operand(place, strict)
-            return None if up is None else (up, None)
-        body, (equation, index) = place.body, made
-        kind = equation.primitive.name
-        if kind in _SAME_BYTES or (kind == "device_put" and not strict):
-            stacked = any(call.primitive.name == "scan" for call in body.calls)
-            if strict and stacked and kind != "name":
-                return None
-            return _Place(body, equation.invars[index]), None
-        inner = [
-            _Place(Body(jaxpr, (*body.calls, equation), body), jaxpr.outvars[index])
-            for jaxpr in jaxprs.bodies(equation)
-        ]
-        if not inner:
-            return None
-        if kind == "scan" and index not in jaxprs.carried(equation, inner[0].body.jaxpr):
-            return inner[0], equation.params["length"]
-        if strict and kind in ("scan", "cond"):
-            return None
-        # Branches without this residual return zeros instead.
-        return max(inner, key=self._is_computed) if kind == "cond" else inner[0], None
-
-    def _is_computed(self, place: _Place) -> bool:
-        made = None if isinstance(place.var, Literal) else self._maker(place)
-        return made is not None and made[0].primitive.name != "broadcast_in_dim"
-
-    def _follow(self, place: _Place, strict: bool) -> tuple[_Place, tuple[int, ...], str]:
-        times, name, seen = (), "", {place.key}
-        while (before := self._before(place, strict)) is not None:
-            if not isinstance(place.var, Literal) and (made := self._maker(place)):
-                name = name or (made[0].params["name"] if made[0].primitive.name == "name" else "")
-            place, length = before
-            times += () if length is None else (length,)
-            if place.key in seen:  # no iteration changes this carry
-                break
-            seen.add(place.key)
-        return place, times, name
-
-    def origin(self, var) -> Origin:
+    def of(self, var: Any) -> Origin:
         """Finds the origin of a variable or a literal of the outermost jaxpr."""
-        array, times, name = self._follow(_Place(self._root, var), strict=True)
-        place, _, later = self._follow(array, strict=False)
-        made = None if isinstance(place.var, Literal) else self._maker(place)
-        source, cast = place, False
-        if made and made[0].primitive.name == "convert_element_type":
-            source, _, _ = self._follow(_Place(place.body, made[0].invars[0]), strict=False)
-            cast = isinstance(source.var, Literal) or self._maker(source) is None
+        body, times, name, made = self._root, (), "", None
+        while not isinstance(var, Literal):
+            made, index = self._maker(body, var)
+            if made is None:
+                if not _is_operand(body, var):
+                    break
+                var = jaxprs.operands(body.calls[-1])[body.jaxpr.invars.index(var)]
+                body = body.outer
+                continue
+            kind, inner = made.primitive.name, jaxprs.bodies(made)
+            in_scan = any(call.primitive.name == "scan" for call in body.calls)
+            if (given := checkpoint_name_of(made)) or (kind in _SAME_BYTES and not in_scan):
+                name = name or given or ""
+                var = made.invars[index]
+                continue
+            if not inner or kind == "cond":
+                break
+            if kind == "scan":
+                if index in jaxprs.carried(made, inner[0]):
+                    break
+                times += (made.params["length"],)
+            body = _Body(inner[0], (*body.calls, made), body)
+            var = inner[0].outvars[index]
+        key = (*map(id, body.calls), id(var))
+        # Name the operation whose result is reshaped, moved or the like.
+        made = None if isinstance(var, Literal) else made
+        while made is not None and made.primitive.name in (*_SAME_BYTES, "device_put", "name"):
+            name = name or checkpoint_name_of(made) or ""
+            operand = made.invars[0]
+            before = None if isinstance(operand, Literal) else self._maker(body, operand)[0]
+            if before is None:
+                break
+            made = before
         inputs = self._root.jaxpr.invars
-        known = source.body.outer is None and not isinstance(source.var, Literal)
-        # A scan that stacks copies of an input makes these copies.
-        equations = (*place.body.calls, made[0]) if made else array.body.calls
+        is_input = not body.calls and not isinstance(var, Literal) and var in inputs
         return Origin(
-            key=array.key,
+            key=key,
             times=times,
-            equations=equations,
-            input=inputs.index(source.var) if known and source.var in inputs else None,
-            cast=cast,
-            name=name or later,
+            equations=body.calls if made is None else (*body.calls, made),
+            input=inputs.index(var) if is_input else None,
+            name=name,
         )
 
-    def readers(self, var) -> Iterator[tuple[Any, ...]]:
-        """Yields the equations that read a variable, each after the equations that call it."""
-        return self._readers(self._root, var)
 
-    def _readers(self, body: Body, var) -> Iterator[tuple[Any, ...]]:
-        if id(body.jaxpr) not in self._read:
-            read = self._read[id(body.jaxpr)] = {}
-            for equation in body.jaxpr.eqns:
-                # The index operand of a cond gets -1, because no branch reads it.
-                first = len(jaxprs.operands(equation)) - len(equation.invars)
-                for index, operand in enumerate(equation.invars, first):
-                    if not isinstance(operand, Literal):
-                        read.setdefault(operand, []).append((equation, index))
-        for equation, index in self._read[id(body.jaxpr)].get(var, ()):
-            calls = (*body.calls, equation)
-            inner = jaxprs.bodies(equation) if index >= 0 else []
-            if not inner:
-                yield calls
-            for jaxpr in inner:
-                yield from self._readers(Body(jaxpr, calls, body), jaxpr.invars[index])
+def _is_operand(body: _Body, var: Any) -> bool:
+    """Whether an input of a jaxpr is the array itself that the calling equation reads."""
+    is_same = bool(body.calls) and body.calls[-1].primitive.name not in ("scan", "cond")
+    return is_same and var in body.jaxpr.invars

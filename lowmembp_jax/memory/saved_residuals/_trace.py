@@ -1,92 +1,29 @@
 """Traces a function's forward and backward, and marks the residuals."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
-from jax.interpreters import partial_eval
 
-from lowmembp_jax.memory.classification.arguments import argument_names, is_variable
+from lowmembp_jax.memory.lowering.arguments import argument_names, is_variable
+from lowmembp_jax.memory.lowering.lost_work import without_unused
 
 # An identity that marks each residual between forward and backward. It is only traced, never run.
 _kept_p = Primitive("lowmembp_kept")
 _kept_p.def_abstract_eval(lambda aval, *, index: aval)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Forward and backward in one jaxpr.
-
-    Attributes:
-      jaxpr: its inputs are the leaves of the arguments, its outputs are the function's outputs.
-      kept: the forward's variable (or literal) of each residual that autodiff asks for.
-      read: the variable in `live` of each residual that the gradients depend on.
-      live: `jaxpr` without equations that neither outputs nor gradients depend on.
-      arguments: a name for each input, such as `params['kernel']`.
-    """
+class Trace(NamedTuple):
+    """The forward in a jaxpr, from the leaves of the arguments to the function's outputs."""
 
     jaxpr: Any
-    kept: dict[int, Any]
-    read: dict[int, Any]
-    live: Any
-    arguments: tuple[str, ...]
-
-
-def _leaves(names: list[str], args: tuple) -> list[tuple[str, Any, Any]]:
-    """Name, value and dtype of each array in the arguments."""
-    leaves = []
-    for name, arg in zip(names, args, strict=True):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            label = name + jax.tree_util.keystr(path)
-            try:
-                dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
-                jax.numpy.shape(leaf)
-            except TypeError as error:
-                raise TypeError(
-                    f"residuals: {label} must be an array or a jax.ShapeDtypeStruct, "
-                    f"got {type(leaf).__name__}"
-                ) from error
-            leaves.append((label, leaf, dtype))
-    return leaves
-
-
-def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ...]:
-    if argnums is None:
-        return tuple(range(len(args)))
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for number in numbers:
-        if not isinstance(number, int) or not -len(args) <= number < len(args):
-            raise ValueError(
-                f"residuals: argnums: expected positions of the {len(args)} arguments, "
-                f"got {argnums!r}"
-            )
-    return tuple(sorted({number % len(args) for number in numbers}))
-
-
-def _trained(arg: Any, variables: Any) -> list[bool]:
-    """Whether each array of an argument is outside NNX variables, or in a trained one."""
-    is_trained = nnx.filterlib.to_predicate(variables)
-    trained = []
-    paths = jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_variable)
-    for path, node in paths:
-        keys = tuple(getattr(entry, "key", getattr(entry, "idx", entry)) for entry in path)
-        keep = not is_variable(node) or is_trained(keys, node)
-        trained += [keep] * len(jax.tree.leaves(node))
-    return trained
-
-
-def _inexact(dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _cotangent(out):
-    # Cotangents of integer outputs have no bytes.
-    return jnp.ones_like(out) if _inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)
+    kept: dict[int, Any]  # the variable (or literal) of each residual that autodiff asks for
+    read: frozenset[int]  # the residuals that the gradients depend on
+    arguments: tuple[str, ...]  # a name for each input, such as `params['kernel']`
 
 
 def trace(
@@ -107,24 +44,28 @@ def trace(
         argnums, variables = argnums.argnum, argnums.filter
     chosen = _chosen(argnums, args)
     names = argument_names(fn, len(args))
-    leaves = _leaves(names, args)
-    flat, treedef = jax.tree.flatten(args)
-    ours = set()
-    start = 0
-    for number, arg in enumerate(args):
-        count = len(jax.tree.leaves(arg))
-        if number in chosen:
-            trained = enumerate(_trained(arg, variables), start)
-            ours |= {i for i, is_trained in trained if is_trained and _inexact(leaves[i][2])}
-        start += count
-    if not ours:
-        have = ", ".join(f"{name}: {dtype}" for name, _, dtype in leaves[:8]) or "no arrays"
+    leaves = {
+        name + jax.tree_util.keystr(path): (leaf, number in chosen)
+        for number, (name, arg) in enumerate(zip(names, args, strict=True))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
+    }
+    dtypes = {name: _dtype(name, leaf) for name, (leaf, _) in leaves.items()}
+    trained = [each for arg in args for each in _trained(arg, variables)]
+    positions = [
+        position
+        for position, ((name, (_, is_chosen)), is_trained) in enumerate(
+            zip(leaves.items(), trained, strict=True)
+        )
+        if is_chosen and is_trained and _inexact(dtypes[name])
+    ]
+    if not positions:
+        have = ", ".join(f"{name}: {dtype}" for name, dtype in [*dtypes.items()][:8]) or "no arrays"
         among = ", ".join(names[i] for i in chosen) or "the arguments"
         raise TypeError(
             f"residuals: nothing to differentiate in {among}: "
             f"at least one array there must be floating, got {have}"
         )
-    positions = sorted(ours)
+    flat, treedef = jax.tree.flatten(args)
 
     def forward_and_backward(*inputs):
         def chosen_only(*values):
@@ -148,12 +89,53 @@ def trace(
 
     closed, shapes = jax.make_jaxpr(forward_and_backward, return_shape=True)(*flat)
     jaxpr = closed.jaxpr
-    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    outputs = len(shapes[0])
+    live = without_unused(jaxpr)
     return Trace(
-        jaxpr=jaxpr.replace(outvars=jaxpr.outvars[:outputs]),
+        jaxpr=jaxpr.replace(outvars=jaxpr.outvars[: len(shapes[0])]),
         kept={e.params["index"]: e.invars[0] for e in jaxpr.eqns if e.primitive is _kept_p},
-        read={e.params["index"]: e.outvars[0] for e in live.eqns if e.primitive is _kept_p},
-        live=live,
-        arguments=tuple(name for name, _, _ in leaves),
+        read=frozenset(e.params["index"] for e in live.eqns if e.primitive is _kept_p),
+        arguments=tuple(leaves),
     )
+
+
+def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ...]:
+    if argnums is None:
+        return tuple(range(len(args)))
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for number in numbers:
+        if not isinstance(number, int) or not -len(args) <= number < len(args):
+            raise ValueError(
+                f"residuals: argnums: expected positions of the {len(args)} arguments, "
+                f"got {argnums!r}"
+            )
+    return tuple(sorted({number % len(args) for number in numbers}))
+
+
+def _dtype(name: str, leaf: Any) -> Any:
+    try:
+        return leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+    except TypeError as error:
+        raise TypeError(
+            f"residuals: {name} must be an array or a jax.ShapeDtypeStruct, "
+            f"got {type(leaf).__name__}"
+        ) from error
+
+
+def _trained(arg: Any, variables: Any) -> list[bool]:
+    """Whether each array of an argument is outside NNX variables, or in a trained one."""
+    is_trained = nnx.filterlib.to_predicate(variables)
+    trained = []
+    for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_variable):
+        keys = tuple(getattr(entry, "key", getattr(entry, "idx", entry)) for entry in path)
+        keep = not is_variable(node) or is_trained(keys, node)
+        trained += [keep] * len(jax.tree.leaves(node))
+    return trained
+
+
+def _inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _cotangent(out: Any) -> Any:
+    # Cotangents of integer outputs have no bytes.
+    return jnp.ones_like(out) if _inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)

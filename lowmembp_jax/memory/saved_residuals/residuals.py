@@ -3,61 +3,27 @@
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
+from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
+from lowmembp_jax.memory.lowering.lost_work import has_backward, without_unused
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import close_over_constants
-from lowmembp_jax.memory.notes.lost_work import has_backward, without_unused
-from lowmembp_jax.memory.saved_residuals._labels import Labels
-from lowmembp_jax.memory.saved_residuals._origin import Equations, Origin
-from lowmembp_jax.memory.saved_residuals._trace import Trace, trace
+from lowmembp_jax.memory.saved_residuals._origin import Origin, Origins
+from lowmembp_jax.memory.saved_residuals._trace import trace
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
+from lowmembp_jax.memory.scopes import module_path
 from lowmembp_jax.memory.sizes import array_bytes
 
 
 class NotALossError(ValueError):
     """The function computes gradients itself, as a training step does, and is not a loss."""
-
-
-def _kind(aval, origin: Origin, used: bool) -> Kind:
-    if not origin.equations and not origin.times:
-        return "constant" if origin.input is None else "argument"
-    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
-        return "host"
-    return "kept" if used else "unused"
-
-
-def _op(origin: Origin, label: str, arguments: tuple[str, ...]) -> str:
-    if not origin.equations and origin.input is not None:
-        return arguments[origin.input]
-    if origin.cast:
-        return "cast of an input"
-    return "copy of an input" if origin.input is not None else label
-
-
-def _row(
-    aval, origin: Origin, used_by: tuple[str, ...], is_output: bool, traced: Trace, labels: Labels
-) -> Residual:
-    label = labels.label(origin.equations, origin.name)
-    stack = len(origin.times) if aval.shape[: len(origin.times)] == origin.times else 0
-    return Residual(
-        kind=_kind(aval, origin, bool(used_by)),
-        bytes=array_bytes(aval.shape, aval.dtype),
-        shape=tuple(aval.shape[stack:]),
-        times=math.prod(aval.shape[:stack]),
-        dtype=str(aval.dtype),
-        op=_op(origin, label.op, traced.arguments),
-        primitive=origin.equations[-1].primitive.name if origin.equations else "",
-        module=label.module,
-        source=label.source,
-        used_by=used_by,
-        is_output=is_output,
-    )
 
 
 def residuals(
@@ -105,23 +71,17 @@ def residuals(
             _refuse_step(fn, plain())
         raise
     _refuse_step(fn, plain())
-    forward, backward = Equations(traced.jaxpr), Equations(traced.live)
-    labels = Labels(plain)
-    outputs = {forward.origin(var).key for var in traced.jaxpr.outvars}
-    found: dict[tuple, tuple[Any, Origin, list[int]]] = {}
+    origins = Origins(traced.jaxpr)
+    outputs = {origins.of(var).key for var in traced.jaxpr.outvars}
+    found: dict[tuple, tuple[Any, Origin, bool]] = {}
     for index, var in traced.kept.items():
-        origin = forward.origin(var)
-        found.setdefault(origin.key, (var.aval, origin, []))[2].append(index)
-    rows = []
-    for key, (aval, origin, indices) in found.items():
-        readers = (
-            labels.label(equations)
-            for index in indices
-            if index in traced.read
-            for equations in backward.readers(traced.read[index])
-        )
-        used_by = tuple(dict.fromkeys(f"{r.module}: {r.op}" if r.module else r.op for r in readers))
-        rows.append(_row(aval, origin, used_by, key in outputs, traced, labels))
+        origin = origins.of(var)
+        _, _, was_read = found.get(origin.key, (None, None, False))
+        found[origin.key] = var.aval, origin, was_read or index in traced.read
+    rows = (
+        _row(aval, origin, is_read, key in outputs, traced.arguments)
+        for key, (aval, origin, is_read) in found.items()
+    )
     return Residuals(tuple(sorted(rows, key=lambda row: (row.kind != "kept", -row.bytes))))
 
 
@@ -133,6 +93,50 @@ def _refuse_step(fn: Callable[..., Any], jaxpr: Any) -> None:
             f"residuals: fn: {getattr(fn, '__name__', 'fn')} computes gradients itself, as a "
             "training step does: give the loss that it differentiates, with the loss's arguments"
         )
+
+
+def _row(
+    aval: Any, origin: Origin, is_read: bool, is_output: bool, arguments: tuple[str, ...]
+) -> Residual:
+    stack = len(origin.times) if aval.shape[: len(origin.times)] == origin.times else 0
+    stacks = [str(equation.source_info.name_stack) for equation in origin.equations]
+    return Residual(
+        kind=_kind(aval, origin, is_read),
+        bytes=array_bytes(aval.shape, aval.dtype),
+        shape=tuple(aval.shape[stack:]),
+        times=math.prod(aval.shape[:stack]),
+        dtype=str(aval.dtype),
+        op=_op(origin, arguments),
+        module=module_path("/".join(("", *stacks, ""))),
+        source=_source(origin.equations),
+        is_output=is_output,
+    )
+
+
+def _kind(aval: Any, origin: Origin, is_read: bool) -> Kind:
+    if not origin.equations and not origin.times:
+        return "constant" if origin.input is None else "argument"
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        return "host"
+    return "kept" if is_read else "unused"
+
+
+def _op(origin: Origin, arguments: tuple[str, ...]) -> str:
+    if not origin.equations:
+        return origin.name if origin.input is None else arguments[origin.input]
+    return origin.name or origin.equations[-1].primitive.name
+
+
+def _source(equations: tuple[Any, ...]) -> str:
+    """The innermost line outside of frameworks that made the last of these nested equations."""
+    for equation in reversed(equations):
+        traceback = equation.source_info.traceback
+        for frame in traceback.frames if traceback else ():
+            if not is_framework(frame.file_name):
+                relative = os.path.relpath(frame.file_name)
+                file = frame.file_name if relative.startswith("..") else relative
+                return f"{file}:{frame.line_num}"
+    return ""
 
 
 def saved_bytes(

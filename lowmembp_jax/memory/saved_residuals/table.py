@@ -1,14 +1,14 @@
-"""The table of residuals: rows, totals, text, JSON and CSV."""
+"""The table of residuals: rows, totals, text and JSON."""
 
-import csv
-import io
 import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from lowmembp_jax.memory.report import aligned
 
 Kind = Literal["kept", "host", "argument", "constant", "unused"]
 
@@ -29,14 +29,11 @@ class Residual:
       shape: shape of one array.
       times: number of arrays: the product of the lengths of the scans that stack them.
       dtype: name of the dtype.
-      op: the operation that made it, such as `gelu`, `Dense`, `regelu2 codes`, or its
-        `checkpoint_name`; "cast of an input" for parameters cast to the compute dtype; "copy of an
-        input" for inputs that a scan stacks again; the argument's name for arguments.
-      primitive: primitive of the equation that made it.
+      op: its `checkpoint_name`, or the primitive that made it, such as `dot_general`; the
+        argument's name for arguments.
       module: path of the module (or of the `jax.named_scope`s) that made it, such as
         `Bert/layer_3/intermediate`.
       source: `file.py:line` of the innermost code outside JAX, Flax and this library.
-      used_by: the operations that read it in the backward, `module: op` each.
       is_output: whether the function also returns it.
     """
 
@@ -46,16 +43,9 @@ class Residual:
     times: int
     dtype: str
     op: str
-    primitive: str
     module: str
     source: str
-    used_by: tuple[str, ...]
     is_output: bool
-
-    @property
-    def shared(self) -> bool:
-        """Whether several operations read it. It is saved only once."""
-        return len(self.used_by) > 1
 
 
 def _layer(module: str, depth: int | None) -> str:
@@ -113,26 +103,14 @@ class Residuals:
             "by_layer": self.by_layer(),
             "rows": [asdict(row) for row in self.rows],
         }
-        return _write(json.dumps(report, indent=2) + "\n", path)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Formats the rows as CSV with a header, and writes them to `path` if it is given.
-
-        A shape is `8x16`, and semicolons separate the readers.
-        """
-        text = io.StringIO()
-        names = [field.name for field in fields(Residual)]
-        writer = csv.DictWriter(text, names, lineterminator="\n")
-        writer.writeheader()
-        for row in self.rows:
-            shape, used_by = "x".join(map(str, row.shape)), "; ".join(row.used_by)
-            writer.writerow(asdict(row) | {"shape": shape, "used_by": used_by})
-        return _write(text.getvalue(), path)
+        text = json.dumps(report, indent=2) + "\n"
+        if path is not None:
+            Path(path).write_text(text)
+        return text
 
     def __str__(self) -> str:
         shown, hidden = self.kept[:_SHOWN], self.kept[_SHOWN:]
-        table = [("MiB", "array", "op", "module", "source", "read by")]
-        table += [
+        rows = [
             (
                 f"{row.bytes / _MIB:,.2f}",
                 (f"{row.times} x " if row.times != 1 else "")
@@ -140,11 +118,11 @@ class Residuals:
                 row.op,
                 row.module,
                 row.source,
-                f"{len(row.used_by)} ops" if row.shared else "".join(row.used_by),
             )
             for row in shown
         ]
-        lines = _aligned(table)
+        head = ("MiB", "array", "op", "module", "source")
+        lines = aligned(head, *rows, left=head[1:])
         if hidden:
             size = sum(row.bytes for row in hidden) / _MIB
             lines.append(f"... and {len(hidden)} smaller arrays, {size:,.2f} MiB")
@@ -152,23 +130,5 @@ class Residuals:
         for title, totals in (("op", self.by_op()), ("layer", self.by_layer())):
             rows = [(f"{size / _MIB:,.2f}", name or "-") for name, size in totals.items()]
             more = [f"... and {len(rows) - _SHOWN} more"] * (len(rows) > _SHOWN)
-            lines += ["", *_aligned([("MiB", title), *rows[:_SHOWN]]), *more]
+            lines += ["", *aligned(("MiB", title), *rows[:_SHOWN], left=(title,)), *more]
         return "\n".join(lines)
-
-
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Aligns a table: the first column to the right, the others to the left."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
-
-
-def _write(text: str, path: str | os.PathLike[str] | None) -> str:
-    if path is not None:
-        Path(path).write_text(text)
-    return text

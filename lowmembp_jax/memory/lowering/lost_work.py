@@ -8,13 +8,25 @@ from typing import Any
 from jax.interpreters import partial_eval
 
 from lowmembp_jax.compression import jaxprs
-from lowmembp_jax.memory.classification.arguments import Argument
+from lowmembp_jax.memory.lowering.arguments import Argument
+from lowmembp_jax.memory.scopes import is_backward
+
+_NO_PARAMETER = (
+    "expected a parameter among its arguments, got none: name one `params`, or pass `parts`"
+)
+_NO_BACKWARD = (
+    "no result depends on the gradients, so XLA drops the backward pass: return the new parameters"
+)
+_NO_GRADIENT = (
+    "it computes gradients but returns neither gradients nor new parameters, so XLA drops the work "
+    "that only they need: return the new parameters"
+)
 
 
 def has_backward(jaxpr: Any) -> bool:
     """Whether a trace, or a function that it calls, holds operations of a backward pass."""
     return any(
-        "transpose(" in str(equation.source_info.name_stack)
+        is_backward(str(equation.source_info.name_stack))
         or any(map(has_backward, jaxprs.bodies(equation)))
         for equation in jaxpr.eqns
     )
@@ -26,29 +38,18 @@ def without_unused(jaxpr: Any) -> Any:
 
 
 def warn_of_lost_work(jaxpr: Any, arguments: Sequence[Argument]) -> None:
-    """Warns if the planned step does less than real training.
-
-    Args:
-      jaxpr: the step's jaxpr; its inputs are `arguments`.
-      arguments: the step's arrays, with the parts that they belong to.
-    """
+    """Warns if the planned step does less than real training."""
     if not has_backward(jaxpr):  # an evaluation step
         return
+    found = []
     if not any(argument.part == "parameters" for argument in arguments):
-        _warn(
-            "step: expected a parameter among its arguments, got none: name the argument "
-            "`params`, or pass `parts`",
-        )
+        found.append(_NO_PARAMETER)
     if not has_backward(without_unused(jaxpr)):
-        _warn(
-            "step: no result depends on the gradients, so XLA drops the backward pass: return the "
-            "new parameters"
-        )
+        found.append(_NO_BACKWARD)
     elif not _returns_parameters(jaxpr, arguments):
-        _warn(
-            "step: it computes gradients but returns neither gradients nor new parameters, so XLA "
-            "drops the work that only they need: return the new parameters"
-        )
+        found.append(_NO_GRADIENT)
+    for message in found:
+        warnings.warn(f"plan: step: {message}", UserWarning, stacklevel=4)
 
 
 def _returns_parameters(jaxpr: Any, arguments: Sequence[Argument]) -> bool:
@@ -63,7 +64,3 @@ def _returns_parameters(jaxpr: Any, arguments: Sequence[Argument]) -> bool:
 
 def _shapes(arguments: Iterable[Argument], part: str) -> list[tuple[int, ...]]:
     return [argument.shape for argument in arguments if argument.part == part]
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"plan: {message}", UserWarning, stacklevel=4)

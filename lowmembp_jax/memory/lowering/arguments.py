@@ -3,14 +3,17 @@
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
-from lowmembp_jax.memory.classification._roles import Role, roles
-from lowmembp_jax.memory.classification.parts import Part
+from lowmembp_jax.memory.lowering._roles import Role, roles
 from lowmembp_jax.memory.lowering.step_arguments import StepError
+
+Part = Literal[
+    "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
+]
 
 _ARGUMENT_PARTS = ("parameters", "optimizer_state", "batch", "gradients")
 # These names decide anywhere in a path, whatever the program does with the array.
@@ -37,7 +40,6 @@ class Argument(NamedTuple):
     name: str  # such as "state.params['layer_0']['kernel']"
     part: Part
     shape: tuple[int, ...]  # on all devices together
-    is_trained: bool = False  # the program returns its update or its gradient
 
 
 def argument_names(step: Callable[..., Any], count: int) -> list[str]:
@@ -88,20 +90,19 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _checked(part: Any) -> Part:
-    if part not in _ARGUMENT_PARTS:
-        raise ValueError(f"parts: expected one of {', '.join(_ARGUMENT_PARTS)}, got {part!r}")
-    return part
-
-
-def _broadcast(parts: Any, args: tuple[Any, ...]) -> list[Any]:
+def _given(parts: Any, args: tuple[Any, ...]) -> list[Part]:
+    """The given part of each array."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(parts, args))
+        given = jax.tree.leaves(jax.tree.broadcast(parts, args))
     except ValueError as error:
         reason = str(error).partition("\n")[0]
         raise StepError(
             f"parts: expected a pytree prefix of the {len(args)} arguments, got {parts!r}: {reason}"
         ) from error
+    for part in given:
+        if part not in _ARGUMENT_PARTS:
+            raise ValueError(f"parts: expected one of {', '.join(_ARGUMENT_PARTS)}, got {part!r}")
+    return given
 
 
 def arguments(
@@ -130,7 +131,7 @@ def arguments(
       ValueError: `parts` has an unknown name, or is not a prefix of `args`.
     """
     names = argument_names(step, len(args))
-    given = None if parts is None else iter(_broadcast(parts, args))
+    given = None if parts is None else iter(_given(parts, args))
     told = [None] * len(jax.tree.leaves(args)) if jaxpr is None else roles(jaxpr)
     role, is_training = iter(told), any(told)
     result = []
@@ -142,9 +143,7 @@ def arguments(
             inside = () if is_variable(node) else inside
             name = names[path[0].idx] + jax.tree_util.keystr((*path[1:], *inside))
             words = re.findall(r"[A-Za-z_]\w*", name)
-            own_role = next(role)
-            told_part = _part(words, node, own_role, is_training)
-            part = told_part if given is None else _checked(next(given))
-            trains = own_role == "trained" and part == "parameters"
-            result.append(Argument(name, part, tuple(jax.numpy.shape(x)), trains))
+            told_part = _part(words, node, next(role), is_training)
+            part = told_part if given is None else next(given)
+            result.append(Argument(name, part, tuple(jax.numpy.shape(x))))
     return result

@@ -1,7 +1,7 @@
 """Finds out from a training step which arguments it trains and which the optimizer carries.
 
-JAX writes into an operation's name if it belongs to a differentiated loss ("jvp") or to the
-backward ("transpose"). If an argument reaches the loss and the backward changes it, it is trained.
+JAX writes into an operation's name if it belongs to a differentiated loss or to the backward. If
+an argument reaches the loss and the backward changes it, it is trained.
 If the backward changes it and it never reaches the loss, it belongs to the optimizer.
 """
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from lowmembp_jax.compression import jaxprs
+from lowmembp_jax.memory.scopes import is_backward, is_differentiated
 
 Role = Literal["trained", "frozen", "optimizer_state"]
 
@@ -39,9 +40,9 @@ class _Flow:
     def _step(self, equation: Any, made: dict[Any, int]) -> list[int]:
         stack = str(equation.source_info.name_stack)
         count = len(equation.outvars)
-        if "transpose(" in stack:
+        if is_backward(stack):
             return [_BACKWARD] * count
-        if "jvp(" in stack:
+        if is_differentiated(stack):
             self.in_loss |= _union(_of(made, atom) for atom in equation.invars)
             return [0] * count
         bodies = jaxprs.bodies(equation)
@@ -82,9 +83,6 @@ def roles(jaxpr: Any) -> list[Role | None]:
     - "frozen": the input is floating, reaches the loss and is returned unchanged.
     - "optimizer_state": the step returns the input in the same shape, changed by the backward, and
       the input does not reach the loss.
-
-    Args:
-      jaxpr: the trace of the step.
 
     Returns:
       A role for each input. All are None if the program trains nothing.

@@ -1,0 +1,172 @@
+"""Traces and lowers a function for GPUs that this machine does not have."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from lowmembp_jax._jax_internals import lower_without_callbacks
+from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
+from lowmembp_jax.memory.lowering.meshes import (
+    MeshLike,
+    abstract_on,
+    is_spec,
+    mesh_of,
+    on_mesh,
+    planned_mesh,
+)
+from lowmembp_jax.memory.lowering.nnx_states import OfStates
+from lowmembp_jax.memory.lowering.step_arguments import (
+    StepError,
+    close_over_constants,
+    is_array,
+)
+
+_COMPILER_OPTIONS = (
+    "the step calls a function in jax.jit with compiler_options, and JAX uses only the options of "
+    "the outermost jax.jit: give that function itself as the step, or pass the options as "
+    "compiler_options of the plan instead of jax.jit"
+)
+# What JAX says of a step's own devices.
+_MISMATCHES = ("incompatible devices", "context mesh", "_device_assignment")
+_OWN_MESH = (
+    "mesh: expected a step that names no devices of this machine in jax.jit, device_put, "
+    "with_sharding_constraint, shard_map or pmap, got: {}: pass `mesh` to the plan, write "
+    "PartitionSpecs or an AbstractMesh in the step, and call shard_map without a mesh; or build "
+    "the step's mesh from lm.memory.topology(device, count).devices"
+)
+
+
+class Lowering(NamedTuple):
+    """A function that is lowered for GPUs."""
+
+    jaxpr: Any  # the function's trace
+    lowered: jax.stages.Lowered
+    args: tuple[Any, ...]  # shapes and dtypes, with their shardings over the GPUs
+    notes: tuple[str, ...]
+
+
+def lower_for(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str | os.PathLike[str],
+    mesh: MeshLike | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | tuple[int, ...] | None = None,
+    keep_unused: bool = False,
+) -> Lowering:
+    """Does everything that `compile_for` does before it compiles. `args` has no NNX modules."""
+    _check_platform()
+    gpus = planned_mesh(device, mesh, mesh_of(args, in_shardings, out_shardings))
+    args = abstract_on(gpus, args, in_shardings)
+    options: dict[str, Any] = {"keep_unused": keep_unused}
+    if out_shardings is not None:
+        options["out_shardings"] = jax.tree.map(
+            lambda spec: on_mesh(gpus, spec, "out_shardings"), out_shardings, is_leaf=is_spec
+        )
+    try:
+        with _mesh_in_context(gpus), says_how_to_install_cudnn():
+            options["donate_argnums"] = _donated(fn, args, donate_argnums)
+            of_arrays, args = close_over_constants(fn, args)
+            traced = jax.jit(of_arrays, **options).trace(*args)
+            lowered, callbacks = lower_without_callbacks(traced)
+    except ValueError as error:
+        if "`compiler_options` can only" in str(error):
+            raise StepError(_COMPILER_OPTIONS) from error
+        if any(text in str(error) for text in _MISMATCHES):
+            raise StepError(_OWN_MESH.format(error)) from error
+        raise
+    _refuse_missing_instructions(device, lowered)
+    names = ", ".join(sorted(set(callbacks)))
+    note = f"callbacks ({names}) are left out, and their results are replaced by zeros"
+    return Lowering(traced.jaxpr.jaxpr, lowered, args, (note,) if callbacks else ())
+
+
+def _check_platform() -> None:
+    """Raises StepError if JAX has no device. A step may compute values while it is traced."""
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        platforms = getattr(jax.config, "jax_platforms", None)
+        raise StepError(
+            f"JAX_PLATFORMS={platforms!r}: this machine has no such device, and tracing a step "
+            f"needs one: set it to 'cpu' or to a platform of this machine"
+        ) from error
+
+
+def _mesh_in_context(gpus: Mesh) -> AbstractContextManager[Any]:
+    """Sets the mesh, which tells Pallas for which GPU it lowers.
+
+    A mesh with explicit axes needs its devices. Any other mesh is set without devices, so that
+    values which the step computes while it is traced stay on the CPU.
+    """
+    if AxisType.Explicit in gpus.axis_types:
+        return jax.set_mesh(gpus)
+    return jax.sharding.use_abstract_mesh(gpus.abstract_mesh)
+
+
+def _donated(
+    fn: Callable[..., Any], args: tuple[Any, ...], given: int | tuple[int, ...] | None
+) -> int | tuple[int, ...]:
+    """The given arguments, or those that `jax.jit`, `nnx.jit` or `eqx.filter_jit` donates."""
+    if given is not None:
+        return given
+    if type(fn).__module__.startswith("equinox.") and hasattr(fn, "lower"):
+        return _donated_by_filter_jit(fn, args)
+    if isinstance(fn, OfStates):
+        fn, args = fn.function, fn.with_modules(args)
+    if not isinstance(fn, jax.stages.Wrapped):
+        return ()
+    traced = fn.trace(*args)
+    by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's trace holds JAX's
+    positions = list(range(len(args)))
+    if len(by_argument) < len(args):  # args_info has no static arguments
+        positions = [i for i in positions if any(map(is_array, jax.tree.leaves(args[i])))]
+    if len(by_argument) != len(positions):
+        raise StepError(
+            "donate: the jitted step has static arguments and other Python numbers, so the planner "
+            "cannot tell which arguments it donates: pass their positions"
+        )
+    return tuple(
+        position
+        for position, infos in zip(positions, by_argument, strict=True)
+        if any(info.donated for info in jax.tree.leaves(infos))
+    )
+
+
+def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Arguments that Equinox's function donates, from the `jax.jit` in its trace."""
+    of_arrays, arrays = close_over_constants(fn, args)
+    jaxpr = jax.make_jaxpr(of_arrays)(*arrays).jaxpr
+    numbers = (number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg))
+    position = dict(zip(map(id, jaxpr.invars), numbers, strict=True))
+    donated = {
+        id(operand)
+        for equation in jaxpr.eqns
+        for operand, is_donated in zip(
+            equation.invars, equation.params.get("donated_invars", ()), strict=False
+        )
+        if is_donated
+    }
+    return tuple(sorted({position[operand] for operand in donated & position.keys()}))
+
+
+def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
+    """Raises StepError for kernels that XLA compiles and the GPU cannot run."""
+    major, minor = get_device(device).capability
+    if major >= 8:
+        return
+    text = lowered.as_text()
+    for call, what, instead in (
+        ("__cudnn$fmha", "cuDNN's flash attention", "implementation='xla'"),
+        ("__gpu$xla.gpu.triton", "Triton's kernels", "lm.set_implementation('xla')"),
+    ):
+        if call in text:
+            raise StepError(
+                f"device={str(device)!r} has compute capability {major}.{minor} and {what} needs "
+                f"8.0 or later: use {instead}"
+            )
