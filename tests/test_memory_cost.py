@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 
-import encoder
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 
-import encoder
 import jax
 import jax.numpy as jnp
 import optax

@@ -31,7 +31,7 @@ def test_every_package_is_in_the_wheel():
 def test_the_planner_needs_only_the_compiler_and_what_it_prints_with():
     needed = {re.split(r"[\[;<>=! ]", one)[0] for one in EXTRAS["planner"]}
     gpu = {"jax", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12"}
-    assert needed == gpu | {"matplotlib", "rich", "tyro"}
+    assert needed == gpu | {"matplotlib", "tyro"}
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import check_call
-from lowmembp_jax.models.methods import HOW
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.report import aligned, listed
 from lowmembp_jax.memory.result import ESTIMATE, WORK, Plan, limit, work
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.workload import methods_of, workload_of
+from lowmembp_jax.models.methods import HOW
 
 
 @dataclass(frozen=True)
