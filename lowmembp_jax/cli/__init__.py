@@ -1,8 +1,8 @@
 """Plan the GPU memory of a training step on a machine without a GPU.
 
-lowmembp plan --model vit-b16 --train lora-qv --batch 64 --device h200
+lowmembp plan --model vit-b16 --batch 64 --device h200
 
-lowmembp plan --model path/to/config.json --train lora-all --budget 24GB
+lowmembp plan --model path/to/config.json --budget 24GB
 
 lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --json plan.json
 
