@@ -158,7 +158,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     if not isinstance(shard_of, dict):
         raise ValueError(f"{index}: weight_map: expected an object, got {reprlib.repr(shard_of)}")
     for name, shard in shard_of.items():
-        if not isinstance(shard, str) or shard != Path(shard).name:
+        if not (isinstance(shard, str) and shard and shard == Path(shard).name):
             found = reprlib.repr(shard)
             raise ValueError(f"{index}: {name}: expected a file of this folder, got {found}")
     tensors = {}

@@ -92,7 +92,7 @@ class TrainingBatches:
 
 @functools.lru_cache(maxsize=2)  # one permutation for an epoch, not for every step
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(size)
+    return np.random.default_rng([seed, epoch, 0]).permutation(size)
 
 
 def _own(batch: Batch, index: int, count: int) -> Batch:
@@ -125,10 +125,8 @@ class DataConfig:
     tokenizer: Path | None = None
     """A tokenizer.json. Default: the checkpoint's. Without a checkpoint: the words of the training
     texts, or bytes for language models."""
-    sequence_length: int = 128
-    """The most tokens of a text, or the tokens to predict in a window."""
-    classes: int = 8
-    """Packages of the standard library to tell apart, without --data.train."""
+    sequence_length: int = 128  # The most tokens of a text, or the tokens to predict in a window.
+    classes: int = 8  # Packages of the standard library to tell apart, without --data.train.
 
 
 class Task(NamedTuple):

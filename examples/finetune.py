@@ -77,30 +77,21 @@ class Config:
     """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
     checkpoint: Path | None = None
     """Folder of another BERT: config.json, model.safetensors, tokenizer.json."""
-    output: Path = Path("results/finetune")
-    """Folder for results.json and results.png."""
-    classes: int = 8
-    """Packages of the standard library to tell apart, without --train."""
-    batch_size: int = 16
-    """Texts per step."""
-    max_tokens: int = 48
-    """Tokens per text. Longer texts are cut."""
-    epochs: int = 2
-    """Passes over the training texts."""
-    steps: int | None = None
-    """Training steps, instead of --epochs."""
+    output: Path = Path("results/finetune")  # Folder for results.json and results.png.
+    classes: int = 8  # Packages of the standard library to tell apart, without --train.
+    batch_size: int = 16  # Texts per step.
+    max_tokens: int = 48  # Tokens per text. Longer texts are cut.
+    epochs: int = 2  # Passes over the training texts.
+    steps: int | None = None  # Training steps, instead of --epochs.
     learning_rate: float = 2e-4
     """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""
-    seed: int = 0
-    """Seed of the classifier's initial values and of the order of the texts."""
+    seed: int = 0  # Seed of the classifier's initial values and of the order of the texts.
     plan: bool = True
     """Compile the step for --device if the packages for it are installed (about 2 minutes)."""
-    device: str = "h200"
-    """The GPU to compile for, one of lowmembp_jax.memory.DEVICES."""
+    device: str = "h200"  # The GPU to compile for, one of lowmembp_jax.memory.DEVICES.
     gpu_batch_size: int = 256
     """Texts per step in the memory columns for a GPU-sized bfloat16 step, which is not run."""
-    gpu_max_tokens: int = 128
-    """Tokens per text in these columns."""
+    gpu_max_tokens: int = 128  # Tokens per text in these columns.
 
 
 def minilm_folder() -> Path:

@@ -34,22 +34,14 @@ import lowmembp_jax as lm
 class Config:
     """Train an NNX classifier with and without lowmembp_jax, and compare."""
 
-    output: Path = Path("results/nnx_finetune")
-    """Folder for results.json."""
-    width: int = 128
-    """Size of a token's state, a multiple of 4."""
-    layers: int = 2
-    """Layers of the model."""
-    batch_size: int = 32
-    """Texts per step."""
-    epochs: int = 4
-    """Passes over the training texts."""
-    steps: int | None = None
-    """Training steps, instead of --epochs."""
-    learning_rate: float = 1e-3
-    """AdamW's peak learning rate."""
-    seed: int = 0
-    """Seed of the initial parameters and of the order of the texts."""
+    output: Path = Path("results/nnx_finetune")  # Folder for results.json.
+    width: int = 128  # Size of a token's state, a multiple of 4.
+    layers: int = 2  # Layers of the model.
+    batch_size: int = 32  # Texts per step.
+    epochs: int = 4  # Passes over the training texts.
+    steps: int | None = None  # Training steps, instead of --epochs.
+    learning_rate: float = 1e-3  # AdamW's peak learning rate.
+    seed: int = 0  # Seed of the initial parameters and of the order of the texts.
 
 
 class Block(nnx.Module):

@@ -53,8 +53,7 @@ Method = Literal[*METHODS]
 class Config:
     """Train or fine-tune a ViT, Swin, BERT, RoBERTa, LLaMA, Qwen 3 or Gemma."""
 
-    model: str = "bert-toy"
-    """vit-b16, bert-base, llama-7b, ... with random parameters."""
+    model: str = "bert-toy"  # vit-b16, bert-base, llama-7b, ... with random parameters.
     checkpoint: Path | None = None
     """A Hugging Face folder, instead of --model. Its classifier is kept if config.json names the
     data's classes."""
@@ -62,69 +61,41 @@ class Config:
     train: Train = "full"
     """Which parameters to train: all of them, or LoRA in query and value (qv) or in all Denses. fa
     freezes LoRA's A; qlora stores the frozen weights in 4 bits."""
-    rank: int = 8
-    """LoRA's rank."""
-    alpha: float = 16.0
-    """LoRA's product is scaled by alpha / rank."""
+    rank: int = 8  # LoRA's rank.
+    alpha: float = 16.0  # LoRA's product is scaled by alpha / rank.
     method: Method = "lowmembp"
     """How to save memory: with this library's operators, by storing each layer's residuals in 8
     bits, or with a policy of jax.checkpoint."""
-    compress_dtype: Literal["float8", "int8", "int4"] = "float8"
-    """The dtype in which the compress methods store residuals."""
-    bits: Literal[2, 4] = 2
-    """Bits an element that the activations of the lowmembp methods save."""
-    norm_residual: NormResidual = "auto"
-    """The residual of the lowmembp methods' norms. output saves one array less and rounds a bit."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype of the computation. Trained parameters are float32; float16 scales the loss."""
-    optimizer_state: Literal["float32", "8bit"] = "float32"
-    """How AdamW's state is stored between steps."""
+    compress_dtype: Literal["float8", "int8", "int4"] = "float8"  # How compress stores residuals.
+    bits: Literal[2, 4] = 2  # Bits an element that the activations of the lowmembp methods save.
+    norm_residual: NormResidual = "auto"  # output saves one array less in each norm of lowmembp.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # The computation's dtype.
+    optimizer_state: Literal["float32", "8bit"] = "float32"  # How AdamW's state is stored.
     master_weights: Literal["float32", "24bit"] = "float32"
     """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
     learning_rate: float | None = None
     """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
-    schedule: Literal["linear", "cosine"] = "linear"
-    """How the learning rate falls to 0 after its linear warmup."""
-    warmup: float = 0.1
-    """The fraction of the steps in which the learning rate rises, 0 to 1."""
-    weight_decay: float = 0.01
-    """Weight decay of matrices. Biases, norms and positions have none."""
-    beta2: float = 0.999
-    """AdamW's decay rate for the mean of squared gradients."""
-    clip_norm: float = 1.0
-    """Gradients with a larger global norm are scaled down to this norm."""
-    batch_size: int = 32
-    """Examples per optimizer step, over all devices and all --accumulate batches."""
-    accumulate: int = 1
-    """Batches whose gradients are averaged for one optimizer step."""
-    epochs: float = 4.0
-    """Passes over the training data."""
-    steps: int | None = None
-    """Optimizer steps, instead of --epochs."""
-    seed: int = 0
-    """Seed of the initial parameters and of the order of the data."""
-    mesh: tuple[str, ...] = ()
-    """How to divide the devices, for instance data=2 fsdp=2 tensor=2. Default: all for data."""
-    coordinator: str | None = None
-    """HOST:PORT of process 0, for several processes; auto if JAX finds them (SLURM, TPUs)."""
-    process_count: int | None = None
-    """Number of processes."""
-    process_index: int | None = None
-    """The number of this process, from 0."""
-    output: Path = Path("results/train")
-    """Folder of the run."""
-    resume: bool = False
-    """Continue the run in --output. The mesh may change; other options and the data may not."""
-    log_every: int = 10
-    """Steps between lines of the log."""
-    evaluate_every: int = 100
-    """Steps between evaluations. The run always evaluates at the end."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints."""
-    keep: int = 2
-    """How many of the newest checkpoints to keep."""
-    export: Path | None = None
-    """Folder for the trained model in Hugging Face's format, with LoRA added to its weights."""
+    schedule: Literal["linear", "cosine"] = "linear"  # How the rate falls after its warmup.
+    warmup: float = 0.1  # The fraction of the steps in which the learning rate rises, 0 to 1.
+    weight_decay: float = 0.01  # Weight decay of matrices. Biases, norms and positions have none.
+    beta2: float = 0.999  # AdamW's decay rate for the mean of squared gradients.
+    clip_norm: float = 1.0  # Gradients with a larger global norm are scaled down to this norm.
+    batch_size: int = 32  # Examples a step, over all devices and all --accumulate batches.
+    accumulate: int = 1  # Batches whose gradients are averaged for one optimizer step.
+    epochs: float = 4.0  # Passes over the training data.
+    steps: int | None = None  # Optimizer steps, instead of --epochs.
+    seed: int = 0  # Seed of the initial parameters and of the order of the data.
+    mesh: tuple[str, ...] = ()  # The devices, as data=2 fsdp=2 tensor=2. Default: all for data.
+    coordinator: str | None = None  # HOST:PORT of process 0, or auto (SLURM, TPUs).
+    process_count: int | None = None  # Number of processes.
+    process_index: int | None = None  # The number of this process, from 0.
+    output: Path = Path("results/train")  # Folder of the run.
+    resume: bool = False  # Continue the run in --output. The mesh may change, the data may not.
+    log_every: int = 10  # Steps between lines of the log.
+    evaluate_every: int = 100  # Steps between evaluations. The run always evaluates at the end.
+    checkpoint_every: int = 100  # Steps between checkpoints.
+    keep: int = 2  # How many of the newest checkpoints to keep.
+    export: Path | None = None  # Folder for the trained model in Hugging Face's format.
 
 
 #: Options that may change when a run resumes.
@@ -136,23 +107,9 @@ _COUNTS = ("batch_size", "log_every", "evaluate_every", "checkpoint_every", "kee
 _RANGES = {
     **dict.fromkeys(_COUNTS, (1, 2**31 - 1)),
     **dict.fromkeys(("alpha", "learning_rate", "clip_norm", "epochs"), (1e-30, 1e30)),
-    **{
-        "warmup": (0, 1),
-        "beta2": (0, 0.999999),
-        "weight_decay": (0, 1e30),
-        "accumulate": (1, 2**20),
-    },
-    "seed": (0, 2**32 - 1),
+    **{"warmup": (0, 1), "beta2": (0, 0.999999), "weight_decay": (0, 1e30)},
+    **{"accumulate": (1, 2**20), "seed": (0, 2**32 - 1)},
 }
-
-
-def check_ranges(config: Any, ranges: dict[str, tuple[float, float]] = _RANGES) -> None:
-    """Raises ValueError for the first option that is outside its range."""
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        if value is not None and not low <= value <= high:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option}: expected a number from {low} to {high}, got {value}")
 
 
 def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +129,10 @@ def train(config: Config) -> None:
       Diverged: the loss is no longer finite.
     """
     # Check the options, and read the files.
-    check_ranges(config)
+    for name, (low, high) in _RANGES.items():
+        value, option = getattr(config, name), f"--{name.replace('_', '-')}"
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{option}: expected a number from {low} to {high}, got {value}")
     accumulate, dtype = config.accumulate, jnp.dtype(config.dtype)
     if config.batch_size % accumulate:
         given = f"{accumulate}, got {config.batch_size}"

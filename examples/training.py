@@ -1,13 +1,11 @@
 """The training step: optimizer, loss, mixed precision, and the mesh.
 
-Mixed precision follows Micikevicius et al. 2017 (arXiv:1710.03740): the model computes in 16 bits,
-and weights, their gradients, sums and norms are float32. float16 scales the loss. A batch whose
-gradients overflow is skipped, and halves the scale.
+Mixed precision follows arXiv:1710.03740: the model computes in 16 bits, and weights, their
+gradients and sums are float32. A batch whose float16 gradients overflow is skipped.
 
-A mesh has three axes. Examples are divided over "data" and "fsdp". Parameters and the optimizer's
-state are divided over "fsdp" (Rajbhandari et al. 2019, arXiv:1910.02054) and "tensor" (Shoeybi et
-al. 2019, arXiv:1909.08053: a layer's first Denses by columns, its last by rows, one sum after
-them). XLA adds the collectives.
+Examples are divided over the mesh's axes "data" and "fsdp". Parameters and the optimizer's state
+are divided over "fsdp" (arXiv:1910.02054) and "tensor" (arXiv:1909.08053: a layer's first Denses by
+columns, its last by rows). XLA adds the collectives.
 """
 
 import dataclasses
@@ -82,21 +80,13 @@ class TrainState(struct.PyTreeNode):
 
 
 def init_state(params: Any, optimizer: Any, dtype: Any, param_dtype: Any = jnp.float32):
-    """Returns the state at step 0. `dtype` is the computation's; float16 gets a loss scale."""
+    """Returns the state at step 0. `dtype` is the computation's."""
     # The state needs copies, because a step that donates its state frees the arrays.
     params = jax.tree.map(lambda x: jnp.array(x, param_dtype), params)
     scale = None
     if jnp.dtype(dtype) == jnp.float16:
         scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2**16))
     return TrainState(params, optimizer.init(params), jnp.int32(0), scale)
-
-
-class Totals(NamedTuple):
-    """Sums over a batch, float32. Labels of -1 do not count."""
-
-    loss: jax.Array  # cross-entropy, nats
-    count: jax.Array  # examples, or tokens
-    correct: jax.Array  # correct predictions; 0 for language models, which have no logits
 
 
 class Metrics(NamedTuple):
@@ -108,10 +98,12 @@ class Metrics(NamedTuple):
     loss_scale: jax.Array  # 1 without float16
 
 
-def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[Any, Totals]]:
-    """Returns `loss_fn(trained, frozen, batch)`, which gives the mean loss and `Totals`.
+def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Returns `loss_fn(trained, frozen, batch)`: the mean loss, and sums over the batch.
 
     `trained` and `frozen` are the two parts from `lora.partition`, and `batch` is a `data.Batch`.
+    The sums are the loss, the number of labels that are not -1, and the correct predictions. They
+    are 0 for language models, which have no logits.
     """
     dtype = model.compute.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -126,7 +118,7 @@ def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[An
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
             loss = jnp.where(real, losses, 0).sum()
             correct = jnp.sum(logits.argmax(-1) == batch.labels)
-        return loss / count, Totals(loss, count, jnp.float32(correct))
+        return loss / count, (loss, count, jnp.float32(correct))
 
     return loss_fn
 

@@ -147,9 +147,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"add_lora: base: .*unknown are \['more/kernel'\]"):
         more = params | {"more": {"kernel": jnp.zeros(1)}}
         add_lora(tuned, more, jax.random.key(0), *inputs("llama"))
-    params = add_lora(tuned, params, jax.random.key(0), *inputs("llama"))
+    tuned, params = with_lora("lora-qv", "bert")
     with pytest.raises(ValueError, match=r"expected jax\.Arrays; .* jax\.tree\.map"):
-        tuned.apply({"params": jax.tree.map(np.asarray, params)}, *inputs("llama"))
+        tuned.apply({"params": jax.tree.map(np.asarray, params)}, *inputs("bert"))
 
 
 @pytest.mark.parametrize(
