@@ -163,9 +163,7 @@ def test_an_encoder_with_old_names(copy):
                 tensors[name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
 
     change(folder, edit)
-    with pytest.raises(
-        ValueError, match=r"missing classifier\.bias.*; missing bert\.pooler"
-    ):
+    with pytest.raises(ValueError, match=r"missing classifier\.bias.*; missing bert\.pooler"):
         checkpoints.load(folder)
     _, _, new = checkpoints.load(folder, new_labels=3)
     jax.tree.map(np.testing.assert_array_equal, new["bert"], params["bert"])
