@@ -38,15 +38,9 @@ def load(
 ) -> tuple[Family, Any, Any]:
     """Reads a checkpoint; returns the family, the config, and parameters in the tensors' dtypes.
 
-    Args:
-      folder: has config.json, and model.safetensors or its index and shards.
-      new_labels: starts a new classifier with this number of outputs. Modules before the classifier
-        that the checkpoint lacks, such as BERT's pooler, are new as well. None keeps the head.
-      seed: draws the new modules.
-
-    Raises:
-      ValueError: a file is missing, damaged or for another model, or tensors do not fit; the
-        message names the file and the tensors.
+    `new_labels` starts a new classifier with this number of outputs, drawn from `seed`. Modules
+    before it that the checkpoint lacks, such as BERT's pooler, are new as well. Errors are
+    ValueErrors that name the file and the tensors.
     """
     folder = Path(folder)
     family, config = read_config(folder)
@@ -110,11 +104,8 @@ def save(
     Args:
       folder: is made if needed.
       family, config, params: as from `load`. Norms are not merged, and there is no LoRA.
-      classes: the names of the classifier's outputs, if they are not in the loaded config.json.
+      classes: the names of the classifier's outputs, if the loaded config.json has others.
       tokenizer: the content of tokenizer.json.
-
-    Raises:
-      ValueError: two parameters that share a tensor (tied weights) differ.
     """
     tensors = from_params(params, family)
     if family.name == "swin":
@@ -144,11 +135,7 @@ def example_inputs(family: Family, config: Any, tokens: int = 8) -> tuple[jax.Ar
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Reads all tensors by name, in their own dtypes.
-
-    Raises:
-      ValueError: a file is missing or damaged, or lacks a tensor of the index.
-    """
+    """Reads all tensors by name, in their own dtypes."""
     index = folder / _INDEX
     if (folder / _FILE).exists():
         return _read_file(folder / _FILE)
@@ -180,16 +167,10 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 def to_params(
     tensors: Mapping[str, np.ndarray], abstract: Any, family: Family, new: Sequence[str] = ()
 ) -> Params:
-    """Makes a parameter tree of NumPy arrays from named tensors, in the tensors' dtypes.
+    """Makes a parameter tree of NumPy arrays from tensors by name, in the tensors' dtypes.
 
-    Args:
-      tensors: arrays by Hugging Face's name.
-      abstract: the model's parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`s.
-      family: the model's family.
-      new: modules that the result leaves out; their tensors are ignored.
-
-    Raises:
-      ValueError: tensors are missing, unknown, or have a wrong shape or dtype; names all of them.
+    `abstract` has the parameters' shapes. The result leaves out the modules in `new`. A ValueError
+    names all tensors that are missing, unknown, or have a wrong shape or dtype.
     """
     name_of, used, problems = family.hugging_face_name, set(), []
 

@@ -1,8 +1,5 @@
 """The training data: labelled text, labelled images, or text for language models, in memory.
 
-    task = load_task("text-classification", DataConfig(train=Path("train.tsv")))
-    batch = TrainingBatches(task.train, batch_size=32, seed=0).at(step)
-
 A batch depends only on the seed and the step, so a run that resumes sees the same batches.
 """
 
@@ -21,7 +18,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from lowmembp_jax.models.families import Task as TaskName
 
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-_PADDING = ("[PAD]", "<pad>", "<|padding|>")
 
 
 class Batch(NamedTuple):
@@ -33,11 +29,10 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Examples: `labels`, and token ids and lengths, or images, or windows of a text.
+    """Examples: `labels`, and token ids and lengths, or uint8 images, or windows of a text.
 
-    Texts are padded to one length here. A batch is as long as its longest text, rounded up to a
-    quarter of that length, so that a training step is compiled for at most four lengths. Images are
-    uint8 here. A batch has (pixel / 255 - mean) / std, with `statistics` (mean, std).
+    A batch of texts is as long as its longest text, rounded up to a quarter of the most tokens, so
+    a step is compiled for four lengths. A batch of images is (pixel / 255 - mean) / std.
     """
 
     inputs: tuple[np.ndarray, ...]
@@ -60,11 +55,7 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """The endless batches of a training. Each epoch has its own order, from the seed.
-
-    Examples after an epoch's last whole batch are not used. `at` returns slice `index` of `count`
-    equal slices of a step's batch.
-    """
+    """The batches of a training, each epoch in its own order. `at` returns one of equal slices."""
 
     dataset: Dataset
     batch_size: int
@@ -73,11 +64,9 @@ class TrainingBatches:
     count: int = 1
 
     def __post_init__(self):
-        if self.batch_size > len(self.dataset):
-            raise ValueError(
-                f"--batch-size: expected at most {len(self.dataset)}, the number of training "
-                f"examples, got {self.batch_size}"
-            )
+        if self.batch_size > (most := len(self.dataset)):
+            found = f"{most}, the number of training examples, got {self.batch_size}"
+            raise ValueError(f"--batch-size: expected at most {found}")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -130,8 +119,6 @@ class DataConfig:
 
 
 class Task(NamedTuple):
-    """Training and evaluation data."""
-
     train: Dataset
     dev: Dataset
     classes: tuple[str, ...]  # names of the labels; empty for language models
@@ -143,21 +130,18 @@ class Task(NamedTuple):
 def load_task(
     kind: TaskName,
     config: DataConfig,
-    known: Sequence[str] = (),
+    known: Any = (),
     image_size: int = 32,
-    statistics: tuple[Any, Any] = (0.5, 0.5),
+    statistics: Any = (0.5, 0.5),
 ) -> Task:
-    """Reads the data.
+    """Reads the data. Errors are ValueErrors that name the file and the line, or the option.
 
     Args:
       kind: the model's task.
       config: the files.
       known: a checkpoint's classes. If the data has the same ones, labels follow their order.
-      image_size: height and width of images.
-      statistics: mean and standard deviation of red, green and blue.
-
-    Raises:
-      ValueError: the message names the file and the line, or the argument.
+      image_size, statistics: images' height and width, and the mean and standard deviation of red,
+        green and blue.
     """
     path, length, is_text = config.train, config.sequence_length, kind == "text-classification"
     if path is None and config.dev is not None:
@@ -204,15 +188,12 @@ def load_task(
 def read_tsv(path: Path) -> Labelled:
     """Reads texts and labels from lines `text<TAB>label`, without quoting.
 
-    A first line with a column "label" is a header, as in GLUE's files; the text is then in the
-    column "text" or "sentence". Errors name the file and the line.
+    A first line with the columns "label" and "text" or "sentence" is a header, as in GLUE's files.
     """
     lines = read_text(path).removesuffix("\n").split("\n")
     header, columns, first = lines[0].lower().split("\t"), [0, 1], 0
-    if "label" in header:
-        names = [name for name in ("text", "sentence") if name in header]
-        if not names:
-            raise ValueError(f'{path}:1: expected a column "text" or "sentence", found {header}')
+    names = [name for name in ("text", "sentence") if name in header]
+    if "label" in header and names:
         columns, first = [header.index(names[0]), header.index("label")], 1
     count, rows = len(header) if first else 2, []
     for number, line in enumerate(lines[first:], start=first + 1):
@@ -228,7 +209,6 @@ def read_tsv(path: Path) -> Labelled:
 
 
 def read_text(path: Path) -> str:
-    """Returns the content of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -238,8 +218,9 @@ def read_text(path: Path) -> str:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Tokenizer, most: int) -> tuple[Any, Any]:
-    """Returns token ids, cut and padded to `most` tokens, and the texts' lengths."""
-    tokenizer.enable_padding(length=most, pad_id=_padding_id(tokenizer))
+    """Returns token ids, cut and padded to `most` tokens, and lengths."""
+    known = filter(None, map(tokenizer.token_to_id, ("[PAD]", "<pad>", "<|padding|>")))
+    tokenizer.enable_padding(length=most, pad_id=next(known, 0))
     tokenizer.enable_truncation(most)
     found = tokenizer.encode_batch([*texts])
     lengths = [sum(one.attention_mask) for one in found]
@@ -256,16 +237,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def id_count(tokenizer: Tokenizer) -> int:
-    """Returns 1 + the highest token id, which a special token around a text may have."""
-    ids = [*tokenizer.get_vocab().values(), *tokenizer.encode("").ids, _padding_id(tokenizer)]
-    return 1 + max(ids)
-
-
-def _padding_id(tokenizer: Tokenizer) -> int:
-    if tokenizer.padding is not None:
-        return tokenizer.padding["pad_id"]
-    known = (tokenizer.token_to_id(token) for token in _PADDING)
-    return next((number for number in known if number is not None), 0)
+    """Returns 1 + the highest token id, which may exceed the number of tokens."""
+    return 1 + max([*tokenizer.get_vocab().values(), *tokenizer.encode("").ids])
 
 
 def word_tokenizer(texts: Sequence[str]) -> Tokenizer:

@@ -31,9 +31,7 @@ import matplotlib
 import numpy as np
 import tyro
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from rich.console import Console
-from rich.table import Table
-from run import Diverged, check_output, write_json
+from run import Diverged, check_output, exit_status, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -89,9 +87,8 @@ class Config:
     plan: bool = True
     """Compile the step for --device if the packages for it are installed (about 2 minutes)."""
     device: str = "h200"  # The GPU to compile for, one of lowmembp_jax.memory.DEVICES.
-    gpu_batch_size: int = 256
-    """Texts per step in the memory columns for a GPU-sized bfloat16 step, which is not run."""
-    gpu_max_tokens: int = 128  # Tokens per text in these columns.
+    gpu_batch_size: int = 256  # Texts in a bfloat16 step that is measured and not run.
+    gpu_max_tokens: int = 128  # Tokens per text in that step.
 
 
 def minilm_folder() -> Path:
@@ -171,14 +168,13 @@ def run(config: Config) -> dict[str, Any]:
     )
     try:
         task = load_task("text-classification", data)
-        family, sizes, params = checkpoints.load(
-            folder, new_labels=len(task.classes), seed=config.seed
-        )
-        if family.name != "bert":
-            raise ValueError(f"{folder}: expected a BERT, found a {family.name}")
+        new = len(task.classes)
+        family, sizes, params = checkpoints.load(folder, new_labels=new, seed=config.seed)
     except ValueError as error:
         named = str(error).startswith("--")
         raise ValueError(str(error) if named else f"--train, --checkpoint: {error}") from error
+    if family.name != "bert":
+        raise ValueError(f"--checkpoint: expected a BERT, found a {family.name} in {folder}")
     params.pop("pooler")
     print(f"data: {task.source}; {len(task.train)} train, {len(task.dev)} dev")
     missing = lm.memory.missing_wheels()
@@ -194,8 +190,7 @@ def run(config: Config) -> dict[str, Any]:
         "memory": [],
     }
     attention = choose_attention(sizes, attention_platform(jax.devices()[0]), "float32")
-    epoch = len(task.train) // config.batch_size
-    steps = config.steps or config.epochs * epoch
+    steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
     with tqdm(total=len(TRAINED) * steps, unit="step", mininterval=1) as bar:
         for number, (name, method) in enumerate(TRAINED.items(), start=1):
             bar.set_description(f"method {number} of {len(TRAINED)}: {name}")
@@ -213,35 +208,25 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Prints one row per method. Percentages compare memory with the first row."""
-    device = results["config"]["device"].upper()
-    table = Table("method", title="Fine-tuning: what the ops change", title_justify="left")
-    table.add_column("dev\naccuracy", justify="right")
-    table.add_column("dev loss\n(nats)", justify="right")
-    columns = []
+    """Prints one row per method, as Markdown. Percentages compare memory with the first row."""
+    headings, columns = ["method", "accuracy", "loss"], []
     for size in results["memory"]:
-        for part, words in (("residual_bytes", "residuals"), ("peak_bytes", f"{device} peak")):
+        for part, words in (("residual_bytes", "residuals"), ("peak_bytes", "GPU peak")):
             if size[part]:
                 columns.append(size[part])
-                heading = f"{size['batch']} x {size['tokens']}\n{size['dtype']}\n{words}"
-                table.add_column(heading, justify="right")
+                headings.append(f"{words}, {size['batch']} x {size['tokens']} {size['dtype']}")
+    rows = [headings, ["---"] * len(headings)]
     for name in METHODS:
         run = results["runs"].get(name)
-        cells = [f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""]
+        row = [name, *([f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""])]
         for column in columns:
             change = column[name] / column["plain Flax"] - 1
-            text = f"{column[name] / 2**20:,.0f} MiB"
-            cells.append(f"{text} ({change:+.0%})" if change else text)
-        table.add_row(name, *cells)
-    table.caption = (
-        "residuals: what the forward saves for the backward, without parameters and batch. peak: "
-        "the whole compiled step, with parameters and AdamW's state. Rows without an accuracy are "
-        "not trained."
-    )
-    # Terminals wrap a table badly, and files have no width, so the table gets 120 columns or more.
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
+            row.append(f"{column[name] / 2**20:,.0f} MiB" + f" ({change:+.0%})" * bool(change))
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("|", " | ".join(map(str.ljust, row, widths)), "|")
+    print("Residuals are what the forward saves for the backward, without parameters and batch.")
     if results["missing_packages"]:
         print('pip install ".[planner]" (Linux) adds the peak memory on a GPU to the table.')
 
@@ -272,24 +257,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> int:
-    """Runs the command line; returns the exit status."""
-    config = tyro.cli(Config, description=__doc__)
-    try:
-        results = run(config)
-    except (ValueError, Diverged) as error:
-        if not isinstance(error, Diverged) and not str(error).startswith("--"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, Diverged) else 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+def main(config: Config) -> None:
+    results = run(config)
     plot(results, config.output / "results.png")
     print_table(results)
     print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))

@@ -18,16 +18,13 @@ _SUFFIXES = (".png", ".jpg", ".jpeg")
 def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages | None]:
     """Reads images to train on and, if there are any, images to evaluate on.
 
-    - A .npz file has train_images (uint8 [examples, height, width, 3]) and train_labels (integers
-      from 0), and may have test_images, test_labels and the classes' names, `classes`.
-    - CIFAR-10's folder has data_batch_1 to data_batch_5, test_batch and batches.meta.
-    - A folder has one folder of .png or .jpg files for each class, directly or inside `train` and
-      `val` (or valid, validation, dev, test).
+    A .npz file has train_images (uint8 [examples, height, width, 3]) and train_labels (integers
+    from 0), and may have test_images, test_labels and `classes`. CIFAR-10's folder has
+    data_batch_1 to data_batch_5, test_batch and batches.meta. Another folder has one folder of
+    .png or .jpg files for each class, directly or inside `train` and `val`. Images are resized to
+    `size` pixels.
 
-    Images are resized to `size` x `size` pixels.
-
-    Raises:
-      ValueError: the message names the file and what was expected.
+    Errors are ValueErrors that name the file and what was expected.
     """
     if path.is_dir() and (path / "batches.meta").exists():
         return _read_cifar10(path, size)
@@ -53,10 +50,9 @@ def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages |
 
 def _checked(where: str, images: Any, labels: Any, names: Any, size: int) -> LabelledImages:
     images, labels = np.asarray(images), np.asarray(labels)
-    if (
-        *(images.dtype, images.shape[3:], labels.shape, labels.dtype.kind in "iu"),
-        *((labels >= 0).all(), (labels < len(names)).all()),
-    ) != (np.uint8, (3,), images.shape[:1], True, True, True):
+    is_right = images.dtype == np.uint8 and images.shape[3:] == (3,) and labels.dtype.kind in "iu"
+    is_right &= labels.shape == images.shape[:1] and {*np.ravel(labels)} <= {*range(len(names))}
+    if not is_right:
         raise ValueError(
             f"{where}: expected uint8 [examples, height, width, 3] and as many integers below "
             f"{len(names)}, found {images.dtype} {list(images.shape)} and {labels.dtype} "

@@ -45,32 +45,18 @@ Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlo
 Params = dict[str, Any]
 
 #: Module names of the Denses inside a model's layers. The head is not one of them.
-DENSES = (
-    *("query", "key", "value", "attention_output"),
-    *("intermediate", "output", "gate", "up", "down"),
-    "reduction",
-)
+DENSES = ("query", "key", "value", "attention_output", "intermediate", "output")
+DENSES += ("gate", "up", "down", "reduction")
 #: Modules that fine-tuning starts anew and trains. "dense" is before RoBERTa's classifier.
 HEADS = ("dense", "classifier")
-#: Weights that share an NF4 scale. Axes that are not a multiple use the greatest common divisor.
-BLOCK = 64
 
 
 def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.0) -> nn.Module:
-    """Adds LoRA to a model's Denses, and stores their weights in NF4 for QLoRA.
+    """Adds LoRA to a model's Denses (see `DENSES`), and stores their weights in NF4 for QLoRA.
 
-    B starts at zero, so the output does not change at first. The Denses are found by name (see
-    `DENSES`); "qv" means query and value. Merge norms into the Denses before this call.
-
-    Args:
-      model: a model of `lowmembp_jax.models`. Its `param_dtype` must equal its `dtype`, because
-        frozen weights are not cast. "full" returns it unchanged.
-      train: what to train, see `partition`.
-      rank: the number of columns of A and of rows of B.
-      alpha: the product of A and B is multiplied by alpha / rank.
-
-    Raises:
-      ValueError: `train` is unknown; rank is below 1; or the two dtypes differ.
+    B starts at zero, so the output does not change at first. Merge norms before this call. "full"
+    returns the model unchanged. Otherwise its `param_dtype` must equal its `dtype`, because frozen
+    weights are not cast.
     """
     if train not in get_args(Train):
         expected = ", ".join(get_args(Train))
@@ -98,19 +84,13 @@ def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
-    """Adds LoRA's parameters to the parameters of the original model.
+    """Returns `base` with A, drawn from `key`, and B, which is zero; quantized for QLoRA.
 
     Args:
       model: the model that `apply_lora` returned.
-      base: the original model's parameters, floating arrays.
-      key: draws A with qwix's he_uniform. B is zero.
+      base: the parameters of the model without LoRA.
+      key: draws A with qwix's he_uniform.
       *inputs: the model's inputs. Only their shapes and dtypes are used.
-
-    Returns:
-      `base` with A and B. Its weights are quantized if `train` is QLoRA.
-
-    Raises:
-      ValueError: `base` lacks parameters or has unknown ones. The message names them.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
@@ -147,10 +127,6 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
     "full" trains all parameters. The other modes train B, the head of a classifier (see `HEADS`)
     and, except for LoRA-FA, A.
-
-    Args:
-      params: parameters of the model that `apply_lora` returned. Leaves may be abstract.
-      train: the argument of `apply_lora`.
     """
 
     def is_trained(path):
@@ -165,12 +141,7 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
 
 def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
-    """Merges the two trees of `partition`.
-
-    Args:
-      trained, frozen: trees from `partition`. `trained` may hold master weights of another dtype.
-      dtype: the dtype of the computation. A and B are cast to it. The modules cast the rest.
-    """
+    """Merges the trees of `partition`. A and B are cast to `dtype`, and modules cast the rest."""
     # A module casts a NumPy array, and qwix then does not recognize it as the weight.
     leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
@@ -178,10 +149,7 @@ def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -
 
 
 def fold_lora(params: Mapping[str, Any], scale: float) -> Params:
-    """Returns the parameters of the model without LoRA, in float32: W + scale A B.
-
-    `scale` is alpha / rank. NF4 weights are dequantized.
-    """
+    """Returns W + scale A B in float32, for the model without LoRA. `scale` is alpha / rank."""
     leaves, folded = flatten_dict(params), {}
     for path, leaf in leaves.items():
         if _is_lora(path):
@@ -209,9 +177,6 @@ def workload(
     """Makes the abstract training step of a model with LoRA, for the planner.
 
     The trained parameters and AdamW's state are float32. Image models ignore `tokens`.
-
-    Raises:
-      ValueError: an argument is unknown or out of range.
     """
     if model not in MODELS:
         raise ValueError(f"workload: model: expected one of {', '.join(MODELS)}, got {model!r}")
@@ -278,25 +243,19 @@ class _Provider(qwix.LoraProvider):
 
 
 def _quantize(weight: jax.Array, how: Any) -> Any:
-    """Quantizes a weight in blocks of `BLOCK` along the last input axis, as QLoRA does.
-
-    qwix itself would use one scale for all heads of the Dense after attention.
-    """
+    """Quantizes a weight in blocks of 64 along the last input axis, as QLoRA does."""
     *others, last = (axis for axis in range(weight.ndim) if axis not in how.channelwise_axes)
     return qwix.quantize(
         weight.astype(jnp.float32),
         how.qtype,
         channelwise_axes=how.channelwise_axes,
-        tiled_axes=dict.fromkeys(others, 1) | {last: math.gcd(BLOCK, weight.shape[last])},
+        tiled_axes=dict.fromkeys(others, 1) | {last: math.gcd(64, weight.shape[last])},
         scale_dtype=weight.dtype,
     )
 
 
 def _dot_general(x, weight, dimension_numbers, **kwargs):
-    """Computes the product and saves only the 4-bit weight for the backward.
-
-    JAX's own derivative would save the weights of all layers in 16 bits.
-    """
+    """Computes the product and saves only the 4-bit weight, where JAX would save 16 bits."""
     inputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def dot(x, weight):

@@ -23,7 +23,7 @@ import optax
 import tyro
 from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from run import Diverged, check_output, write_json
+from run import Diverged, check_output, exit_status, write_json
 from tqdm import tqdm
 from training import learning_rate, make_optimizer
 
@@ -36,12 +36,12 @@ class Config:
 
     output: Path = Path("results/nnx_finetune")  # Folder for results.json.
     width: int = 128  # Size of a token's state, a multiple of 4.
-    layers: int = 2  # Layers of the model.
-    batch_size: int = 32  # Texts per step.
-    epochs: int = 4  # Passes over the training texts.
+    layers: int = 2
+    batch_size: int = 32
+    epochs: int = 4
     steps: int | None = None  # Training steps, instead of --epochs.
-    learning_rate: float = 1e-3  # AdamW's peak learning rate.
-    seed: int = 0  # Seed of the initial parameters and of the order of the texts.
+    learning_rate: float = 1e-3
+    seed: int = 0
 
 
 class Block(nnx.Module):
@@ -128,27 +128,18 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
     return {"accuracy": correct / count, "residual_bytes": saved, "seconds": seconds}
 
 
-def main() -> int:
-    """Runs the command line; returns the exit status."""
-    config = tyro.cli(Config, description=__doc__)
-    try:
-        check_output("--output", config.output)
-        task = load_task("text-classification", DataConfig(sequence_length=64))
-        results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
-        for number, name in enumerate(METHODS, start=1):
-            results["runs"][name] = train(name, number, task, config)
-            write_json(config.output / "results.json", results)
-    except (Diverged, ValueError) as error:
-        if not isinstance(error, Diverged) and not str(error).startswith("--"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, Diverged) else 2
+def main(config: Config) -> None:
+    check_output("--output", config.output)
+    task = load_task("text-classification", DataConfig(sequence_length=64))
+    results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
+    for number, name in enumerate(METHODS, start=1):
+        results["runs"][name] = train(name, number, task, config)
+        write_json(config.output / "results.json", results)
     print(f"{'method':16}  accuracy  residuals of a step")
     for name, run in results["runs"].items():
         print(f"{name:16}  {run['accuracy']:8.1%}  {run['residual_bytes'] / 2**20:.1f} MiB")
     print(f"written: {config.output / 'results.json'}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))

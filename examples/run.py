@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,21 @@ import orbax.checkpoint as ocp
 
 class Diverged(Exception):
     """The loss or the gradients are no longer finite."""
+
+
+def exit_status(command: Callable[[], Any]) -> int:
+    """Runs a command and returns its exit status. A line on stderr says what was wrong."""
+    try:
+        command()
+        return 0
+    except (Diverged, ValueError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("--"):
+            raise  # it is not about an option
+        status, text = (1 if isinstance(error, Diverged) else 2), f"error: {error}"
+    except KeyboardInterrupt:
+        status, text = 130, "interrupted"
+    print(text, file=sys.stderr)
+    return status
 
 
 def check_output(option: str, folder: Path, resume: bool = False) -> None:
@@ -56,11 +73,7 @@ class Checkpoints:
         self.reached_preemption = self._manager.reached_preemption
 
     def restore(self, abstract: Any) -> Any:
-        """Returns the newest state, with the shardings of `abstract`.
-
-        Raises:
-          ValueError: there is no checkpoint, or it belongs to a run with another identity.
-        """
+        """Returns the newest state, with the shardings of `abstract`; refuses another run's."""
         step, new = self._manager.latest_step(), self._run
         if step is None:
             raise ValueError("--resume: expected a complete checkpoint, found none")
@@ -106,11 +119,7 @@ class Log:
 
 
 def summary(metrics: list[Any], step: int) -> dict[str, float]:
-    """Returns the mean loss and the last gradient's norm of the batches up to `step`.
-
-    Raises:
-      Diverged: one of them is not finite, or float16 gradients overflow at every loss scale.
-    """
+    """Returns the mean loss and the last norm; raises Diverged if one of them is not finite."""
     used = [one for one in metrics if not one.skipped]
     if not used and metrics[-1].loss_scale < 1e-4:
         raise Diverged(f"step {step}: float16 gradients overflow at every loss scale")

@@ -26,11 +26,8 @@ def stdlib_sources() -> list[Path]:
 def load_stdlib_docs(classes: int) -> tuple[Labelled, Labelled]:
     """Returns texts and labels to train on, and to evaluate on.
 
-    Every class has as many texts as the smallest class. Texts are distinct. The split and the order
-    depend only on the texts, so one version of Python always gives the same data.
-
-    Raises:
-      ValueError: this standard library has fewer packages with sources.
+    Every class has as many texts as the smallest class, and texts are distinct. One version of
+    Python always gives the same data.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = defaultdict(list)
@@ -40,10 +37,7 @@ def load_stdlib_docs(classes: int) -> tuple[Labelled, Labelled]:
         found[re.sub(r"^_(py)?", "", package)] += _docstrings(path)
     largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
     if len(largest) < classes:
-        raise ValueError(
-            f"--data.classes: expected at most {len(largest)}, the packages under {root}, got "
-            f"{classes}"
-        )
+        raise ValueError(f"--data.classes: expected at most {len(largest)} packages, got {classes}")
     names = re.compile(rf"\w*(?:{'|'.join(largest)})\w*", re.IGNORECASE)
     owners = defaultdict(set)
     for name in largest:
@@ -73,5 +67,5 @@ def _docstrings(path: Path) -> list[str]:
     except (OSError, SyntaxError, ValueError):
         return []  # the file is for another Python, or the distribution left it out
     documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
-    return [text for node in nodes if (text := ast.get_docstring(node))]
+    found = [ast.get_docstring(x) for x in ast.walk(tree) if isinstance(x, documented)]
+    return [text for text in found if text]

@@ -35,7 +35,16 @@ from data import DataConfig, TrainingBatches, evaluation_batches, load_task
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from lora import Train, add_lora, apply_lora, combine, fold_lora, partition
-from run import Checkpoints, Diverged, Log, check_output, identity, summary, write_json
+from run import (
+    Checkpoints,
+    Diverged,
+    Log,
+    check_output,
+    exit_status,
+    identity,
+    summary,
+    write_json,
+)
 from tqdm import tqdm
 
 from lowmembp_jax.models.attention import attention_platform
@@ -306,24 +315,6 @@ def train(config: Config) -> None:
     say(f"dev: {', '.join(f'{name} {x:.4f}' for name, x in dev.items())}; written: {path}")
 
 
-def main() -> int:
-    """Runs the command line; returns the exit status."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
-    try:
-        train(tyro.cli(Config, description=__doc__))
-    except ValueError as error:
-        if not str(error).startswith("--"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Diverged as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; --resume continues from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
+    sys.exit(exit_status(lambda: train(tyro.cli(Config, description=__doc__))))

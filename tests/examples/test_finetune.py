@@ -12,6 +12,7 @@ import nnx_finetune
 import numpy as np
 import pytest
 import run as run_folder
+import tyro
 from test_data import TEXTS
 from test_train import make_tokenizer
 
@@ -23,7 +24,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "minilm_small.npz"
 
 def call(monkeypatch, script, *options):
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
-    return script.main()
+    return run_folder.exit_status(lambda: script.main(tyro.cli(script.Config)))
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_finetune(small, monkeypatch, capsys, tmp_path):
     saved = results["memory"][0]["residual_bytes"]
     assert saved["lm.compress"] < saved["lowmembp_jax"] < saved["plain Flax"]
     assert all(name in printed.out for name in finetune.METHODS)
-    assert re.search(r"lm\.compress +│ +\d+\.\d% ", printed.out)
+    assert re.search(r"lm\.compress +\| \d+\.\d% ", printed.out)
     assert (tmp_path / "output" / "results.png").stat().st_size > 10_000
     assert call(monkeypatch, finetune, *small) == 2
     assert "--output: expected a new or an empty folder" in capsys.readouterr().err
@@ -62,7 +63,10 @@ def test_options_that_are_refused(small, monkeypatch, capsys, tiny):
     for options, message in (
         (("--steps", "0"), "--steps: expected 1 or more, got 0"),
         (("--device", "x"), "--device: expected one of"),
-        (("--checkpoint", tiny("vit")), "--train, --checkpoint: .*tokenizer.json: expected a tok"),
+        (
+            ("--checkpoint", tiny("vit")),
+            r"--train, --checkpoint: .*tokenizer\.json: expected a tok",
+        ),
         (("--train", "nowhere"), "--train, --checkpoint: nowhere: No such file"),
     ):
         assert call(monkeypatch, finetune, *small, *options) == 2

@@ -14,8 +14,10 @@ import jax
 import numpy as np
 import pytest
 import train
+import tyro
 from data import TrainingBatches
 from helpers import quick_jit
+from run import exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -35,7 +37,8 @@ def run(tmp_path, monkeypatch):
         command = ["train.py", *text, "--output", str(folder), *map(str, options)]
         monkeypatch.setattr(sys, "argv", command)
         monkeypatch.setattr(jax, "jit", quick_jit)
-        return train.main(), folder
+        command = lambda: train.train(tyro.cli(train.Config))  # noqa: E731
+        return exit_status(command), folder
 
     return run
 
