@@ -73,10 +73,10 @@ class Checkpoints:
         self.reached_preemption = self._manager.reached_preemption
 
     def restore(self, abstract: Any) -> Any:
-        """Returns the newest state, with the shardings of `abstract`; refuses another run's."""
+        """Returns the newest state, or None; raises ValueError if it is another run's."""
         step, new = self._manager.latest_step(), self._run
-        if step is None:
-            raise ValueError("--resume: expected a complete checkpoint, found none")
+        if step is None:  # the run was killed before
+            return None
         args = ocp.args.Composite(run=ocp.args.JsonRestore())
         old = self._manager.restore(step, args=args)["run"]
         for name in sorted(old["options"] | new["options"]):

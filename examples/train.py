@@ -189,7 +189,8 @@ def train(config: Config) -> None:
         say("head:", "the checkpoint's" if new is None else f"new, for {', '.join(task.classes)}")
         load = partial(checkpoints.load, new_labels=new, seed=config.seed)
         family, sizes, params = named("--checkpoint", load, source)
-    options = {name: x for name, x in vars(config).items() if name not in _MAY_CHANGE}
+    options = {name: x for name, x in vars(config).items() if name not in {*_MAY_CHANGE, "data"}}
+    options |= {f"data.{name}": x for name, x in vars(config.data).items()}
     run = identity(options, [(x.inputs, x.labels) for x in (task.train, task.dev)], params)
     master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
     param_dtype = master if config.train == "full" else dtype
@@ -234,13 +235,13 @@ def train(config: Config) -> None:
     if jax.process_count() > 1:  # every process must check the folder before one writes
         multihost_utils.sync_global_devices("start")
     saved = Checkpoints(config.output / "checkpoints", run, config.keep)
-    if config.resume:
-        array = lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part)  # noqa: E731
-        state = saved.restore(jax.tree.map(array, abstract, parts))
-    else:
+    array = lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part)  # noqa: E731
+    state = saved.restore(jax.tree.map(array, abstract, parts)) if config.resume else None
+    if state is None:
         state = jax.jit(start, out_shardings=parts)(trained)
     del trained, params  # the state has its own copy
     first = int(state.step) // accumulate
+    say(f"starting after step {first} of {steps}")
     log, pending, values = Log(config.output / "log.jsonl", first), [], {}
 
     loss_fn, whole = training.make_loss(family.task, model), NamedSharding(mesh, PartitionSpec())
@@ -307,7 +308,7 @@ def train(config: Config) -> None:
     path = config.output / "results.json"
     if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
         log.write("dev", steps, dev)
-        results = {"command": shlex.join(["python", *sys.argv]), "options": vars(config)}
+        results = {"command": shlex.join(["python", *sys.argv]), "options": options}
         results |= {"devices": devices, "data": task.source, "trained_parameters": count}
         seconds = time.perf_counter() - begin
         results |= {"steps": steps, "seconds": seconds, "train": values, "dev": dev}
