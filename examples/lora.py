@@ -1,7 +1,7 @@
-"""Full training, or LoRA and QLoRA beside frozen weights, through qwix.
+"""LoRA, LoRA-FA and QLoRA for the library's models, through qwix.
 
-    model = apply_lora(Llama(config, compute), "qlora-qv", rank=8)
-    params = add_lora(model, base_params, key, input_ids)  # or jax.eval_shape(model.init, ...)
+    model = apply_lora(family.build(config, compute), "qlora-qv", rank=8)
+    params = add_lora(model, base_params, key, input_ids)
     trained, frozen = partition(params, "qlora-qv")
 
     def loss(trained, frozen, batch):
@@ -9,56 +9,58 @@
         ...  # model.apply({"params": params}, ...)
 
     grads = jax.grad(loss)(trained, frozen, batch)
-    opt_state = optimizer.init(trained)
 
 LoRA (Hu et al. 2021, arXiv:2106.09685) computes y = x W + (alpha / rank) (x A) B with W frozen.
 LoRA-FA (Zhang et al. 2023, arXiv:2308.03303) also freezes A. QLoRA (Dettmers et al. 2023,
 arXiv:2305.14314) stores W in 4-bit NormalFloat.
+
+The planner plans it without a GPU:
+
+    lowmembp plan --model examples/lora.py:workload --options train=lora-all
 """
 
+import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from qwix._src.utils.flax_util import find_param
+
+import lowmembp_jax as lm
+from lowmembp_jax.models.families import MODELS, choose_attention
+from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.methods import METHODS
+from lowmembp_jax.models.workload import abstract_batch, clip_by_norm, make_loss
 
 Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
-Model = TypeVar("Model", bound=nn.Module)
 Params = dict[str, Any]
 
 #: Module names of the Denses inside a model's layers. The head is not one of them.
-DENSES = (
-    *("query", "key", "value", "attention_output"),
-    *("intermediate", "output", "gate", "up", "down"),
-    "reduction",
-)
-#: Modules that pretrained encoders do not have. "dense" is the Dense before RoBERTa's classifier.
+DENSES = ("query", "key", "value", "attention_output", "intermediate", "output")
+DENSES += ("gate", "up", "down", "reduction")
+#: Modules that fine-tuning starts anew and trains. "dense" is before RoBERTa's classifier.
 HEADS = ("dense", "classifier")
 
 
-def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -> Model:
-    """Adds LoRA to a model's Denses, and stores their weights in NF4 for QLoRA.
+def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.0) -> nn.Module:
+    """Adds LoRA to a model's Denses (see `DENSES`), and stores their weights in NF4 for QLoRA.
 
-    B starts at zero, so the output does not change at first. The Denses are found by name (see
-    `DENSES`); "qv" means query and value. They must be `nn.Dense` or `nn.DenseGeneral`, because
-    qwix 0.1.8 fails on `nn.Einsum`. Merge norms into the Denses before this call.
-
-    Args:
-      model: a linen module with a field `compute`, whose `param_dtype` must equal `dtype`, because
-        frozen weights are not cast. "full" takes any model and returns it unchanged.
-      train: what to train, see `partition`.
-      rank: the number of columns of A and of rows of B.
-      alpha: the product of A and B is multiplied by alpha / rank.
-
-    Raises:
-      ValueError: `train` is unknown; rank is below 1; or the two dtypes differ.
+    B starts at zero, so the output does not change at first. Merge norms before this call. "full"
+    returns the model unchanged. Otherwise its `param_dtype` must equal its `dtype`, because frozen
+    weights are not cast.
     """
     if train not in get_args(Train):
-        raise ValueError(
-            f"apply_lora: train: expected one of {', '.join(get_args(Train))}, got {train!r}"
-        )
+        expected = ", ".join(get_args(Train))
+        raise ValueError(f"apply_lora: train: expected one of {expected}, got {train!r}")
     if train == "full":
         return model
     if rank < 1:
@@ -69,71 +71,51 @@ def apply_lora(model: Model, train: Train, rank: int = 8, alpha: float = 16.0) -
             f"apply_lora: model: expected equal dtypes for train={train!r}, got "
             f"param_dtype={jnp.dtype(compute.param_dtype)} and dtype={jnp.dtype(compute.dtype)}"
         )
-    # Imported here, because full training does not need qwix.
-    import qwix
-    from lowmembp_examples.lora_provider import Provider
+
+    def modules(names):
+        return rf"(.*/)?({'|'.join(names)})"
 
     targets = ("query", "value") if train.endswith("qv") else DENSES
     weights = {"weight_qtype": "nf4"} if train.startswith("qlora") else {}
-    rules = [qwix.LoraRule(module_path=_modules(targets), rank=rank, alpha=alpha, **weights)]
+    rules = [qwix.LoraRule(module_path=modules(targets), rank=rank, alpha=alpha, **weights)]
     if weights:
-        rules.append(qwix.QuantizationRule(module_path=_modules(DENSES), **weights))
-    return qwix.apply_lora_to_model(model, Provider(rules))
-
-
-def _modules(names: tuple[str, ...]) -> str:
-    return rf"(.*/)?({'|'.join(names)})"
+        rules.append(qwix.QuantizationRule(module_path=modules(DENSES), **weights))
+    return qwix.apply_lora_to_model(model, _Provider(rules))
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
-    """Adds LoRA's parameters to the parameters of the original model.
+    """Returns `base` with A, drawn from `key`, and B, which is zero; quantized for QLoRA.
 
     Args:
       model: the model that `apply_lora` returned.
-      base: the original model's parameters, floating arrays.
-      key: draws A with qwix's he_uniform. B is zero.
-      *inputs: the model's inputs, arrays or `jax.ShapeDtypeStruct`s. Only their shapes are used.
-
-    Returns:
-      `base` with A and B. Its weights are quantized if `train` is QLoRA.
-
-    Raises:
-      ValueError: `base` lacks parameters or has unknown ones. The message names them.
+      base: the parameters of the model without LoRA.
+      key: draws A with qwix's he_uniform.
+      *inputs: the model's inputs. Only their shapes and dtypes are used.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
     abstract, given = jax.eval_shape(init, key), flatten_dict(base)
     lora = {path for path in abstract if _is_lora(path)}
-    if given.keys() ^ abstract.keys() ^ lora:
-        difference = ["/".join(path) for path in given.keys() ^ abstract.keys() - lora]
+    if wrong := given.keys() ^ (abstract.keys() - lora):
         raise ValueError(
-            f"add_lora: base: expected the model's parameters, missing or unknown are "
-            f"{sorted(difference)}"
+            "add_lora: base: expected the model's parameters, missing or unknown are "
+            f"{sorted(map('/'.join, wrong))}"
         )
-
-    def init_lora(key):
-        params = init(key)
-        return {path: params[path] for path in lora}  # XLA computes only the returned arrays
-
-    params = jax.jit(init_lora)(key)
-    for path, leaf in given.items():
-        params[path] = _quantize_like(abstract[path], leaf)
+    # XLA computes only the returned arrays.
+    params = jax.jit(lambda key: {path: x for path, x in init(key).items() if path in lora})(key)
+    for path, weight in given.items():
+        how = getattr(abstract[path], "how", None)
+        params[path] = weight if how is None else _quantized(abstract[path], weight)
     return unflatten_dict(params)
 
 
-def _quantize_like(abstract: Any, weight: Any) -> Any:
-    if not hasattr(abstract, "how"):
-        return weight
-
-    from lowmembp_examples.lora_provider import quantize as quantize_array
-
-    def quantize(weight):
-        return abstract.replace(array=quantize_array(weight, abstract.how))
+def _quantized(abstract: Any, weight: Any) -> Any:
+    def one(weight):
+        return abstract.replace(array=_quantize(weight, abstract.how))
 
     # nn.scan stacked the layers, but qwix saw one.
-    if jax.eval_shape(quantize, weight) != abstract:
-        quantize = jax.vmap(quantize)
-    return jax.jit(quantize)(weight)
+    is_stack = jax.eval_shape(one, weight) != abstract
+    return jax.jit(jax.vmap(one) if is_stack else one)(weight)
 
 
 def _is_lora(path: tuple[str, ...]) -> bool:
@@ -143,12 +125,8 @@ def _is_lora(path: tuple[str, ...]) -> bool:
 def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
     """Splits parameters into a tree of trained and a tree of frozen ones.
 
-    "full" trains all parameters. The other modes train B, the new head of fine-tuning (see `HEADS`)
+    "full" trains all parameters. The other modes train B, the head of a classifier (see `HEADS`)
     and, except for LoRA-FA, A.
-
-    Args:
-      params: parameters of the model that `apply_lora` returned. Leaves may be abstract.
-      train: the argument of `apply_lora`.
     """
 
     def is_trained(path):
@@ -163,13 +141,131 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
 
 def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
-    """Merges the two trees of `partition`.
-
-    Args:
-      trained, frozen: trees from `partition`. `trained` may hold master weights of another dtype.
-      dtype: the dtype of the computation. A and B are cast to it. The modules cast the rest.
-    """
+    """Merges the trees of `partition`. A and B are cast to `dtype`, and modules cast the rest."""
     # A module casts a NumPy array, and qwix then does not recognize it as the weight.
     leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
     return unflatten_dict(leaves | cast)
+
+
+def fold_lora(params: Mapping[str, Any], scale: float) -> Params:
+    """Returns W + scale A B in float32, for the model without LoRA. `scale` is alpha / rank."""
+    leaves, folded = flatten_dict(params), {}
+    for path, leaf in leaves.items():
+        if _is_lora(path):
+            continue
+        if hasattr(leaf, "how"):  # scanned layers are stacked
+            leaf = (jax.vmap(qwix.dequantize) if "layers" in path else qwix.dequantize)(leaf.array)
+        weight = np.asarray(leaf).astype(np.float32)
+        a, b = (leaves.get((*path[:-1], f"{path[-1]}_lora_{part}")) for part in "ab")
+        if a is not None:
+            product = np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            weight = weight + np.float32(scale) * product.reshape(weight.shape)
+        folded[path] = weight
+    return unflatten_dict(folded)
+
+
+def workload(
+    model: str = "llama-7b",
+    train: Train = "lora-qv",
+    method: str = "default",
+    batch: int = 4,
+    tokens: int = 2048,
+    rank: int = 8,
+    dtype: str = "bfloat16",
+) -> lm.memory.Workload:
+    """Makes the abstract training step of a model with LoRA, for the planner.
+
+    The trained parameters and AdamW's state are float32. Image models ignore `tokens`.
+    """
+    if model not in MODELS:
+        raise ValueError(f"workload: model: expected one of {', '.join(MODELS)}, got {model!r}")
+    family, config = MODELS[model]
+    param_dtype = jnp.dtype("float32" if train == "full" else dtype)
+    attention = choose_attention(config, "gpu", dtype)
+    built = family.build(config, Compute(method, jnp.dtype(dtype), param_dtype, attention))
+    built = apply_lora(built, train, rank)
+    arrays = abstract_batch(family.task, batch, tokens, config)
+    params = jax.eval_shape(built.init, jax.random.key(0), *arrays.inputs)["params"]
+    trained, frozen = partition(params, train)
+    trained = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained)
+    optimizer = optax.chain(clip_by_norm(1.0), optax.adamw(1e-3, weight_decay=0.01))
+    mean = make_loss(family.task, built)
+
+    def loss(trained, frozen, batch):
+        return mean(combine(trained, frozen, dtype), batch)
+
+    def step(trained, opt_state, frozen, batch):
+        value, grads = jax.value_and_grad(loss)(trained, frozen, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, trained)
+        return optax.apply_updates(trained, updates), opt_state, value
+
+    has_tokens = family.task != "image-classification"
+    return lm.memory.Workload(
+        step,
+        (trained, jax.eval_shape(optimizer.init, trained), frozen, arrays),
+        donate_argnums=(0, 1),
+        in_shardings=(P(), P(), P(), P("data")),
+        loss=loss,
+        loss_args=(trained, frozen, arrays),
+        loss_argnums=0,
+        tokens=batch * tokens if has_tokens else None,
+    )
+
+
+workload.methods = METHODS
+
+
+class _Provider(qwix.LoraProvider):
+    """A LoRA provider of qwix 0.1.8 that stores frozen weights in NF4 if a rule says so."""
+
+    def __init__(self, rules):
+        super().__init__(rules)
+        # PtqProvider takes these as arguments, but its subclass LoraProvider does not pass them on.
+        self._qarray_module = SimpleNamespace(quantize=_quantize)
+        self._dot_general_fn = _dot_general
+
+    def dot_general(self, lhs, rhs, *args, **kwargs):
+        rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
+        others = None if isinstance(rhs, jax.Array | np.ndarray) else type(rhs)
+        if isinstance(rule, qwix.LoraRule) and find_param(rhs, others) is None:
+            # qwix would silently leave LoRA out.
+            raise ValueError(
+                "params: LoRA cannot find the weight among the module's parameters: expected "
+                "jax.Arrays; convert NumPy arrays with jax.tree.map(jnp.asarray, params)"
+            )
+        if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
+            # During initialization, qwix replaces the weight and then finds it by its shape. If the
+            # weight is a reshape of another array, like DenseGeneral's first values, qwix follows
+            # the reshape instead. It does not follow an op of two arguments, such as this barrier.
+            rhs = lax.optimization_barrier((lhs, rhs))[1]
+        return super().dot_general(lhs, rhs, *args, **kwargs)
+
+
+def _quantize(weight: jax.Array, how: Any) -> Any:
+    """Quantizes a weight in blocks of 64 along the last input axis, as QLoRA does."""
+    *others, last = (axis for axis in range(weight.ndim) if axis not in how.channelwise_axes)
+    return qwix.quantize(
+        weight.astype(jnp.float32),
+        how.qtype,
+        channelwise_axes=how.channelwise_axes,
+        tiled_axes=dict.fromkeys(others, 1) | {last: math.gcd(64, weight.shape[last])},
+        scale_dtype=weight.dtype,
+    )
+
+
+def _dot_general(x, weight, dimension_numbers, **kwargs):
+    """Computes the product and saves only the 4-bit weight, where JAX would save 16 bits."""
+    inputs = jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def dot(x, weight):
+        return qwix.dot_general(x, weight, dimension_numbers, **kwargs)
+
+    def backward(weight, g):
+        # Without the barrier XLA would keep the 16-bit weight from the forward.
+        weight, g = lax.optimization_barrier((weight, g))
+        return *jax.linear_transpose(lambda x: dot(x, weight), inputs)(g), None
+
+    product = jax.custom_vjp(dot)
+    product.defvjp(lambda x, weight: (dot(x, weight), weight), backward)
+    return product(x, weight)

@@ -1,187 +1,145 @@
-"""Fine-tunes a real BERT in plain Flax NNX, with lm.nnx.compress, and with lm.nnx's operators.
+"""Trains a small Flax NNX model in plain Flax, with lm.nnx.compress, and with lm.patch.
 
     pip install ".[examples]"
     python examples/nnx_finetune.py
 
-The weights, the data and the table are the same as in finetune.py. Here the model is an NNX module,
-nnx.jit compiles the step, and the optimizer is an nnx.Optimizer. This takes about 5 minutes on two
-CPU cores. Orbax checkpoints go into --output, and --resume continues from them.
+The model and its training step are ordinary NNX code. Each method is one line, see `METHODS`. The
+model learns from scratch which package of Python's standard library a docstring documents. This
+takes about 2 minutes on two CPU cores.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import tyro
+from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from lowmembp_examples import finetune
-from lowmembp_examples.data.batches import EvaluationBatches, TrainingBatches
-from lowmembp_examples.data.labelled_text import TextBatch
-from lowmembp_examples.data.minilm import GOLDEN, check_hidden_states
-from lowmembp_examples.finetune_setup import Config as FinetuneConfig
-from lowmembp_examples.finetune_setup import Prepared, prepare
-from lowmembp_examples.trainer.config import all_fields
-from lowmembp_examples.trainer.errors import DivergedError, UsageError
-from lowmembp_examples.trainer.losses import mean_and_totals
-from lowmembp_examples.trainer.run import Checkpoints, open_run, write_json
-from lowmembp_examples.trainer.step import OptimizerConfig, make_optimizer
-from lowmembp_jax.models.nnx_bert import BertClassifier, load
+from run import Diverged, check_output, exit_status, write_json
 from tqdm import tqdm
+from training import learning_rate, make_optimizer
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.bert import BertConfig
-from lowmembp_jax.models.families import choose_attention
-from lowmembp_jax.models.layers import Compute, Method
 
-#: The rows of the table, and each row's method.
-METHODS: dict[str, Method] = {
-    "plain Flax NNX": "default",
-    "lm.nnx.compress": "compress",
-    "lm.nnx operators": "lowmembp",
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train an NNX classifier with and without lowmembp_jax, and compare."""
+
+    output: Path = Path("results/nnx_finetune")  # Folder for results.json.
+    width: int = 128  # Size of a token's state, a multiple of 4.
+    layers: int = 2
+    batch_size: int = 32
+    epochs: int = 4
+    steps: int | None = None  # Training steps, instead of --epochs.
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+
+class Block(nnx.Module):
+    """Self-attention and an MLP, each after a norm."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class Classifier(nnx.Module):
+    """A text classifier. `compressed`: whether its blocks store their residuals in 8 bits."""
+
+    def __init__(self, config: Config, task: Task, compressed: bool):
+        rngs, width = nnx.Rngs(config.seed), config.width
+        tokens = task.train.inputs[0].shape[1]
+        self.words = nnx.Embed(task.vocab_size, width, rngs=rngs)
+        self.positions = nnx.Embed(tokens, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, len(task.classes), rngs=rngs)
+        self.apply = lm.nnx.compress(Block.__call__) if compressed else Block.__call__
+
+    def __call__(self, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        tokens = jnp.arange(ids.shape[1])
+        real = tokens[None] < lengths[:, None]
+        x = self.words(ids) + self.positions(tokens)[None]
+        for block in self.blocks:
+            x = self.apply(block, x, real[:, None, None])
+        x = jnp.where(real[..., None], self.norm(x), 0).sum(1) / lengths[:, None]
+        return self.head(x)
+
+
+#: The table's rows: whether blocks are compressed, and the context of the step.
+METHODS = {
+    "plain Flax NNX": (False, contextlib.nullcontext),
+    "lm.nnx.compress": (True, contextlib.nullcontext),
+    "lm.patch": (False, lm.patch),
 }
-#: The fields that --resume compares, along with method, steps and seed.
-_FIELDS = (
-    *("train", "dev", "checkpoint", "classes", "dtype", "batch_size", "max_tokens"),
-    *("learning_rate", "weight_decay"),
-)
 
 
-@dataclasses.dataclass
-class Config(FinetuneConfig):
-    """Fine-tune an NNX BERT classifier with and without lowmembp_jax, and compare."""
-
-    output: Path = Path("results/nnx_finetune")
-    """Directory for results.json, results.png and the checkpoints."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints. The run always writes one after the last step."""
-    resume: bool = False
-    """Continue from the checkpoints in --output."""
+def loss_fn(model: Classifier, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the mean loss, and the numbers of correct predictions and of texts."""
+    logits, real = model(*batch.inputs), batch.labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    correct = jnp.sum(logits.argmax(-1) == batch.labels)
+    return jnp.where(real, losses, 0).sum() / real.sum(), (correct, real.sum())
 
 
-def mean_loss(model: BertClassifier, batch: TextBatch) -> Any:
-    return mean_and_totals(model(batch.input_ids, batch.lengths), batch)
+def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
+    """Trains and evaluates one method; returns its scores and its saved bytes."""
+    compressed, context = METHODS[name]
+    model = Classifier(config, task, compressed)
+    batches = TrainingBatches(task.train, config.batch_size, config.seed)
+    steps = config.steps or config.epochs * batches.steps_per_epoch
+    rate = learning_rate(config.learning_rate, steps)
+    optimizer = nnx.Optimizer(model, make_optimizer(rate), wrt=nnx.Param)
 
+    @nnx.jit
+    def step(model: Classifier, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
+        (loss, _), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+        optimizer.update(model, grads)
+        return loss
 
-@nnx.jit(donate_argnums=(0, 1))
-def train_step(model: BertClassifier, optimizer: nnx.Optimizer, batch: TextBatch) -> jax.Array:
-    (loss, _), grads = nnx.value_and_grad(mean_loss, has_aux=True)(model, batch)
-    optimizer.update(model, grads)
-    return loss
-
-
-@nnx.jit
-def evaluate(model: BertClassifier, batch: TextBatch) -> Any:
-    return mean_loss(model, batch)[1]
-
-
-def make_optimizer_of(model: BertClassifier, config: Config, steps: int) -> nnx.Optimizer:
-    rates = OptimizerConfig(config.learning_rate, weight_decay=config.weight_decay)
-    return nnx.Optimizer(model, make_optimizer(rates, steps), wrt=nnx.Param)
-
-
-def train(
-    name: str, model: BertClassifier, prepared: Prepared, config: Config, seed: int
-) -> dict[str, Any]:
-    """Trains the model in place, starting from its checkpoint if there is one; evaluates.
-
-    Raises:
-      DivergedError: the loss is no longer finite.
-      UsageError: the directory has a run and `config.resume` is off, or the run has another config.
-    """
-    task = prepared.task
-    steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
-    optimizer = make_optimizer_of(model, config, steps)
-    batches = TrainingBatches(task.train, config.batch_size, seed)
-    fields = {name: all_fields(config)[name] for name in _FIELDS}
-    directory = config.output / f"{METHODS[name]}-{seed}"
-    fields |= {**prepared.results["contents"], "steps": steps, "seed": seed}
-    with open_run(directory, fields, config.resume):
-        checkpoints = Checkpoints(directory / "checkpoints", keep=2)
-        try:
-            saved = {"state": nnx.state((model, optimizer)), "losses": np.zeros(steps, np.float32)}
-            saved["step"] = np.int32(0)
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), saved)
-            saved = checkpoints.restore(abstract) or saved
-            nnx.update((model, optimizer), saved["state"])
-            losses, start = np.array(saved["losses"]), time.perf_counter()
-            begin = int(saved["step"])
-            for done in (bar := tqdm(range(begin, steps), name, unit="step", mininterval=1)):
-                losses[done] = train_step(model, optimizer, batches.at(done))
-                bar.set_postfix(loss=f"{losses[done]:.3f}")
-                if not math.isfinite(losses[done]):
-                    raise DivergedError(f"{name}, step {done + 1}: the loss is {losses[done]}")
-                if (done + 1) % config.checkpoint_every == 0 or done + 1 == steps:
-                    state = nnx.state((model, optimizer))
-                    tree = {"state": state, "losses": losses, "step": np.int32(done + 1)}
-                    checkpoints.save(tree, done + 1)
-        finally:
-            checkpoints.close()
+    score = nnx.jit(lambda model, batch: loss_fn(model, batch)[1])
+    start = time.perf_counter()
+    with context():
+        saved = lm.memory.saved_bytes(lambda *args: loss_fn(*args)[0], model, batches.at(0))
+        bar = tqdm(range(steps), f"method {number} of {len(METHODS)}: {name}", unit="step")
+        for done in bar:
+            loss = float(step(model, optimizer, batches.at(done)))
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            if not math.isfinite(loss):
+                raise Diverged(f"{name}, step {done + 1}: the loss is {loss}")
+        sums = [score(model, batch) for batch in evaluation_batches(task.dev, 64)]
+    correct, count = np.sum(jax.device_get(sums), axis=0).tolist()
     seconds = time.perf_counter() - start
-    sums = [evaluate(model, batch) for batch in EvaluationBatches(task.dev, 64)]
-    loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-    scores = {"seed": seed, "accuracy": correct / count, "loss": loss / count}
-    return {**scores, "train_losses": losses.tolist(), "seconds": seconds, "from_step": begin}
+    return {"accuracy": correct / count, "residual_bytes": saved, "seconds": seconds}
 
 
-def work_of(
-    sizes: BertConfig, config: Config, size: dict[str, Any], device: str, name: str
-) -> lm.memory.Workload:
-    """Returns a method's training step, with abstract modules, for the planner."""
-    batch, tokens, dtype = size["batch"], size["tokens"], size["dtype"]
-    platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "another"
-    attention = choose_attention(sizes, platform, dtype, tokens)
-    compute = Compute(METHODS[name], jnp.dtype(dtype), attention=attention)
-
-    def make() -> tuple[BertClassifier, nnx.Optimizer]:
-        model = BertClassifier(sizes, compute, nnx.Rngs(0))
-        return model, make_optimizer_of(model, config, 1000)
-
-    model, optimizer = nnx.eval_shape(make)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    ids = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
-    arrays = TextBatch(ids, labels, labels, jax.ShapeDtypeStruct((batch,), jnp.bool_))
-    return lm.memory.Workload(
-        train_step,
-        (model, optimizer, arrays),
-        loss=lambda model, batch: mean_loss(model, batch)[0],
-        loss_args=(model, arrays),
-        loss_argnums=0,
-    )
-
-
-def run(config: Config) -> dict[str, Any]:
-    """Trains and measures; returns the results. Writes results.json after each of them."""
-    if config.checkpoint_every < 1:
-        raise UsageError(f"--checkpoint-every: expected at least 1, got {config.checkpoint_every}")
-    prepared = prepare(config)
-    sizes, results = prepared.source.config, prepared.results
-    if not isinstance(sizes, BertConfig) or sizes.model_type != "bert":
-        raise UsageError(f"--checkpoint {config.checkpoint}: expected a BERT")
-    path = config.output / "results.json"
-    if not path.exists():  # this file marks the directory as a run's
-        write_json(path, results)
-    for name, method in METHODS.items():
-        compute = Compute(method, jnp.dtype(config.dtype), attention=prepared.attention)
-        if config.checkpoint is None and GOLDEN.exists():
-            difference = check_hidden_states(
-                load(sizes, Compute(method), prepared.params[config.seed]).bert
-            )
-            print(f"hidden states of {name}: within {difference:.1e} of PyTorch's")
-        results["runs"][name] = []
-        for seed, params in prepared.params.items():
-            model = load(sizes, compute, params)
-            results["runs"][name].append(train(name, model, prepared, config, seed))
-            write_json(path, results)
-    make = partial(work_of, sizes, config)
-    finetune.write_memory(results, make, tuple(METHODS), config)
-    return results
+def main(config: Config) -> None:
+    check_output("--output", config.output)
+    task = load_task("text-classification", DataConfig(sequence_length=64))
+    results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
+    for number, name in enumerate(METHODS, start=1):
+        results["runs"][name] = train(name, number, task, config)
+        write_json(config.output / "results.json", results)
+    print(f"{'method':16}  accuracy  residuals of a step")
+    for name, run in results["runs"].items():
+        print(f"{name:16}  {run['accuracy']:8.1%}  {run['residual_bytes'] / 2**20:.1f} MiB")
+    print(f"written: {config.output / 'results.json'}")
 
 
 if __name__ == "__main__":
-    sys.exit(finetune.main(Config, run))
+    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))

@@ -1,140 +1,321 @@
-"""Trains or fine-tunes a ViT, Swin, BERT, RoBERTa or LLaMA, on one or many devices.
+"""Trains or fine-tunes a ViT, Swin, BERT, RoBERTa, LLaMA, Qwen 3 or Gemma, on one or many devices.
 
     pip install ".[examples]"
     python examples/train.py
 
 By default, a small BERT learns from scratch which of 8 packages of Python's standard library a
-docstring documents. With Python 3.11.7 it reaches 75.8% accuracy on held-out docstrings (loss
-0.870) after 128 steps, in 40 CPU seconds.
-
-More examples:
+docstring documents. More examples:
 
     python examples/train.py --model llama-toy --dtype bfloat16
     python examples/train.py --checkpoint bert-base-uncased/ --data.train train.tsv --train lora-qv
-    python examples/train.py --checkpoint ViT-B_16.npz --data.train cifar-10-batches-py/
     python examples/train.py --checkpoint llama-7b/ --train qlora-all --mesh fsdp=4 tensor=2
 
-The run writes config.json, log.jsonl, TensorBoard events, checkpoints and results.json into
---output. Ctrl-C writes a checkpoint. After Ctrl-C or a kill, add --resume to the same command to
-continue.
+The run writes log.jsonl, checkpoints and results.json into --output. To continue after a kill, add
+--resume to the same command. A run with --coordinator also writes a checkpoint when SIGTERM
+announces that its machine is about to go.
 """
 
-if __name__ == "__main__":
-    # This comes before the imports below because they take seconds.
-    from lowmembp_examples.trainer.signals import end_in_one_line
-
-    end_in_one_line()
-
-import hashlib
-import importlib.metadata
-import json
-import platform
+import dataclasses
+import logging
+import math
 import shlex
-import socket
 import sys
-from contextlib import closing
+import time
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import checkpoints
 import jax
 import jax.numpy as jnp
+import numpy as np
+import training
 import tyro
-from jax.sharding import Mesh
-from lowmembp_examples.data.files import record_files
-from lowmembp_examples.lora import combine
-from lowmembp_examples.trainer.config import Config, all_fields, check, identity, with_learning_rate
-from lowmembp_examples.trainer.errors import UsageError, exit_status
-from lowmembp_examples.trainer.export import export
-from lowmembp_examples.trainer.loop import first_state, train_steps
-from lowmembp_examples.trainer.prepare import Prepared, prepare
-from lowmembp_examples.trainer.run import Checkpoints, check_output, is_own, open_run, write_json
-from lowmembp_examples.trainer.sharding import make_mesh, to_host
-from lowmembp_examples.trainer.step import init_state, make_optimizer
+from data import DataConfig, TrainingBatches, evaluation_batches, load_task
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from lora import Train, add_lora, apply_lora, combine, fold_lora, partition
+from run import (
+    Checkpoints,
+    Diverged,
+    Log,
+    check_output,
+    exit_status,
+    identity,
+    summary,
+    write_json,
+)
+from tqdm import tqdm
 
-_PACKAGES = ("lowmembp_jax", "jax", "flax", "optax", "orbax-checkpoint", "qwix", "numpy")
+from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.config_json import label_names
+from lowmembp_jax.models.families import MODELS, choose_attention
+from lowmembp_jax.models.layers import Compute, NormResidual
+from lowmembp_jax.models.methods import METHODS
+
+#: Mean and standard deviation of red, green and blue that checkpoints of Swin expect.
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+Method = Literal[*METHODS]
 
 
-def train(config: Config) -> dict[str, Any]:
-    """Trains and evaluates; returns the results. Checks every argument before it writes a file."""
-    config = with_learning_rate(config)
-    check(config)
-    if (place := config.coordinator) is not None:
-        given = () if place == "auto" else (place, config.process_count, config.process_index)
-        try:
-            if given:  # JAX ends the process if it finds no host
-                socket.getaddrinfo(place.rpartition(":")[0].strip("[]"), None)
-            jax.distributed.initialize(*given)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UsageError(f"--coordinator {place}: {str(error).splitlines()[0]}") from error
-    check_output(config.output, config.resume)
-    say = print if jax.process_index() == 0 else lambda *_: None
-    mesh = make_mesh(config.mesh, jax.devices())
-    with record_files() as files:
-        prepared, trained = prepare(config, mesh, say)
-    fields = identity(config, files)
-    run = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Train or fine-tune a ViT, Swin, BERT, RoBERTa, LLaMA, Qwen 3 or Gemma."""
+
+    model: str = "bert-toy"  # vit-b16, bert-base, llama-7b, ... with random parameters.
+    checkpoint: Path | None = None
+    """A Hugging Face folder, instead of --model. Its classifier is kept if config.json names the
+    data's classes."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: Train = "full"
+    """Which parameters to train: all of them, or LoRA in query and value (qv) or in all Denses. fa
+    freezes LoRA's A; qlora stores the frozen weights in 4 bits."""
+    rank: int = 8  # LoRA's rank.
+    alpha: float = 16.0  # LoRA's product is scaled by alpha / rank.
+    method: Method = "lowmembp"
+    """How to save memory: with this library's operators, by storing each layer's residuals in 8
+    bits, or with a policy of jax.checkpoint."""
+    compress_dtype: Literal["float8", "int8", "int4"] = "float8"  # How compress stores residuals.
+    bits: Literal[2, 4] = 2  # Bits an element that the activations of the lowmembp methods save.
+    norm_residual: NormResidual = "auto"  # output saves one array less in each norm of lowmembp.
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # The computation's dtype.
+    optimizer_state: Literal["float32", "8bit"] = "float32"  # How AdamW's state is stored.
+    master_weights: Literal["float32", "24bit"] = "float32"
+    """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
+    learning_rate: float | None = None
+    """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
+    schedule: Literal["linear", "cosine"] = "linear"  # How the rate falls after its warmup.
+    warmup: float = 0.1  # The fraction of the steps in which the learning rate rises, 0 to 1.
+    weight_decay: float = 0.01  # Weight decay of matrices. Biases, norms and positions have none.
+    beta2: float = 0.999  # AdamW's decay rate for the mean of squared gradients.
+    clip_norm: float = 1.0  # Gradients with a larger global norm are scaled down to this norm.
+    batch_size: int = 32  # Examples a step, over all devices and all --accumulate batches.
+    accumulate: int = 1  # Batches whose gradients are averaged for one optimizer step.
+    epochs: float = 4.0  # Passes over the training data.
+    steps: int | None = None  # Optimizer steps, instead of --epochs.
+    seed: int = 0  # Seed of the initial parameters and of the order of the data.
+    mesh: tuple[str, ...] = ()  # The devices, as data=2 fsdp=2 tensor=2. Default: all for data.
+    coordinator: str | None = None  # HOST:PORT of process 0, or auto (SLURM, TPUs).
+    process_count: int | None = None  # Number of processes.
+    process_index: int | None = None  # The number of this process, from 0.
+    output: Path = Path("results/train")  # Folder of the run.
+    resume: bool = False  # Continue the run in --output. The mesh may change, the data may not.
+    log_every: int = 10  # Steps between lines of the log.
+    evaluate_every: int = 100  # Steps between evaluations. The run always evaluates at the end.
+    checkpoint_every: int = 100  # Steps between checkpoints.
+    keep: int = 2  # How many of the newest checkpoints to keep.
+    export: Path | None = None  # Folder for the trained model in Hugging Face's format.
+
+
+#: Options that may change when a run resumes.
+_MAY_CHANGE = {
+    *("mesh", "coordinator", "process_count", "process_index", "output", "resume"),
+    *("log_every", "evaluate_every", "checkpoint_every", "keep", "export"),
+}
+_COUNTS = ("batch_size", "log_every", "evaluate_every", "checkpoint_every", "keep", "steps", "rank")
+_RANGES = {
+    **dict.fromkeys(_COUNTS, (1, 2**31 - 1)),
+    **dict.fromkeys(("alpha", "learning_rate", "clip_norm", "epochs"), (1e-30, 1e30)),
+    **{"warmup": (0, 1), "beta2": (0, 0.999999), "weight_decay": (0, 1e30)},
+    **{"accumulate": (1, 2**20), "seed": (0, 2**32 - 1)},
+}
+
+
+def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, and adds the option's name to its ValueErrors."""
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("--") else f"{option}: {text}") from error
+
+
+def train(config: Config) -> None:
+    """Trains, evaluates, and writes the results.
+
+    Raises:
+      ValueError: an option, the data or the checkpoint cannot be used; it begins with the option.
+      Diverged: the loss is no longer finite.
+    """
+    # Check the options, and read the files.
+    for name, (low, high) in _RANGES.items():
+        value, option = getattr(config, name), f"--{name.replace('_', '-')}"
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{option}: expected a number from {low} to {high}, got {value}")
+    accumulate, dtype = config.accumulate, jnp.dtype(config.dtype)
+    if config.batch_size % accumulate:
+        given = f"{accumulate}, got {config.batch_size}"
+        raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
+    if config.coordinator is not None:
+        place = (config.coordinator, config.process_count, config.process_index)
+        named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
+    is_first = jax.process_index() == 0
+    say = print if is_first else lambda *_: None
+    check_output("--output", config.output, config.resume)
     if config.export is not None:
-        is_own("--export", config.export, "config.json", f'"run": "{run}"')
-    with open_run(config.output, fields, config.resume):
-        return _train(config, prepared, trained, mesh, run)
+        check_output("--export", config.export)
+    mesh = training.make_mesh(config.mesh, jax.devices())
+    part = training.own_part(mesh, config.batch_size // accumulate)
+    data, source, known = config.data, config.checkpoint, ()
+    if source is not None:
+        family, sizes = named("--checkpoint", checkpoints.read_config, source)
+        known = named("--checkpoint", label_names, sizes.to_json())
+        if data.tokenizer is None and (source / "tokenizer.json").exists():
+            data = dataclasses.replace(data, tokenizer=source / "tokenizer.json")
+    elif config.model in MODELS:
+        family, sizes = MODELS[config.model]
+    else:
+        raise ValueError(f"--model: expected one of {', '.join(MODELS)}, got {config.model!r}")
+    statistics = _IMAGENET if family.name == "swin" else (0.5, 0.5)
+    size = getattr(sizes, "image_size", 0)
+    task = named("--data", load_task, family.task, data, known, size, statistics)
+    batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
+    steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
 
-
-def _train(config: Config, prepared: Prepared, trained: Any, mesh: Mesh, run: str) -> dict:
-    count = sum(x.size for x in jax.tree.leaves(trained))
-    optimizer = make_optimizer(config.optimizer, prepared.steps)
-    dtype = jnp.dtype(config.dtype)
-    make_state = partial(
-        init_state, optimizer=optimizer, dtype=dtype, param_dtype=config.optimizer.param_dtype
+    # Make the model and its parameters.
+    if source is None:
+        sizes = training.fit(sizes, task, data.sequence_length)
+    if task.vocab_size > getattr(sizes, "vocab_size", 0):
+        found = (
+            f"{sizes.vocab_size} token ids, the checkpoint's vocabulary, found {task.vocab_size}"
+        )
+        raise ValueError(f"--data.tokenizer: expected at most {found}")
+    if task.vocab_size and data.sequence_length > sizes.max_tokens:
+        found = f"{sizes.max_tokens}, the model's positions, got {data.sequence_length}"
+        raise ValueError(f"--data.sequence-length: expected at most {found}")
+    params = None
+    if source is not None:
+        new = None if {*known} == {*task.classes} else len(task.classes)
+        say("head:", "the checkpoint's" if new is None else f"new, for {', '.join(task.classes)}")
+        load = partial(checkpoints.load, new_labels=new, seed=config.seed)
+        family, sizes, params = named("--checkpoint", load, source)
+    options = {name: x for name, x in vars(config).items() if name not in {*_MAY_CHANGE, "data"}}
+    options |= {f"data.{name}": x for name, x in vars(config.data).items()}
+    run = identity(options, [(x.inputs, x.labels) for x in (task.train, task.dev)], params)
+    master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
+    param_dtype = master if config.train == "full" else dtype
+    attention = choose_attention(sizes, attention_platform(jax.devices()[0]), dtype)
+    compute = Compute(
+        *(config.method, dtype, param_dtype, attention),
+        compress_dtype=config.compress_dtype,
+        bits=config.bits,
+        sharding=NamedSharding(mesh, training.BATCH),
     )
-    with closing(Checkpoints(config.output / "checkpoints", config.keep)) as checkpoints:
-        state = first_state(trained, make_state, mesh, checkpoints)
-        del trained  # the state has its own copy
-        outcome = train_steps(config, prepared, optimizer, state, mesh, checkpoints)
-    task = prepared.task
+    model = family.build(sizes, compute, config.norm_residual)
+    examples = checkpoints.example_inputs(family, sizes)
+    key, lora_key = jax.random.split(jax.random.key(config.seed))
+    if params is None:
+        params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
+    params = jax.tree.map(lambda x: x.astype(param_dtype), params)
+    model = apply_lora(model, config.train, config.rank, config.alpha)
+    if config.train != "full":
+        params = add_lora(model, params, lora_key, *examples)
+    trained, frozen = (training.put(tree, mesh) for tree in partition(params, config.train))
+    count = sum(x.size for x in jax.tree.leaves(trained))
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {dict(mesh.shape)}"
+    say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
+    say(f"model: {family.name}, {count:,} trained parameters, {config.method}, {config.dtype}")
+    say(f"devices: {devices}")
+
+    # Make the state, or read the newest checkpoint.
+    peak = config.learning_rate or (5e-5 if source and config.train == "full" else 1e-3)
+    rate = training.learning_rate(peak, steps, config.warmup, config.schedule)
+    optimizer = training.make_optimizer(
+        rate,
+        weight_decay=config.weight_decay,
+        beta2=config.beta2,
+        clip_norm=config.clip_norm,
+        accumulate=accumulate,
+        is_8bit=config.optimizer_state == "8bit",
+        is_24bit=config.master_weights == "24bit",
+    )
+    start = partial(training.init_state, optimizer=optimizer, dtype=dtype, param_dtype=master)
+    abstract = jax.eval_shape(start, trained)
+    parts = training.shardings(abstract, mesh)
+    if jax.process_count() > 1:  # every process must check the folder before one writes
+        multihost_utils.sync_global_devices("start")
+    saved = Checkpoints(config.output / "checkpoints", run, config.keep)
+    array = lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part)  # noqa: E731
+    state = saved.restore(jax.tree.map(array, abstract, parts)) if config.resume else None
+    if state is None:
+        state = jax.jit(start, out_shardings=parts)(trained)
+    del trained, params  # the state has its own copy
+    first = int(state.step) // accumulate
+    say(f"starting after step {first} of {steps}")
+    log, pending, values = Log(config.output / "log.jsonl", first), [], {}
+
+    loss_fn, whole = training.make_loss(family.task, model), NamedSharding(mesh, PartitionSpec())
+    step = training.make_step(loss_fn, optimizer)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(parts, whole))
+    totals = jax.jit(lambda *args: loss_fn(*args)[1], out_shardings=whole)
+
+    def evaluate(done: int) -> dict[str, float]:
+        sums = []
+        for batch in evaluation_batches(task.dev, config.batch_size // accumulate, *part):
+            # The host would run ahead of the devices and fill their memory with batches.
+            jax.block_until_ready(sums[-2:-1])
+            sums.append(totals(state.params, frozen, training.put_batch(batch, mesh)))
+        loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
+        if not math.isfinite(loss):
+            raise Diverged(f"step {done}: the loss of the evaluation is {loss}")
+        score = {"accuracy": correct / count}
+        if not task.classes:
+            score = {"perplexity": math.exp(min(loss / count, 700))}
+        return {"loss": loss / count, **score}
+
+    # Train.
+    begin = last = time.perf_counter()
+    bar = tqdm(total=steps, initial=first, unit="step", disable=not is_first)
+    for done in range(first + 1, steps + 1):
+        rows = batches.at(done - 1)
+        for index in range(accumulate):
+            batch = jax.tree.map(lambda x, i=index: np.split(x, accumulate)[i], rows)
+            state, metrics = step(state, frozen, training.put_batch(batch, mesh))
+            pending.append(metrics)
+        bar.update()
+        preempted = saved.reached_preemption(done)
+        is_saved = done % config.checkpoint_every == 0 or preempted
+        if done % config.log_every == 0 or is_saved or done == steps:
+            values, now = summary(jax.device_get(pending), done), time.perf_counter()
+            speed = len(pending) / accumulate * config.batch_size / (now - last)
+            values |= {"learning_rate": float(rate(done - 1)), "examples_per_second": speed}
+            log.write("train", done, values)
+            bar.set_postfix_str(f"loss {values.get('loss', math.nan):.3f}, {speed:,.0f} examples/s")
+            pending, last = [], now
+        if is_saved:
+            saved.save(done * accumulate, state)
+        if preempted:
+            saved.close()
+            sys.exit(f"preempted at step {done}: checkpoint written, --resume continues")
+        if done % config.evaluate_every == 0 and done < steps:
+            log.write("dev", done, evaluate(done))
+            last = time.perf_counter()
+    bar.close()
+    dev = evaluate(steps)
+    saved.save(steps * accumulate, state)
+    saved.close()
+
+    # Write the results before they are printed.
     if config.export is not None:
-        on_host = to_host(outcome.state.params), to_host(prepared.frozen)
-        if jax.process_index() == 0:
-            export(
-                config.export,
-                prepared.family,
-                prepared.sizes,
-                combine(*on_host, dtype),
-                merged=prepared.merged,
-                lora_scale=config.alpha / config.rank,
-                classes=task.classes,
-                dtype=prepared.param_dtype,
-                inputs=prepared.inputs,
-                tokenizer=task.tokenizer,
-                run=run,
-            )
-    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    results = {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version(), **versions},
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "config": all_fields(config),
-        "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
-        "trained_parameters": count,
-        "steps": prepared.steps,
-        "seconds_since_start_or_resume": outcome.seconds,
-        "last_train_record": outcome.record,
-        "dev": outcome.dev,
-    }
+        trees = state.params, frozen
+        if jax.process_count() > 1:
+            trees = multihost_utils.process_allgather(trees, tiled=True)
+        tuned = fold_lora(combine(*jax.device_get(trees), dtype), config.alpha / config.rank)
+        tuned = jax.tree.map(lambda x: x.astype(param_dtype), tuned)
+        if is_first:
+            save = partial(checkpoints.save, classes=task.classes, tokenizer=task.tokenizer)
+            save(config.export, family, sizes, tuned)
     path = config.output / "results.json"
-    if jax.process_index() == 0:
-        if not path.exists():  # resuming a finished run must not overwrite its results
-            write_json(path, results)
-        dev = {name: value for name, value in outcome.dev.items() if value is not None}
-        values = ", ".join(f"{name} {value:.4f}" for name, value in dev.items())
-        print(f"dev: {values}; written: {path}")
-    return results
-
-
-def main() -> int:
-    """Runs the command line; returns the exit status."""
-    config = tyro.cli(Config, description=__doc__)
-    return exit_status(partial(train, config), config.output)
+    if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
+        log.write("dev", steps, dev)
+        results = {"command": shlex.join(["python", *sys.argv]), "options": options}
+        results |= {"devices": devices, "data": task.source, "trained_parameters": count}
+        seconds = time.perf_counter() - begin
+        results |= {"steps": steps, "seconds": seconds, "train": values, "dev": dev}
+        write_json(path, results)
+    say(f"dev: {', '.join(f'{name} {x:.4f}' for name, x in dev.items())}; written: {path}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
+    sys.exit(exit_status(lambda: train(tyro.cli(Config, description=__doc__))))

@@ -60,8 +60,6 @@ def as_rules(rules) -> list[MergeRule]:
                 f"merge_norm_affine: rules: expected a mapping from norm to Denses or "
                 f"lm.MergeRule objects, got {rule!r}"
             )
-    if not rules:
-        raise ValueError("merge_norm_affine: rules: expected one or more, got none")
     return rules
 
 
@@ -172,7 +170,7 @@ def merge_norm_affine(
         `nn.Partitioned` or `nnx.Param`. Integers in paths, as in an `nnx.List`, are written like
         names: "blocks/{i}/norm1".
       rules: a mapping from a norm's path to the path or paths of its Denses, or `MergeRule`s. See
-        `MergeRule` for patterns in paths.
+        `MergeRule` for patterns in paths. No rules change nothing.
 
     Returns:
       A new tree of the same containers. Changed leaves are computed in float64, rounded once to

@@ -279,7 +279,6 @@ ERRORS = [
         {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])}}, {"n": "d"},
         r"d/kernel reaches 9e\+04, which is too large for float16",
     ),
-    (SMALL, {}, "rules: expected one or more, got none"),
     (SMALL, {"n": []}, "denses: expected one path or more"),
     (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}': expected \{i\} without"),
     (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}': expected \{i\} without"),
@@ -360,6 +359,11 @@ def test_the_merged_model_computes_the_same(wrt, up_bias):
     x = jax.random.normal(jax.random.key(1), (5, 8))
     np.testing.assert_allclose(merged(x), model(x), rtol=2e-5, atol=2e-5)
     assert state["blocks"][11]["norm"]["scale"].shape == (8,)  # given back as it was
+
+
+def test_no_rules_change_nothing():
+    for none in ({}, [], ()):
+        assert lm.merge_norm_affine(SMALL, none) == SMALL
 
 
 def test_abstract_states():

@@ -273,11 +273,13 @@ _HEADS = {kind: tuple(names) for kind, names in _HEAD_NAMES.items()}
 UNUSED = ("*.position_ids", "*bert*.pooler.*", "cls.*", "lm_head.*")
 
 
-def hugging_face_name(path: tuple[str, ...]) -> str:
-    """Returns the name in Hugging Face's classifiers of a parameter of `BertClassifier`."""
+def hugging_face_name(path: tuple[str, ...], kind: str = "bert") -> str:
+    """Returns the name in Hugging Face's classifiers of a parameter of `BertClassifier`.
+
+    `kind` is the config's `model_type`.
+    """
     module, *inside, leaf = path
     if module not in ("bert", "roberta"):
-        kind = "roberta" if module == "dense" else "bert"
         return f"{_HEAD_NAMES[kind][module]}.{_LEAVES[leaf]}"
     if len(inside) == 1:
         return f"{module}.embeddings.{_EMBEDDINGS[inside[0]]}.{_LEAVES[leaf]}"

@@ -9,6 +9,7 @@ A config is a dataclass. The annotation of a field says which values it accepts:
 """
 
 import dataclasses
+import json
 import os
 import reprlib
 import types
@@ -25,8 +26,6 @@ from typing import (
     get_origin,
     get_type_hints,
 )
-
-from lowmembp_examples.data.files import DataError, read_json
 
 #: The type, the smallest and the largest value.
 Size = Annotated[int, 1, 2**24]
@@ -76,17 +75,19 @@ class HuggingFaceConfig:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike) -> Self:
-        """Reads a config.json.
+        """Reads a config.json. `to_json` returns all of the file's keys again.
 
         Raises:
-          DataError: the file is missing or not a JSON object; a key is missing; or a value is not
-            accepted. The message names the key, the value and the accepted values.
+          ValueError: the file is missing or not a JSON object; a key is missing; or a value is not
+            accepted. The message names the file, the key, the value and the accepted values.
         """
-        given = read_json(Path(path))
+        given = read_json(path)
         try:
-            return cls.from_keys(given)
+            config = cls.from_keys(given)
         except ValueError as error:
-            raise DataError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {error}") from error
+        object.__setattr__(config, "_given", given)
+        return config
 
     @classmethod
     def from_keys(cls, given: dict[str, Any]) -> Self:
@@ -133,6 +134,11 @@ class HuggingFaceConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the config.json that transformers needs beside the tensors."""
+        # `dataclasses.replace` makes a new object, which has no such attribute.
+        given = getattr(self, "_given", None)
+        return self._made_keys() if given is None else dict(given)
+
+    def _made_keys(self) -> dict[str, Any]:
         made = {"model_type": self.model_type, "architectures": [self.architecture]}
         return made | {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
@@ -140,6 +146,19 @@ class HuggingFaceConfig:
         value, by = getattr(self, name), getattr(self, divisor)
         if value % by:
             raise ValueError(f"{name}: expected a multiple of {divisor}={by}, got {value}")
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """Reads a JSON object; raises ValueError, which names the file, for anything else."""
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(given).__name__}")
+    return given
 
 
 def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -119,8 +119,8 @@ class LlamaConfig(HuggingFaceConfig):
         config = super().from_keys({k: v for k, v in given.items() if k != "rope_scaling"})
         return dataclasses.replace(config, rope_scaling=scaling)
 
-    def to_json(self) -> dict[str, Any]:
-        made = super().to_json()
+    def _made_keys(self) -> dict[str, Any]:
+        made = super()._made_keys()
         if self.rope_scaling is not None:
             scaling = dataclasses.asdict(self.rope_scaling)
             made["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}

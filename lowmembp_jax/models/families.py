@@ -66,6 +66,12 @@ class Family(NamedTuple):
         fields = {"scan_layers": True} if layers == "scan" else {}
         return self.model(config, compute, norm_residual, **fields)
 
+    def hugging_face_name(self, path: tuple[str, ...]) -> str:
+        """Returns the tensor's name in Hugging Face's model for a parameter's path."""
+        if self.module is bert:  # BERT's and RoBERTa's classifiers have different names
+            return bert.hugging_face_name(path, self.name)
+        return self.module.hugging_face_name(path)
+
     def norm_rules(self, config: Any, layers: Layers | None = None) -> Any:
         """Returns the rules for `lm.merge_norm_affine`. `layers` is as in `build`."""
         if self.module is llama:  # the rules depend on whether the head is tied

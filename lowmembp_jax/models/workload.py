@@ -125,7 +125,7 @@ def workload(
     )
     model = family.build(config, compute, layers=layers)
     optimizer = _optimizer(optimizer_state == "8bit", master_weights == "24bit")
-    loss, arrays = make_loss(family.task, model), _batch(family.task, batch, tokens, config)
+    loss, arrays = make_loss(family.task, model), abstract_batch(family.task, batch, tokens, config)
 
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -147,11 +147,11 @@ def workload(
 
 def _optimizer(is_8bit: bool, is_24bit: bool) -> optax.GradientTransformation:
     adamw = optax.adamw(1e-3, weight_decay=0.01)
-    optimizer = optax.chain(_clip(1.0), lm.compress_state(adamw) if is_8bit else adamw)
+    optimizer = optax.chain(clip_by_norm(1.0), lm.compress_state(adamw) if is_8bit else adamw)
     return lm.master_weights(optimizer) if is_24bit else optimizer
 
 
-def _clip(most: float) -> optax.GradientTransformation:
+def clip_by_norm(most: float) -> optax.GradientTransformation:
     """Clips as `optax.clip_by_global_norm`, but by one product.
 
     XLA fuses the product into an update of 8-bit state.
@@ -164,7 +164,7 @@ def _clip(most: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _batch(task: Task, batch: int, tokens: int, config: Any) -> Batch:
+def abstract_batch(task: Task, batch: int, tokens: int, config: Any) -> Batch:
     """Returns an abstract batch of the task."""
     array = jax.ShapeDtypeStruct
     labels = array((batch,), jnp.int32)

@@ -1,1 +1,0 @@
-"""Models, data, a trainer and benchmarks that use lowmembp_jax."""

@@ -1,0 +1,22 @@
+"""The scripts import each other as `python examples/NAME.py` does, and run under JAX's defaults."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.fixture(autouse=True)
+def users_defaults():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def tiny():
+    """Returns the folder of a tiny Hugging Face checkpoint."""
+    return lambda name: ROOT / "tests" / "data" / "hf_tiny" / name

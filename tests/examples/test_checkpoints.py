@@ -1,0 +1,202 @@
+"""Hugging Face checkpoints are written as they were read, and damaged ones are refused by name."""
+
+import json
+import shutil
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lowmembp_jax.models import FAMILIES, Compute
+from lowmembp_jax.models.families import MODELS
+
+NAMES = ["bert", "gemma2", "llama", "llama_gqa", "llama_rope", "qwen3", "roberta", "swin", "vit"]
+
+
+@pytest.fixture
+def copy(tmp_path, tiny):
+    def copy(name, folder="model", **config):
+        shutil.copytree(tiny(name), tmp_path / folder)
+        path = tmp_path / folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        return tmp_path / folder
+
+    return copy
+
+
+def change(folder, edit):
+    """Edits the tensors of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_written_as_read(name, dtype, copy, tmp_path):
+    folder = copy(name)
+
+    def cast(tensors):
+        for key, x in tensors.items():
+            tensors[key] = x.astype(jnp.dtype(dtype)) if x.dtype == np.float32 else x
+
+    change(folder, cast)
+    checkpoints.save(tmp_path / "saved", *checkpoints.load(folder))
+    given, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "saved"))
+    assert given.keys() == saved.keys()
+    for key, tensor in given.items():
+        assert saved[key].dtype == tensor.dtype
+        np.testing.assert_array_equal(saved[key], tensor, err_msg=key)
+    given, saved = (
+        json.loads((x / "config.json").read_text()) for x in (folder, tmp_path / "saved")
+    )
+    assert given == saved
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "bert", "roberta"])
+def test_the_other_layers_too(name, tiny):
+    family, config, params = checkpoints.load(tiny(name))
+    model = family.build(config, Compute(), layers="scan")
+    inputs = checkpoints.example_inputs(family, config)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    tensors = checkpoints.from_params(params, family)
+    scanned = checkpoints.to_params(tensors, abstract, family)
+    assert "layers" in str(jax.tree.structure(scanned))
+    again = checkpoints.from_params(scanned, family)
+    jax.tree.map(np.testing.assert_array_equal, again, tensors)
+
+
+def test_shards_with_an_index(copy):
+    folder = copy("llama")
+    _, _, params = checkpoints.load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in shards.items():
+        save_file({name: tensors[name] for name in own}, folder / file)
+    index = {"weight_map": {name: file for file, own in shards.items() for name in own}}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.load(folder)[2], params)
+    for place, message in (("../a.safetensors", "expected a file of this folder"), ("", "folder")):
+        path.write_text(json.dumps({"weight_map": index["weight_map"] | {names[0]: place}}))
+        with pytest.raises(ValueError, match=rf"index\.json: {names[0]}: .*{message}"):
+            checkpoints.load(folder)
+    path.write_text(json.dumps({"weight_map": index["weight_map"] | {"more": "a.safetensors"}}))
+    with pytest.raises(ValueError, match=r"a\.safetensors: lacks tensors .*more"):
+        checkpoints.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop("classifier.bias"), r"missing classifier\.bias"),
+        (lambda t: t.update(more=np.zeros(2)), "does not fit the model: unknown more"),
+        (
+            lambda t: t.update({"classifier.bias": np.zeros(9, np.float32)}),
+            r"classifier\.bias has shape \(9,\), expected \(3,\)",
+        ),
+        (
+            lambda t: t.update({"classifier.bias": np.zeros(3, np.int64)}),
+            r"classifier\.bias has dtype int64, expected a floating one",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(edit, message, copy):
+    folder = copy("bert")
+    change(folder, edit)
+    with pytest.raises(ValueError, match=message) as error:
+        checkpoints.load(folder)
+    assert str(error.value).startswith(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, r"config\.json: No such file"),
+        ("config.json", b"{}", r"config\.json: model_type: expected one of vit, .*, got None"),
+        ("config.json", b"[", r"config\.json: expected JSON"),
+        ("model.safetensors", None, "expected model.safetensors or model.*, got neither"),
+        ("model.safetensors", b"12", r"model\.safetensors: not a readable safetensors file"),
+    ],
+)
+def test_damaged_files(file, content, message, copy):
+    folder = copy("bert")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(folder)
+
+
+def test_more_layers_than_tensors(copy):
+    with pytest.raises(ValueError, match="expected at most 41 layers"):
+        checkpoints.load(copy("bert", num_hidden_layers=900))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [("bert", "pooler"), ("roberta", "dense"), ("vit", "cls")]
+)
+def test_a_new_head(name, kept, tiny):
+    _, _, params = checkpoints.load(tiny(name))
+    _, config, new = checkpoints.load(tiny(name), new_labels=7)
+    assert config.num_labels == 7 and new["classifier"]["bias"].shape == (7,)
+    jax.tree.map(np.testing.assert_array_equal, new[kept], params[kept])
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    _, _, again = checkpoints.load(tiny(name), new_labels=7)
+    jax.tree.map(np.testing.assert_array_equal, again, new)
+
+
+def test_an_encoder_with_old_names(copy):
+    folder = copy("bert")
+    _, _, params = checkpoints.load(folder)
+
+    def edit(tensors):
+        for name, tensor in [*tensors.items()]:
+            del tensors[name]
+            if name.startswith("bert.") and "pooler" not in name:
+                name = name.removeprefix("bert.").replace("LayerNorm.weight", "LayerNorm.gamma")
+                tensors[name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+
+    change(folder, edit)
+    with pytest.raises(ValueError, match=r"missing classifier\.bias.*; missing bert\.pooler"):
+        checkpoints.load(folder)
+    _, _, new = checkpoints.load(folder, new_labels=3)
+    jax.tree.map(np.testing.assert_array_equal, new["bert"], params["bert"])
+    assert {"pooler", "classifier"} < new.keys()
+
+
+def test_unused_tensors_of_pretraining(copy):
+    folder = copy("bert")
+    _, _, params = checkpoints.load(folder)
+    change(folder, lambda t: t.update({"cls.predictions.bias": np.zeros(9, np.float32)}))
+    jax.tree.map(np.testing.assert_array_equal, checkpoints.load(folder)[2], params)
+
+
+def test_tied_tensors_that_differ():
+    family = FAMILIES["bert"]._replace(module=_Tied)
+    params = {"a": {"kernel": np.ones((2, 2))}, "b": {"kernel": np.zeros((2, 2))}}
+    with pytest.raises(ValueError, match="params: b/kernel: expected the values of the other"):
+        checkpoints.from_params(params, family)
+
+
+class _Tied:
+    @staticmethod
+    def hugging_face_name(path):
+        return "same"
+
+
+def test_classes_and_a_tokenizer(tmp_path):
+    family, config = MODELS["bert-toy"]
+    model = family.build(config, Compute())
+    inputs = checkpoints.example_inputs(family, config)
+    params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"]
+    checkpoints.save(tmp_path, family, config, params, classes=("no", "yes"), tokenizer="{}")
+    given = json.loads((tmp_path / "config.json").read_text())
+    assert given["id2label"] == {"0": "no", "1": "yes"} and given["architectures"]
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    assert checkpoints.load(tmp_path)[1] == config

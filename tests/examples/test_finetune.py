@@ -1,0 +1,103 @@
+"""finetune.py and nnx_finetune.py on a few steps, and MiniLM's hidden states."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import checkpoints
+import finetune
+import jax
+import nnx_finetune
+import numpy as np
+import pytest
+import run as run_folder
+import tyro
+from test_data import TEXTS
+from test_train import make_tokenizer
+
+from lowmembp_jax.models import Compute
+from lowmembp_jax.models.bert import Bert
+
+GOLDEN = Path(__file__).parents[1] / "data" / "minilm_small.npz"
+
+
+def call(monkeypatch, script, *options):
+    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
+    return run_folder.exit_status(lambda: script.main(tyro.cli(script.Config)))
+
+
+@pytest.fixture
+def small(tmp_path, tiny):
+    """Returns options for a tiny BERT and a few texts."""
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    folder = tmp_path / "bert"
+    family, config, params = checkpoints.load(tiny("bert"))
+    tokenizer = make_tokenizer(tmp_path).read_text()
+    checkpoints.save(folder, family, config, params, tokenizer=tokenizer)
+    texts = ("--train", tmp_path / "train.tsv", "--max-tokens", "8", "--batch-size", "8")
+    return ("--checkpoint", folder, *texts, "--output", tmp_path / "output")
+
+
+@pytest.mark.slow
+def test_finetune(small, monkeypatch, capsys, tmp_path):
+    options = ("--steps", "2", "--no-plan", "--gpu-batch-size", "2", "--gpu-max-tokens", "8")
+    assert call(monkeypatch, finetune, *small, *options) == 0
+    printed = capsys.readouterr()
+    assert "method 4 of 4: lowmembp_jax" in printed.err and "8/8" in printed.err
+    results = json.loads((tmp_path / "output" / "results.json").read_text())
+    assert [*results["runs"]] == [*finetune.TRAINED]
+    assert all(len(run["train_losses"]) == 2 for run in results["runs"].values())
+    first = [run["train_losses"][0] for run in results["runs"].values()]
+    np.testing.assert_allclose(first, first[0], rtol=1e-5)  # the forward pass is exact
+    saved = results["memory"][0]["residual_bytes"]
+    assert saved["lm.compress"] < saved["lowmembp_jax"] < saved["plain Flax"]
+    assert all(name in printed.out for name in finetune.METHODS)
+    assert re.search(r"lm\.compress +\| \d+\.\d% ", printed.out)
+    assert (tmp_path / "output" / "results.png").stat().st_size > 10_000
+    assert call(monkeypatch, finetune, *small) == 2
+    assert "--output: expected a new or an empty folder" in capsys.readouterr().err
+
+
+def test_options_that_are_refused(small, monkeypatch, capsys, tiny):
+    for options, message in (
+        (("--steps", "0"), "--steps: expected 1 or more, got 0"),
+        (("--device", "x"), "--device: expected one of"),
+        (
+            ("--checkpoint", tiny("vit")),
+            r"--train, --checkpoint: .*tokenizer\.json: expected a tok",
+        ),
+        (("--train", "nowhere"), "--train, --checkpoint: nowhere: No such file"),
+    ):
+        assert call(monkeypatch, finetune, *small, *options) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_nnx_finetune(monkeypatch, capsys, tmp_path):
+    options = ("--steps", "2", "--width", "16", "--layers", "1", "--output", tmp_path / "output")
+    assert call(monkeypatch, nnx_finetune, *options) == 0
+    runs = json.loads((tmp_path / "output" / "results.json").read_text())["runs"]
+    saved = {name: run["residual_bytes"] for name, run in runs.items()}
+    assert saved["lm.nnx.compress"] < saved["lm.patch"] < saved["plain Flax NNX"]
+    assert "method 3 of 3: lm.patch" in capsys.readouterr().err
+    assert call(monkeypatch, nnx_finetune, *options) == 2
+
+
+def test_results_are_written_whole(tmp_path):
+    run_folder.write_json(tmp_path / "new" / "x.json", {"a": tmp_path})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        run_folder.write_json(tmp_path / "new" / "x.json", {"a": float("nan")})
+    assert json.loads((tmp_path / "new" / "x.json").read_text()) == {"a": str(tmp_path)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", finetune.TRAINED.values())
+def test_hidden_states_of_minilm_are_pytorchs(method):
+    _, config, params = checkpoints.load(finetune.minilm_folder(), new_labels=2)
+    golden = np.load(GOLDEN)
+    used = golden["attention_mask"].astype(bool)
+    lengths = used.sum(1, dtype=np.int32)
+    apply = jax.jit(Bert(config, Compute(method)).apply)
+    hidden = apply({"params": params["bert"]}, golden["input_ids"], lengths)
+    assert np.abs(hidden - golden["last_hidden_state"])[used].max() < 1e-3

@@ -1,0 +1,171 @@
+"""LoRA and QLoRA: outputs, gradients, what is trained, and the planner's factory."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import lora
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import quick_jit
+from lora import add_lora, apply_lora, combine, fold_lora, partition
+from tiny_models import TINY, inputs
+
+import lowmembp_jax as lm
+from lowmembp_jax.cli._python_files import function_of_file
+from lowmembp_jax.models import FAMILIES, Compute
+
+RANK, ALPHA = 4, 12.0
+
+
+@functools.cache
+def base(family, method="lowmembp", layers=None):
+    """Returns a model, its parameters, drawn at random, and its jitted `apply`."""
+    model = FAMILIES[family].build(TINY[family], Compute(method), layers=layers)
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
+    draw = np.random.default_rng(1)
+    params = {
+        path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
+        for path, leaf in flatten_dict(abstract).items()
+    }
+    return model, unflatten_dict(params), quick_jit(model.apply)
+
+
+def with_lora(train, family, **fields):
+    """Returns the model with LoRA, and its parameters with random B."""
+    plain, params, _ = base(family, **fields)
+    model = apply_lora(plain, train, RANK, ALPHA)
+    params = flatten_dict(add_lora(model, params, jax.random.key(1), *inputs(family)))
+    draw = np.random.default_rng(0)
+    for path, leaf in params.items():
+        if path[-1].endswith("_lora_b"):
+            assert not leaf.any()
+            params[path] = jnp.asarray(draw.normal(0, 0.05, leaf.shape), leaf.dtype)
+    return model, unflatten_dict(params)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("family", "train", "fields"),
+    [
+        ("llama", "qlora-all", {}),
+        *((family, "lora-all", {}) for family in TINY),
+        *((family, "qlora-all", {}) for family in ("vit", "swin", "bert", "roberta")),
+        ("llama", "lora-fa-all", {"layers": "unrolled", "method": "dots"}),
+        ("vit", "qlora-qv", {"method": "lowmembp+remat", "layers": "scan"}),
+    ],
+    ids=str,
+)
+def test_output_is_the_folded_models(family, train, fields):
+    model, params = with_lora(train, family, **fields)
+    got = quick_jit(model.apply)({"params": params}, *inputs(family))
+    _, plain, apply = base(family, **fields)
+    folded = fold_lora(params, ALPHA / RANK)
+    assert jax.tree.structure(folded) == jax.tree.structure(plain)
+    want = apply({"params": folded}, *inputs(family))
+    np.testing.assert_allclose(got, want, atol=2e-4 * np.abs(want).max())
+    assert np.abs(want - apply({"params": plain}, *inputs(family))).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_nf4():
+    """A Gaussian's NF4 error in blocks of 64 is 9% of it (QLoRA, appendix E)."""
+    _, plain, _ = base("llama")
+    _, params = with_lora("qlora-qv", "llama")
+    plain, folded = flatten_dict(plain), flatten_dict(fold_lora(params, 0.0))
+    quantized = {path: leaf for path, leaf in flatten_dict(params).items() if hasattr(leaf, "how")}
+    assert {path[-2] for path in quantized} == {*lora.DENSES} - {
+        "intermediate",
+        "output",
+        "reduction",
+    }
+    for path, leaf in quantized.items():
+        assert leaf.array.qvalue.dtype == jnp.uint4
+        error = np.sqrt(np.mean((folded[path] - plain[path]) ** 2) / np.mean(plain[path] ** 2))
+        assert 0.05 < error < 0.1, path
+
+
+@pytest.mark.parametrize(
+    "train", ["lora-qv", *(pytest.param("qlora-all", marks=pytest.mark.slow),)]
+)
+def test_gradients_follow_from_the_weights(train):
+    plain, _, _ = base("bert")
+    model, params = with_lora(train, "bert")
+    trained, frozen = partition(params, train)
+
+    def loss(trained):
+        logits = model.apply({"params": combine(trained, frozen, jnp.float32)}, *inputs("bert"))
+        return jnp.square(logits).sum()
+
+    def plain_loss(params):
+        return jnp.square(plain.apply({"params": params}, *inputs("bert"))).sum()
+
+    got = flatten_dict(quick_jit(jax.grad(loss))(trained))
+    weights = flatten_dict(quick_jit(jax.grad(plain_loss))(fold_lora(params, ALPHA / RANK)))
+    path, leaves = ("bert", "layer_1", "query"), flatten_dict(params)
+    dw = weights[(*path, "kernel")].reshape(64, -1)
+    a, b = (leaves[(*path, f"kernel_lora_{part}")] for part in "ab")
+    scale = ALPHA / RANK
+    want = {"a": scale * dw @ b.reshape(RANK, -1).T, "b": scale * a.T @ dw}
+    for part, gradient in want.items():
+        found = got[(*path, f"kernel_lora_{part}")].reshape(gradient.shape)
+        np.testing.assert_allclose(found, gradient, atol=1e-4 * np.abs(gradient).max())
+    head = ("classifier", "kernel")
+    np.testing.assert_allclose(got[head], weights[head], atol=1e-4 * np.abs(weights[head]).max())
+
+
+@pytest.mark.parametrize(
+    ("train", "leaves"), [("lora-qv", "ab"), ("lora-fa-qv", "b"), ("full", "")]
+)
+def test_what_is_trained(train, leaves):
+    model = apply_lora(base("bert")[0], train, RANK)
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs("bert"))["params"]
+    trained, frozen = (flatten_dict(tree) for tree in partition(params, train))
+    assert trained.keys() | frozen.keys() == flatten_dict(params).keys()
+    if train == "full":
+        assert not frozen
+        return
+    names = {f"kernel_lora_{part}" for part in leaves}
+    layers = [path for path in trained if path[0] == "bert"]
+    assert {path[-1] for path in layers} == names
+    assert {path[-2] for path in layers} == {"query", "value"}
+    assert {path[0] for path in trained} == {"bert", "classifier"}
+
+
+def test_errors():
+    model, params, _ = base("llama")
+    with pytest.raises(ValueError, match=r"apply_lora: train: expected one of full, .* got 'x'"):
+        apply_lora(model, "x")
+    with pytest.raises(ValueError, match="apply_lora: rank: expected 1 or more, got 0"):
+        apply_lora(model, "lora-qv", 0)
+    mixed = FAMILIES["llama"].build(TINY["llama"], Compute(dtype=jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"expected equal dtypes for train='lora-qv', got param_d"):
+        apply_lora(mixed, "lora-qv")
+    tuned = apply_lora(model, "lora-qv")
+    with pytest.raises(ValueError, match=r"add_lora: base: .*unknown are \['more/kernel'\]"):
+        more = params | {"more": {"kernel": jnp.zeros(1)}}
+        add_lora(tuned, more, jax.random.key(0), *inputs("llama"))
+    tuned, params = with_lora("lora-qv", "bert")
+    with pytest.raises(ValueError, match=r"expected jax\.Arrays; .* jax\.tree\.map"):
+        tuned.apply({"params": jax.tree.map(np.asarray, params)}, *inputs("bert"))
+
+
+@pytest.mark.parametrize(
+    "train", ["lora-all", *(pytest.param("qlora-qv", marks=pytest.mark.slow),)]
+)
+def test_the_planners_factory(train):
+    path = Path(lora.__file__)
+    make = function_of_file("--model", f"{path}:workload")
+    work = make(model="llama-tiny", train=train, method="compress", batch=2, tokens=16)
+    assert "compress" in make.methods
+    trained, _, frozen, _ = work.args
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+    assert jnp.dtype("float32") not in {leaf.dtype for leaf in jax.tree.leaves(frozen)}
+    saved = lm.memory.saved_bytes(work.loss, *work.loss_args, argnums=work.loss_argnums)
+    assert saved > 0
+    out = jax.eval_shape(work.step, *work.args)
+    assert jax.tree.structure(out[:2]) == jax.tree.structure(work.args[:2])
+    with pytest.raises(ValueError, match=r"workload: model: expected one of .* got 'x'"):
+        make(model="x")

@@ -1,0 +1,196 @@
+"""Logits and gradients of every family are PyTorch's, with tests/data/hf_tiny's checkpoints."""
+
+import functools
+from pathlib import Path
+
+import checkpoints
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import quick_jit
+
+import lowmembp_jax as lm
+from lowmembp_jax.models import Compute
+from lowmembp_jax.models.methods import METHODS
+
+DATA = Path(__file__).parents[1] / "data" / "hf_tiny"
+#: The first five run by default.
+NAMES = ["vit", "swin_padded", "bert", "roberta", "llama"]
+MORE = ["swin", "llama_gqa", "llama_rope", "qwen3", "gemma2", "gemma3_text"]
+LOWMEMBP = [name for name in METHODS if name.startswith("lowmembp")]
+
+
+class Case:
+    """A checkpoint, its inputs, and PyTorch's logits, loss and gradients of them."""
+
+    def __init__(self, name, layers=None):
+        self.family, self.config, self.params = checkpoints.load(DATA / name)
+        self.layers = layers or self.family.layers[0]
+        self.io = np.load(DATA / name / "io.npz")
+        self.labels = self.io["in.labels"].astype(np.int32)
+        if self.family.task == "image-classification":
+            self.inputs = (self.io["in.pixel_values"].transpose(0, 2, 3, 1),)
+        else:
+            self.inputs = (self.io["in.input_ids"].astype(np.int32),)
+        if self.family.task == "text-classification":
+            types = [self.io[key] for key in self.io if key == "in.token_type_ids"]
+            more = (self.io["in.attention_mask"].sum(1), *types)
+            self.inputs += tuple(x.astype(np.int32) for x in more)
+        if self.layers != self.family.layers[0]:
+            abstract = jax.eval_shape(self.build(Compute()).init, jax.random.key(0), *self.inputs)
+            tensors = checkpoints.read_tensors(DATA / name)
+            self.params = checkpoints.to_params(tensors, abstract["params"], self.family)
+
+    def build(self, compute, norm_residual="auto"):
+        return self.family.build(self.config, compute, norm_residual, self.layers)
+
+    @functools.cached_property
+    def merged(self):
+        return lm.merge_norm_affine(self.params, self.family.norm_rules(self.config, self.layers))
+
+    @functools.cache  # noqa: B019
+    def gradients(self, compute, slope=None, norm_residual="auto"):
+        """Checks logits and loss; returns gradients. `slope` replaces the activation."""
+
+        def loss(params):
+            logits = self.build(compute, norm_residual).apply({"params": params}, *self.inputs)
+            labels, used = self.labels, logits
+            if labels.ndim == 2:  # the next token's
+                used, labels = logits[:, :-1], labels[:, 1:]
+            losses = optax.softmax_cross_entropy_with_integer_labels(used, labels)
+            return losses.mean(), logits
+
+        with pytest.MonkeyPatch.context() as patch:
+            if slope is not None:
+                patch.setattr(self.family.module, "gelu", slope)
+            step = quick_jit(jax.value_and_grad(loss, has_aux=True))
+            (value, logits), gradients = step(self.merged if compute.merged else self.params)
+        tolerance = 2e-5 if compute.dtype == jnp.float32 else 0.05
+        np.testing.assert_allclose(logits, self.io["logits"], atol=tolerance)
+        np.testing.assert_allclose(value, self.io["loss"], rtol=tolerance)
+        return gradients
+
+    def assert_pytorchs(self, gradients):
+        got = checkpoints.from_params(gradients, self.family)
+        expected = {n.removeprefix("grad."): self.io[n] for n in self.io if n.startswith("grad.")}
+        assert got.keys() == expected.keys()
+        assert_close(got, expected)
+
+
+case = functools.cache(Case)
+
+
+def assert_close(gradients, expected, tolerance=1e-4):
+    """Each is within `tolerance` of its largest. Only rounding moves keys' biases from 0."""
+
+    def check(path, got, want):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        atol = 1e-7 if name.endswith(("key/bias", "key.bias")) else tolerance * np.abs(want).max()
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(check, gradients, expected)
+
+
+def step_gelu(compute, x, *, approximate):
+    """GELU with a slope of steps in the backward, written without the library."""
+    table = lm.STEP_TABLES["gelu_tanh" if approximate else "gelu_erf", 2]
+    rises = zip(table.thresholds, np.diff(table.levels), strict=True)
+    slope = table.levels[0] + sum(jnp.where(x > c, np.float32(rise), 0) for c, rise in rises)
+    stop, value = jax.lax.stop_gradient, jax.nn.gelu(x, approximate)
+    return stop(value) + stop(slope) * (x - stop(x))
+
+
+def slow(*values):
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        *[(name, None) for name in NAMES],
+        *slow(*[(name, None) for name in MORE]),
+        *slow(*[(name, "scan") for name in ("vit", "swin", "bert", "roberta")]),
+        *slow(*[(name, "unrolled") for name in ("llama", "llama_gqa", "gemma3_text")]),
+    ],
+)
+def test_gradients(name, layers):
+    one = case(name, layers)
+    one.assert_pytorchs(one.gradients(Compute()))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", [name for name in METHODS[1:] if name not in LOWMEMBP])
+def test_methods(name, method):
+    """Without a dtype, lm.compress rounds nothing."""
+    case(name).assert_pytorchs(case(name).gradients(Compute(method, compress_dtype=None)))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("method", LOWMEMBP)
+@pytest.mark.parametrize(("name", "layers"), [(n, None) for n in NAMES] + [("swin", "scan")])
+def test_only_the_slope_of_the_activation_is_not_exact(name, layers, method, merged):
+    one = case(name, layers)
+    gradients = one.gradients(Compute(method, merged=merged, compress_dtype=None))
+    slope = None if one.family.module.__name__.endswith("llama") else step_gelu
+    assert_close(gradients, one.gradients(Compute(merged=merged), slope))
+
+
+@pytest.mark.parametrize("name", ["swin_padded", *slow(("vit",), ("llama",), ("llama_gqa",))])
+def test_merged(name):
+    """Parameters that merging leaves alone have the same gradients."""
+    one = case(name)
+    got, expected = one.gradients(Compute(merged=True)), one.gradients(Compute())
+    count = 0
+    for path, gradient in jax.tree_util.tree_leaves_with_path(got):
+        leaf, merged, want = one.params, one.merged, expected
+        for entry in path:
+            merged, leaf = merged[entry.key], leaf.get(entry.key) if leaf is not None else None
+            want = want.get(entry.key) if want is not None else None
+        # The padding of a merged Swin reads the norms that are kept.
+        if leaf is merged and "norm1" not in jax.tree_util.keystr(path):
+            count += 1
+            assert_close({path[-1].key: gradient}, {path[-1].key: want}, 2e-4)
+    assert count > 4
+    abstract = jax.eval_shape(one.build(Compute(merged=True)).init, jax.random.key(0), *one.inputs)
+    specs = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
+    assert specs(one.merged) == specs(abstract["params"])
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gemma2"])
+def test_nothing_to_merge(name):
+    one = case(name)
+    jax.tree.map(np.testing.assert_array_equal, one.merged, one.params)
+    assert not one.family.merges_norms
+
+
+def test_merging_without_kept_padding_would_be_wrong():
+    one = case("swin_padded")
+    params = jax.tree.map(lambda x: x, one.merged)
+    for stage in ("stage_0", "stage_1"):
+        for layer in ("layer_0", "layer_1"):
+            norm = params[stage][layer]["norm1"]
+            norm["bias"] = np.zeros_like(norm["bias"])
+    apply = quick_jit(one.build(Compute(merged=True)).apply)
+    wrong = apply({"params": params}, *one.inputs)
+    assert np.abs(wrong - one.io["logits"]).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_norm_residual_output(name):
+    one = case(name)
+    got = one.gradients(Compute("lowmembp"), norm_residual="output")
+    assert_close(got, one.gradients(Compute("lowmembp")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["default", "compress", "lowmembp"])
+@pytest.mark.parametrize("name", [*NAMES, "gemma2"])
+def test_bfloat16(name, method):
+    gradients = case(name).gradients(Compute(method, dtype=jnp.bfloat16))
+    expected = case(name).gradients(Compute())
+    assert lm.gradient_distance(gradients, expected) < 0.2

@@ -1,0 +1,258 @@
+"""train.py, as a user runs it: results, resuming, exports, meshes, and errors."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+import train
+import tyro
+from data import TrainingBatches
+from helpers import quick_jit
+from run import exit_status
+from safetensors.numpy import load_file
+from test_data import TEXTS, save_images
+
+SCRIPT = Path(train.__file__)
+TINY_TEXT = ("--data.sequence-length", "8", "--batch-size", "8", "--mesh", "data=8")
+FIXED = ("--log-every", "1", "--method", "default")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command line in this process; returns its status and the folder of the run."""
+    (tmp_path / "train.tsv").write_text(TEXTS)
+
+    def run(*options, output="run"):
+        folder = tmp_path / output
+        text = () if "--data.train" in options else ("--data.train", str(tmp_path / "train.tsv"))
+        command = ["train.py", *text, "--output", str(folder), *map(str, options)]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(jax, "jit", quick_jit)
+        command = lambda: train.train(tyro.cli(train.Config))  # noqa: E731
+        return exit_status(command), folder
+
+    return run
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def log(folder, kind):
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def interrupt(monkeypatch, at):
+    """Ctrl-C before the batch of step `at`."""
+    batch = TrainingBatches.at
+
+    def interrupted(self, step):
+        if step == at:
+            raise KeyboardInterrupt
+        return batch(self, step)
+
+    monkeypatch.setattr(TrainingBatches, "at", interrupted)
+
+
+def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
+    """The same numbers as without the interruption, and an export that loads."""
+    options = (*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
+    assert run(*options, output="whole")[0] == 0
+    whole = run(*options, output="whole")
+    assert whole[0] == 2
+    assert "--output: expected a new or an empty folder, found" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        interrupt(patch, at=3)
+        status, folder = run(*options)
+        assert status == 130 and not (folder / "results.json").exists()
+    for changed, option in ((("--seed", "1"), "seed"), (("--steps", "7"), "steps")):
+        assert run(*options, *changed, "--resume")[0] == 2
+        assert f"--resume: --{option}: expected the run's" in capsys.readouterr().err
+    path = folder.parent / "train.tsv"
+    path.write_text(TEXTS.replace("fine", "good", 1))
+    assert run(*options, "--resume")[0] == 2
+    assert "--resume: expected the run's data and tensors" in capsys.readouterr().err
+    path.write_text(TEXTS)
+    export = folder.parent / "export"
+    status, folder = run(*options, "--resume", "--export", export)
+    assert status == 0 and "resuming" not in capsys.readouterr().err
+    for kind in ("train", "dev"):
+        for one, other in zip(log(folder, kind), log(whole[1], kind), strict=True):
+            assert one["step"] == other["step"] and one["loss"] == pytest.approx(
+                other["loss"], 1e-6
+            )
+    assert results(folder)["dev"] == pytest.approx(results(whole[1])["dev"], 1e-6)
+    family, config, _ = checkpoints.load(export)
+    assert family.name == "bert" and config.num_labels == 2
+    assert json.loads((export / "config.json").read_text())["id2label"] == {"0": "0", "1": "1"}
+    # Resuming a run that is done changes nothing.
+    before = results(folder)
+    assert run(*options, "--resume")[0] == 0
+    assert results(folder) == before
+
+
+@pytest.mark.slow
+def test_an_exported_head_is_kept(run, tmp_path, capsys):
+    assert run(*TINY_TEXT, "--steps", "2", "--export", tmp_path / "export")[0] == 0
+    options = ("--checkpoint", tmp_path / "export", *TINY_TEXT, "--learning-rate", "1e-30")
+    status, folder = run(*options, "--steps", "1", output="again")
+    assert status == 0 and "head: the checkpoint's" in capsys.readouterr().out
+    assert results(folder)["dev"] == pytest.approx(results(tmp_path / "run")["dev"], 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "options"),
+    [
+        (("data=8",), ("fsdp=4", "tensor=2"), ("--optimizer-state", "8bit")),
+        (("data=2", "fsdp=2", "tensor=2"), ("data=8",), ("--master-weights", "24bit")),
+        (("fsdp=8",), ("data=4", "tensor=2"), ("--train", "lora-all", "--accumulate", "2")),
+    ],
+)
+def test_resuming_on_another_mesh(run, monkeypatch, before, after, options):
+    options = (
+        "--data.sequence-length",
+        "8",
+        "--batch-size",
+        "16",
+        *FIXED,
+        *options,
+        "--steps",
+        "4",
+    )
+    options = (*options, "--checkpoint-every", "2")
+    status, whole = run(*options, "--mesh", *before, output="whole")
+    assert status == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, at=3)
+        assert run(*options, "--mesh", *before)[0] == 130
+    status, folder = run(*options, "--mesh", *after, "--resume")
+    assert status == 0
+    losses = [[record["loss"] for record in log(each, "train")] for each in (folder, whole)]
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_what", ["full", "lora-fa-qv", "qlora-all"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "vit", "swin", "llama"])
+def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
+    options = ["--checkpoint", tiny(name), "--train", train_what, "--batch-size", "8"]
+    options += ["--steps", "2", "--mesh", "data=4", "tensor=2", "--export", tmp_path / "export"]
+    if name in ("vit", "swin"):
+        options += ["--data.train", save_images(tmp_path, train=16, test=4)]
+    elif name == "llama":
+        tokenizer = make_tokenizer(tmp_path)
+        options += ["--data.sequence-length", "8", "--data.tokenizer", tokenizer]
+        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
+        options += ["--data.train", tmp_path / "text.txt"]
+    else:
+        options += ["--data.tokenizer", make_tokenizer(tmp_path), "--data.sequence-length", "8"]
+    status, folder = run(*options)
+    assert status == 0
+    assert np.isfinite(results(folder)["dev"]["loss"])
+    written = load_file(tmp_path / "export" / "model.safetensors")
+    given = load_file(tiny(name) / "model.safetensors")
+    same = {key for key in given.keys() & written.keys() if given[key].shape == written[key].shape}
+    assert len(same) > 0.8 * len(given)
+    changed = {key for key in same if not np.array_equal(given[key], written[key])}
+    assert changed
+
+
+def make_tokenizer(folder):
+    from data import word_tokenizer
+
+    path = folder / "tokenizer.json"
+    path.write_text(word_tokenizer(TEXTS.split("\n")).to_str())
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-toy", "qwen3-toy", "gemma3_text-toy", "roberta-toy"])
+def test_new_models_in_float16(run, tmp_path, model):
+    options = [*TINY_TEXT, "--model", model, "--dtype", "float16", "--steps", "3"]
+    if model != "roberta-toy":
+        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
+        options += ["--data.train", tmp_path / "text.txt"]
+    status, folder = run(*options, "--log-every", "1")
+    assert status == 0 and len(log(folder, "train")) == 3
+    assert ("perplexity" in results(folder)["dev"]) == (model != "roberta-toy")
+
+
+def test_a_loss_that_is_not_finite(run, capsys):
+    options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
+    status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")
+    error = capsys.readouterr().err
+    assert status == 1 and re.search(r"error: step \d: the loss .*(nan|inf)", error)
+    assert not (folder / "results.json").exists()
+
+
+ERRORS = [
+    (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
+    (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
+    (("--batch-size", "0"), "--batch-size: expected a number from 1 to"),
+    (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
+    (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
+    (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
+    (("--warmup", "2"), "--warmup: expected a number from 0 to 1, got 2.0"),
+    (("--learning-rate", "nan"), "--learning-rate: expected a number from"),
+    (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
+    (("--data.train", "nowhere"), "--data: nowhere: No such file"),
+    (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
+    (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
+    (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
+    (("--coordinator", "localhost:1"), "--coordinator: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), ERRORS, ids=lambda x: x[0] if x[0][0] == "-" else ""
+)
+def test_options_that_are_refused(run, capsys, options, message):
+    sizes = () if "--batch-size" in options else ("--batch-size", "8")
+    status, folder = run(*options, *sizes)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 2 and not folder.exists()
+    assert re.match(f"error: {message}", error), error
+
+
+def test_a_small_vocabulary(run, capsys, tiny, tmp_path):
+    words = "\n".join(f"a{i} a{i} film\t{i % 2}" for i in range(200))
+    (tmp_path / "words.tsv").write_text(words)
+    data = ("--data.train", tmp_path / "words.tsv", "--data.sequence-length", "8")
+    assert run("--checkpoint", tiny("bert"), *data, "--batch-size", "8")[0] == 2
+    assert "--data.tokenizer: expected at most 120 token ids" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_and_several_processes(tmp_path):
+    """kill -9 after a checkpoint, then resume with two processes."""
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    options = ["--data.train", str(tmp_path / "train.tsv"), "--data.sequence-length", "8"]
+    options += ["--batch-size", "8", "--steps", "60", "--checkpoint-every", "5"]
+    command = [sys.executable, str(SCRIPT), *options, "--output", str(tmp_path / "run")]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, env=environment)
+    folder = tmp_path / "run" / "checkpoints"
+    until = time.time() + 240
+    while not any(path.name.isdecimal() for path in folder.glob("*")) and time.time() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    place = ["--coordinator", "localhost:29871", "--process-count", "2", "--process-index"]
+    both = [
+        subprocess.Popen([*command, "--resume", *place, str(i)], env=environment) for i in (0, 1)
+    ]
+    assert [process.wait(300) for process in both] == [0, 0]
+    found = results(tmp_path / "run")
+    assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")
+    assert jax.process_count() == 1

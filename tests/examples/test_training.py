@@ -1,0 +1,158 @@
+"""The training step: optimizer, mixed precision, losses, and meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from data import Batch
+from helpers import quick_jit
+from jax.sharding import PartitionSpec as P
+from training import (
+    init_state,
+    learning_rate,
+    make_loss,
+    make_mesh,
+    make_optimizer,
+    make_step,
+    own_part,
+    partition_spec,
+    shardings,
+)
+
+from lowmembp_jax.models import Compute
+from lowmembp_jax.models.families import MODELS
+
+PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(4, 3), "bias": jnp.zeros(3)}}
+X = jax.random.normal(jax.random.key(0), (8, 4))
+KEY = jax.tree_util.DictKey
+
+
+def loss_fn(params, frozen, x):
+    dense = params["dense"]
+    y = jnp.tanh(x @ dense["kernel"].astype(x.dtype) + dense["bias"].astype(x.dtype))
+    return jnp.square(y.astype(jnp.float32)).mean(), ()
+
+
+def trained(batches, dtype=jnp.float32, **options):
+    optimizer = make_optimizer(1e-2, **options)
+    param_dtype = jnp.bfloat16 if options.get("is_24bit") else jnp.float32
+    state = init_state(PARAMS, optimizer, dtype, param_dtype)
+    step, metrics = jax.jit(make_step(loss_fn, optimizer)), None
+    for batch in batches:
+        state, metrics = step(state, {}, batch.astype(dtype))
+    return state, metrics
+
+
+def test_learning_rate():
+    for schedule in ("linear", "cosine"):
+        rates = [float(learning_rate(1.0, 20, 0.1, schedule)(i)) for i in range(21)]
+        assert 0 < rates[0] < rates[1] < rates[2] == 1.0 > rates[3]
+        assert rates[20] == pytest.approx(0, abs=1e-7)
+    assert float(learning_rate(1.0, 1, 1.0)(0)) == 1.0
+
+
+def test_weight_decay_is_for_matrices():
+    optimizer = make_optimizer(1.0, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    ones = jax.tree.map(jnp.ones_like, PARAMS)
+    updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
+    np.testing.assert_allclose(updates["dense"]["kernel"], -0.5)
+    np.testing.assert_array_equal(updates["dense"]["bias"], 0)
+
+
+def test_accumulated_batches_are_one_batch():
+    state, _ = trained([X, X])
+    accumulated, _ = trained([X[:4], X[4:]] * 2, accumulate=2)
+    assert int(accumulated.step) == 4
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, accumulated.params, state.params)
+
+
+@pytest.mark.parametrize("options", [{"is_8bit": True}, {"is_24bit": True}])
+def test_compressed_optimizers_stay_near(options):
+    state, _ = trained([X] * 5)
+    near, _ = trained([X] * 5, **options)
+    close = lambda a, b: np.testing.assert_allclose(np.float32(a), b, atol=2e-2)  # noqa: E731
+    jax.tree.map(close, near.params, state.params)
+
+
+def test_overflow_in_float16_is_skipped():
+    optimizer = make_optimizer(1e-2, accumulate=2)
+    state = init_state(PARAMS, optimizer, jnp.float16)
+    step = jax.jit(make_step(loss_fn, optimizer))
+    state, metrics = step(state, {}, X.astype(jnp.float16))
+    assert not metrics.skipped and np.isfinite(metrics.grad_norm)
+    after, metrics = step(state, {}, jnp.full_like(X, jnp.inf).astype(jnp.float16))
+    assert metrics.skipped and metrics.loss_scale == state.loss_scale.scale / 2
+    assert after.step == 2
+    same = np.testing.assert_array_equal
+    jax.tree.map(same, (after.params, after.opt_state), (state.params, state.opt_state))
+
+
+@pytest.mark.parametrize("name", ["bert-toy", "llama-tiny"])
+def test_padding_does_not_count(name):
+    family, config = MODELS[name]
+    model = family.build(config, Compute())
+    ids = jax.random.randint(jax.random.key(0), (4, 8), 0, 99)
+    is_text = family.task == "text-classification"
+    labels = jnp.array([0, 1, -1, -1]) if is_text else ids.at[2:].set(-1)
+    inputs = (ids, jnp.full(4, 8)) if is_text else (ids,)
+    params = quick_jit(model.init)(jax.random.key(1), *inputs)["params"]
+    loss = quick_jit(make_loss(family.task, model))
+    mean, totals = loss(params, {}, Batch(inputs, labels))
+    alone, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
+    assert totals[1] == own[1] == (2 if is_text else 16)
+    np.testing.assert_allclose(mean, alone, rtol=1e-5)
+    assert totals[2] == own[2]
+    np.testing.assert_allclose(totals[0] / totals[1], mean, rtol=1e-6)
+    if is_text:
+        logits = quick_jit(model.apply)({"params": params}, *inputs)[:2]
+        want = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:2]).mean()
+        np.testing.assert_allclose(mean, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        (("layer_0", "query", "kernel"), (64, 4, 16), P("fsdp", "tensor", None)),
+        (("layers", "query", "kernel"), (2, 64, 4, 16), P(None, "fsdp", "tensor", None)),
+        (("layers", "down", "kernel"), (4, 176, 64), P(None, "tensor", "fsdp")),
+        (("layer_0", "intermediate", "bias"), (64,), P("tensor")),
+        (("layer_0", "query", "kernel_lora_b"), (8, 64), P(None, "tensor")),
+        (("layer_0", "output", "kernel_lora_a"), (256, 8), P("tensor", "fsdp")),
+        (("word_embeddings", "embedding"), (100, 64), P("fsdp", None)),
+        (("norm", "scale"), (64,), P(None)),
+        (("layer_0", "query", "kernel"), (63, 3, 17), P(None, None, None)),
+    ],
+)
+def test_partitions(path, shape, spec):
+    mesh = make_mesh(["data=2", "fsdp=2", "tensor=2"], jax.devices())
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert partition_spec([KEY(name) for name in path], leaf, mesh) == spec
+
+
+def test_scales_are_divided_as_their_arrays():
+    mesh = make_mesh(["fsdp=8"], jax.devices())
+    optimizer = make_optimizer(1e-3, is_8bit=True)
+    params = {"query": {"kernel": jnp.zeros((256, 4, 64))}}
+    state = jax.eval_shape(lambda: init_state(params, optimizer, jnp.float32))
+    made = jax.jit(
+        lambda: init_state(params, optimizer, jnp.float32), out_shardings=shardings(state, mesh)
+    )
+    specs = {leaf.sharding.spec for leaf in jax.tree.leaves(made().opt_state) if leaf.ndim == 3}
+    assert specs == {P("fsdp", "tensor", None)}
+
+
+@pytest.mark.parametrize("axes", [["data=4"], ["dta=8"], ["data=8", "data=1"], ["data=0"], ["8"]])
+def test_meshes_that_are_refused(axes):
+    with pytest.raises(ValueError, match="--mesh: expected sizes of data, fsdp, tensor"):
+        make_mesh(axes, jax.devices())
+
+
+def test_parts_of_a_batch():
+    assert make_mesh([], jax.devices()).shape == {"data": 8, "fsdp": 1, "tensor": 1}
+    mesh = make_mesh(["data=2", "tensor=4"], jax.devices())
+    assert own_part(mesh, 4) == (0, 1)
+    with pytest.raises(ValueError, match=r"--batch-size .*multiple of 2, .* got 3"):
+        own_part(mesh, 3)

@@ -1,0 +1,323 @@
+"""The library's models without a checkpoint: shapes, errors, attention, and Swin's windows.
+
+tests/examples/test_pytorch.py compares them with PyTorch's.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import quick_jit
+from tiny_models import TINY, inputs
+
+import lowmembp_jax as lm
+from lowmembp_jax.models import FAMILIES, Compute, swin, vit
+from lowmembp_jax.models.attention import attention, attention_platform, best_attention
+from lowmembp_jax.models.bert import BertClassifier, BertConfig, RobertaConfig
+from lowmembp_jax.models.families import MODELS
+from lowmembp_jax.models.windows import Windows, relative_position_index
+
+WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windows(16, 11, 7, 3)]
+
+
+def drawn(name, compute=Compute(), **fields):  # noqa: B008
+    model = FAMILIES[name].build(TINY[name], compute, **fields)
+    return model, quick_jit(model.init)(jax.random.key(0), *inputs(name))["params"]
+
+
+def qkv(batch=2, tokens=9, keys=9, heads=4, kv_heads=4, size=8, dtype=jnp.float32):
+    shapes = (batch, tokens, heads, size), *2 * ((batch, keys, kv_heads, size),)
+    names = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, s, dtype) for key, s in zip(names, shapes, strict=True)]
+
+
+def plain_attention(
+    q, k, v, lengths=None, causal=False, bias=0, scale=None, soft_cap=None, window=None
+):
+    """A softmax in float64, without JAX."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("bthd,bshd->bhts", q, k) * (scale or q.shape[-1] ** -0.5)
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+    token, key = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])
+    seen = np.full((len(q), 1, q.shape[1], k.shape[1]), True)
+    if causal:
+        seen &= key <= token
+    if window is not None:
+        seen &= key > token - window
+    if lengths is not None:
+        seen &= key < np.asarray(lengths)[:, None, None, None]
+    scores = np.where(seen, scores + np.asarray(bias), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
+
+
+BIAS = np.random.default_rng(0).normal(size=(1, 4, 9, 9)).astype(np.float32)
+LENGTHS = np.array([3, 9], np.int32)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"lengths": LENGTHS, "bias": BIAS},
+        {"causal": True, "window": 4, "scale": 0.7},
+        {"causal": True, "window": 4, "soft_cap": 1.5},
+        {"soft_cap": 1.5},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_attention_is_a_softmax(options, dtype, kv_heads, mixed_dtypes):
+    args = qkv(kv_heads=kv_heads, dtype=dtype)
+    given = {n: jnp.asarray(x, dtype) if n == "bias" else x for n, x in options.items()}
+    got = attention(*args, "xla", **given)
+    assert got.dtype == jnp.dtype(dtype)
+    expected = plain_attention(*args, **options)
+    tolerance = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
+    np.testing.assert_allclose(np.float32(got), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("tokens", "keys"), [(7, 8), (8, 9), (7, 9)])
+@pytest.mark.parametrize("lengths", [None, [3, 8]])
+def test_cudnn_gets_even_numbers(tokens, keys, causal, lengths, monkeypatch):
+    """XLA's attention stands in for cuDNN, which needs a GPU."""
+    args, xla = qkv(tokens=tokens, keys=keys, kv_heads=2), jax.nn.dot_product_attention
+    bias = jnp.asarray(BIAS[:, :, :tokens, :keys])
+    lengths = None if lengths is None else jnp.array(lengths, jnp.int32)
+
+    def grads(implementation):
+        def total(args, bias):
+            given = {"bias": bias, "causal": causal, "lengths": lengths}
+            out = attention(*args, implementation, **given)
+            return jnp.square(out).sum(), out
+
+        return quick_jit(jax.grad(total, argnums=(0, 1), has_aux=True))(args, bias)
+
+    want = grads("xla")
+
+    def even(q, k, v, *args, implementation, **kwargs):
+        assert implementation == "cudnn" and q.shape[1] == 8 and k.shape[1] in (8, 10)
+        return xla(q, k, v, *args, implementation="xla", **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", even)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), grads("cudnn"), want)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "given", "message"),
+    [
+        ("flash", {}, r"implementation: expected 'xla' or 'cudnn', got 'flash'"),
+        ("cudnn", {"soft_cap": 2.0}, "implementation: expected 'xla' for a soft cap or a window"),
+        ("cudnn", {"window": 3, "causal": True}, "implementation: expected 'xla' for a soft cap"),
+        ("xla", {"window": 3}, "attention: window: expected None without causal"),
+        ("xla", {"soft_cap": 1.0, "bias": BIAS}, "attention: soft_cap: expected None with a bias"),
+    ],
+)
+def test_attention_refuses(implementation, given, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*qkv(), implementation, **given)
+
+
+def test_choice_of_attention():
+    best = partial(best_attention, head_size=64)
+    assert best("gpu", "bfloat16") == "cudnn"
+    assert best("gpu", "float32") == best("cpu", "bfloat16") == "xla"
+    assert best_attention("gpu", "bfloat16", 12) == best_attention("gpu", "bfloat16", 256) == "xla"
+    assert best("gpu", "bfloat16", in_cudnn=False) == "xla"
+    devices = [("gpu", "9.0", "gpu"), ("gpu", "7.5", "another"), ("gpu", "gfx90a", "another")]
+    for platform, capability, expected in [*devices, ("cpu", "", "cpu")]:
+        device = SimpleNamespace(platform=platform, compute_capability=capability)
+        assert attention_platform(device) == expected
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all", "causal", "bias", "lengths"])
+def test_cudnn_compiles_for_odd_tokens(name, mixed_dtypes):
+    array = jax.ShapeDtypeStruct
+    given = {"lengths": array((2,), jnp.int32), "bias": array((1, 4, 33, 33), jnp.bfloat16)}
+    arrays = {key: given[key] for key in given if key == name}
+    x = array((2, 33, 4, 64), jnp.bfloat16)
+
+    def loss(q, arrays):
+        out = attention(q, q, q, "cudnn", causal=name == "causal", **arrays)
+        return jnp.sum(out.astype(jnp.float32))
+
+    text = lm.memory.compile_for(jax.grad(loss), x, arrays, device="h200").as_text()
+    assert "__cudnn$fmha" in text
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["vit", "swin"])
+@pytest.mark.parametrize("merged", [False, True])
+def test_even_tokens_for_cudnn(name, merged, monkeypatch):
+    """ViT has 17 tokens, and Swin windows of 9 tokens."""
+    module, config = {"vit": (vit, TINY["vit"]), "swin": (swin, None)}[name]
+    images = inputs("vit")[0]
+    if name == "swin":
+        images, config = images[:, :14, :14], swin.SwinConfig(8, (2,), (2,), 3, patch_size=2)
+    models = [
+        FAMILIES[name].build(config, Compute(attention=kind, merged=merged))
+        for kind in ("xla", "cudnn")
+    ]
+    params = quick_jit(models[0].init)(jax.random.key(0), images)["params"]
+
+    def even(q, k, v, implementation, **kwargs):
+        assert q.shape[1] % 2 == (implementation != "cudnn")
+        return attention(q, k, v, "xla", **kwargs)
+
+    monkeypatch.setattr(module, "attention", even)
+    grad = quick_jit(
+        jax.grad(lambda params, model: model.apply({"params": params}, images).sum()),
+        static_argnums=1,
+    )
+    expected, got = (grad(params, model) for model in models)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4), got, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("vit", (np.zeros((3, 40, 40, 3), np.float32),), r"images: expected \[batch, .*40, 40, 3"),
+        (
+            "bert",
+            (np.zeros((1, 65), np.int32),),
+            "input_ids: expected at most 64 tokens, .* got 65",
+        ),
+        ("roberta", (np.zeros((1, 65), np.int32),), "input_ids: expected at most 64 tokens"),
+    ],
+)
+def test_inputs_that_do_not_fit(name, given, message):
+    with pytest.raises(ValueError, match=message):
+        FAMILIES[name].build(TINY[name], Compute()).init(jax.random.key(0), *given)
+
+
+def test_fields_that_are_refused():
+    with pytest.raises(ValueError, match=r"Compute: method: expected one of default, .*got 'foo'"):
+        Compute("foo")
+    with pytest.raises(
+        ValueError, match=r"layers: expected one of unrolled, scan for vit, got 'x'"
+    ):
+        FAMILIES["vit"].build(TINY["vit"], Compute(), layers="x")
+    with pytest.raises(ValueError, match=r"scan_layers: expected False .* depths=\(2, 1\)"):
+        drawn("swin", layers="scan")
+    gemma = FAMILIES["gemma2"]
+    with pytest.raises(ValueError, match="compute: expected merged=False for gemma2"):
+        model = gemma.build(gemma.toy, Compute(merged=True))
+        jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 4), np.int32))
+
+
+@pytest.mark.parametrize("pooling", ["first", "mean"])
+def test_padding_changes_nothing(pooling):
+    model = BertClassifier(TINY["bert"], pooling=pooling)
+    ids = inputs("bert")[0][:1]
+    params = quick_jit(model.init)(jax.random.key(0), ids)["params"]
+    apply = quick_jit(model.apply)
+    padded = apply({"params": params}, ids, jnp.array([20], jnp.int32))
+    alone = apply({"params": params}, ids[:, :20])
+    np.testing.assert_allclose(padded, alone, atol=1e-5)
+
+
+def test_the_last_positions_of_roberta():
+    """Its first two positions are for padding."""
+    config = RobertaConfig(20, 16, 1, 2, 32, 12, 1)
+    assert config.max_tokens == 10
+    model, ids = FAMILIES["roberta"].build(config, Compute()), jnp.full((2, 10), 5, jnp.int32)
+    params = quick_jit(model.init)(jax.random.key(0), ids)["params"]
+    grad = quick_jit(jax.grad(lambda params: model.apply({"params": params}, ids).sum()))(params)
+    used = np.abs(grad["roberta"]["position_embeddings"]["embedding"]).sum(1) > 0
+    np.testing.assert_array_equal(used, [False, False] + 10 * [True])
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        *[("bert-base", 109.48), ("bert-large", 335.14), ("minilm", 22.71)],
+        *[("roberta-base", 124.06), ("roberta-large", 354.31), ("vit-b16", 86.57)],
+        *[("swin-t", 28.29), ("llama-7b", 6738.42), ("qwen3-0.6b", 596.05)],
+        *[("gemma-2-2b", 2614.34), ("gemma-3-1b", 999.89), ("llama-3-8b", 8030.26)],
+    ],
+)
+def test_models_have_the_published_sizes(name, millions):
+    """BertModel has a pooler, and RobertaModel has none; neither counts the classifier."""
+    family, config = MODELS[name]
+    model = family.build(config, Compute())
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs(family.name, config=config))
+    parts = params["params"]
+    if family.name in ("bert", "roberta"):
+        parts = [parts[part] for part in ("bert", "pooler", "roberta") if part in parts]
+    total = sum(leaf.size for leaf in jax.tree.leaves(parts)) / 1e6
+    assert total == pytest.approx(millions, abs=0.01)
+
+
+def test_residuals_of_bert():
+    """In units of batch x tokens x hidden, `norm_residual="output"` saves two arrays a layer."""
+    config = BertConfig(50, 64, 4, 4, 256, type_vocab_size=1)
+    ids, lengths = jnp.zeros((4, 32), jnp.int32), jnp.full((4,), 32)
+
+    def saved(norm_residual):
+        model = FAMILIES["bert"].build(config, Compute("lowmembp"), norm_residual)
+        params = jax.eval_shape(model.init, jax.random.key(0), ids, lengths)
+        total = lambda *args: model.apply(*args).sum()  # noqa: E731
+        return lm.memory.saved_bytes(total, params, ids, lengths) / (4 * 32 * 64 * 4)
+
+    assert saved("normalized") - saved("output") == pytest.approx(8, abs=0.3)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_windows_hold_the_map(windows):
+    shape = (2, windows.height, windows.width, 3)
+    x = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    split = windows.split(jnp.asarray(x))
+    np.testing.assert_array_equal(windows.join(split), x)
+    is_padding = np.broadcast_to(windows.is_padding()[None, ..., None], split.shape)
+    np.testing.assert_array_equal(np.asarray(split) == 0, is_padding)
+
+
+@pytest.mark.parametrize("windows", [windows for windows in WINDOWS if windows.shift])
+def test_mask_separates_what_the_roll_brought_together(windows):
+    size = windows.size
+    height, width = (-(-length // size) * size for length in (windows.height, windows.width))
+    padded = Windows(height, width, size, windows.shift)
+    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
+    places = np.stack([rows, columns], -1)[None].astype(np.float32)
+    places = np.asarray(padded.split(jnp.asarray(places)))[0]
+    distance = np.abs(places[:, :, None] - places[:, None]).max(-1)
+    np.testing.assert_array_equal(windows.mask(), np.where(distance < size, 0, -100))
+
+
+def test_smaller_windows_use_the_same_offsets():
+    whole = relative_position_index(7, 7).reshape(7, 7, 7, 7)
+    expected = whole[:3, :3, :3, :3].reshape(9, 9)
+    np.testing.assert_array_equal(relative_position_index(3, 7), expected)
+
+
+def test_a_merged_scale_of_zero_pads_with_numbers():
+    params = {"scale": np.float32([0, 2, 1e-30]), "bias": np.float32([1, 1, 0])}
+    padding = swin.MergedPadding(Compute()).apply({"params": params}, 3)
+    np.testing.assert_array_equal(padding, np.float32([0, -0.5, 0]))
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_one_pair_of_layers_is_computed_again(mixed_dtypes):
+    """XLA opens a loop of one step."""
+    images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.bfloat16)
+    config = swin.SwinConfig(32, (2,), (2,), window_size=4, num_labels=10)
+
+    def temporary(method):
+        model = swin.Swin(config, Compute(method, jnp.bfloat16), scan_layers=True)
+        params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+        loss = lambda params, images: model.apply({"params": params}, images).sum()  # noqa: E731
+        compiled = lm.memory.compile_for(jax.grad(loss), params, images)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary("full-remat") < 0.6 * temporary("default")
