@@ -7,25 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
-from lowmembp_jax.models import FAMILIES, Compute, bert, llama, swin, vit
+from lowmembp_jax.models import FAMILIES, Compute, swin
 from lowmembp_jax.models.workload import workload
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 
 METHODS = lm.memory.METHODS
-#: The smallest model of each family that has all of its modules. Swin's second layer is shifted,
-#: and patch merging follows.
-TINY = {
-    "vit": vit.ViTConfig(64, 2, 2, 256, image_size=32, patch_size=8, num_labels=8),
-    "swin": swin.SwinConfig(
-        32, (2, 1), (1, 2), window_size=4, image_size=32, patch_size=4, num_labels=8
-    ),
-    "bert": bert.BertConfig(64, 64, 2, 2, 256, 64),
-    "roberta": bert.RobertaConfig(64, 64, 2, 2, 256, 66, type_vocab_size=1),
-    "llama": llama.LlamaConfig(64, 2, 2, 192, num_key_value_heads=1, vocab_size=64),
-}
 BY_DEFAULT = [("bert", "lowmembp"), ("llama", "lowmembp+remat"), ("vit", "compress")]
 CASES = [
     pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
@@ -43,7 +33,7 @@ class Step(NamedTuple):
 @functools.cache
 def compiled(family, method):
     """Compiles a step with a batch so large that activations take more than weights."""
-    tokens = None if family in ("vit", "swin") else 32
+    tokens = None if family in ("vit", "swin") else TOKENS
     made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
     # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
     options = {} if jax.__version__.startswith("0.11.") else {"xla_gpu_autotune_level": 0}

@@ -12,7 +12,6 @@ from jax._src.ad_checkpoint import saved_residuals
 import lowmembp_jax as lm
 
 transformers = pytest.importorskip("transformers")
-third_party = pytest.importorskip("lowmembp_examples.benchmarks.third_party")
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(vocab_size=50, max_position_embeddings=32)
