@@ -86,7 +86,7 @@ class _Counter:
     def kernels(self, computation: Computation) -> list[Kernel]:
         transfers = _Transfers(self.device.reached_bandwidth)
         for instruction in computation.instructions.values():
-            if instruction.opcode in _FREE or _allocates(instruction):
+            if instruction.opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
                 continue
             if instruction.opcode.endswith("-done"):
                 transfers.end(instruction.operands[0])
@@ -184,11 +184,6 @@ class _Counter:
         copies = instruction.opcode in ("copy", "copy-start")
         if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
             yield "float64"
-
-
-def _allocates(instruction: Instruction) -> bool:
-    """Whether the instruction only allocates memory, for example on the host."""
-    return instruction.attribute("custom_call_target") == "AllocateBuffer"
 
 
 def _kind(instruction: Instruction, matrix_flops: int) -> str:
