@@ -133,16 +133,14 @@ class PlanCommand(ModelOptions):
     def _draw(self, comparison, title: str) -> None:
         from lowmembp_jax.memory.plot import plot_comparison, plot_timeline
 
-        if self._one is None:
-            if self.plot is not None:
-                plot_comparison(comparison, self.plot, title)
-            return
         for path in filter(None, (self.plot, self.timeline)):
-            plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
+            if self._one is None:
+                plot_comparison(comparison, path, title)
+            else:
+                plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
 
     def _report(self, comparison, title: str, notes: tuple[str, ...]) -> str:
         from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
-        from lowmembp_jax.memory.report import listed
 
         if self._one is not None:
             one = comparison[self._one]
@@ -153,4 +151,6 @@ class PlanCommand(ModelOptions):
             outcome = str(fastest_of(comparison))
         except NothingFitsError as error:
             outcome = str(error)
-        return "\n".join([title, str(comparison), *listed(notes), "", outcome])
+        return "\n".join(
+            [title, str(comparison), *(f"note: {note}" for note in notes), "", outcome]
+        )

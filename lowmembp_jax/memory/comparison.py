@@ -15,7 +15,7 @@ from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.report import aligned, listed
+from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import ESTIMATE, WORK, Plan, limit, work
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.workload import methods_of, workload_of
@@ -113,10 +113,9 @@ class Comparison:
             *aligned(head, *rows, left=("method", "")),
             "",
             ESTIMATE,
-            *listed((f"rates of {plan.device.name}: {plan.device.calibration}", *self.notes)),
-            "no method fits"
-            if fastest is None
-            else f"the fastest method that fits: {fastest.method}",
+            f"note: rates of {plan.device.name}: {plan.device.calibration}",
+            *(f"note: {note}" for note in self.notes),
+            f"the fastest method that fits: {fastest.method}" if fastest else "no method fits",
         ]
         return "\n".join(lines)
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from lowmembp_jax._errors import GivenError
 from lowmembp_jax.memory.report import aligned
@@ -11,8 +12,7 @@ from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.scopes import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
 
-# The number of modules that the text shows.
-_SHOWN = 15
+_SHOWN = 15  # modules in the text
 
 
 def describe(before: Plan, after: Plan) -> str:
@@ -58,12 +58,6 @@ def _by_module(plan: Plan) -> Counter[tuple[str, str]]:
     return total
 
 
-def _checked(plan: Plan) -> Plan:
-    """Returns the plan. A value that should be a number raises its error here, before a report."""
-    describe(plan, plan)
-    return plan
-
-
 def read_plan(path: Path, method: str | None = None) -> Plan:
     """Reads a plan that `lowmembp plan --json` or `Plan.to_json` wrote.
 
@@ -72,13 +66,15 @@ def read_plan(path: Path, method: str | None = None) -> Plan:
     """
     try:
         data = json.loads(path.read_text())
-        if "methods" not in data:
-            return _checked(Plan.from_dict(data))
-        plans = {one["method"]: one["plan"] for one in data["methods"]}
+        plans: dict[Any, Any] = {method: data}
+        if "methods" in data:
+            plans = {one["method"]: one["plan"] for one in data["methods"]}
         if method is None and len(plans) == 1:
             method = next(iter(plans))
         if method in plans:
-            return _checked(Plan.from_dict(plans[method]))
+            plan = Plan.from_dict(plans[method])
+            describe(plan, plan)  # a value that should be a number raises its error here
+            return plan
         given = "none" if method is None else repr(method)
         reason = f"{path}: --method: expected one of {', '.join(plans)}, got {given}"
     # A file that is not a plan can fail in any of these ways.

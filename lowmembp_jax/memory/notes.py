@@ -70,11 +70,12 @@ def whole_logits(
     """Yields a note if float32 logits of a whole vocabulary take a tenth of the peak."""
     for words in sorted(_vocabularies(jaxpr, arguments)):
         # Several devices may share the words.
-        split = {words / part for part in range(1, devices + 1) if devices % part == 0}
+        parts = [n for n in range(1, devices + 1) if devices % n == 0 == words % n]
+        ends = tuple(f"{before}{words // part}]" for part in parts for before in "[,")
         found = [
             buffer
             for buffer in live
-            if buffer.shape.startswith("f32[") and float(_last(buffer.shape)) in split
+            if buffer.shape.startswith("f32[") and buffer.shape.endswith(ends)
             # A float32 kernel and its gradient also have an axis of words.
             and buffer.op and buffer.source
             and buffer.part not in ("gradients", "outputs", "optimizer_state")
@@ -87,10 +88,6 @@ def whole_logits(
                 f"lm.linear_cross_entropy(hidden, kernel, labels) instead of the last product "
                 f"and the loss"
             )
-
-
-def _last(shape: str) -> str:
-    return shape.rstrip("]").rpartition(",")[2].rpartition("[")[2] or "0"
 
 
 def _vocabularies(jaxpr: Any, arguments: Iterable[Argument]) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Formats tables and notes as text for a terminal."""
+"""Formats tables as text for a terminal."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,8 +16,3 @@ def aligned(*table: Row, left: Iterable[str] = ()) -> list[str]:
         ).rstrip()
         for row in table
     ]
-
-
-def listed(notes: Iterable[str]) -> list[str]:
-    """Returns a line for each note."""
-    return [f"note: {note}" for note in notes]

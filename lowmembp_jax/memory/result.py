@@ -10,7 +10,7 @@ from typing import Any, get_args
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.lowering.arguments import Part
-from lowmembp_jax.memory.report import aligned, listed
+from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.roofline.totals import Cost
 from lowmembp_jax.memory.scopes import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
@@ -20,8 +20,7 @@ PARTS: tuple[str, ...] = get_args(Part)
 
 # The largest part of a GPU's memory that JAX can use. CUDA and its libraries need the rest.
 _MOST_FRACTION = 0.95
-# The number of kinds of buffers that the text shows.
-_SHOWN = 12
+_SHOWN = 12  # kinds of buffers in the text
 _NUMBERS = ("device_count", "memory_fraction", "fragmentation", "most_intermediates", "host")
 
 
@@ -169,8 +168,8 @@ class Plan:
             *aligned(("kernels", *WORK), *phases, ("step", *work(self.cost)), left=("kernels",)),
             "",
             ESTIMATE,
-            *listed((f"rates of {self.device.name}: {self.device.calibration}",)),
-            *listed((*self.notes, *self.cost.notes)),
+            f"note: rates of {self.device.name}: {self.device.calibration}",
+            *(f"note: {note}" for note in (*self.notes, *self.cost.notes)),
         ]
         return "\n".join(lines)
 

@@ -58,19 +58,14 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
     return Mesh(devices, names, axis_types=types)
 
 
-def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """Sizes of a mesh's axes by name."""
-    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-
-
 def planned_mesh(
     device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
 ) -> Mesh:
     """Makes the given mesh of GPUs, or else the mesh of the arguments."""
     if isinstance(given, int) and found is not None and found.size != given:
+        sizes = dict(zip(found.axis_names, found.axis_sizes, strict=True))
         raise StepError(
-            f"mesh: the arguments have the mesh {_sizes(found)}: expected {found.size} "
-            f"GPUs, got {given}"
+            f"mesh: the arguments have the mesh {sizes}: expected {found.size} GPUs, got {given}"
         )
     is_open = given is None or isinstance(given, int)
     return device_mesh(device, found if is_open and found is not None else given)

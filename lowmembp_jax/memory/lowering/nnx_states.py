@@ -81,8 +81,9 @@ class OfStates:
             return self.function(*args)
         before = self._variables(args)
         function = self.function
-        in_nnx_jit = _is_nnx_jit(function)
-        if isinstance(function, jax.stages.Wrapped) and not in_nnx_jit:
+        is_jitted = isinstance(function, jax.stages.Wrapped)
+        in_nnx_jit = is_jitted and type(function).__module__.startswith("flax")
+        if is_jitted and not in_nnx_jit:
             # Writes into modules inside jax.jit are invisible from outside.
             function = function.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
         out = function(*args)
@@ -99,10 +100,6 @@ class OfStates:
                     "nnx.split's state and return the new one"
                 )
         return out
-
-
-def _is_nnx_jit(function: Any) -> bool:
-    return isinstance(function, jax.stages.Wrapped) and type(function).__module__.startswith("flax")
 
 
 def _check_shardings(function: Any) -> None:

@@ -86,7 +86,7 @@ class _Counter:
     def kernels(self, computation: Computation) -> list[Kernel]:
         transfers = _Transfers(self.device.reached_bandwidth)
         for instruction in computation.instructions.values():
-            if instruction.opcode in _FREE or _allocates(instruction):
+            if instruction.opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
                 continue
             if instruction.opcode.endswith("-done"):
                 transfers.end(instruction.operands[0])
@@ -103,17 +103,14 @@ class _Counter:
         if instruction.opcode == "while":
             yield from self._loop(instruction)
         elif instruction.opcode == "conditional":
-            branches = [self.kernels(self._called(name)) for name in instruction.calls]
+            branches = [self.kernels(self.program.computations[name]) for name in instruction.calls]
             yield from max(branches, key=lambda branch: Cost(tuple(branch)).estimated_seconds)
             self.notes["each conditional counts as its slowest branch"] = None
         elif instruction.opcode in ("call", "async-start"):
             for name in instruction.calls:
-                yield from self.kernels(self._called(name))
+                yield from self.kernels(self.program.computations[name])
         else:
             yield self._kernel(computation, instruction)
-
-    def _called(self, name: str) -> Computation:
-        return self.program.computations[name]
 
     def _loop(self, loop: Instruction) -> Iterator[Kernel]:
         # If the trip count is known, XLA does not run the condition.
@@ -124,7 +121,7 @@ class _Counter:
             ] = None
             parts.append(loop.attribute("condition"))
         for name in parts:
-            for kernel in self.kernels(self._called(name)):
+            for kernel in self.kernels(self.program.computations[name]):
                 yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel:
@@ -187,11 +184,6 @@ class _Counter:
         copies = instruction.opcode in ("copy", "copy-start")
         if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
             yield "float64"
-
-
-def _allocates(instruction: Instruction) -> bool:
-    """Whether the instruction only allocates memory, for example on the host."""
-    return instruction.attribute("custom_call_target") == "AllocateBuffer"
 
 
 def _kind(instruction: Instruction, matrix_flops: int) -> str:

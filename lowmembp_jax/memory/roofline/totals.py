@@ -61,6 +61,11 @@ class Kernel:
         return scopes.module_path(self.op_name)
 
 
+def _total(field: str) -> Any:
+    """Makes a property: the sum of a field over all runs of all kernels."""
+    return property(lambda self: sum(getattr(k, field) * k.count for k in self.kernels))
+
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """The kernels of a program in the order in which they run on one device, and their totals.
@@ -73,8 +78,12 @@ class Cost:
     kernels: tuple[Kernel, ...]
     notes: tuple[str, ...] = ()
 
-    def _total(self, field: str) -> Any:
-        return sum(getattr(kernel, field) * kernel.count for kernel in self.kernels)
+    bytes_read = _total("bytes_read")
+    bytes_written = _total("bytes_written")
+    bytes_moved = _total("bytes_moved")
+    link_bytes = _total("link_bytes")
+    host_bytes = _total("host_bytes")
+    flops = _total("flops")
 
     @property
     def launches(self) -> int:
@@ -82,34 +91,9 @@ class Cost:
         return sum(kernel.count for kernel in self.kernels)
 
     @property
-    def bytes_read(self) -> int:
-        return self._total("bytes_read")
-
-    @property
-    def bytes_written(self) -> int:
-        return self._total("bytes_written")
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes read plus bytes written."""
-        return self.bytes_read + self.bytes_written
-
-    @property
-    def link_bytes(self) -> int:
-        return self._total("link_bytes")
-
-    @property
-    def host_bytes(self) -> int:
-        return self._total("host_bytes")
-
-    @property
-    def flops(self) -> int:
-        return self._total("flops")
-
-    @property
     def estimated_seconds(self) -> float:
         """The roofline's estimate of the time."""
-        return float(self._total("estimated_seconds"))
+        return float(sum(kernel.estimated_seconds * kernel.count for kernel in self.kernels))
 
     def by(self, key: Literal["kind", "phase", "module", "source", "dtype"]) -> dict[str, "Cost"]:
         """Splits the cost by an attribute of the kernels, the slowest part first.

@@ -60,7 +60,9 @@ class Origins:
         while not isinstance(var, Literal):
             made, index = self._maker(body, var)
             if made is None:
-                if not _is_operand(body, var):
+                # The input of a scan's or a cond's jaxpr is another array.
+                in_call = body.calls and body.calls[-1].primitive.name not in ("scan", "cond")
+                if not in_call or var not in body.jaxpr.invars:
                     break
                 var = jaxprs.operands(body.calls[-1])[body.jaxpr.invars.index(var)]
                 body = body.outer
@@ -98,9 +100,3 @@ class Origins:
             input=inputs.index(var) if is_input else None,
             name=name,
         )
-
-
-def _is_operand(body: _Body, var: Any) -> bool:
-    """Whether an input of a jaxpr is the array itself that the calling equation reads."""
-    is_same = bool(body.calls) and body.calls[-1].primitive.name not in ("scan", "cond")
-    return is_same and var in body.jaxpr.invars

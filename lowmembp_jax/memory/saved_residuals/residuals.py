@@ -76,8 +76,8 @@ def residuals(
     found: dict[tuple, tuple[Any, Origin, bool]] = {}
     for index, var in traced.kept.items():
         origin = origins.of(var)
-        _, _, was_read = found.get(origin.key, (None, None, False))
-        found[origin.key] = var.aval, origin, was_read or index in traced.read
+        aval, _, was_read = found.get(origin.key, (var.aval, origin, False))
+        found[origin.key] = aval, origin, was_read or index in traced.read
     rows = (
         _row(aval, origin, is_read, key in outputs, traced.arguments)
         for key, (aval, origin, is_read) in found.items()
