@@ -2,10 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-Row = Sequence[str]
 
-
-def aligned(*table: Row, left: Iterable[str] = ()) -> list[str]:
+def aligned(*table: Sequence[str], left: Iterable[str] = ()) -> list[str]:
     """Returns the lines of a table. Only the columns in `left` are aligned to the left."""
     left = {*left}
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -89,10 +89,6 @@ class Instruction:
         )
         return "".join(group or "" for group in found.groups()).replace("%", "") if found else ""
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """The numbers in an attribute, such as `dimensions={0,1}`."""
-        return tuple(int(number) for number in re.findall(r"\d+", self.attribute(name)))
-
     @property
     def index(self) -> int:
         """The element that a `get-tuple-element` takes."""

@@ -6,6 +6,7 @@ kernels also count as zero, because the program does not show what is inside the
 """
 
 import math
+import re
 
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 
@@ -26,8 +27,8 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
     operands = [computation.instructions[name].shapes[0] for name in instruction.operands]
     target = instruction.attribute("custom_call_target")
     if opcode in ("dot", "scaled-dot"):
-        contracting = instruction.integers("lhs_contracting_dims")
-        count = _product(instruction.shapes[0], operands[0], contracting)
+        numbers = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims"))
+        count = _product(instruction.shapes[0], operands[0], tuple(map(int, numbers)))
     elif target.startswith("__cublas") and target != "__cublas$triangularSolve":
         config = instruction.backend_config.get("gemm_backend_config", {})
         numbers = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])

@@ -19,8 +19,7 @@ from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 from lowmembp_jax.memory.roofline._flops import flops
 from lowmembp_jax.memory.roofline._traffic import bytes_moved, link_bytes, result_shapes
-from lowmembp_jax.memory.roofline.totals import Cost as Cost
-from lowmembp_jax.memory.roofline.totals import Kernel as Kernel
+from lowmembp_jax.memory.roofline.totals import Cost, Kernel
 
 #: Seconds from the end of a kernel to the start of the next one on a CUDA stream, approximately.
 LAUNCH_SECONDS = 2e-6
@@ -103,14 +102,17 @@ class _Counter:
         if instruction.opcode == "while":
             yield from self._loop(instruction)
         elif instruction.opcode == "conditional":
-            branches = [self.kernels(self.program.computations[name]) for name in instruction.calls]
+            branches = [self.kernels(self._called(name)) for name in instruction.calls]
             yield from max(branches, key=lambda branch: Cost(tuple(branch)).estimated_seconds)
             self.notes["each conditional counts as its slowest branch"] = None
         elif instruction.opcode in ("call", "async-start"):
             for name in instruction.calls:
-                yield from self.kernels(self.program.computations[name])
+                yield from self.kernels(self._called(name))
         else:
             yield self._kernel(computation, instruction)
+
+    def _called(self, name: str) -> Computation:
+        return self.program.computations[name]
 
     def _loop(self, loop: Instruction) -> Iterator[Kernel]:
         # If the trip count is known, XLA does not run the condition.
@@ -121,7 +123,7 @@ class _Counter:
             ] = None
             parts.append(loop.attribute("condition"))
         for name in parts:
-            for kernel in self.kernels(self.program.computations[name]):
+            for kernel in self.kernels(self._called(name)):
                 yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel:
