@@ -201,7 +201,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     keeps = rule.passes and operation(eqn) not in ("neg", "transpose")
     # A recomputed softmax must divide by the sum of the same rounded numbers.
     is_sum = operation(eqn) == "reduce_sum" and first.unit is not None and not first.at_hand
-    is_normalizer = is_sum and first.unit <= {*eqn.params["axes"]}
+    is_normalizer = is_sum and {*(first.unit or ())} <= {*eqn.params["axes"]}
     own = either._replace(
         signs=(False, True) if shifted is not None else _signs(eqn, read),
         root=first.root if keeps and _is_in_place(eqn) else None,
@@ -237,7 +237,7 @@ def _signs(eqn: Any, read: Sequence[Fact]) -> tuple[bool, bool]:
     if is_even or is_square or name in ("abs", "exp", "exp2", "exp_neg_sq", "logistic", "square"):
         return True, False
     if name == "neg" or rules.rule(eqn).passes:
-        return every[0][::-1] if name == "neg" else every[0]
+        return (every[0][1], every[0][0]) if name == "neg" else every[0]
     if name == "select_n":
         return all(up for up, _ in every[1:]), all(down for _, down in every[1:])
     if name not in ("add", "add_any", "div", "logaddexp", "max", "mul", "sub"):

@@ -1,5 +1,7 @@
 """Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention, or XLA's kernels."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +61,8 @@ def attention(
     tokens, keys, dtype = q.shape[1], k.shape[1], q.dtype
     if implementation == "xla" and dtype == jnp.float16:
         # A CPU has no product of float16 with a sum in float32.
-        q, k, v, bias = (None if x is None else x.astype(jnp.float32) for x in (q, k, v, bias))
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        bias = None if bias is None else bias.astype(jnp.float32)
     seen = None if window is None else _seen(tokens, keys, window)
     if soft_cap is not None:
         if bias is not None or lengths is not None:
@@ -128,7 +131,7 @@ def best_attention(
     return "cudnn" if platform == "gpu" and fits else "xla"
 
 
-def attention_platform(device: jax.Device) -> str:
+def attention_platform(device: Any) -> str:
     """Returns the platform for `best_attention`, "gpu" from Ampere on, as in cuDNN's attention."""
     if device.platform != "gpu":
         return device.platform

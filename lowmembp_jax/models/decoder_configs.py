@@ -45,7 +45,9 @@ class RopeScaling:
             return None
         names = [field.name for field in dataclasses.fields(cls)][1:]
         if isinstance(given, dict):
-            numbers = {k: x for k, x in given.items() if not (x is None and k in names)}
+            numbers: dict[str, Any] = {
+                k: x for k, x in given.items() if not (x is None and k in names)
+            }
             kind = numbers.pop("type", "default")
             kind = numbers.pop("rope_type", kind)
             needed = {"default": [], "linear": ["factor"], "llama3": names}.get(str(kind))

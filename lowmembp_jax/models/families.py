@@ -88,7 +88,12 @@ _BERT = (8192, 128, 2, 4, 512)
 _ROBERTA = bert.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
 _LLAMA = llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256)
 _QWEN3 = decoder_configs.Qwen3Config(128, 4, 4, 352, 2, head_dim=32, vocab_size=256)
-_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "vocab_size": 256, "sliding_window": 64}
+_GEMMA: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "vocab_size": 256,
+    "sliding_window": 64,
+}
 _GEMMA2 = decoder_configs.Gemma2Config(128, 4, 4, 352, 2, **_GEMMA)
 _GEMMA3 = decoder_configs.Gemma3Config(128, 4, 4, 352, 2, sliding_window_pattern=4, **_GEMMA)
 _HEADS = ("pooler", "classifier"), ("dense", "classifier")

@@ -146,8 +146,9 @@ def gelu(
     compute: Compute, x: Float[Array, "*shape"], *, approximate: bool
 ) -> Float[Array, "*shape"]:
     if compute.lowmembp:
-        published = compute.bits is None
-        return lm.regelu2(x, approximate) if published else lm.gelu(x, approximate, compute.bits)
+        if compute.bits is None:
+            return lm.regelu2(x, approximate)
+        return lm.gelu(x, approximate, compute.bits)
     return _activation(compute, lambda x: nn.gelu(x, approximate), x)
 
 
@@ -212,11 +213,12 @@ def run_layers(
         for index in range(count):
             x = layer(name=f"layer_{index}")(divided(x), *args, *(rows[index] for rows in each))
         return x
+    axes: Any = (nn.broadcast,) * len(args) + (0,) * len(each)
     run = nn.scan(
         lambda module, x, *args: (module(divided(x), *args), None),
         variable_axes={"params": 0},
         split_rngs={"params": True},
-        in_axes=(nn.broadcast,) * len(args) + (0,) * len(each),
+        in_axes=axes,
         length=count,
     )
     return run(layer(name="layers"), x, *args, *map(jnp.asarray, each))[0]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.families import FAMILIES, Family, Layers, Task, choose_attention
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     """
 
     inputs: tuple[Any, ...]
-    labels: Int[Array, "batch *tokens"]
+    labels: Any
 
 
 def make_loss(task: Task, model: Any) -> Callable[[Any, Batch], Float[Array, ""]]:
