@@ -5,12 +5,11 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
-from lowmembp_jax.models import FAMILIES, Compute, swin
+from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.workload import workload
 
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
@@ -103,19 +102,3 @@ def test_peak(family, method):
         compiled(family, each).memory.peak_memory_in_bytes for each in (method, "default")
     )
     assert peak < (0.9 if method.startswith("lowmembp") else 1.0) * default
-
-
-@pytest.mark.slow
-def test_one_pair_of_a_scanned_swin_is_computed_again(mixed_dtypes):
-    """A loop of one step, which XLA opens."""
-    images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.bfloat16)
-    config = swin.SwinConfig(32, (2,), (2,), window_size=4, num_labels=10)
-
-    def temporary(method):
-        model = swin.Swin(config, Compute(method, jnp.bfloat16), scan_layers=True)
-        params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
-        loss = lambda params, images: model.apply({"params": params}, images).sum()  # noqa: E731
-        program = lm.memory.compile_for(jax.grad(loss), params, images)
-        return program.memory_analysis().temp_size_in_bytes
-
-    assert temporary("full-remat") < 0.6 * temporary("default")
