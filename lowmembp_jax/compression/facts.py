@@ -89,9 +89,14 @@ class Facts(NamedTuple):
 
 def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
     if isinstance(atom, core.Literal):
-        is_real = np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val)
+        is_real = _is_scalar(atom)
         return Fact(signs=(bool(atom.val >= 0), bool(atom.val <= 0)) if is_real else (False, False))
     return of.get(atom, Fact())
+
+
+def _is_scalar(atom: Any) -> bool:
+    """Whether a literal is one floating number."""
+    return atom.aval.shape == () and jax.dtypes.issubdtype(atom.aval.dtype, np.floating)
 
 
 def of_any(read: Sequence[Fact]) -> Fact:
@@ -136,7 +141,7 @@ def find_facts(
 
 
 def _is_infinity(atom: Any) -> bool:
-    return isinstance(atom, core.Literal) and np.ndim(atom.val) == 0 and atom.val == np.inf
+    return isinstance(atom, core.Literal) and _is_scalar(atom) and atom.val == np.inf
 
 
 def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> list[Fact]:
