@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import Offloadable, Recompute
 from jax.extend import core
@@ -96,7 +97,7 @@ def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
 
 def _is_scalar(atom: Any) -> bool:
     """Whether a literal is one floating number."""
-    return atom.aval.shape == () and jax.dtypes.issubdtype(atom.aval.dtype, np.floating)
+    return atom.aval.shape == () and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
 
 def of_any(read: Sequence[Fact]) -> Fact:
