@@ -70,7 +70,8 @@ sys.exit(cli.main("plan --model {model} --batch 1 --method default".split()))
 """
     environment = os.environ | {"PYTHONPATH": str(wheel), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(command, cwd=tmp_path, env=environment)
+    assert done.returncode in (0, 3)  # it fits, or it does not fit
 
 
 def test_every_file_of_the_library_is_in_the_wheel():
