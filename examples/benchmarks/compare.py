@@ -76,10 +76,12 @@ def plan(step: Step, method: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    """Peak and estimated time of each step; a column for each method."""
+    """Peak and estimated time of each complete step; a column for each method."""
     rows = [["model, batch, trained", *(f"**{m}**" if m == "compress" else m for m in METHODS)]]
     for step in STEPS:
-        found = results["steps"][step.name]
+        found = results["steps"].get(step.name, {})
+        if len(found) < len(METHODS):
+            continue
         cells = (
             f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
             for one in (found[method] for method in METHODS)
