@@ -128,7 +128,7 @@ def main() -> None:
             found[method] = plan(step, method)
             write_json(OUTPUT, results)
     print(markdown(table(results)))
-    for model in ("vit-b16", "bert-base", "llama-7b"):
+    for model in ("vit-b16",):
         draw(results, model)
 
 
