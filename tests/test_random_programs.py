@@ -1,8 +1,8 @@
 """Random programs under lm.compress: 50 a run, from a seed that is printed with a failure.
 
 Each program applies some of the `LAYERS` to one array, inside a random transformation. The forward
-and the gradients with `dtype=None` equal those of `jax.checkpoint`. The error of the rounded
-gradient is compared with what 2% noise on all inputs does to the exact gradient.
+and the gradients with `dtype=None` equal those of `jax.checkpoint`, up to XLA's rounding. The error
+of the rounded gradient is compared with what 2% noise on all inputs does to the exact gradient.
 `PROGRAM_SEED=5 pytest -m slow tests/test_random_programs.py` runs the programs of one seed again.
 """
 
@@ -173,6 +173,13 @@ def program(rng):
     return [*zip(names, residual, strict=True)], function, call
 
 
+def assert_same(got, want, told):
+    """Compares the values of two compiled programs, whose products and sums XLA fuses differently."""
+    got, want = (np.asarray(y, np.float32) for y in (got, want))
+    atol = 16 * float(jnp.finfo(jnp.float32).eps) * np.max(np.abs(want))
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=told)
+
+
 def relative(got, want):
     return lm.gradient_distance(got, want).error
 
@@ -211,7 +218,7 @@ def test_a_random_program(number, jax_defaults):
         pytest.skip("the program leaves the range of its dtype")
     params = {"params_argnums": 0 if is_param else ()}
     same, exact = run(lm.compress(function, policy=policy, dtype=None, **params), ws, x)
-    np.testing.assert_array_equal(same, y, told)
+    assert_same(same, y, told)
     assert relative(exact, want) < (1e-4 if dtype == jnp.float32 else 0.03), told
     noisy = []
     for _ in range(3):
@@ -219,5 +226,5 @@ def test_a_random_program(number, jax_defaults):
         noisy.append(relative(run(function, *near)[1], want))
     for storage in ("float8", "int8"):
         same, rounded = run(lm.compress(function, policy=policy, dtype=storage, **params), ws, x)
-        np.testing.assert_array_equal(same, y, told)
+        assert_same(same, y, told)
         assert relative(rounded, want) < 0.05 + 3 * max(noisy), (told, storage, noisy)
