@@ -174,7 +174,7 @@ def program(rng):
 
 
 def assert_same(got, want, told):
-    """Compares values of two compiled programs: XLA may fuse their products and sums differently."""
+    """Compares two compiled programs, in which XLA may fuse products and sums differently."""
     got, want = (np.asarray(y, np.float32) for y in (got, want))
     atol = 16 * float(jnp.finfo(jnp.float32).eps) * np.max(np.abs(want))
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=told)
