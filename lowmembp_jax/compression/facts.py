@@ -126,6 +126,9 @@ def find_facts(
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
             results = _inside(found, number, eqn, bodies, policy, exact)
+            # Two calls may share a body, so only roots outside it tell variables apart.
+            roots = {fact.root for fact in found.read(eqn)}
+            results = [f if f.root in roots else f._replace(root=None) for f in results]
         else:
             if is_saved := _saves(policy, eqn):
                 found.saved.add(number)
@@ -178,7 +181,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> li
         index = of_any([fact_of(found.of, eqn.invars[0])])
         results = [of_any([fact, index]) for fact in results]
     if eqn.primitive.name in ("scan", "shard_map"):
-        results = [of_any([fact])._replace(unit=fact.unit) for fact in results]
+        results = [of_any([fact]) for fact in results]
     return results
 
 
@@ -204,16 +207,17 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     )
     is_exp = operation(eqn) in ("exp", "exp2")
     shifted = _shifted(first.root, read[1].above) if operation(eqn) == "sub" else None
-    keeps = rule.passes and operation(eqn) not in ("neg", "transpose")
+    keeps = rule.passes and operation(eqn) != "neg"
+    in_place = keeps and _is_in_place(eqn)
     # A recomputed softmax must divide by the sum of the same rounded numbers.
     is_sum = operation(eqn) == "reduce_sum" and first.unit is not None and not first.at_hand
     is_normalizer = is_sum and {*(first.unit or ())} <= {*eqn.params["axes"]}
     own = either._replace(
         signs=(False, True) if shifted is not None else _signs(eqn, read),
-        root=first.root if keeps and _is_in_place(eqn) else None,
+        root=first.root if keeps and in_place else None,
         above=_above(eqn, read),
         shifted=shifted,
-        unit=(first.shifted or None) if is_exp else first.unit if keeps else None,
+        unit=(first.shifted or None) if is_exp else first.unit if keeps and in_place else None,
         normalizer=is_normalizer or (rule.passes and first.normalizer),
         reduced=(rule.reduces and not is_normalizer)
         or (
