@@ -100,12 +100,7 @@ def add_checkify_rule(primitive: core.Primitive, bind: Callable[..., Any]) -> No
     def rule(*args, jaxpr, **params):
         # JAX 0.12 passes a context first.
         count = next(i for i, arg in enumerate(args) if isinstance(arg, checkify.Error))
-        context, error, enabled, values = (
-            args[:count],
-            args[count],
-            args[count + 1],
-            args[count + 2 :],
-        )
+        context, (error, enabled, *values) = args[:count], args[count:]
         errors, tree = jax.tree.flatten(error)
         avals = map(jax.typeof, (*errors, *values))
         closed, tree, _ = checkify.jaxpr_to_checkify_jaxpr(
