@@ -24,16 +24,15 @@ from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._scaled_float8 import Rows
-from lowmembp_jax.compression._store import store_p
+from lowmembp_jax.compression._store import Plan, rewritten
 from lowmembp_jax.compression.facts import Fact, Facts, are_exact, fact_of, find_facts, of_any
-from lowmembp_jax.compression.formats import FORWARD, Format
+from lowmembp_jax.compression.formats import Format
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
 #: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
 #: stored in fewer bits, but it may be recomputed from rounded numbers.
 NOT, ROUNDED, WHOLE, EXACT = range(4)
 # The backward of a norm divides its output by its scale; rstd is a statistic.
-_FORWARD = Format(FORWARD, "")
 _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
 
 
@@ -60,24 +59,6 @@ class Need(NamedTuple):
             self.saved or other.saved,
             self.rows or other.rows,
         )
-
-
-@dataclass
-class Plan:
-    """What to rewrite in a jaxpr.
-
-    Attributes:
-      stores: the formats of stored variables.
-      effects: numbers of the equations with side effects, which run only in the forward.
-      inside: a plan for each body of each equation, by the equation's number.
-    """
-
-    stores: dict[Any, Format] = field(default_factory=dict)
-    effects: set[int] = field(default_factory=set)
-    inside: dict[int, list["Plan"]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.stores or self.effects) or any(map(any, self.inside.values()))
 
 
 @dataclass
@@ -138,7 +119,7 @@ class Marker:
         storage = self.formats.get(need.name if is_named else None)
         if not fact.lossy or (is_statistic and not is_named):
             storage = None
-        return Format.of(var.aval, storage, self.owner, need.rows, fact.unit is not None)
+        return Format.of(var.aval, storage, self.owner, need.rows, fact.unit)
 
 
 class _Decisions:
@@ -199,7 +180,7 @@ class _Decisions:
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
         may = [
-            fact.normalizer or rules.may_round(eqn, i, fact.signs) for i, fact in enumerate(read)
+            fact.normalizer or rules.may_round(eqn, i, fact.bounds) for i, fact in enumerate(read)
         ]
         return [ROUNDED if one else EXACT for one in may]
 
@@ -310,7 +291,7 @@ class _Decisions:
             return None
         if self.replaces_terms(eqn, read, need):
             return self.marker.format(var, fact, need)
-        is_softmax = fact.unit is not None and name in ("exp", "exp2") and read[0].at_hand
+        is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
         if is_softmax or (is_saved and (not rules.rule(eqn).passes or _narrows(eqn, need))):
             return self.marker.format(var, fact, need)
@@ -361,7 +342,7 @@ def _converted(rows: Rows | None, given: Any, to: Any) -> Rows | None:
     if len(shape) == len(new) and rows.shape == shape:  # a whole row is stored without a collective
         is_cut = any(new[axis] > shape[axis] for axis in rows.axes)
         return None if is_cut else Rows(new, rows.axes)
-    if shape[1:] == new and rows.shape[0] == shape[0] and 0 not in rows.axes:  # into a scan
+    if shape[1:] == new and rows.shape[:1] == shape[:1] and 0 not in rows.axes:  # into a scan
         return Rows(rows.shape[1:], tuple(axis - 1 for axis in rows.axes))
     if new[1:] == shape:  # out of a scan
         return Rows((new[0], *rows.shape), tuple(axis + 1 for axis in rows.axes))
@@ -382,38 +363,3 @@ def _is_inexact(atom: Any) -> bool:
 def _is_discrete(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", np.float32)
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.bool_))
-
-
-def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
-    """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
-    new, stored = [], dict[Any, Any]()
-
-    def store(var, format):
-        result = core.Var(var.aval)
-        like = jaxpr.eqns[0] if not new else new[-1]
-        own = {"primitive": store_p, "params": {"format": format, "times": 1}, "effects": set()}
-        new.append(like.replace(invars=[var], outvars=[result], **own))
-        return result
-
-    def forward(atom):
-        return store(atom, _FORWARD) if isinstance(atom, core.Var) else atom
-
-    def read(atom):
-        return stored.get(atom, atom) if isinstance(atom, core.Var) else atom
-
-    for var in jaxpr.invars:
-        if var in plan.stores:
-            stored[var] = store(var, plan.stores[var])
-    for number, eqn in enumerate(jaxpr.eqns):
-        plans = plan.inside.get(number, ())
-        if any(plans):
-            bodies = map(rewritten, jaxprs.bodies(eqn), plans)
-            eqn = jaxprs.with_bodies(eqn, list(bodies))
-        if number in plan.effects:
-            new.append(eqn.replace(invars=[forward(atom) for atom in eqn.invars]))
-        else:
-            new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
-        for var in eqn.outvars:
-            if var in plan.stores:
-                stored[var] = store(var, plan.stores[var])
-    return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])

@@ -1,10 +1,12 @@
 """The primitive `store`: an identity that saves its value for the backward in another format.
 
 Its rule of partial evaluation, which `jax.checkpoint` calls, becomes `encode` in the forward and
-`decode` in the backward. No other part of the library knows how residuals are stored.
+`decode` in the backward. No other part of the library knows how residuals are stored. `rewritten`
+inserts it into a jaxpr.
 """
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
 from lowmembp_jax._jax_internals import debug_callback_p, debug_print_p
+from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Format
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
@@ -107,3 +110,56 @@ def _split(saveable, unknown, instantiated, eqn):
 
 
 partial_eval_jaxpr_custom_rules[store_p] = _split
+
+
+@dataclass
+class Plan:
+    """What to rewrite in a jaxpr.
+
+    Attributes:
+      stores: the formats of stored variables.
+      effects: numbers of the equations with side effects, which run only in the forward.
+      inside: a plan for each body of each equation, by the equation's number.
+    """
+
+    stores: dict[Any, Format] = field(default_factory=dict)
+    effects: set[int] = field(default_factory=set)
+    inside: dict[int, list["Plan"]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.effects) or any(map(any, self.inside.values()))
+
+
+def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
+    """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
+    new, stored = [], dict[Any, Any]()
+
+    def store(var, format):
+        result = core.Var(var.aval)
+        like = jaxpr.eqns[0] if not new else new[-1]
+        own = {"primitive": store_p, "params": {"format": format, "times": 1}, "effects": set()}
+        new.append(like.replace(invars=[var], outvars=[result], **own))
+        return result
+
+    def forward(atom):
+        return store(atom, Format(FORWARD, "")) if isinstance(atom, core.Var) else atom
+
+    def read(atom):
+        return stored.get(atom, atom) if isinstance(atom, core.Var) else atom
+
+    for var in jaxpr.invars:
+        if var in plan.stores:
+            stored[var] = store(var, plan.stores[var])
+    for number, eqn in enumerate(jaxpr.eqns):
+        plans = plan.inside.get(number, ())
+        if any(plans):
+            bodies = map(rewritten, jaxprs.bodies(eqn), plans)
+            eqn = jaxprs.with_bodies(eqn, list(bodies))
+        if number in plan.effects:
+            new.append(eqn.replace(invars=[forward(atom) for atom in eqn.invars]))
+        else:
+            new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
+        for var in eqn.outvars:
+            if var in plan.stores:
+                stored[var] = store(var, plan.stores[var])
+    return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])

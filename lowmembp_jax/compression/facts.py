@@ -37,11 +37,11 @@ class Fact(NamedTuple):
       varied: depends on a differentiated input.
       linear: depends on a tangent, so the backward computes it instead of the forward.
       random: depends on random numbers.
-      signs: whether no element is below 0, and whether none is above 0.
+      bounds: the interval that contains its elements.
       root: the variable with the same elements in the same places.
       above: places whose elements are not larger, such as all elements below a maximum.
-      shifted: the axes of the maximum, if this is x - max(x), which is not positive.
-      unit: the same axes, if this is the exp of such a variable, between 0 and 1.
+      shifted: the axes of the maximum, if this is x - max(x), which is not above 0, or its exp.
+      unit: is the exp of x - max(x), and therefore between 0 and 1.
       normalizer: is the sum of such an exp over these axes, recomputed from rounded numbers. It is
         at least 1, and its error is in proportion.
       reduced: is computed elementwise from reductions, such as the statistics of a norm.
@@ -54,11 +54,11 @@ class Fact(NamedTuple):
     varied: bool = False
     linear: bool = False
     random: bool = False
-    signs: tuple[bool, bool] = (False, False)
+    bounds: rules.Interval = rules.ANYWHERE
     root: Any = None
     above: frozenset[Place] = frozenset()
     shifted: frozenset[int] | None = None
-    unit: frozenset[int] | None = None
+    unit: bool = False
     normalizer: bool = False
     reduced: bool = False
     term: bool = False
@@ -90,14 +90,14 @@ class Facts(NamedTuple):
 
 def fact_of(of: Mapping[Any, Fact], atom: Any) -> Fact:
     if isinstance(atom, core.Literal):
-        is_real = _is_scalar(atom)
-        return Fact(signs=(bool(atom.val >= 0), bool(atom.val <= 0)) if is_real else (False, False))
+        return Fact(bounds=(float(atom.val), float(atom.val))) if _is_scalar(atom) else Fact()
     return of.get(atom, Fact())
 
 
 def _is_scalar(atom: Any) -> bool:
-    """Whether a literal is one floating number."""
-    return atom.aval.shape == () and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    """Whether a literal is one floating number, and not NaN."""
+    is_float = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    return atom.aval.shape == () and is_float and atom.val == atom.val
 
 
 def of_any(read: Sequence[Fact]) -> Fact:
@@ -121,7 +121,7 @@ def find_facts(
     found = Facts({}, {}, set())
     for var, fact in zip(jaxpr.invars, given, strict=True):
         found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
-    infinite = set[Any]()
+    compared: dict[Any, Any] = {}  # by the result of `x == inf`, the root of x
     for number, eqn in enumerate(jaxpr.eqns):
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
@@ -134,11 +134,12 @@ def find_facts(
                 found.saved.add(number)
             read = found.read(eqn)
             results = _of_results(eqn, read, is_saved)
-            if operation(eqn) == "eq" and any(map(_is_infinity, eqn.invars)):
-                infinite.add(eqn.outvars[0])
-            elif operation(eqn) == "select_n" and not infinite.isdisjoint(jaxprs.variables(eqn)):
-                # JAX replaces infinite numbers by 0 before it subtracts.
-                results = [results[0]._replace(root=read[1].root, above=read[1].above)]
+            if operation(eqn) == "eq" and _is_infinity(eqn.invars[1]):
+                compared[eqn.outvars[0]] = read[0].root
+            # JAX replaces infinite numbers of x by 0 before it subtracts.
+            x = read[1] if operation(eqn) == "select_n" else Fact()
+            if x.root is not None and compared.get(read[0].root) is x.root:
+                results = [results[0]._replace(root=x.root, above=x.above)]
         for var, fact in zip(eqn.outvars, results, strict=True):
             found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
     return found
@@ -168,7 +169,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> li
             [fact_of(facts.of, body.outvars[i]) for facts, body in zip(inside, bodies, strict=True)]
             for i in range(len(eqn.outvars))
         ]
-        results = [facts[0] if len(facts) == 1 else of_any(facts) for facts in every]
+        results = [facts[0] if len(facts) == 1 else _of_either(facts) for facts in every]
         after = [
             fact if out is None else of_any([fact, results[out]])
             for fact, out in zip(given, back, strict=True)
@@ -179,10 +180,15 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> li
     found.inside[number] = inside
     if eqn.primitive.name == "cond":  # the results also depend on the choice of the branch
         index = of_any([fact_of(found.of, eqn.invars[0])])
-        results = [of_any([fact, index]) for fact in results]
+        results = [of_any([fact, index])._replace(bounds=fact.bounds) for fact in results]
     if eqn.primitive.name in ("scan", "shard_map"):
-        results = [of_any([fact]) for fact in results]
+        results = [of_any([fact])._replace(unit=fact.unit, bounds=fact.bounds) for fact in results]
     return results
+
+
+def _of_either(facts: Sequence[Fact]) -> Fact:
+    """The fact of a value that is one of several."""
+    return of_any(facts)._replace(bounds=_hull([fact.bounds for fact in facts]))
 
 
 def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
@@ -205,19 +211,23 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         fact.at_hand and _size(atom) == _size(eqn.outvars[0])
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
-    is_exp = operation(eqn) in ("exp", "exp2")
-    shifted = _shifted(first.root, read[1].above) if operation(eqn) == "sub" else None
-    keeps = rule.passes and operation(eqn) != "neg"
-    in_place = keeps and _is_in_place(eqn)
+    in_place = rule.passes and _is_in_place(eqn)
+    shifted = first.shifted if in_place or operation(eqn) in ("exp", "exp2") else None
+    if operation(eqn) == "sub":
+        shifted = _shifted(first.root, read[1].above)
+    is_exp = operation(eqn) in ("exp", "exp2") and bool(shifted)
+    bounds = _bounds(eqn, [fact.bounds for fact in read])
+    if operation(eqn) == "sub" and shifted is not None:
+        bounds = -math.inf, 0.0
     # A recomputed softmax must divide by the sum of the same rounded numbers.
-    is_sum = operation(eqn) == "reduce_sum" and first.unit is not None and not first.at_hand
-    is_normalizer = is_sum and {*(first.unit or ())} <= {*eqn.params["axes"]}
+    is_sum = operation(eqn) == "reduce_sum" and first.unit and not first.at_hand
+    is_normalizer = is_sum and bool(first.shifted) and first.shifted <= {*eqn.params["axes"]}
     own = either._replace(
-        signs=(False, True) if shifted is not None else _signs(eqn, read),
-        root=first.root if keeps and in_place else None,
+        bounds=bounds,
+        root=first.root if in_place else None,
         above=_above(eqn, read),
         shifted=shifted,
-        unit=(first.shifted or None) if is_exp else first.unit if keeps and in_place else None,
+        unit=is_exp or (rule.passes and operation(eqn) != "neg" and first.unit),
         normalizer=is_normalizer or (rule.passes and first.normalizer),
         reduced=(rule.reduces and not is_normalizer)
         or (
@@ -239,35 +249,59 @@ def are_exact(read: Sequence[Fact]) -> bool:
     return bool(lossy) and all(fact.exact for fact in lossy)
 
 
-def _signs(eqn: Any, read: Sequence[Fact]) -> tuple[bool, bool]:
-    """The signs of the first result, see `Fact`."""
-    name, every = operation(eqn), [fact.signs for fact in read]
-    is_even = name == "integer_pow" and eqn.params["y"] % 2 == 0
+def _bounds(eqn: Any, given: list[rules.Interval]) -> rules.Interval:
+    """The interval of the first result's elements, from the operands' intervals."""
+    name, rule = operation(eqn), rules.rule(eqn)
+    if not given or jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
+        return rules.ANYWHERE
+    a, b = given[0], given[-1]
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    if is_even or is_square or name in ("abs", "exp", "exp2", "exp_neg_sq", "logistic", "square"):
-        return True, False
-    if name == "neg" or rules.rule(eqn).passes:
-        return (every[0][1], every[0][0]) if name == "neg" else every[0]
-    if name == "select_n":
-        return all(up for up, _ in every[1:]), all(down for _, down in every[1:])
-    if name not in ("add", "add_any", "div", "logaddexp", "max", "mul", "sub"):
-        return False, False
-    (up, down), (up2, down2) = every
-    if name in ("mul", "div"):
-        return (up and up2) or (down and down2), (up and down2) or (down and up2)
-    if name in ("max", "logaddexp"):
-        return up or up2, name == "max" and down and down2
-    return (up and down2, down and up2) if name == "sub" else (up and up2, down and down2)
+    is_even = name == "integer_pow" and eqn.params["y"] % 2 == 0
+    match name:
+        case "exp":
+            return math.exp(min(a[0], 700)), math.exp(a[1]) if a[1] < 700 else math.inf
+        case "neg":
+            return -a[1], -a[0]
+        case "select_n":
+            return _hull(given[1:])
+        case "add" | "add_any":
+            return _interval(a[0] + b[0], a[1] + b[1])
+        case "sub":
+            return _interval(a[0] - b[1], a[1] - b[0])
+        case "mul" if not is_square:
+            return _interval(*(0.0 if 0 in (x, y) else x * y for x in a for y in b))
+        case "max" | "logaddexp":
+            return max(a[0], b[0]), max(a[1], b[1]) if name == "max" else math.inf
+        case "min":
+            return min(a[0], b[0]), min(a[1], b[1])
+        case "erf" | "sin" | "cos" | "tanh":
+            return -1.0, 1.0
+        case "logistic" | "exp_neg_sq":
+            return 0.0, 1.0
+    if rule.positive or is_square or is_even:
+        return 0.0, math.inf
+    if name in ("div", "reduce_sum") and a[0] >= 0 and (name == "reduce_sum" or b[0] >= 0):
+        return 0.0, math.inf
+    is_same = rule.passes or name in ("reduce_max", "reduce_min", "pmax", "pmin", "slice")
+    return a if is_same else rules.ANYWHERE
+
+
+def _interval(*ends: float) -> rules.Interval:
+    return rules.ANYWHERE if any(map(math.isnan, ends)) else (min(ends), max(ends))
+
+
+def _hull(intervals: Sequence[rules.Interval]) -> rules.Interval:
+    return min(low for low, _ in intervals), max(high for _, high in intervals)
 
 
 def _is_in_place(eqn: Any) -> bool:
     """Whether an equation that passes on its operand leaves each element in its place."""
     is_same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return is_same and operation(eqn) not in ("rev", "transpose")
+    return is_same and operation(eqn) not in ("neg", "rev", "transpose")
 
 
 def _above(eqn: Any, read: Sequence[Fact]) -> frozenset[Place]:
-    """The places whose elements are not larger than those of the first result."""
+    """The places whose elements the first result bounds from above."""
     name, ndim = operation(eqn), len(eqn.outvars[0].aval.shape)
     if name == "reduce_max":
         axes = range(len(eqn.invars[0].aval.shape))

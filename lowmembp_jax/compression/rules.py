@@ -5,6 +5,7 @@ linear operations, and elementwise functions whose slope is at most about 1 in e
 other equation reads exact numbers, so an unlisted primitive is safe.
 """
 
+import math
 from typing import NamedTuple
 
 from jax.extend import core
@@ -12,6 +13,8 @@ from jax.extend import core
 from lowmembp_jax._jax_internals import operation
 
 ALL = -1
+Interval = tuple[float, float]
+ANYWHERE: Interval = (-math.inf, math.inf)
 
 
 class Rule(NamedTuple):
@@ -19,6 +22,8 @@ class Rule(NamedTuple):
 
     Attributes:
       exact: the operand that must be exact; ALL for all operands, None for no operand.
+      gentle: the interval in which the slope is at most 1, so that the operand need not be exact.
+      positive: no element of the results is below 0.
       passes: the results are the operands in another shape, dtype or memory, so storing them gains
         nothing.
       reduces: each number of the results is computed from many numbers.
@@ -31,6 +36,8 @@ class Rule(NamedTuple):
     """
 
     exact: int | None = None
+    gentle: Interval | None = None
+    positive: bool = False
     passes: bool = False
     reduces: bool = False
     elementwise: bool = False
@@ -66,10 +73,10 @@ _add(
     Rule(),
 )
 _add("reduce_max reduce_min reduce_sum", Rule(reduces=True))
-_add(
-    "abs add add_any clamp max min mul select_n one_minus_square square sub", Rule(elementwise=True)
-)
-_add("asinh atan erf erfc exp_neg_sq logaddexp logistic tanh", _SLOPE_1)
+_add("add add_any clamp max min mul one_minus_square select_n sub", Rule(elementwise=True))
+_add("abs square", Rule(elementwise=True, positive=True))
+_add("asinh atan erf logaddexp tanh", _SLOPE_1)
+_add("erfc exp_neg_sq logistic", _SLOPE_1._replace(positive=True))
 _add(
     "all_to_all conv_general_dilated dot_general pmax pmin ppermute psum psum_invariant "
     "ragged_all_to_all ragged_dot_general reduce_scatter",
@@ -79,11 +86,13 @@ _add(
 RULES["dot_product_attention_fwd_wrapper"] = Rule(product=True)
 RULES["dot_product_attention_bwd_wrapper"] = Rule(statistic=-3)  # the logsumexp
 # These read exact numbers.
-_add(
-    "acos acosh asin atan2 atanh cbrt cos cosh erf_inv exp exp2 expm1 log log1p pow rsqrt sin sinh "
-    "sqrt tan",
-    _STEEP,
-)
+_add("acos acosh asin atan2 atanh cbrt cos erf_inv pow sin sinh tan", _STEEP)
+RULES["cosh"] = _STEEP._replace(positive=True)
+_add("exp exp2", _STEEP._replace(positive=True, gentle=(-math.inf, 0)))
+RULES["expm1"] = _STEEP._replace(gentle=(-math.inf, 0))
+RULES["log1p"] = _STEEP._replace(gentle=(0, 1))
+RULES["log"] = _STEEP._replace(gentle=(1, 2))
+_add("rsqrt sqrt", _STEEP._replace(positive=True, gentle=(1, 2)))
 _add("and eq ge gt integer_pow is_finite le lt ne not or sign", Rule(exact=ALL, elementwise=True))
 _add("random_bits rng_bit_generator threefry2x32", Rule(exact=ALL, random=True))
 _add(
@@ -92,7 +101,7 @@ _add(
     Rule(exact=ALL, product=True),
 )
 RULES["reduce_prod"] = Rule(exact=ALL, reduces=True)
-RULES["div"] = Rule(exact=1, elementwise=True)
+RULES["div"] = Rule(exact=1, gentle=(1, 2), elementwise=True)
 
 
 def rule(eqn: core.JaxprEqn) -> Rule:
@@ -110,15 +119,11 @@ def is_cheap(eqn: core.JaxprEqn) -> bool:
     return not (rule(eqn).product or rule(eqn).reduces)
 
 
-def may_round(eqn: core.JaxprEqn, operand: int, signs: tuple[bool, bool]) -> bool:
-    """Whether the equation may read an operand rounded.
-
-    Args:
-      signs: whether no element of the operand is below 0, and whether none is above 0. The slope
-        of exp is at most 1 below 0, and the slope of log1p above 0.
-    """
+def may_round(eqn: core.JaxprEqn, operand: int, bounds: Interval) -> bool:
+    """Whether the equation may read an operand, whose elements are within `bounds`, rounded."""
     if operation(eqn) == "integer_pow":
         return 0 <= eqn.params["y"] <= 4
-    if signs[operation(eqn) != "log1p"] and operation(eqn) in ("exp", "exp2", "expm1", "log1p"):
+    own = rule(eqn)
+    if own.exact not in (ALL, operand):
         return True
-    return rule(eqn).exact not in (ALL, operand)
+    return own.gentle is not None and own.gentle[0] <= bounds[0] and bounds[1] <= own.gentle[1]

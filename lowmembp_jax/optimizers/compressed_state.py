@@ -11,6 +11,8 @@ one block differ by orders of magnitude, and an update divides by their root.
 - An array that is never negative, such as a second moment, has no sign bit.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +26,9 @@ from jaxtyping import Array, Float
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
 from lowmembp_jax._tiling import explicit_spec, mesh_parts, reshape, tile_size
 from lowmembp_jax._warnings import warn
+from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
 from lowmembp_jax.compression.jaxprs import variables
-from lowmembp_jax.optimizers._signs import Value, results
+from lowmembp_jax.compression.rules import ANYWHERE, Interval
 
 _BLOCK = 256
 # Scales have the dtype of the array. Scales of float16 arrays would be too small for float16.
@@ -257,7 +260,7 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
         isinstance(atom, core.Literal) or (atom not in copies and atom.aval.dtype in _DTYPES)
         for atom in start.outvars
     ]
-    values = results(start, [Value()] * len(start.invars))
+    bounds = [fact.bounds for fact in _results(start, [Fact()] * len(start.invars))]
     try:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             made = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params)
@@ -267,22 +270,27 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
             f"more than gradients, state and parameters: {error}"
         )
         return [None] * len(is_rounded)
-    step, others = made.jaxpr, [Value()] * len(jax.tree.leaves(params))
+    step, others = made.jaxpr, [Fact()] * len(jax.tree.leaves(params))
     while True:
-        new = results(step, [*others, *values, *others])
-        after = [_widened(before, value) for before, value in zip(values, new, strict=True)]
-        if after == values:
+        results = _results(step, [*others, *(Fact(bounds=each) for each in bounds), *others])
+        after = [_widened(a, fact.bounds) for a, fact in zip(bounds, results, strict=True)]
+        if after == bounds:
             break
-        values = after
+        bounds = after
     arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
     return [
-        value.low < 0 if one and result.source not in arguments else None
-        for one, value, result in zip(is_rounded, values, new, strict=True)
+        low < 0 if one and fact.root not in arguments else None
+        for one, (low, _), fact in zip(is_rounded, bounds, results, strict=True)
     ]
 
 
-def _widened(before: Value, after: Value) -> Value:
-    """Widens the bounds before a step to the positive or to all numbers, if the step needs it."""
-    if before.low <= after.low and after.high <= before.high:
-        return Value(before.low, before.high)
-    return Value(0.0) if before.low >= 0 and after.low >= 0 else Value()
+def _widened(before: Interval, after: Interval) -> Interval:
+    """Widens the interval before a step to the positive or to all numbers, if the step needs it."""
+    if before[0] <= after[0] and after[1] <= before[1]:
+        return before
+    return (0.0, math.inf) if before[0] >= 0 and after[0] >= 0 else ANYWHERE
+
+
+def _results(jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
+    facts = find_facts(jaxpr, given, jax.checkpoint_policies.nothing_saveable)
+    return [fact_of(facts.of, atom) for atom in jaxpr.outvars]
