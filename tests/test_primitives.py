@@ -92,6 +92,10 @@ FUNCTIONS |= {
     "cancel_lgamma": lambda h: lax.lgamma(1 + jnp.abs(h)) / h,
     "log_in_custom_jvp": lambda h: _log(jnp.abs(h) + 1e-3),
     "maximum_of_another_row": lambda h: jnp.exp(3 * h[:WIDTH] - 3 * h[:WIDTH].max(1)[None]),
+    "maximum_of_another_call": lambda h: jnp.exp(_sums(4 * h) - _highest(_sums(4 * h[::-1]))),
+    "maximum_of_a_selected_array": lambda h: jnp.exp(
+        jnp.where(_infinite_in_fifths(h) == jnp.inf, 3 * h[::-1], h) - _highest(h)
+    ),
     "large_logits": lambda h: jax.nn.softmax(10 * h),
     "softmax_by_hand": lambda h: (
         jnp.exp(h - h.max(1, keepdims=True))
@@ -162,6 +166,19 @@ def _log(x):
 
 
 _log.defjvp(lambda p, t: (_log(*p), t[0] / p[0]))
+
+
+@jax.jit
+def _sums(h):
+    return jnp.cumsum(h, 1)
+
+
+def _infinite_in_fifths(h):
+    return jnp.where(jnp.arange(WIDTH) % 5 == 0, jnp.inf, 0 * h)
+
+
+def _highest(h):
+    return lax.stop_gradient(h.max(1, keepdims=True))
 
 
 #: Differentiable primitives that no function above has, and why that is safe.

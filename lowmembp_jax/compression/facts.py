@@ -297,7 +297,8 @@ def _hull(intervals: Sequence[rules.Interval]) -> rules.Interval:
 def _is_in_place(eqn: Any) -> bool:
     """Whether an equation that passes on its operand leaves each element in its place."""
     is_same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
-    return is_same and operation(eqn) not in ("neg", "rev", "transpose")
+    is_permuted = bool(eqn.params.get("dimensions"))  # of `rev`, and of `lax.reshape`
+    return is_same and not is_permuted and operation(eqn) not in ("neg", "transpose")
 
 
 def _above(eqn: Any, read: Sequence[Fact]) -> frozenset[Place]:
