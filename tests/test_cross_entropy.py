@@ -380,26 +380,6 @@ def test_scan_checkpoint_and_accumulation():
     check(*example(4, 6)[:3], 4e-6, accumulated)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_export_with_a_symbolic_number_of_tokens(reduction):
-    def step(hidden, kernel, labels):
-        def loss(hidden, kernel):
-            return jnp.sum(TILED(hidden, kernel, labels, reduction=reduction))
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(hidden, kernel)
-
-    tokens = jax.export.symbolic_shape("batch, length")
-    types = [jax.ShapeDtypeStruct((*tokens, FEATURES), jnp.float32)]
-    types += [jax.ShapeDtypeStruct((FEATURES, VOCAB), jnp.float32)]
-    exported = jax.export.export(jax.jit(step))(*types, jax.ShapeDtypeStruct(tokens, jnp.int32))
-    for shape in ((1, 1), (3, 5)):
-        given = example(*shape)[:3]
-        for got, want in zip(
-            *map(jax.tree.leaves, (exported.call(*given), step(*given))), strict=True
-        ):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("around", ["the block", "the loss too"])
 def test_compress(around):
     hidden, kernel, labels, _ = example(4, 64)

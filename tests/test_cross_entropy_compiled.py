@@ -175,3 +175,21 @@ def test_logits_in_memory_do_not_grow(jax_defaults, sizes):
     _, _, temporaries = planned(loss, shapes(*sizes))
     kept = 4 * features * vocab + 2 * tokens * features
     assert temporaries <= kept + 2.1 * tile_bytes
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_export_with_a_symbolic_number_of_tokens(reduction):
+    def step(hidden, kernel, labels):
+        def loss(hidden, kernel):
+            return jnp.sum(OURS(hidden, kernel, labels, reduction=reduction))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(hidden, kernel)
+
+    tokens = jax.export.symbolic_shape("batch, length")
+    types = [jax.ShapeDtypeStruct((*tokens, FEATURES), jnp.float32)]
+    types += [jax.ShapeDtypeStruct((FEATURES, VOCAB), jnp.float32)]
+    exported = jax.export.export(jax.jit(step))(*types, jax.ShapeDtypeStruct(tokens, jnp.int32))
+    hidden, kernel, labels = example()
+    for batch, length in ((1, 1), (3, 5)):
+        given = hidden[:batch, :length], kernel, labels[:batch, :length]
+        assert_close(exported.call(*given), step(*given))

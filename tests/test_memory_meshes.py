@@ -60,7 +60,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_mesh_of_the_step(name):
-    """A step may name planned or abstract devices, and not those of this machine."""
+    """A step may use planned or abstract devices, but not the devices of this machine."""
     options = {"mesh": {"dp": 8}, "in_shardings": (P(), P("dp")), "parts": ("parameters", "batch")}
     planned = Mesh(np.array(lm.memory.topology("h200", 8).devices), ("dp",))
     plan = lm.memory.plan(STEPS[name](planned), W, X, **options)

@@ -98,4 +98,4 @@ def test_nothing_knows_the_examples(folder):
     for path in (ROOT / folder).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         found = re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE)
-        assert not own.intersection(found) - {"lora"}, path
+        assert not own.intersection(found), path

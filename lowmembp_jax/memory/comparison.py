@@ -104,7 +104,7 @@ class Comparison:
                 *work(one.plan.cost)[:3],
                 *(f"{n / one.plan.cost.estimated_seconds:,.0f}" for n in rates.values()),
                 *([f"{one.largest_batch:,}"] if searched else []),
-                one.plan.verdict,
+                one.plan.verdict + (", the fastest" if one is fastest else ""),
             )
             for one in self
         ]
@@ -115,7 +115,6 @@ class Comparison:
             ESTIMATE,
             f"note: rates of {plan.device.name}: {plan.device.calibration}",
             *(f"note: {note}" for note in self.notes),
-            f"the fastest method that fits: {fastest.method}" if fastest else "no method fits",
         ]
         return "\n".join(lines)
 

@@ -177,12 +177,10 @@ def remat_layer(
     of one step and would then merge the recomputation with the first computation.
     """
     how = TABLE[compute.method]
-    policy = how.policy_itself()
     if how.layer == "compress":
-        policy = policy or lm.products_saveable
-        return lm.compress_module(layer, dtype=compute.compress_dtype, policy=policy)
+        return lm.compress_module(layer, dtype=compute.compress_dtype, **how.options())
     if how.layer == "remat":
-        return nn.remat(layer, policy=policy, prevent_cse=not scanned)
+        return nn.remat(layer, prevent_cse=not scanned, **how.options())
     return layer
 
 

@@ -39,13 +39,13 @@ class Method(NamedTuple):
             lines.append(_PATCH)
         return "\n".join(lines) or "# nothing to change"
 
-    def policy_itself(self) -> Any:
-        """The policy; None if the method has none."""
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `nn.remat` or `lm.compress_module`."""
         import jax
 
         import lowmembp_jax as lm
 
-        return None if self.policy is None else eval(self.policy, {"jax": jax, "lm": lm})
+        return {} if self.policy is None else {"policy": eval(self.policy, {"jax": jax, "lm": lm})}
 
 
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"

@@ -80,7 +80,7 @@ class _Bits:
         return made_of if len(made_of) == count else (_union(made_of),) * count
 
     def run(self, computation: Computation, arguments: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Adds the bits of a computation's results, and returns those of its own result."""
+        """Runs a computation once, and returns the bits of its result."""
         for name, instruction in computation.instructions.items():
             before = self._made_of.get(name, ())
             made_of = self._step(instruction, arguments)

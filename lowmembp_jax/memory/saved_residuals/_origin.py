@@ -26,8 +26,8 @@ class _Body(NamedTuple):
 class Origin(NamedTuple):
     """The origin of a residual.
 
-    The equations end with the one that makes it, after those that call it, outermost first. There
-    are none for a literal, and for an input or a constant of the outermost jaxpr.
+    The equations end with the one that makes it, after those that call it, outermost first. A
+    literal, and an input or a constant of the outermost jaxpr, have no equations.
     """
 
     key: tuple  # equal for residuals that are one array in memory
