@@ -57,10 +57,21 @@ def mesh_parts(array: Any) -> set[int]:
     return {math.prod(group) for group in itertools.chain(*groups)}
 
 
-def is_never_cut(size: Any, parts: set[int]) -> bool:
-    """Whether no number of shards divides an axis: none of `parts`, and no even number."""
-    # A symbolic dimension of `jax.export` is no int.
-    return isinstance(size, int) and all(size % count for count in parts - {1} | {2})
+def shared_size(array: Any) -> int:
+    """The most elements of the last axis that no two devices share.
+
+    Types do not show shardings that only `jax.jit` gets. If no mesh is known, and JAX has several
+    devices, the axis may be cut into up to 16 parts of at least 16 elements.
+    """
+    size = array.shape[-1]
+    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
+        return 1
+    if explicit_spec(array):
+        size = type_of(array).sharding.shard_shape(array.shape)[-1]
+    parts = mesh_parts(array)
+    if not type_of(array).sharding.mesh.axis_sizes and jax.device_count() > 1:
+        parts = {count for count in (2, 4, 8, 16) if size // count >= 16}
+    return math.gcd(size, *(size // count for count in parts if size % count == 0))
 
 
 def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:

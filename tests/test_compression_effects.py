@@ -378,4 +378,4 @@ def test_an_activation_stores_its_input_in_8_bits(function):
         return lm.memory.saved_bytes(lambda w, x: jnp.sum(run(w, x)), w, x)
 
     # float32 products: x and the product take a byte an element, and scales.
-    assert saved(lm.compress) < 0.36 * 4 * (x.size + 128 * 256)
+    assert saved(lm.compress) < 0.37 * 4 * (x.size + 128 * 256)

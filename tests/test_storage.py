@@ -12,9 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowmembp_jax as lm
-
-#: The sampled rows of a tile say too little about its other rows.
-TOO_HEAVY = {"no norm, Cauchy"}
+from lowmembp_jax.compression.formats import Format
 
 
 def read_back(x, dtype="float8"):
@@ -24,7 +22,7 @@ def read_back(x, dtype="float8"):
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("name", sorted(storage_cases.CASES.keys() - TOO_HEAVY))
+@pytest.mark.parametrize("name", sorted(storage_cases.CASES))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
     limit = 0.075 if "logits" in name else 0.05
     assert storage_cases.error(name, "float8") < limit
@@ -38,7 +36,6 @@ def test_the_default_is_right_at_any_scale_offset_and_tail(name):
         ("0.0003", "int8", 0.8),
         ("0.0003", "int4", 11),
         ("100", "int8", 11),
-        ("no norm, Cauchy", "float8", 68),
     ],
 )
 def test_errors_of_the_docs(name, format, percent):
@@ -83,14 +80,45 @@ def test_a_constant_row_is_its_mean():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours, exact)
 
 
-def test_a_tile_of_which_only_zeros_are_sampled_is_stored_without_a_scale():
-    x = jnp.zeros((64, 32)).at[1, 1].set(3.0)
-    np.testing.assert_allclose(read_back(x), x, rtol=2.0**-4)
+def gated(p, x):
+    return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
-def test_an_element_56_times_the_largest_sampled_one_is_clipped():
-    x = jnp.ones((1024, 32)).at[1, 1].set(50.0).at[1, 2].set(100.0)  # not a sampled row
-    np.testing.assert_allclose(read_back(x), jnp.minimum(x, 56.0), rtol=2.0**-4)
+def activated(p, x):
+    return x + jnp.tanh(x @ p["gate"]) @ p["down"]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("block", [gated, activated])
+@pytest.mark.parametrize("size", [10, 30, 100, 300, 1000, 1e5])
+@pytest.mark.parametrize("kind", ["token", "channel", "element"])
+def test_one_large_token_channel_or_element(kind, size, block):
+    """Language models have tokens that are 1,000 times larger than all others."""
+    shapes = {"gate": (256, 688), "up": (256, 688), "down": (688, 256)}
+    p = {name: normal(*shape, key=i) / 16 for i, (name, shape) in enumerate(shapes.items())}
+    p = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
+    target = normal(512, 256, key=5)
+
+    def gradient(run, x):
+        return jax.grad(lambda p: jnp.sum(run(p, x).astype(jnp.float32) * target))(p)
+
+    ours, exact = (jax.jit(partial(gradient, run)) for run in (lm.compress(block), block))
+    for token, channel in ((0, 0), (37, 5), (201, 255)):
+        at = {"token": (token,), "channel": (slice(None), channel), "element": (token, channel)}
+        x = normal(512, 256, key=7).at[at[kind]].mul(size).astype(jnp.bfloat16)
+        assert lm.gradient_distance(ours(x), exact(x)).error < 0.05, (token, channel)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_every_number_of_its_dtype_has_3_bits(dtype):
+    """A row's scale is exact: nothing is clipped, up to the largest number of a dtype."""
+    info = jnp.finfo(dtype)
+    exponents = jnp.arange(info.minexp + info.nmant, info.maxexp, dtype=jnp.float32)[:, None]
+    x = (2.0**exponents * jnp.linspace(1, 1.99, 64)[None]).astype(dtype)
+    x = x.at[-1, -1].set(float(info.max))
+    format = Format.of(x, "float8", "")
+    stored = format.decode(format.encode(x), x.dtype)
+    np.testing.assert_allclose(*(np.asarray(a, np.float64) for a in (stored, x)), rtol=2.0**-4)
 
 
 def test_float8_by_its_old_name_is_unscaled_and_deprecated():
@@ -183,19 +211,16 @@ def test_the_loss_curve_is_that_of_exact_gradients_with_a_channel_of(channel):
 
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(8, 197, 96), (577, 33)])
-def test_an_axis_of_prime_length_has_few_scales(shape, kind):
-    """Images in 14 x 14 patches have 197 tokens with the class token."""
-    growth = jnp.exp(jnp.arange(shape[-2]) / 40)  # by less than 56 within a tile
-    x = jnp.einsum(
-        "t,...tc->...tc", growth, jax.random.uniform(jax.random.key(0), shape, minval=0.5)
-    )
-    square = lm.compress(lambda _, x: jnp.square(x) / 2, policy=NOTHING)
-    if kind is not None and len(shape) == 3:
+@pytest.mark.parametrize("shape", [(8, 197, 96), (577, 33), (16, 8191), (8, 257), (4, 64, 257)])
+def test_scales_take_little_at_any_size(shape, kind):
+    x = jax.random.uniform(jax.random.key(0), shape, minval=0.5)
+    x *= jnp.exp2(lax.broadcasted_iota(jnp.float32, shape, len(shape) - 2) % 32)
+    square = lm.compress(lambda _, x: x * lax.stop_gradient(x), policy=NOTHING)
+    if kind is not None and shape[0] % 8 == 0:
         mesh = jax.make_mesh((8,), ("batch",), axis_types=(kind,))
         x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))
     stored = jax.eval_shape(lambda x: jax.vjp(lambda x: square(0.0, x), x)[1], x)
-    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(stored)) < 1.05 * x.size
+    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(stored)) < 1.09 * x.size
     grad = jax.jit(jax.grad(lambda x: square(0.0, x).sum()))
     np.testing.assert_allclose(grad(x), x, rtol=2.0**-4)
-    assert "all-gather" not in grad.lower(x).compile().as_text()
+    assert "all-" not in grad.lower(x).compile().as_text()

@@ -133,10 +133,18 @@ class _Decisions:
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):
         self.marker, self.jaxpr, self.facts, self.may_store = marker, jaxpr, facts, may_store
         self.plan, self.needs, self.exact = Plan(), dict[Any, Need](), set[Any]()
-        self.readers = dict[Any, int]()
-        for eqn in jaxpr.eqns:
+        self.readers, self.made = dict[Any, int](), dict[Any, int]()
+        for number, eqn in enumerate(jaxpr.eqns):
+            self.made |= dict.fromkeys(eqn.outvars, number)
             for var in set(jaxprs.variables(eqn)):
                 self.readers[var] = self.readers.get(var, 0) + 1
+        self.read_elementwise = set[Any]()  # by the forward
+        for eqn in reversed(jaxpr.eqns):
+            rule = rules.rule(eqn)
+            is_forward = not any(fact.linear for fact in facts.read(eqn))
+            computes = not rule.passes or eqn.outvars[0] in self.read_elementwise
+            if rule.elementwise and is_forward and computes:
+                self.read_elementwise.update(jaxprs.variables(eqn))
 
     def make(self, wanted: Sequence[Need]) -> list[Need]:
         """Decides from the needs of the outputs; returns the needs of the inputs."""
@@ -189,7 +197,7 @@ class _Decisions:
         bodies, inside = jaxprs.bodies(eqn), self.facts.inside[number]
         back = jaxprs.carried(eqn, bodies[0])
         wanted = [
-            need._replace(rows=_converted(need.rows, var, out))
+            need._replace(rows=need.rows and need.rows.converted(var.aval.shape, out.aval.shape))
             for need, var, out in zip(wanted, eqn.outvars, bodies[0].outvars, strict=True)
         ]
         while True:
@@ -209,7 +217,8 @@ class _Decisions:
         self.plan.inside[number] = [decisions.plan for decisions in decided]
         self.exact.update(*(decisions.exact for decisions in decided))
         for atom, var, need in zip(jaxprs.operands(eqn), bodies[0].invars, inputs, strict=True):
-            self.need(atom, need._replace(rows=_converted(need.rows, var, atom)))
+            rows = need.rows and need.rows.converted(var.aval.shape, atom.aval.shape)
+            self.need(atom, need._replace(rows=rows))
         if eqn.primitive.name == "cond":
             self.need(eqn.invars[0], Need(EXACT))
 
@@ -250,6 +259,8 @@ class _Decisions:
                     rest[i] = need
                 else:
                     self.plan.stores[var] = format
+                    if not format.is_exact and var in self.read_elementwise:
+                        self.plan.shared |= self.products(var)
         most = max(need.level for need in rest)
         if rules.rule(eqn).passes or operation(eqn) == "optimization_barrier":
             # Each result is the operand with the same number.
@@ -307,15 +318,52 @@ class _Decisions:
     def replaces_terms(self, eqn: core.JaxprEqn, read: list[Fact], need: Need) -> bool:
         """Whether to store a sum instead of a saved term that nothing else reads.
 
-        This holds if the other term is saved, too, or if a norm reads the sum, which is then stored
-        by the norm's rows.
+        This holds if the other term is saved, too, if a norm reads the sum, which is then stored
+        by the norm's rows, or if the other term is a bias, which XLA adds in the product's kernel.
         """
-        pairs = zip(eqn.invars, read, strict=True)
+        pairs = [*zip(eqn.invars, read, strict=True)]
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
-        if operation(eqn) not in ("add", "sub") or len(ours) != 2:
+        if operation(eqn) not in ("add", "sub"):
             return False
+        if len(ours) == 1:
+            # The numbers of the sum are as large as those of the terms, unless it adds a constant.
+            adds_variable = all(isinstance(self.passed_on(atom), core.Var) for atom in eqn.invars)
+            return adds_variable and self.is_alone(ours[0][0], eqn.outvars[0].aval)
         is_one = all(fact.term for _, fact in ours) or need.rows is not None
         return is_one and any(fact.term and self.readers[atom] == 1 for atom, fact in ours)
+
+    def passed_on(self, atom: Any) -> Any:
+        """The variable or literal of which an array has the elements, in another shape or dtype."""
+        while isinstance(atom, core.Var) and atom in self.made:
+            eqn = self.jaxpr.eqns[self.made[atom]]
+            if not rules.rule(eqn).passes:
+                break
+            atom = eqn.invars[0]
+        return atom
+
+    def is_alone(self, atom: Any, like: Any) -> bool:
+        """Whether nothing else reads a saved result of the type `like`, in whatever shape."""
+        if (atom.aval.shape, atom.aval.dtype) != (like.shape, like.dtype):
+            return False
+        while self.readers[atom] == 1 and atom in self.made:
+            number = self.made[atom]
+            eqn = self.jaxpr.eqns[number]
+            if checkpoint_name_of(eqn) is not None or not rules.rule(eqn).passes:
+                return number in self.facts.saved and not rules.rule(eqn).passes
+            atom = eqn.invars[0]
+        return False
+
+    def products(self, atom: Any) -> set[Any]:
+        """The saved products that an array is the sum of, perhaps in other shapes and dtypes."""
+        if atom not in self.made:
+            return set()
+        eqn = self.jaxpr.eqns[self.made[atom]]
+        if rules.rule(eqn).product:
+            return {atom}
+        if not rules.rule(eqn).passes and operation(eqn) not in ("add", "sub"):
+            return set()
+        terms = (v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).term)
+        return set().union(*map(self.products, terms))
 
 
 def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
@@ -329,24 +377,6 @@ def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
             return None
         return Rows(atom.aval.shape, tuple(eqn.params["permutation"][i] for i in rows.axes))
     return rows
-
-
-def _converted(rows: Rows | None, given: Any, to: Any) -> Rows | None:
-    """Converts rows of a variable between the inside and the outside of a body.
-
-    The variable inside is the same array, a step of a scan, or the part of one device.
-    """
-    shape, new = given.aval.shape, to.aval.shape
-    if rows is None or shape == new:
-        return rows
-    if len(shape) == len(new) and rows.shape == shape:  # a whole row is stored without a collective
-        is_cut = any(new[axis] > shape[axis] for axis in rows.axes)
-        return None if is_cut else Rows(new, rows.axes)
-    if shape[1:] == new and rows.shape[:1] == shape[:1] and 0 not in rows.axes:  # into a scan
-        return Rows(rows.shape[1:], tuple(axis - 1 for axis in rows.axes))
-    if new[1:] == shape:  # out of a scan
-        return Rows((new[0], *rows.shape), tuple(axis + 1 for axis in rows.axes))
-    return None
 
 
 def _narrows(eqn: Any, need: Need) -> bool:

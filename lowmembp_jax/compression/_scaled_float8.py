@@ -1,38 +1,27 @@
-"""float8 with a scale for each row that an array's readers reduce, or for each tile.
+"""float8 with a scale for each row.
 
-An array that its readers normalize is stored by row, so that no element is clipped. Every other
-array has a scale for each tile, computed from a sample of the tile.
+An array has a power of two as the scale of each row of its last axis, computed from the exact
+maximum of the row and stored as an exponent of one byte. This is E8M0 of the OCP Microscaling
+Formats specification, with longer blocks. An array that its readers normalize is stored by the rows
+of the norm, without their mean if that is large.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lowmembp_jax._arguments import compute_dtype
-from lowmembp_jax._tiling import (
-    explicit_spec,
-    is_never_cut,
-    mesh_parts,
-    reshape,
-    tile_size,
-    type_of,
-)
+from lowmembp_jax._tiling import explicit_spec, reshape, shared_size
 
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
-#: A tile's largest sampled magnitude is scaled to this. Other elements may be 448 / 8 = 56 times
-#: larger.
-_SAMPLED = 8.0
-#: Magnitudes of a row below this are stored as square roots, with half the bits of precision, down
-#: to 1 / 2^25 of the largest magnitude. So an outlier channel does not flush the others to zero.
+#: Magnitudes of a norm's row below this are stored as square roots, with half the bits of
+#: precision, down to 1 / 2^25 of the largest magnitude. So an outlier channel does not flush the
+#: others to zero.
 _SMALL = 0.25
-#: The most elements of a tile along the longest axis.
-_HIGH = 64
 
 
 class Rows(NamedTuple):
@@ -50,6 +39,22 @@ class Rows(NamedTuple):
     def length(self) -> int:
         """The number of elements of a row."""
         return math.prod(self.shape[axis] for axis in self.axes)
+
+    def converted(self, given: tuple[int, ...], to: tuple[int, ...]) -> "Rows | None":
+        """Converts rows of a variable between the inside and the outside of a body, by its shapes.
+
+        The variable inside is the same array, a step of a scan, or the part of one device.
+        """
+        if given == to:
+            return self
+        if len(given) == len(to) and self.shape == given:  # a whole row needs no collective
+            is_cut = any(to[axis] > given[axis] for axis in self.axes)
+            return None if is_cut else Rows(to, self.axes)
+        if given[1:] == to and self.shape[:1] == given[:1] and 0 not in self.axes:  # into a scan
+            return Rows(self.shape[1:], tuple(axis - 1 for axis in self.axes))
+        if to[1:] == given:  # out of a scan
+            return Rows((to[0], *self.shape), tuple(axis + 1 for axis in self.axes))
+        return None
 
 
 def to_float8(x: Array, dtype: Any = _FLOAT8) -> Array:
@@ -91,117 +96,57 @@ def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
-def _longest(shape: tuple[Any, ...]) -> int | None:
-    """The longest axis before the last axis, or None."""
-    sizes = [size if isinstance(size, int) else 0 for size in shape[:-1]]
-    return sizes.index(max(sizes)) if sizes else None
+class _Floats(NamedTuple):
+    """The bits of a floating dtype, in which scales are computed."""
 
-
-class _Tiles(NamedTuple):
-    """The tiles of an array, along its last axis and its longest other axis.
-
-    Attributes:
-      axis: the other axis, or None for a vector.
-      high: elements of a tile along `axis`.
-      wide: elements of a tile along the last axis.
-      padding: elements that the last tile lacks along `axis`.
-    """
-
-    axis: int | None
-    high: int
-    wide: int
-    padding: int = 0
+    integers: Any
+    mantissa: int
+    bias: int
+    exponents: Any  # the dtype of a stored exponent
 
     @classmethod
-    def of(cls, array: Any) -> "_Tiles":
-        shape, parts, axis = array.shape, mesh_parts(array), _longest(array.shape)
-        if explicit_spec(array):  # the shards are known, and tiles must divide them
-            shape = type_of(array).sharding.shard_shape(shape)
-        wide = tile_size(shape[-1], 16, 32, parts)
-        if axis is None:
-            return cls(None, 1, wide)
-        size, high = shape[axis], tile_size(shape[axis], 1, _HIGH, parts)
-        if size == array.shape[axis] and is_never_cut(size, parts):
-            # For instance 197 tokens: the last tile may be smaller.
-            count = -(-size // _HIGH)
-            high = -(-size // count)
-            return cls(axis, high, wide, count * high - size)
-        return cls(axis, high, wide)
+    def of(cls, dtype: Any) -> "_Floats":
+        if compute_dtype(dtype) == jnp.float64:
+            return cls(jnp.int64, 52, 1023, jnp.int16)
+        return cls(jnp.int32, 23, 127, jnp.uint8)
 
-    @classmethod
-    def stored(cls, z: Array, scale: Array) -> "_Tiles":
-        """The tiles in which `z` was encoded, even if its type names another mesh now."""
-        axis, wide = _longest(z.shape), z.shape[-1] // scale.shape[-2]
-        if axis is None:
-            return cls(None, 1, wide)
-        size, count = z.shape[axis], scale.shape[axis]
-        high = -(-size // count)
-        return cls(axis, high, wide, count * high - size)
-
-    def split(self, shape: tuple[Any, ...], high: Any, wide: Any) -> tuple[Any, ...]:
-        """Replaces each tiled axis of a shape or a spec with two entries."""
-        last = (*shape[:-1], *wide(shape[-1]))
-        if self.axis is None:
-            return last
-        return (*last[: self.axis], *high(last[self.axis]), *last[self.axis + 1 :])
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return self.split(
-            shape, lambda n: (n // self.high, self.high), lambda n: (n // self.wide, self.wide)
-        )
-
-    def count(self, shape: tuple[int, ...]) -> int:
-        """The number of tiles."""
-        high = 1 if self.axis is None else -(-shape[self.axis] // self.high)
-        others = (n for axis, n in enumerate(shape[:-1]) if axis != self.axis)
-        return math.prod(others) * high * (shape[-1] // self.wide)
-
-    def cut(self, x: Array) -> Array:
-        if self.padding:
-            widths = [(0, self.padding if axis == self.axis else 0, 0) for axis in range(x.ndim)]
-            x = lax.pad(x, jnp.zeros((), x.dtype), widths)
-        spec = explicit_spec(x)
-        if spec is not None:
-            spec = PartitionSpec(*self.split(tuple(spec), lambda s: (s, None), lambda s: (s, None)))
-        return reshape(x, self.shape(x.shape), spec)
-
-    def joined(self, y: Array, like: Array) -> Array:
-        """Undoes `cut`, for the shape and spec of `like`."""
-        if self.axis is None or not self.padding:
-            return _reshaped(y, like.shape, like=like)
-        size = like.shape[self.axis]
-        padded = (*like.shape[: self.axis], size + self.padding, *like.shape[self.axis + 1 :])
-        return lax.slice_in_dim(_reshaped(y, padded, like=like), 0, size, axis=self.axis)
+    def power(self, exponent: Array) -> Array:
+        """2^(exponent - bias)."""
+        bits = exponent.astype(self.integers) << self.mantissa
+        return lax.bitcast_convert_type(bits, f"float{8 * bits.dtype.itemsize}")
 
 
-def _encode_tiled(x: Array) -> tuple[Array, Array]:
-    """Divides each tile by the largest magnitude in some of its rows.
+def _cut(x: Array, size: int) -> Array:
+    """Splits the last axis into groups of `size`; does nothing if a row is one group."""
+    if size == x.shape[-1]:
+        return x
+    spec = explicit_spec(x)
+    spec = None if spec is None else PartitionSpec(*spec, None)
+    return reshape(x, (*x.shape[:-1], x.shape[-1] // size, size), spec)
 
-    Reading all rows first would take another pass over the array.
+
+def _encode_groups(x: Array) -> tuple[Array, Array]:
+    """Divides each row by the least power of two with which no element is above 448.
+
+    NaN and infinity do not change the scale of their row.
     """
-    tiles = _Tiles.of(x)
-    y = tiles.cut(x)
-    sampled = jnp.where(jnp.isfinite(y), jnp.abs(y), 0)
-    if tiles.axis is not None:
-        # The sample has the first and the last row, because the array may begin or end in padding.
-        count = min(tiles.high, max(2, tiles.high // 4))
-        places = sorted({*np.linspace(0, tiles.high - 1, count).round().astype(int).tolist()})
-        rows = (lax.slice_in_dim(sampled, i, i + 1, axis=tiles.axis + 1) for i in places)
-        sampled = functools.reduce(jnp.maximum, rows)
-    while sampled.shape[-1] > 1:
-        # Halve with overlap instead of a reduction, which XLA would not fuse with its readers.
-        half = -(-sampled.shape[-1] // 2)
-        sampled = jnp.maximum(sampled[..., :half], sampled[..., -half:])
-    wide = compute_dtype(x.dtype)
-    scale = jnp.where(sampled > 0, sampled.astype(wide) / _SAMPLED, 1)
-    return tiles.joined(to_float8(y.astype(wide) / scale), like=x), scale
+    floats = _Floats.of(x.dtype)
+    y = _cut(x, shared_size(x)).astype(compute_dtype(x.dtype))
+    # With one more in the exponent, the bits of NaN and infinity are negative.
+    bits = lax.bitcast_convert_type(jnp.abs(y), floats.integers) + (1 << floats.mantissa)
+    least = jnp.maximum((bits >> floats.mantissa) - 8, 1)
+    # The maximum of bytes needs no kernel that converts it.
+    exponent = jnp.max(least.astype(floats.exponents), axis=-1, keepdims=True)
+    z = (y * floats.power(2 * floats.bias - exponent.astype(floats.integers))).astype(_FLOAT8)
+    return _reshaped(z, x.shape, like=x), exponent
 
 
-def _decode_tiled(stored: tuple[Array, ...], dtype: Any) -> Array:
-    z, scale = stored
-    wide, tiles = compute_dtype(dtype), _Tiles.stored(z, scale)
-    y = tiles.cut(z).astype(wide) * scale
-    return tiles.joined(y.astype(dtype), like=z)
+def _decode_groups(stored: tuple[Array, Array], dtype: Any) -> Array:
+    z, exponent = stored
+    size = z.shape[-1] if exponent.ndim == z.ndim else z.shape[-1] // exponent.shape[-2]
+    scale = _Floats.of(dtype).power(exponent)
+    y = _cut(z, size).astype(scale.dtype) * scale
+    return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Array:
@@ -212,18 +157,19 @@ def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Ar
 
 
 def encode(x: Array, rows: Rows | None) -> tuple[Array, ...]:
-    """Returns the float8 numbers, and the scales of tiles or the centers and scales of rows."""
-    return _encode_tiled(x) if rows is None else _encode_rows(x, rows)
+    """Returns the float8 numbers, and the exponents, or the centers and scales of a norm's rows."""
+    return _encode_groups(x) if rows is None else _encode_rows(x, rows)
 
 
 def decode(stored: tuple[Array, ...], dtype: Any, rows: Rows | None) -> Array:
     """Decodes the array in `dtype`."""
-    return _decode_tiled(stored, dtype) if rows is None else _decode_rows(stored, dtype, rows)
+    return _decode_groups(stored, dtype) if rows is None else _decode_rows(stored, dtype, rows)
 
 
 def bits(array: Any, rows: Rows | None) -> int:
     """The number of bits that an array takes; accepts an array or its type."""
     size = math.prod(array.shape)
     if rows is None:
-        return 8 * size + 32 * _Tiles.of(array).count(array.shape)
+        exponent = jnp.iinfo(_Floats.of(array.dtype).exponents).bits
+        return 8 * size + exponent * (size // shared_size(array))
     return 8 * size + 64 * (size // rows.length)

@@ -118,11 +118,15 @@ class Plan:
 
     Attributes:
       stores: the formats of stored variables.
+      shared: stored variables that the forward also reads elementwise. XLA encodes an array in the
+        kernel of such a reader, but not if the array comes from a kernel of a product. Behind a
+        barrier XLA does not see where it comes from.
       effects: numbers of the equations with side effects, which run only in the forward.
       inside: a plan for each body of each equation, by the equation's number.
     """
 
     stores: dict[Any, Format] = field(default_factory=dict)
+    shared: set[Any] = field(default_factory=set)
     effects: set[int] = field(default_factory=set)
     inside: dict[int, list["Plan"]] = field(default_factory=dict)
 
@@ -134,12 +138,15 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
     """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
     new, stored = [], dict[Any, Any]()
 
-    def store(var, format):
+    def apply(primitive, var, **params):
         result = core.Var(var.aval)
         like = jaxpr.eqns[0] if not new else new[-1]
-        own = {"primitive": store_p, "params": {"format": format, "times": 1}, "effects": set()}
+        own = {"primitive": primitive, "params": params, "effects": set()}
         new.append(like.replace(invars=[var], outvars=[result], **own))
         return result
+
+    def store(var, format):
+        return apply(store_p, var, format=format, times=1)
 
     def forward(atom):
         return store(atom, Format(FORWARD, "")) if isinstance(atom, core.Var) else atom
@@ -160,6 +167,8 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
         else:
             new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
         for var in eqn.outvars:
+            if var in plan.shared:
+                stored[var] = apply(lax.optimization_barrier_p, var)
             if var in plan.stores:
-                stored[var] = store(var, plan.stores[var])
+                stored[var] = store(read(var), plan.stores[var])
     return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])
