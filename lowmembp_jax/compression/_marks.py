@@ -197,7 +197,7 @@ class _Decisions:
         bodies, inside = jaxprs.bodies(eqn), self.facts.inside[number]
         back = jaxprs.carried(eqn, bodies[0])
         wanted = [
-            need._replace(rows=need.rows and need.rows.converted(var.aval.shape, out.aval.shape))
+            need._replace(rows=need.rows and need.rows.converted(var, out))
             for need, var, out in zip(wanted, eqn.outvars, bodies[0].outvars, strict=True)
         ]
         while True:
@@ -217,7 +217,7 @@ class _Decisions:
         self.plan.inside[number] = [decisions.plan for decisions in decided]
         self.exact.update(*(decisions.exact for decisions in decided))
         for atom, var, need in zip(jaxprs.operands(eqn), bodies[0].invars, inputs, strict=True):
-            rows = need.rows and need.rows.converted(var.aval.shape, atom.aval.shape)
+            rows = need.rows and need.rows.converted(var, atom)
             self.need(atom, need._replace(rows=rows))
         if eqn.primitive.name == "cond":
             self.need(eqn.invars[0], Need(EXACT))

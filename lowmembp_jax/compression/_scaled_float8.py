@@ -40,11 +40,12 @@ class Rows(NamedTuple):
         """The number of elements of a row."""
         return math.prod(self.shape[axis] for axis in self.axes)
 
-    def converted(self, given: tuple[int, ...], to: tuple[int, ...]) -> "Rows | None":
-        """Converts rows of a variable between the inside and the outside of a body, by its shapes.
+    def converted(self, given: Any, to: Any) -> "Rows | None":
+        """Converts rows of a variable between the inside and the outside of a body.
 
         The variable inside is the same array, a step of a scan, or the part of one device.
         """
+        given, to = given.aval.shape, to.aval.shape
         if given == to:
             return self
         if len(given) == len(to) and self.shape == given:  # a whole row needs no collective
@@ -141,11 +142,12 @@ def _encode_groups(x: Array) -> tuple[Array, Array]:
     return _reshaped(z, x.shape, like=x), exponent
 
 
-def _decode_groups(stored: tuple[Array, Array], dtype: Any) -> Array:
+def _decode_groups(stored: tuple[Array, ...], dtype: Any) -> Array:
     z, exponent = stored
     size = z.shape[-1] if exponent.ndim == z.ndim else z.shape[-1] // exponent.shape[-2]
     scale = _Floats.of(dtype).power(exponent)
-    y = _cut(z, size).astype(scale.dtype) * scale
+    most = float(jnp.finfo(dtype).max)  # the largest numbers of a dtype may be rounded up
+    y = jnp.clip(_cut(z, size).astype(scale.dtype) * scale, -most, most)
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
