@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowmembp_jax._exactness import *
+    from lowmembp_jax._platform import *
     from lowmembp_jax.compression import *
     from lowmembp_jax.gradients import *
     from lowmembp_jax.kernels import *
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 # The modules that hold the public names, the cheapest import first.
 _MODULES = (
-    *("policies", "kernels", "_exactness", "operators", "compression", "optimizers"),
+    *("policies", "kernels", "_exactness", "_platform", "operators", "compression", "optimizers"),
     *("merging", "linen", "patching", "gradients"),
 )
 
@@ -67,6 +68,7 @@ __all__ = [
     "silu",
     "step_activation",
     "swiglu",
+    "target_platform",
     "unpack_2bit",
     "update_in_backward",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend import core
 
 from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._primitive import How
@@ -336,7 +337,8 @@ def stored(
     def bind(jaxpr, values, is_param):
         formats = {} if is_exact() else options.formats
         marker = Marker(options.policy, formats, owner)
-        how = hows.setdefault((is_param, is_exact()), How(marker, is_param, options.prevent_cse))
+        key = is_param, is_exact(), is_for_tpu()
+        how = hows.setdefault(key, How(marker, is_param, options.prevent_cse))
         return how.bind(values, jaxpr)
 
     return call

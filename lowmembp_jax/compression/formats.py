@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import hashed_bits, undifferentiated
+from lowmembp_jax._platform import least_integer
 from lowmembp_jax._tiling import explicit_spec
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import _scaled_float8 as scaled_float8
@@ -97,16 +98,20 @@ FORMATS: dict[str, Storage] = {
 
 #: The array itself, which only the forward reads.
 FORWARD = "forward"
-# A plain boolean takes a byte, and XLA has no 1-bit integers. The uint8 in between is needed in
-# scanned layers: there XLA would give the layout of 2 bits to the boolean, and refuse it.
-BOOLEAN = "boolean"
-_STORAGES = FORMATS | {
-    BOOLEAN: Storage(
-        lambda x, rows: (x.astype(jnp.uint8).astype(jnp.uint2),),
+
+
+def _boolean(dtype: Any) -> Storage:
+    # A plain boolean takes a byte, and XLA has no 1-bit integers. The uint8 in between is needed in
+    # scanned layers: there XLA would give the layout of 2 bits to the boolean, and refuse it.
+    return Storage(
+        lambda x, rows: (x.astype(jnp.uint8).astype(dtype),),
         lambda stored, dtype, rows: stored[0].astype(jnp.uint8).astype(dtype),
-        lambda array, rows: 2 * math.prod(array.shape),
+        lambda array, rows: jnp.iinfo(dtype).bits * math.prod(array.shape),
     )
-}
+
+
+_BOOLEANS = {f"boolean in {dtype.__name__}": _boolean(dtype) for dtype in (jnp.uint2, jnp.uint4)}
+_STORAGES = FORMATS | _BOOLEANS
 
 
 def format_name(dtype: Any, name: str) -> str | None:
@@ -174,7 +179,7 @@ class Format(NamedTuple):
         """Chooses the format of an array; exact if it is not floating or would not shrink."""
         exact = cls(None, owner)
         if array.dtype == bool:
-            return cls(BOOLEAN, owner) if array.shape else exact
+            return cls(f"boolean in {least_integer(2)}", owner) if array.shape else exact
         if storage is None or not array.size or not array.shape:
             return exact
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -190,7 +195,7 @@ class Format(NamedTuple):
     @property
     def is_exact(self) -> bool:
         """Whether `decode(encode(x))` is x: for booleans in 2 bits and for unrounded arrays."""
-        return self.storage in (None, BOOLEAN, FORWARD)
+        return self.storage in (None, FORWARD, *_BOOLEANS)
 
     def encode(self, x: Array) -> tuple[Array, ...]:
         """Returns the arrays to store. Its derivative raises NotImplementedError."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
+from lowmembp_jax._platform import least_integer
 from pallas_kernels import step_table
 
 _SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)
@@ -23,7 +24,7 @@ class StepTable:
     Attributes:
       thresholds: 1 to 15 numbers, ascending; compared in float32 (float64 for float64 inputs). Up
         to 3 thresholds make 2-bit codes, `jnp.uint2`; more make 4-bit codes, `jnp.uint4`. XLA has
-        no 1-bit integers.
+        no 1-bit integers. On TPUs all codes are `jnp.uint4`.
       levels: one more than thresholds. The first and the last also apply to -inf and +inf.
 
     Raises:
@@ -55,7 +56,7 @@ class StepTable:
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the codes."""
-        return jnp.dtype(jnp.uint2 if step_table.code_bits(len(self.levels)) == 2 else jnp.uint4)
+        return least_integer(step_table.code_bits(len(self.levels)))
 
 
 def encode(x: Float[Array, "*shape"], table: StepTable) -> Integer[Array, "*shape"]:
