@@ -47,9 +47,9 @@ from run import (
 )
 from tqdm import tqdm
 
-from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
 from lowmembp_jax.models.config_json import label_names
-from lowmembp_jax.models.families import MODELS, choose_attention
+from lowmembp_jax.models.families import MODELS, read_config
 from lowmembp_jax.models.layers import Compute, NormResidual
 from lowmembp_jax.models.methods import METHODS
 
@@ -158,7 +158,7 @@ def train(config: Config) -> None:
     part = training.own_part(mesh, config.batch_size // accumulate)
     data, source, known = config.data, config.checkpoint, ()
     if source is not None:
-        family, sizes = named("--checkpoint", checkpoints.read_config, source)
+        family, sizes = named("--checkpoint", read_config, source / "config.json")
         known = named("--checkpoint", label_names, sizes.to_json())
         if data.tokenizer is None and (source / "tokenizer.json").exists():
             data = dataclasses.replace(data, tokenizer=source / "tokenizer.json")
@@ -194,14 +194,15 @@ def train(config: Config) -> None:
     run = identity(options, [(x.inputs, x.labels) for x in (task.train, task.dev)], params)
     master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
     param_dtype = master if config.train == "full" else dtype
-    attention = choose_attention(sizes, attention_platform(jax.devices()[0]), dtype)
+    attention = choose_attention(sizes, dtype, has_cudnn_attention(jax.devices()[0]))
     compute = Compute(
         *(config.method, dtype, param_dtype, attention),
         compress_dtype=config.compress_dtype,
         bits=config.bits,
         sharding=NamedSharding(mesh, training.BATCH),
+        norm_residual=config.norm_residual,
     )
-    model = family.build(sizes, compute, config.norm_residual)
+    model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:

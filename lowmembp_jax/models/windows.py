@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+Map = Float[Array, "batch height width channels"]
+_Windows = Float[Array, "batch windows size*size channels"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
@@ -21,9 +24,7 @@ class Windows:
     size: int
     shift: int
 
-    def split(
-        self, x: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch windows size*size channels"]:
+    def split(self, x: Map) -> _Windows:
         below, right = self._padding
         if below or right:
             x = jnp.pad(x, ((0, 0), (0, below), (0, right), (0, 0)))
@@ -31,9 +32,7 @@ class Windows:
             x = jnp.roll(x, (-self.shift, -self.shift), axis=(1, 2))
         return self._partition(x)
 
-    def join(
-        self, windows: Float[Array, "batch windows size*size channels"]
-    ) -> Float[Array, "batch height width channels"]:
+    def join(self, windows: _Windows) -> Map:
         """Inverts `split`."""
         batch, _, _, channels = windows.shape
         below, right = self._padding
