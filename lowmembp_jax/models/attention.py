@@ -12,19 +12,12 @@ from lowmembp_jax.models.layers import Attention, Block, dense
 
 
 def self_attention(
-    block: Block,
-    x: Float[Array, "*batch tokens hidden"],
-    heads: int,
-    attend: Callable[..., Any],
-    *,
-    use_bias: bool = True,
+    block: Block, x: Float[Array, "*batch tokens hidden"], heads: int, attend: Callable[..., Any]
 ) -> Float[Array, "*batch tokens hidden"]:
     """Computes the Denses "query", "key", "value", `attend` of them, and "attention_output"."""
     width = x.shape[-1]
-    q, k, v = (
-        dense(block, (heads, width // heads), name, use_bias=use_bias)(x)
-        for name in ("query", "key", "value")
-    )
+    features = (heads, width // heads)
+    q, k, v = (dense(block, features, name)(x) for name in ("query", "key", "value"))
     # This Dense contracts over (head, head size). A reshape before it would be saved again.
     return dense(block, width, "attention_output", axis=(-2, -1))(attend(q, k, v))
 
@@ -58,13 +51,9 @@ def attention(
       window: token i sees only tokens above i - window. It is a mask, so all scores are computed.
 
     Raises:
-      ValueError: the implementation is unknown; or `soft_cap` or `window` is given and attention is
-        not causal, not "xla", or has a bias or lengths.
+      ValueError: `soft_cap` or `window` is given, and attention is not causal, not "xla", or has a
+        bias or lengths.
     """
-    if implementation not in ("xla", "cudnn"):
-        raise ValueError(
-            f"attention: implementation: expected 'xla' or 'cudnn', got {implementation!r}"
-        )
     tokens, dtype = q.shape[1], q.dtype
     if implementation == "xla" and dtype == jnp.float16:
         # A CPU has no product of float16 with a sum in float32.
@@ -117,7 +106,10 @@ def choose_attention(config: Any, dtype: jax.typing.DTypeLike, has_cudnn: bool) 
     `has_cudnn`: whether the device runs cuDNN's attention, see `has_cudnn_attention`.
     """
     is_16_bit, size = jnp.dtype(dtype).itemsize == 2, config.head_size
-    fits = config.is_plain_attention and is_16_bit and size % 8 == 0 and size <= 128
+    soft_cap = getattr(config, "attn_logit_softcapping", None)
+    fits = (
+        config.is_local is None and soft_cap is None and is_16_bit and size % 8 == 0 and size <= 128
+    )
     return "cudnn" if has_cudnn and fits else "xla"
 
 

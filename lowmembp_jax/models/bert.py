@@ -18,6 +18,8 @@ from lowmembp_jax.models.attention import attention, self_attention
 from lowmembp_jax.models.config_json import Epsilon, HuggingFaceConfig, Layers, Size
 from lowmembp_jax.models.layers import Block, Model, dense, embed, layer_norm, mlp, run_layers
 
+_Ids = Int[Array, "batch tokens"]
+_Lengths = Int[Array, " batch"]
 _Tokens = Float[Array, "batch tokens hidden"]
 
 
@@ -97,7 +99,7 @@ class BertLayer(Block):
     config: BertConfig
 
     @nn.compact
-    def __call__(self, x: _Tokens, lengths: Int[Array, " batch"] | None) -> _Tokens:
+    def __call__(self, x: _Tokens, lengths: _Lengths | None) -> _Tokens:
         config = self.config
         attend = partial(attention, implementation=self.compute.attention, lengths=lengths)
         h = self_attention(self, x, config.num_attention_heads, attend)
@@ -113,11 +115,8 @@ class Bert(Model):
 
     @nn.compact
     def __call__(
-        self,
-        input_ids: Int[Array, "batch tokens"],
-        lengths: Int[Array, " batch"] | None = None,
-        token_types: Int[Array, "batch tokens"] | None = None,
-    ) -> Float[Array, "batch tokens hidden"]:
+        self, input_ids: _Ids, lengths: _Lengths | None = None, token_types: _Ids | None = None
+    ) -> _Tokens:
         """Returns the last layer's hidden states in `compute.dtype`. Ignore the states of padding.
 
         Args:
@@ -158,10 +157,7 @@ class BertClassifier(Model):
 
     @nn.compact
     def __call__(
-        self,
-        input_ids: Int[Array, "batch tokens"],
-        lengths: Int[Array, " batch"] | None = None,
-        token_types: Int[Array, "batch tokens"] | None = None,
+        self, input_ids: _Ids, lengths: _Lengths | None = None, token_types: _Ids | None = None
     ) -> Float[Array, "batch classes"]:
         """Returns float32 logits. The arguments are the same as in `Bert`."""
         config = self.config

@@ -13,19 +13,12 @@ import json
 import os
 import reprlib
 import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
 
 #: The type, the smallest and the largest value.
 Size = Annotated[int, 1, 2**24]
@@ -34,18 +27,16 @@ Pixels = Annotated[int, 1, 4096]
 Epsilon = Annotated[float, 1e-20, 1]
 
 #: Keys that do not change what a training step computes.
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("model_type", "architectures", "transformers_version", "_name_or_path"),
-        *("torch_dtype", "dtype", "use_cache", "cache_implementation", "tokenizer_class"),
-        *("initializer_range", "initializer_factor", "pretraining_tp", "return_dict"),
-        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
-        *("_attn_implementation", "attn_implementation", "encoder_stride"),
-        *("pooler_act", "pooler_output_size"),
-    )
-)
+_WITHOUT_EFFECT = {
+    *("model_type", "architectures", "transformers_version", "_name_or_path"),
+    *("torch_dtype", "dtype", "use_cache", "cache_implementation", "tokenizer_class"),
+    *("initializer_range", "initializer_factor", "pretraining_tp", "return_dict"),
+    *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
+    *("_attn_implementation", "attn_implementation", "encoder_stride"),
+    *("pooler_act", "pooler_output_size"),
+}
 #: Keys that change the step, except with this value.
 _NEUTRAL = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), 0),
@@ -62,17 +53,14 @@ class HuggingFaceConfig:
     `models.families.read_config` reads one from a file. A field with a default may be absent there.
     Lists become tuples. If `num_labels` is absent, it is the number of names in `id2label`, or 2
     without names.
-
-    Raises:
-      ValueError: the sizes contradict each other.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     #: More keys that `from_keys` reads or may ignore.
     other_keys: ClassVar[tuple[str, ...]] = ()
-    #: Whether attention has no soft cap and no window. cuDNN's has neither.
-    is_plain_attention: ClassVar[bool] = True
+    #: Whether each layer's tokens see only the last `sliding_window` tokens; None: none do.
+    is_local: ClassVar[np.ndarray | None] = None
 
     @classmethod
     def from_keys(cls, given: dict[str, Any]) -> Self:
@@ -82,7 +70,7 @@ class HuggingFaceConfig:
           ValueError: a key is missing, or a value is not accepted.
         """
         given = {"num_labels": len(label_names(given)) or 2, **given}
-        hints = get_type_hints(cls, include_extras=True)
+        hints = typing.get_type_hints(cls, include_extras=True)
         values = {}
         for field in dataclasses.fields(cls):
             name = field.name
@@ -174,11 +162,11 @@ def _without_nulls(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
     """Returns a test for a JSON value, and the accepted values in words."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
         number, low, high = parts
-        if get_origin(number) is tuple:
-            item, words = _rule(get_args(number)[0])
+        if typing.get_origin(number) is tuple:
+            item, words = _rule(typing.get_args(number)[0])
             words = f"a list of {low} to {high}, each {words}"
 
             def accepts(value):
@@ -187,7 +175,7 @@ def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
             return accepts, words
         words = f"{'an integer' if number is int else 'a number'} from {low} to {high}"
         return lambda value: type(value) in {int, number} and low <= value <= high, words
-    if kind in (Union, types.UnionType):
+    if kind in (typing.Union, types.UnionType):
         rules = [_rule(part) for part in parts]
         words = " or ".join(words for _, words in rules)
         return lambda value: any(accepts(value) for accepts, _ in rules), words

@@ -130,15 +130,6 @@ class LlamaConfig(HuggingFaceConfig):
         divisor = self.query_pre_attn_scalar
         return None if divisor is None else divisor**-0.5
 
-    @property
-    def is_local(self) -> np.ndarray | None:
-        """Whether each layer's tokens see only the last `sliding_window` tokens; None: none do."""
-        return None
-
-    @property
-    def is_plain_attention(self) -> bool:
-        return self.is_local is None and self.attn_logit_softcapping is None
-
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(LlamaConfig):

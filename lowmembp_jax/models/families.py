@@ -9,12 +9,6 @@ import flax.linen as nn
 
 from lowmembp_jax.models import bert, llama, swin, vit
 from lowmembp_jax.models.config_json import read_json
-from lowmembp_jax.models.decoder_configs import (
-    Gemma2Config,
-    Gemma3Config,
-    LlamaConfig,
-    Qwen3Config,
-)
 from lowmembp_jax.models.layers import Compute
 
 Layers = Literal["scan", "unrolled"]
@@ -105,6 +99,8 @@ _NAMES = {
     "attention_output": "attention.output.dense",
     "intermediate": "intermediate.dense",
     "output": "output.dense",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
 }
 _IMAGES, _TEXT, _BERT = "image-classification", "text-classification", bert.BertClassifier
 FAMILIES = {
@@ -116,7 +112,7 @@ FAMILIES = {
         Family(bert, _BERT, bert.RobertaConfig, _TEXT, bert.ROBERTA, ("dense", "classifier")),
         *(
             Family(llama, llama.Llama, config, "language-modelling", llama.NAMES)
-            for config in (LlamaConfig, Qwen3Config, Gemma2Config, Gemma3Config)
+            for config in dict.fromkeys(map(type, llama.CONFIGS.values()))
         ),
     )
 }
@@ -133,15 +129,12 @@ def read_config(
 ) -> tuple[Family, Any]:
     """Reads a config.json; returns its family and sizes, which keep all of the file's keys.
 
-    Args:
-      path: the file.
-      given: the file's content if you have read it.
-      strict: whether to refuse keys that could change what the model computes, see `check_keys`.
+    `given` is the file's content if you have read it. With `strict`, keys that could change what
+    the model computes are refused, see `check_keys`.
 
     Raises:
-      ValueError: the file is missing or not a JSON object; it describes a model that is not here; a
-        key is missing; or a value is not accepted. The message names the file, the key, the value
-        and the accepted values.
+      ValueError: the file, a key or a value is missing or not accepted. The message names the file,
+        the key, the value and the accepted values.
     """
     given = read_json(path) if given is None else given
     kind = given.get("model_type")

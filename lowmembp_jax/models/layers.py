@@ -181,10 +181,9 @@ def run_layers(
     Parameters are then stacked under "layers" instead of "layer_0", "layer_1", ...
 
     Args:
-      model: has the sizes.
+      model: the model that calls this.
       layer: takes x, `args` and its own rows of `each`, and returns the next layer's x.
-      x: the first layer's input.
-      *args: arguments for all layers.
+      x, *args: the first layer's input, and arguments for all layers.
       each: arrays with a leading axis of layers.
       **fields: more fields of `layer`.
     """

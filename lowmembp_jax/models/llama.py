@@ -12,6 +12,7 @@ import math
 from functools import partial
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,23 +20,15 @@ import lowmembp_jax as lm
 from lowmembp_jax.models.attention import attention
 from lowmembp_jax.models.decoder_configs import CONFIGS as CONFIGS
 from lowmembp_jax.models.decoder_configs import LlamaConfig
-from lowmembp_jax.models.layers import (
-    Block,
-    Model,
-    dense,
-    embed,
-    gated,
-    rms_norm,
-    run_layers,
-)
+from lowmembp_jax.models.layers import Block, Model, dense, embed, gated, rms_norm, run_layers
 from lowmembp_jax.models.rotary import Rotation, rotary_positions, rotate
 
 
 def norm_rules(config: LlamaConfig) -> list[lm.MergeRule]:
     """Returns the rules with which `lm.merge_norm_affine` makes parameters for `compute.merged`.
 
-    They fit unrolled and scanned layers. The last norm before a tied head is not merged, because
-    the embedding cannot take its scale. Gemma's norms are never merged.
+    The last norm before a tied head is not merged, because the embedding cannot take its scale.
+    Gemma's norms are never merged.
     """
     if config.is_gemma:
         return []
@@ -59,8 +52,9 @@ class GemmaNorm(Block):
         if compute.lowmembp:
             fields = {"dtype": compute.dtype, "residual": compute.norm_residual}
             return lm.ms_rms_norm(x, scale, epsilon=epsilon, **fields)
-        y = nn.RMSNorm(epsilon, dtype=jnp.float32, use_scale=False)(x)
-        return (y * jnp.broadcast_to(scale, y.shape)).astype(compute.dtype)
+        x, scale = x.astype(jnp.float32), scale.reshape((1,) * (x.ndim - 1) + scale.shape)
+        mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return (x * jax.lax.rsqrt(mean + epsilon) * scale).astype(compute.dtype)
 
 
 def _norm(block: Block, name: str, *, merges: bool = True) -> nn.Module:
@@ -72,10 +66,7 @@ def _norm(block: Block, name: str, *, merges: bool = True) -> nn.Module:
 
 
 class LlamaLayer(Block):
-    """Self-attention and a gated MLP, each after a norm.
-
-    `scanned`: whether the layer is the body of a loop.
-    """
+    """Self-attention and a gated MLP, each after a norm. `scanned`: whether it runs in a loop."""
 
     config: LlamaConfig
     scanned: bool = False
@@ -121,8 +112,7 @@ class LlamaLayer(Block):
         h = make(config.hidden_size, "attention_output", axis=(-2, -1))(h)
         x = x + (_norm(self, "post_attention_norm")(h) if config.is_gemma else h)
         y = _norm(self, "pre_mlp_norm" if config.is_gemma else "norm2")(x)
-        gate = make(config.intermediate_size, "gate")(y)
-        up = make(config.intermediate_size, "up")(y)
+        gate, up = (make(config.intermediate_size, name)(y) for name in ("gate", "up"))
 
         def down(layer, gate, up):
             h = gated(compute, gate, up, is_gelu=config.is_gemma)
@@ -149,16 +139,8 @@ class Llama(Model):
 
         With `targets` it returns the sum of their cross-entropies, float32, and the logits are
         never in memory. Negative targets do not count.
-
-        Raises:
-          ValueError: `compute.merged` is True for a Gemma.
         """
-        config, compute = self.config, self.compute
-        if config.is_gemma and compute.merged:
-            raise ValueError(
-                f"Llama: compute: expected merged=False for {config.model_type}, whose norms "
-                "multiply by 1 + scale"
-            )
+        config = self.config
         embedding = embed(self, config.vocab_size, "word_embeddings")
         x = embedding(input_ids)
         if config.is_gemma:

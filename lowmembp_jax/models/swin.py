@@ -19,15 +19,7 @@ from jaxtyping import Array, Float
 import lowmembp_jax as lm
 from lowmembp_jax.models.attention import attention, self_attention
 from lowmembp_jax.models.config_json import Epsilon, HuggingFaceConfig, Pixels, Size
-from lowmembp_jax.models.layers import (
-    Block,
-    Compute,
-    dense,
-    layer_norm,
-    mlp,
-    patches,
-    remat_layer,
-)
+from lowmembp_jax.models.layers import Block, Compute, dense, layer_norm, mlp, patches, remat_layer
 from lowmembp_jax.models.windows import Map, Windows, relative_position_index
 
 
@@ -43,7 +35,7 @@ class SwinConfig(HuggingFaceConfig):
     num_labels: Size = 1000
     mlp_ratio: Annotated[float, 0.01, 100] = 4.0
     layer_norm_eps: Epsilon = 1e-5
-    qkv_bias: bool = True
+    qkv_bias: Literal[True] = True
     hidden_act: Literal["gelu"] = "gelu"
     use_absolute_embeddings: Literal[False] = False
 
@@ -82,8 +74,7 @@ def norm_rules(config: SwinConfig) -> list[lm.MergeRule]:
     layer = "stage_{s}/{layer}"
     qkv = [f"{layer}/{name}" for name in ("query", "key", "value")]
     return [
-        # `MergedPadding` needs the norm, and qkv_bias=False a bias.
-        lm.MergeRule(f"{layer}/norm1", qkv, keep=True, add_bias=True),
+        lm.MergeRule(f"{layer}/norm1", qkv, keep=True),  # for `MergedPadding`
         lm.MergeRule(f"{layer}/norm2", f"{layer}/intermediate"),
         lm.MergeRule("stage_{s}/merging_norm", "stage_{s}/reduction", add_bias=True),
         lm.MergeRule("norm", "classifier"),
@@ -120,12 +111,9 @@ class SwinLayer(Block):
     def __call__(self, x: Map) -> Map:
         config, compute = self.config, self.compute
         _, height, width, channels = x.shape
-        if min(height, width) <= config.window_size:
-            windows = Windows(height, width, min(height, width), shift=0)
-        else:
-            shift = config.window_size // 2 if self.shifted else 0
-            windows = Windows(height, width, config.window_size, shift)
-        tokens = windows.size**2
+        size = min(config.window_size, height, width)
+        shift = size // 2 if self.shifted and size < min(height, width) else 0
+        windows, tokens = Windows(height, width, size, shift), size**2
         # The paper splits after the norm. Here the split comes first, so that the Denses read the
         # norm's output itself, and it is saved once.
         h = windows.split(x)
@@ -146,8 +134,7 @@ class SwinLayer(Block):
             self._bias(windows), ((0, 0), (0, 0), (0, more), (0, more)), constant_values=-1e4
         )
         attend = jax.vmap(partial(attention, implementation=compute.attention, bias=bias))
-        use_bias = config.qkv_bias or compute.merged
-        h = self_attention(self, y, self.heads, attend, use_bias=use_bias)
+        h = self_attention(self, y, self.heads, attend)
         x = x + windows.join(h[:, :, :tokens])
         return x + mlp(self, layer_norm(self, "norm2")(x), int(config.mlp_ratio * channels))
 
@@ -218,9 +205,7 @@ NAMES = {
     "merging_norm": "downsample.norm",
     "reduction": "downsample.reduction",
     "layer": "blocks",
-    "norm1": "layernorm_before",
     "relative_position_bias_table": "attention.self.relative_position_bias_table",
-    "norm2": "layernorm_after",
 }
 #: Tensors that `Swin` does not use.
 UNUSED = ("*.relative_position_index", "swin.embeddings.mask_token")

@@ -33,7 +33,7 @@ class ViTConfig(HuggingFaceConfig):
     num_labels: Size = 1000
     layer_norm_eps: Epsilon = 1e-12
     hidden_act: Literal["gelu", "gelu_pytorch_tanh"] = "gelu"
-    qkv_bias: bool = True
+    qkv_bias: Literal[True] = True
 
     model_type: ClassVar[str] = "vit"
     architecture: ClassVar[str] = "ViTForImageClassification"
@@ -55,7 +55,7 @@ def norm_rules(config: ViTConfig) -> list[lm.MergeRule]:
     """Returns the rules with which `lm.merge_norm_affine` makes parameters for `compute.merged`."""
     qkv = ["{layer}/query", "{layer}/key", "{layer}/value"]
     return [
-        lm.MergeRule("{layer}/norm1", qkv, add_bias=True),  # for qkv_bias=False
+        lm.MergeRule("{layer}/norm1", qkv),
         lm.MergeRule("{layer}/norm2", "{layer}/intermediate"),
         lm.MergeRule("norm", "classifier"),
     ]
@@ -68,11 +68,10 @@ class ViTLayer(Block):
 
     @nn.compact
     def __call__(self, x: _Tokens, lengths: Int[Array, " batch"] | None) -> _Tokens:
-        config, compute = self.config, self.compute
-        attend = partial(attention, implementation=compute.attention, lengths=lengths)
-        use_bias = config.qkv_bias or compute.merged
+        config = self.config
+        attend = partial(attention, implementation=self.compute.attention, lengths=lengths)
         y = layer_norm(self, "norm1")(x)
-        x = x + self_attention(self, y, config.num_attention_heads, attend, use_bias=use_bias)
+        x = x + self_attention(self, y, config.num_attention_heads, attend)
         y = layer_norm(self, "norm2")(x)
         approximate = config.hidden_act == "gelu_pytorch_tanh"
         return x + mlp(self, y, config.intermediate_size, approximate=approximate)
@@ -123,8 +122,6 @@ NAMES = {
     "query": "attention.attention.query",
     "key": "attention.attention.key",
     "value": "attention.attention.value",
-    "norm1": "layernorm_before",
-    "norm2": "layernorm_after",
 }
 #: Tensors that `ViT` does not use.
 UNUSED = ("vit.pooler.*",)

@@ -79,10 +79,8 @@ class Windows:
 def relative_position_index(size: int, table_size: int) -> Int[np.ndarray, "tokens tokens"]:
     """Returns the row in the table of relative position biases for each pair of a window's tokens.
 
-    Args:
-      size: the window's size, at most `table_size`.
-      table_size: the size of the table's own window. The table has (2 table_size - 1)^2 rows, one
-        for each offset.
+    The table is for windows of `table_size`, at least `size`. It has one row for each of their
+    (2 table_size - 1)^2 offsets.
     """
     coordinates = np.stack(np.meshgrid(*[np.arange(size)] * 2, indexing="ij")).reshape(2, -1)
     down, right = coordinates[:, :, None] - coordinates[:, None, :] + table_size - 1

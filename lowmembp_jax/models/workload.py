@@ -136,8 +136,7 @@ def workload(
       layers: see `Family.build`.
 
     Raises:
-      ValueError: a size is not a positive integer; `dtype` or another choice is unknown; `tokens`
-        is given for an image model; or `Family.build` raises it.
+      ValueError: an option is not accepted.
     """
     for name, value in {"batch": batch, "tokens": tokens}.items():
         if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
