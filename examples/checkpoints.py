@@ -105,14 +105,13 @@ def save(
     tensors = from_params(params, family)
     if family.name == "swin":
         tensors |= swin.buffers(config)
-    labels = {}
+    keys = config.to_json()
     if classes:
         numbers = {name: number for number, name in enumerate(classes)}
-        labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
+        keys |= {"id2label": dict(enumerate(classes)), "label2id": numbers}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config.to_json() | labels, indent=2)
-    (folder / "config.json").write_text(text + "\n")
+    (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -211,13 +210,7 @@ def from_params(params: Mapping[str, Any], family: Family) -> dict[str, np.ndarr
         keys, leaf = tuple(entry.key for entry in path), np.asarray(leaf)
         names, stacked = _names(family.hugging_face_name(keys), leaf.shape)
         for name, layer in zip(names, leaf if stacked else [leaf], strict=True):
-            tensor = _to_torch(keys, layer)
-            if name in tensors and not np.array_equal(tensors[name], tensor):
-                raise ValueError(
-                    f"params: {'/'.join(keys)}: expected the values of the other parameter that is "
-                    f"stored as {name}, got different ones"
-                )
-            tensors[name] = tensor
+            tensors[name] = _to_torch(keys, layer)
     return tensors
 
 

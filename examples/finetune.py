@@ -15,7 +15,6 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import matplotlib
 import numpy as np
 import tyro
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, check_output, exit_status, write_json
+from run import Diverged, check_output, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -173,13 +172,9 @@ def run(config: Config) -> dict[str, Any]:
     data = DataConfig(
         *(config.train, config.dev, folder / "tokenizer.json"), config.max_tokens, config.classes
     )
-    try:
-        task = load_task("text-classification", data)
-        new = len(task.classes)
-        family, sizes, params = checkpoints.load(folder, new_labels=new, seed=config.seed)
-    except ValueError as error:
-        named = str(error).startswith("--")
-        raise ValueError(str(error) if named else f"--train, --checkpoint: {error}") from error
+    task = named("--train, --checkpoint", load_task, "text-classification", data)
+    load = partial(checkpoints.load, new_labels=len(task.classes), seed=config.seed)
+    family, sizes, params = named("--checkpoint", load, folder)
     if family.name != "bert":
         raise ValueError(f"--checkpoint: expected a BERT, found a {family.name} in {folder}")
     params.pop("pooler")
@@ -189,7 +184,6 @@ def run(config: Config) -> dict[str, Any]:
         missing.append("nvidia-cudnn-cu12")
     results = {
         "command": " ".join(["python", *sys.argv]),
-        "python": platform.python_version(),
         "config": vars(config),
         "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
         "missing_packages": missing,

@@ -83,13 +83,10 @@ def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
-    """Returns `base` with A, drawn from `key`, and B, which is zero; quantized for QLoRA.
+    """Returns `base`, the parameters without LoRA, with A and B, and quantized for QLoRA.
 
-    Args:
-      model: the model that `apply_lora` returned.
-      base: the parameters of the model without LoRA.
-      key: draws A with qwix's he_uniform.
-      *inputs: the model's inputs. Only their shapes and dtypes are used.
+    `model` comes from `apply_lora`. `key` draws A with qwix's he_uniform, and B is zero. Only the
+    shapes and dtypes of the model's `inputs` are used.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731

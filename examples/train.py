@@ -23,7 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import checkpoints
 import jax
@@ -42,6 +42,7 @@ from run import (
     check_output,
     exit_status,
     identity,
+    named,
     summary,
     write_json,
 )
@@ -84,10 +85,8 @@ class Config:
     """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
     learning_rate: float | None = None
     """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
-    schedule: Literal["linear", "cosine"] = "linear"  # How the rate falls after its warmup.
     warmup: float = 0.1  # The fraction of the steps in which the learning rate rises, 0 to 1.
     weight_decay: float = 0.01  # Weight decay of matrices. Biases, norms and positions have none.
-    beta2: float = 0.999  # AdamW's decay rate for the mean of squared gradients.
     clip_norm: float = 1.0  # Gradients with a larger global norm are scaled down to this norm.
     batch_size: int = 32  # Examples a step, over all devices and all --accumulate batches.
     accumulate: int = 1  # Batches whose gradients are averaged for one optimizer step.
@@ -116,18 +115,9 @@ _COUNTS = ("batch_size", "log_every", "evaluate_every", "checkpoint_every", "kee
 _RANGES = {
     **dict.fromkeys(_COUNTS, (1, 2**31 - 1)),
     **dict.fromkeys(("alpha", "learning_rate", "clip_norm", "epochs"), (1e-30, 1e30)),
-    **{"warmup": (0, 1), "beta2": (0, 0.999999), "weight_decay": (0, 1e30)},
+    **{"warmup": (0, 1), "weight_decay": (0, 1e30)},
     **{"accumulate": (1, 2**20), "seed": (0, 2**32 - 1)},
 }
-
-
-def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, and adds the option's name to its ValueErrors."""
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("--") else f"{option}: {text}") from error
 
 
 def train(config: Config) -> None:
@@ -176,10 +166,8 @@ def train(config: Config) -> None:
     if source is None:
         sizes = training.fit(sizes, task, data.sequence_length)
     if task.vocab_size > getattr(sizes, "vocab_size", 0):
-        found = (
-            f"{sizes.vocab_size} token ids, the checkpoint's vocabulary, found {task.vocab_size}"
-        )
-        raise ValueError(f"--data.tokenizer: expected at most {found}")
+        known_ids = f"{sizes.vocab_size} token ids, the checkpoint's vocabulary"
+        raise ValueError(f"--data.tokenizer: expected at most {known_ids}, found {task.vocab_size}")
     if task.vocab_size and data.sequence_length > sizes.max_tokens:
         found = f"{sizes.max_tokens}, the model's positions, got {data.sequence_length}"
         raise ValueError(f"--data.sequence-length: expected at most {found}")
@@ -211,7 +199,9 @@ def train(config: Config) -> None:
     model = apply_lora(model, config.train, config.rank, config.alpha)
     if config.train != "full":
         params = add_lora(model, params, lora_key, *examples)
-    trained, frozen = (training.put(tree, mesh) for tree in partition(params, config.train))
+    # The arrays are equal in every process. Each device gets only its part.
+    trained, frozen = partition(jax.device_get(params), config.train)
+    trained, frozen = (jax.device_put(x, training.shardings(x, mesh)) for x in (trained, frozen))
     count = sum(x.size for x in jax.tree.leaves(trained))
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {dict(mesh.shape)}"
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
@@ -220,11 +210,10 @@ def train(config: Config) -> None:
 
     # Make the state, or read the newest checkpoint.
     peak = config.learning_rate or (5e-5 if source and config.train == "full" else 1e-3)
-    rate = training.learning_rate(peak, steps, config.warmup, config.schedule)
+    rate = training.learning_rate(peak, steps, config.warmup)
     optimizer = training.make_optimizer(
         rate,
         weight_decay=config.weight_decay,
-        beta2=config.beta2,
         clip_norm=config.clip_norm,
         accumulate=accumulate,
         is_8bit=config.optimizer_state == "8bit",
