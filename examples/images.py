@@ -1,6 +1,5 @@
-"""Reads labelled images into memory: a .npz file, CIFAR-10's Python version, or a folder."""
+"""Reads labelled images into memory: a .npz file or a folder."""
 
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,12 @@ def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages |
     """Reads images to train on and, if there are any, images to evaluate on.
 
     A .npz file has train_images (uint8 [examples, height, width, 3]) and train_labels (integers
-    from 0), and may have test_images, test_labels and `classes`. CIFAR-10's folder has
-    data_batch_1 to data_batch_5, test_batch and batches.meta. Another folder has one folder of
-    .png or .jpg files for each class, directly or inside `train` and `val`. Images are resized to
-    `size` pixels.
+    from 0), and may have test_images, test_labels and `classes`. A folder has one folder of .png or
+    .jpg files for each class, directly or inside `train` and `val`. Images are resized to `size`
+    pixels.
 
     Errors are ValueErrors that name the file and what was expected.
     """
-    if path.is_dir() and (path / "batches.meta").exists():
-        return _read_cifar10(path, size)
     if path.is_dir():
         train = path / "train"
         if not train.is_dir():
@@ -61,44 +57,6 @@ def _checked(where: str, images: Any, labels: Any, names: Any, size: int) -> Lab
     if images.shape[1:3] != (size, size):
         images = np.stack([_resize(Image.fromarray(image), size) for image in images])
     return images, [str(names[label]) for label in labels]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads arrays. Another pickle could run any function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = module.partition(".")[0] in ("numpy", "_codecs")
-        if not is_known or name not in ("_reconstruct", "ndarray", "dtype", "encode"):
-            raise pickle.UnpicklingError(f"it contains {module}.{name}")
-        return super().find_class(module, name)
-
-
-def _read_cifar10(folder: Path, size: int) -> tuple[LabelledImages, LabelledImages | None]:
-    def load(path: Path, *keys: bytes) -> list[Any]:
-        try:
-            with path.open("rb") as file:
-                content = _Unpickler(file, encoding="bytes").load()
-            return [content[key] for key in keys]
-        except Exception as error:  # a damaged pickle can raise anything
-            raise ValueError(f"{path}: expected CIFAR-10's Python version: {error!r}") from error
-
-    (names,) = load(folder / "batches.meta", b"label_names")
-
-    def read(pattern: str) -> LabelledImages | None:
-        images, labels = [], []
-        for path in sorted(folder.glob(pattern)):
-            data, numbers = load(path, b"data", b"labels")
-            planes = np.asarray(data).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-            decoded = [name.decode() for name in names]
-            part = _checked(str(path), planes, numbers, decoded, size)
-            images.append(part[0])
-            labels += part[1]
-        return (np.concatenate(images), labels) if images else None
-
-    train = read("data_batch_*")
-    if train is None:
-        raise ValueError(f"{folder}: expected data_batch_1 to data_batch_5, found none")
-    return train, read("test_batch")
 
 
 def _read_folder(path: Path, size: int) -> LabelledImages:

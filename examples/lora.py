@@ -28,18 +28,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from qwix._src.utils.flax_util import find_param
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.families import MODELS, choose_attention
+from lowmembp_jax.models.attention import choose_attention
+from lowmembp_jax.models.families import MODELS
 from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.methods import METHODS
-from lowmembp_jax.models.workload import abstract_batch, clip_by_norm, make_loss
+from lowmembp_jax.models.workload import abstract_batch, adamw_workload, make_loss
 
 Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
 Params = dict[str, Any]
@@ -84,13 +83,10 @@ def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.
 
 
 def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs: Any) -> Params:
-    """Returns `base` with A, drawn from `key`, and B, which is zero; quantized for QLoRA.
+    """Returns `base`, the parameters without LoRA, with A and B, and quantized for QLoRA.
 
-    Args:
-      model: the model that `apply_lora` returned.
-      base: the parameters of the model without LoRA.
-      key: draws A with qwix's he_uniform.
-      *inputs: the model's inputs. Only their shapes and dtypes are used.
+    `model` comes from `apply_lora`. `key` draws A with qwix's he_uniform, and B is zero. Only the
+    shapes and dtypes of the model's `inputs` are used.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
@@ -154,7 +150,8 @@ def fold_lora(params: Mapping[str, Any], scale: float) -> Params:
     for path, leaf in leaves.items():
         if _is_lora(path):
             continue
-        if hasattr(leaf, "how"):  # scanned layers are stacked
+        if hasattr(leaf, "how"):
+            # Scanned layers are stacked.
             leaf = (jax.vmap(qwix.dequantize) if "layers" in path else qwix.dequantize)(leaf.array)
         weight = np.asarray(leaf).astype(np.float32)
         a, b = (leaves.get((*path[:-1], f"{path[-1]}_lora_{part}")) for part in "ab")
@@ -182,35 +179,20 @@ def workload(
         raise ValueError(f"workload: model: expected one of {', '.join(MODELS)}, got {model!r}")
     family, config = MODELS[model]
     param_dtype = jnp.dtype("float32" if train == "full" else dtype)
-    attention = choose_attention(config, "gpu", dtype)
+    attention = choose_attention(config, dtype, has_cudnn=True)
     built = family.build(config, Compute(method, jnp.dtype(dtype), param_dtype, attention))
     built = apply_lora(built, train, rank)
     arrays = abstract_batch(family.task, batch, tokens, config)
     params = jax.eval_shape(built.init, jax.random.key(0), *arrays.inputs)["params"]
     trained, frozen = partition(params, train)
     trained = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), trained)
-    optimizer = optax.chain(clip_by_norm(1.0), optax.adamw(1e-3, weight_decay=0.01))
     mean = make_loss(family.task, built)
 
     def loss(trained, frozen, batch):
         return mean(combine(trained, frozen, dtype), batch)
 
-    def step(trained, opt_state, frozen, batch):
-        value, grads = jax.value_and_grad(loss)(trained, frozen, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, trained)
-        return optax.apply_updates(trained, updates), opt_state, value
-
     has_tokens = family.task != "image-classification"
-    return lm.memory.Workload(
-        step,
-        (trained, jax.eval_shape(optimizer.init, trained), frozen, arrays),
-        donate_argnums=(0, 1),
-        in_shardings=(P(), P(), P(), P("data")),
-        loss=loss,
-        loss_args=(trained, frozen, arrays),
-        loss_argnums=0,
-        tokens=batch * tokens if has_tokens else None,
-    )
+    return adamw_workload(loss, trained, frozen, arrays, tokens=batch * tokens * has_tokens)
 
 
 workload.methods = METHODS

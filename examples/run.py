@@ -33,6 +33,15 @@ def exit_status(command: Callable[[], Any]) -> int:
     return status
 
 
+def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, and adds the option's name to its ValueErrors."""
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("--") else f"{option}: {text}") from error
+
+
 def check_output(option: str, folder: Path, resume: bool = False) -> None:
     """Raises ValueError if the folder has files, or with `resume` if there is nothing to resume."""
     try:

@@ -23,7 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import checkpoints
 import jax
@@ -42,14 +42,15 @@ from run import (
     check_output,
     exit_status,
     identity,
+    named,
     summary,
     write_json,
 )
 from tqdm import tqdm
 
-from lowmembp_jax.models.attention import attention_platform
+from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
 from lowmembp_jax.models.config_json import label_names
-from lowmembp_jax.models.families import MODELS, choose_attention
+from lowmembp_jax.models.families import MODELS, read_config
 from lowmembp_jax.models.layers import Compute, NormResidual
 from lowmembp_jax.models.methods import METHODS
 
@@ -84,10 +85,8 @@ class Config:
     """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
     learning_rate: float | None = None
     """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
-    schedule: Literal["linear", "cosine"] = "linear"  # How the rate falls after its warmup.
     warmup: float = 0.1  # The fraction of the steps in which the learning rate rises, 0 to 1.
     weight_decay: float = 0.01  # Weight decay of matrices. Biases, norms and positions have none.
-    beta2: float = 0.999  # AdamW's decay rate for the mean of squared gradients.
     clip_norm: float = 1.0  # Gradients with a larger global norm are scaled down to this norm.
     batch_size: int = 32  # Examples a step, over all devices and all --accumulate batches.
     accumulate: int = 1  # Batches whose gradients are averaged for one optimizer step.
@@ -116,18 +115,9 @@ _COUNTS = ("batch_size", "log_every", "evaluate_every", "checkpoint_every", "kee
 _RANGES = {
     **dict.fromkeys(_COUNTS, (1, 2**31 - 1)),
     **dict.fromkeys(("alpha", "learning_rate", "clip_norm", "epochs"), (1e-30, 1e30)),
-    **{"warmup": (0, 1), "beta2": (0, 0.999999), "weight_decay": (0, 1e30)},
+    **{"warmup": (0, 1), "weight_decay": (0, 1e30)},
     **{"accumulate": (1, 2**20), "seed": (0, 2**32 - 1)},
 }
-
-
-def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, and adds the option's name to its ValueErrors."""
-    try:
-        return function(*args, **kwargs)
-    except (RuntimeError, ValueError) as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("--") else f"{option}: {text}") from error
 
 
 def train(config: Config) -> None:
@@ -158,7 +148,7 @@ def train(config: Config) -> None:
     part = training.own_part(mesh, config.batch_size // accumulate)
     data, source, known = config.data, config.checkpoint, ()
     if source is not None:
-        family, sizes = named("--checkpoint", checkpoints.read_config, source)
+        family, sizes = named("--checkpoint", read_config, source / "config.json")
         known = named("--checkpoint", label_names, sizes.to_json())
         if data.tokenizer is None and (source / "tokenizer.json").exists():
             data = dataclasses.replace(data, tokenizer=source / "tokenizer.json")
@@ -176,10 +166,8 @@ def train(config: Config) -> None:
     if source is None:
         sizes = training.fit(sizes, task, data.sequence_length)
     if task.vocab_size > getattr(sizes, "vocab_size", 0):
-        found = (
-            f"{sizes.vocab_size} token ids, the checkpoint's vocabulary, found {task.vocab_size}"
-        )
-        raise ValueError(f"--data.tokenizer: expected at most {found}")
+        known_ids = f"{sizes.vocab_size} token ids, the checkpoint's vocabulary"
+        raise ValueError(f"--data.tokenizer: expected at most {known_ids}, found {task.vocab_size}")
     if task.vocab_size and data.sequence_length > sizes.max_tokens:
         found = f"{sizes.max_tokens}, the model's positions, got {data.sequence_length}"
         raise ValueError(f"--data.sequence-length: expected at most {found}")
@@ -194,14 +182,15 @@ def train(config: Config) -> None:
     run = identity(options, [(x.inputs, x.labels) for x in (task.train, task.dev)], params)
     master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
     param_dtype = master if config.train == "full" else dtype
-    attention = choose_attention(sizes, attention_platform(jax.devices()[0]), dtype)
+    attention = choose_attention(sizes, dtype, has_cudnn_attention(jax.devices()[0]))
     compute = Compute(
         *(config.method, dtype, param_dtype, attention),
         compress_dtype=config.compress_dtype,
         bits=config.bits,
         sharding=NamedSharding(mesh, training.BATCH),
+        norm_residual=config.norm_residual,
     )
-    model = family.build(sizes, compute, config.norm_residual)
+    model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
@@ -210,7 +199,9 @@ def train(config: Config) -> None:
     model = apply_lora(model, config.train, config.rank, config.alpha)
     if config.train != "full":
         params = add_lora(model, params, lora_key, *examples)
-    trained, frozen = (training.put(tree, mesh) for tree in partition(params, config.train))
+    # The arrays are equal in every process. Each device gets only its part.
+    trained, frozen = partition(jax.device_get(params), config.train)
+    trained, frozen = (jax.device_put(x, training.shardings(x, mesh)) for x in (trained, frozen))
     count = sum(x.size for x in jax.tree.leaves(trained))
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {dict(mesh.shape)}"
     say(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
@@ -219,11 +210,10 @@ def train(config: Config) -> None:
 
     # Make the state, or read the newest checkpoint.
     peak = config.learning_rate or (5e-5 if source and config.train == "full" else 1e-3)
-    rate = training.learning_rate(peak, steps, config.warmup, config.schedule)
+    rate = training.learning_rate(peak, steps, config.warmup)
     optimizer = training.make_optimizer(
         rate,
         weight_decay=config.weight_decay,
-        beta2=config.beta2,
         clip_norm=config.clip_norm,
         accumulate=accumulate,
         is_8bit=config.optimizer_state == "8bit",

@@ -31,13 +31,10 @@ from lowmembp_jax.models.workload import clip_by_norm
 from lowmembp_jax.optimizers.compressed_state import CompressedState
 
 
-def learning_rate(peak: float, steps: int, warmup: float = 0.1, schedule: str = "linear"):
+def learning_rate(peak: float, steps: int, warmup: float = 0.1):
     """Returns the learning rate as a function of the step: it rises to `peak`, and falls to 0."""
     start = min(round(warmup * steps), steps - 1)
-    if schedule == "linear":
-        falling = optax.linear_schedule(peak, 0.0, steps - start)
-    else:
-        falling = optax.cosine_decay_schedule(peak, steps - start)
+    falling = optax.linear_schedule(peak, 0.0, steps - start)
     # The first step's rate is above 0.
     rising = optax.linear_schedule(peak / (start + 1), peak, max(start, 1))
     return optax.join_schedules([rising, falling], [start])
@@ -47,7 +44,6 @@ def make_optimizer(
     rate: Any,
     *,
     weight_decay: float = 0.01,
-    beta2: float = 0.999,
     clip_norm: float = 1.0,
     accumulate: int = 1,
     is_8bit: bool = False,
@@ -61,7 +57,7 @@ def make_optimizer(
         return name in ("kernel", "embedding", "kernel_lora_a", "kernel_lora_b")
 
     matrices = partial(jax.tree_util.tree_map_with_path, is_matrix)
-    adamw = optax.adamw(rate, b2=beta2, weight_decay=weight_decay, mask=matrices)
+    adamw = optax.adamw(rate, weight_decay=weight_decay, mask=matrices)
     adamw = lm.compress_state(adamw) if is_8bit else adamw
     optimizer = optax.chain(clip_by_norm(clip_norm), adamw)
     optimizer = lm.master_weights(optimizer) if is_24bit else optimizer
@@ -206,16 +202,6 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     is_leaf = lambda x: isinstance(x, CompressedState)  # noqa: E731
     return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_leaf)
-
-
-def put(tree: Any, mesh: Mesh) -> Any:
-    """Puts host arrays, equal in every process, on the devices. Each device gets only its part."""
-
-    def place(array, sharding):
-        array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    return jax.tree.map(place, tree, shardings(tree, mesh))
 
 
 def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:

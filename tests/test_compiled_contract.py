@@ -105,7 +105,7 @@ def llama_step(method, layers, scan):
     """Returns loss and gradients of LLaMA layers, and the abstract weights and input."""
     kind = "lowmembp" if "lowmembp_jax" in method else "default"
     compute = Compute(kind, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
-    layer = LlamaLayer(LLAMA, compute, "normalized", scan)
+    layer = LlamaLayer(LLAMA, compute, scan)
     rotation = rotary_positions(2048, LLAMA.head_size, LLAMA.rope_theta)
     run = METHODS[method].wrap(lambda x, weights: layer.apply({"params": weights}, x, rotation))
 

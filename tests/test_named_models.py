@@ -48,7 +48,7 @@ def test_every_model_by_name():
         ("vit-ti16", {"tokens": 8}, "tokens: expected None, because vit takes images"),
         ("llama-tiny", {"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ("llama-tiny", {"method": "magic"}, "method: expected one of default, .* got 'magic'"),
-        ("swin-t", {"layers": "rolled"}, "layers: expected one of unrolled, scan .*'rolled'"),
+        ("swin-t", {"layers": "scan"}, "layers: expected one of unrolled for swin, got 'scan'"),
         ("llama-tiny", {"optimizer_state": "4bit"}, "optimizer_state: expected one of"),
     ],
 )

@@ -12,7 +12,6 @@ This takes some 5 minutes on 2 cores. Name methods to measure only these.
 import argparse
 import dataclasses
 import os
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,7 +23,7 @@ from results import FOLDER, MIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import vit
-from lowmembp_jax.models.layers import Compute, remat_layer, run_layers
+from lowmembp_jax.models.layers import Compute, Model, run_layers
 from lowmembp_jax.models.methods import METHODS
 
 OUTPUT, DEVICE = FOLDER / "block_memory.json", "h200"
@@ -34,24 +33,19 @@ CONFIG = dataclasses.replace(vit.CONFIGS["vit-b16"], hidden_act="gelu_pytorch_ta
 UNIT = BATCH * TOKENS * CONFIG.hidden_size * 2
 
 
-class Blocks(nn.Module):
-    """Some blocks of a ViT."""
-
-    count: int
-    scan: bool
-    compute: Compute
+class Blocks(Model):
+    """The blocks of a ViT."""
 
     @nn.compact
     def __call__(self, x):
-        layer = remat_layer(vit.ViTLayer, self.compute, scanned=self.scan)
-        layer = partial(layer, CONFIG, self.compute, "auto")
-        return run_layers(layer, self.count, self.scan, self.compute, x, None)
+        return run_layers(self, vit.ViTLayer, x, None)
 
 
 def compiled(method: str, scan: bool, count: int) -> jax.stages.Compiled:
     """Compiles the loss and the gradients of `count` blocks."""
     compute = Compute(method, jnp.bfloat16, jnp.bfloat16, "cudnn", merged=True)
-    model = Blocks(count, scan, compute)
+    config = dataclasses.replace(CONFIG, num_hidden_layers=count)
+    model = Blocks(config, compute, scan)
     x = jax.ShapeDtypeStruct((BATCH, TOKENS, CONFIG.hidden_size), jnp.bfloat16)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 

@@ -70,8 +70,8 @@ def row(
 def layerwise_step(model: str, batch: int = 4, tokens: int = 2048) -> tuple[Any, tuple[Any, ...]]:
     """Returns a step that updates each layer inside the backward pass, and its arguments."""
     config = CONFIGS[model]
-    compute = Compute("default", jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "cudnn", False)
-    layer = LlamaLayer(config, compute, "auto", scanned=True)
+    compute = Compute("default", jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "cudnn")
+    layer = LlamaLayer(config, compute, scanned=True)
     optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-4)))
     layers = lm.update_in_backward(lambda p, *args: layer.apply({"params": p}, *args), optimizer)
     vocabulary, hidden = config.vocab_size, config.hidden_size

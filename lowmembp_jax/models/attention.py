@@ -1,5 +1,6 @@
 """Attention by `jax.nn.dot_product_attention`: cuDNN's flash attention, or XLA's kernels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,72 +8,72 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from lowmembp_jax.models.layers import Attention
+from lowmembp_jax.models.layers import Attention, Block, dense
+
+
+def self_attention(
+    block: Block, x: Float[Array, "*batch tokens hidden"], heads: int, attend: Callable[..., Any]
+) -> Float[Array, "*batch tokens hidden"]:
+    """Computes the Denses "query", "key", "value", `attend` of them, and "attention_output"."""
+    width = x.shape[-1]
+    features = (heads, width // heads)
+    q, k, v = (dense(block, features, name)(x) for name in ("query", "key", "value"))
+    # This Dense contracts over (head, head size). A reshape before it would be saved again.
+    return dense(block, width, "attention_output", axis=(-2, -1))(attend(q, k, v))
 
 
 def attention(
     q: Float[Array, "batch tokens heads head_size"],
-    k: Float[Array, "batch keys kv_heads head_size"],
-    v: Float[Array, "batch keys kv_heads head_size"],
+    k: Float[Array, "batch tokens kv_heads head_size"],
+    v: Float[Array, "batch tokens kv_heads head_size"],
     implementation: Attention,
     *,
     lengths: Int[Array, " batch"] | None = None,
     causal: bool = False,
-    bias: Float[Array, "#batch #heads tokens keys"] | None = None,
+    bias: Float[Array, "#batch #heads tokens tokens"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "batch tokens heads head_size"]:
-    """Computes softmax(q k^T scale + bias) v.
+    """Computes softmax(q k^T scale + bias) v, in q's dtype.
 
     Args:
-      q: `[batch, tokens, heads, head_size]`.
-      k, v: `[batch, keys, kv_heads, head_size]` in q's dtype. Each kv head serves
-        heads / kv_heads heads of q, in order (grouped-query attention, arXiv:2305.13245).
-      implementation: "xla" saves the probabilities, `[batch, heads, tokens, keys]`. It computes
-        float16 in float32. "cudnn" saves none. It needs a 16-bit dtype and an NVIDIA GPU (see
-        `best_attention`). With odd numbers of tokens or keys it saves padded copies of its
-        arguments and output.
-      lengths: int32, 1 to keys: the number of keys in each sequence. The rest is padding.
-      causal: whether token i sees only keys up to i.
+      q, k, v: each kv head serves heads / kv_heads heads of q, in order (grouped-query attention,
+        arXiv:2305.13245). All have one dtype.
+      implementation: "xla" saves the probabilities, `[batch, heads, tokens, tokens]`. It computes
+        float16 in float32. "cudnn" saves none. It needs a 16-bit dtype and an NVIDIA GPU. With an
+        odd number of tokens it saves padded copies of its arguments and output.
+      lengths: int32, 1 to tokens: the number of tokens in each sequence. The rest is padding.
+      causal: whether token i sees only tokens up to i.
       bias: in q's dtype, broadcast over batch and heads.
       scale: multiplies the scores; None for 1 / sqrt(head_size).
-      soft_cap: turns scores into soft_cap tanh(scores / soft_cap), before the bias.
-      window: token i sees only keys above i - window; needs `causal`. It is a mask, so the scores
-        outside the window are computed as well.
-
-    Returns:
-      `[batch, tokens, heads, head_size]` in q's dtype.
+      soft_cap: turns scores into soft_cap tanh(scores / soft_cap).
+      window: token i sees only tokens above i - window. It is a mask, so all scores are computed.
 
     Raises:
-      ValueError: the implementation is unknown; `window` is given without `causal`; `soft_cap` is
-        given with a bias or lengths; or `soft_cap` or `window` is given for "cudnn".
+      ValueError: `soft_cap` or `window` is given, and attention is not causal, not "xla", or has a
+        bias or lengths.
     """
-    if window is not None and not causal:
-        raise ValueError("attention: window: expected None without causal")
-    if implementation not in ("xla", "cudnn"):
-        raise ValueError(
-            f"attention: implementation: expected 'xla' or 'cudnn', got {implementation!r}"
-        )
-    if implementation == "cudnn" and not (soft_cap is None and window is None):
-        raise ValueError(
-            "attention: implementation: expected 'xla' for a soft cap or a window, got 'cudnn'"
-        )
-    tokens, keys, dtype = q.shape[1], k.shape[1], q.dtype
+    tokens, dtype = q.shape[1], q.dtype
     if implementation == "xla" and dtype == jnp.float16:
         # A CPU has no product of float16 with a sum in float32.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         bias = None if bias is None else bias.astype(jnp.float32)
-    seen = None if window is None else _seen(tokens, keys, window)
-    if soft_cap is not None:
-        if bias is not None or lengths is not None:
-            raise ValueError("attention: soft_cap: expected None with a bias or lengths")
-        seen = _seen(tokens, keys, tokens if window is None else window) if causal else None
-        return _capped(q, k, v, scale or q.shape[-1] ** -0.5, soft_cap, seen).astype(dtype)
-    if implementation == "cudnn" and (tokens % 2 or keys % 2):
-        q, k, v, lengths, bias = _even(q, k, v, lengths, bias)
+    if soft_cap is not None or window is not None:
+        if not causal or implementation != "xla" or bias is not None or lengths is not None:
+            raise ValueError(
+                "attention: soft_cap, window: expected None, except for causal attention by 'xla' "
+                "without a bias or lengths"
+            )
+        scale = scale or q.shape[-1] ** -0.5
+        return _decoder_attention(q, k, v, scale, soft_cap, window).astype(dtype)
+    if implementation == "cudnn" and tokens % 2:
+        # cuDNN differentiates only even numbers of tokens. No token sees the additional one.
+        lengths = jnp.full(q.shape[0], tokens, jnp.int32) if lengths is None else lengths
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v))
+        bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, 0), (0, 1), (0, 1)))
     out = jax.nn.dot_product_attention(
-        *(q, k, v, bias, None if seen is None else seen[None, None]),
+        *(q, k, v, bias),
         scale=scale,
         is_causal=causal,
         key_value_seq_lengths=lengths,
@@ -82,59 +83,38 @@ def attention(
     return out[:, :tokens] if out.shape[1] > tokens else out
 
 
-def _even(q, k, v, lengths, bias):
-    """Pads tokens and keys to even numbers, because cuDNN differentiates only those.
-
-    No token sees the additional key. The caller drops the additional token.
-    """
-    batch, keys = k.shape[:2]
-    more, more_keys = q.shape[1] % 2, keys % 2
-    if lengths is None:
-        lengths = jnp.full(batch, keys, jnp.int32)
-    if bias is not None:
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more), (0, more_keys)))
-    q = jnp.pad(q, ((0, 0), (0, more), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, more_keys), (0, 0), (0, 0))) for x in (k, v))
-    return q, k, v, lengths, bias
-
-
-def _seen(tokens, keys, window):
-    """Returns whether each token sees each key: only the last `window` keys up to its own."""
-    own, position = jnp.arange(tokens)[:, None], jnp.arange(keys)[None]
-    return (position <= own) & (position > own - window)
-
-
-def _capped(q, k, v, scale, soft_cap, seen):
-    """Computes attention with a soft cap, which `jax.nn.dot_product_attention` lacks."""
+def _decoder_attention(q, k, v, scale, soft_cap, window):
+    """Computes causal attention with a soft cap, which `jax.nn.dot_product_attention` lacks."""
     batch, tokens, _, size = q.shape
     grouped = q.reshape(batch, tokens, k.shape[2], -1, size)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = soft_cap * jnp.tanh(scores * np.float32(scale / soft_cap))
-    if seen is not None:
-        scores = jnp.where(seen[None, None, None], scores, jnp.finfo(jnp.float32).min)
+    if soft_cap is None:
+        scores = scores * np.float32(scale)
+    else:
+        scores = soft_cap * jnp.tanh(scores * np.float32(scale / soft_cap))
+    own, position = jnp.arange(tokens)[:, None], jnp.arange(tokens)[None]
+    window = tokens if window is None else window
+    seen = (position <= own) & (position > own - window)
+    scores = jnp.where(seen[None, None, None], scores, jnp.finfo(jnp.float32).min)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(q.shape)
 
 
-def best_attention(
-    platform: str, dtype: jax.typing.DTypeLike, head_size: int, *, in_cudnn: bool = True
-) -> Attention:
-    """Chooses cuDNN's attention, which saves the most memory, if it runs.
+def choose_attention(config: Any, dtype: jax.typing.DTypeLike, has_cudnn: bool) -> Attention:
+    """Chooses cuDNN's attention, which saves the most memory, if it runs the model in `dtype`.
 
-    Args:
-      platform: "gpu" for NVIDIA GPUs of compute capability 8.0 or more, "cpu", or another one.
-      dtype: the dtype of q, k and v.
-      head_size: the size of a head.
-      in_cudnn: whether cuDNN supports the call. It has no soft cap and no window.
+    `has_cudnn`: whether the device runs cuDNN's attention, see `has_cudnn_attention`.
     """
-    fits = in_cudnn and jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 128
-    return "cudnn" if platform == "gpu" and fits else "xla"
+    is_16_bit, size = jnp.dtype(dtype).itemsize == 2, config.head_size
+    soft_cap = getattr(config, "attn_logit_softcapping", None)
+    fits = (
+        config.is_local is None and soft_cap is None and is_16_bit and size % 8 == 0 and size <= 128
+    )
+    return "cudnn" if has_cudnn and fits else "xla"
 
 
-def attention_platform(device: Any) -> str:
-    """Returns the platform for `best_attention`, "gpu" from Ampere on, as in cuDNN's attention."""
-    if device.platform != "gpu":
-        return device.platform
+def has_cudnn_attention(device: Any) -> bool:
+    """Whether a device runs cuDNN's flash attention: NVIDIA's GPUs from Ampere on."""
     capability = str(getattr(device, "compute_capability", ""))  # "9.0", or "gfx90a" with ROCm
-    is_number = capability.replace(".", "").isdecimal()
-    return "gpu" if is_number and float(capability) >= 8 else "another"
+    is_number = device.platform == "gpu" and capability.replace(".", "").isdecimal()
+    return is_number and float(capability) >= 8

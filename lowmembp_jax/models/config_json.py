@@ -13,19 +13,12 @@ import json
 import os
 import reprlib
 import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
 
 #: The type, the smallest and the largest value.
 Size = Annotated[int, 1, 2**24]
@@ -33,21 +26,17 @@ Layers = Annotated[int, 1, 1000]
 Pixels = Annotated[int, 1, 4096]
 Epsilon = Annotated[float, 1e-20, 1]
 
-_ITEMS = 8  # the most items of a list
-
 #: Keys that do not change what a training step computes.
-_WITHOUT_EFFECT = frozenset(
-    (
-        *("model_type", "architectures", "transformers_version", "_name_or_path"),
-        *("torch_dtype", "dtype", "use_cache", "cache_implementation", "tokenizer_class"),
-        *("initializer_range", "initializer_factor", "pretraining_tp", "return_dict"),
-        *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
-        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
-        *("_attn_implementation", "attn_implementation", "encoder_stride"),
-        *("pooler_act", "pooler_output_size"),
-    )
-)
+_WITHOUT_EFFECT = {
+    *("model_type", "architectures", "transformers_version", "_name_or_path"),
+    *("torch_dtype", "dtype", "use_cache", "cache_implementation", "tokenizer_class"),
+    *("initializer_range", "initializer_factor", "pretraining_tp", "return_dict"),
+    *("output_attentions", "output_hidden_states", "chunk_size_feed_forward"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id"),
+    *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
+    *("_attn_implementation", "attn_implementation", "encoder_stride"),
+    *("pooler_act", "pooler_output_size"),
+}
 #: Keys that change the step, except with this value.
 _NEUTRAL = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout"), 0),
@@ -61,52 +50,37 @@ _NEUTRAL = {
 class HuggingFaceConfig:
     """The base class of all families' configs.
 
-    A field with a default may be absent in the file. Lists become tuples. If `num_labels` is
-    absent, it is the number of names in `id2label`, or 2 without names.
-
-    Raises:
-      ValueError: the sizes contradict each other.
+    `models.families.read_config` reads one from a file. A field with a default may be absent there.
+    Lists become tuples. If `num_labels` is absent, it is the number of names in `id2label`, or 2
+    without names.
     """
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     #: More keys that `from_keys` reads or may ignore.
     other_keys: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def from_json(cls, path: str | os.PathLike) -> Self:
-        """Reads a config.json. `to_json` returns all of the file's keys again.
-
-        Raises:
-          ValueError: the file is missing or not a JSON object; a key is missing; or a value is not
-            accepted. The message names the file, the key, the value and the accepted values.
-        """
-        given = read_json(path)
-        try:
-            config = cls.from_keys(given)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        object.__setattr__(config, "_given", given)
-        return config
+    #: Whether each layer's tokens see only the last `sliding_window` tokens; None: none do.
+    is_local: ClassVar[np.ndarray | None] = None
 
     @classmethod
     def from_keys(cls, given: dict[str, Any]) -> Self:
         """Makes the config from these keys and ignores all others.
 
         Raises:
-          ValueError: see `from_json`.
+          ValueError: a key is missing, or a value is not accepted.
         """
-        _check("model_type", Literal[cls.model_type], given.get("model_type", cls.model_type))
         given = {"num_labels": len(label_names(given)) or 2, **given}
-        hints = get_type_hints(cls, include_extras=True)
+        hints = typing.get_type_hints(cls, include_extras=True)
         values = {}
         for field in dataclasses.fields(cls):
             name = field.name
-            if name in given:
-                _check(name, hints[name], given[name])
-                values[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
-            elif field.default is dataclasses.MISSING:
-                raise ValueError(f"{name}: expected {_rule(hints[name])[1]}, got no such key")
+            value = given.get(name, field.default)
+            if name in given or value is dataclasses.MISSING:
+                accepts, words = _rule(hints[name])
+                if not accepts(value):
+                    found = reprlib.repr(value) if name in given else "no such key"
+                    raise ValueError(f"{name}: expected {words}, got {found}")
+            values[name] = tuple(value) if isinstance(value, list) else value
         return cls(**values)
 
     @classmethod
@@ -135,12 +109,15 @@ class HuggingFaceConfig:
     def to_json(self) -> dict[str, Any]:
         """Returns the config.json that transformers needs beside the tensors."""
         # `dataclasses.replace` makes a new object, which has no such attribute.
-        given = getattr(self, "_given", None)
-        return self._made_keys() if given is None else dict(given)
-
-    def _made_keys(self) -> dict[str, Any]:
+        if (given := getattr(self, "_given", None)) is not None:
+            return dict(given)
         made = {"model_type": self.model_type, "architectures": [self.architecture]}
-        return made | {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        return made | dataclasses.asdict(self, dict_factory=_without_nulls)
+
+    @property
+    def head_size(self) -> int:
+        sizes: Any = self
+        return sizes.hidden_size // sizes.num_attention_heads
 
     def _check_multiple(self, name: str, divisor: str) -> None:
         value, by = getattr(self, name), getattr(self, divisor)
@@ -179,24 +156,26 @@ def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(names[key]) for key in keys)
 
 
-def _check(name: str, hint: Any, value: Any) -> None:
-    accepts, words = _rule(hint)
-    if not accepts(value):
-        raise ValueError(f"{name}: expected {words}, got {reprlib.repr(value)}")
+def _without_nulls(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if value is not None}
 
 
 def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
     """Returns a test for a JSON value, and the accepted values in words."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if kind is Annotated:
         number, low, high = parts
-        if get_origin(number) is tuple:
-            return _list_rule(get_args(number)[0], low, high)
+        if typing.get_origin(number) is tuple:
+            item, words = _rule(typing.get_args(number)[0])
+            words = f"a list of {low} to {high}, each {words}"
+
+            def accepts(value):
+                return type(value) is list and low <= len(value) <= high and all(map(item, value))
+
+            return accepts, words
         words = f"{'an integer' if number is int else 'a number'} from {low} to {high}"
         return lambda value: type(value) in {int, number} and low <= value <= high, words
-    if kind is tuple:
-        return _list_rule(parts[0], 1, _ITEMS)
-    if kind in (Union, types.UnionType):
+    if kind in (typing.Union, types.UnionType):
         rules = [_rule(part) for part in parts]
         words = " or ".join(words for _, words in rules)
         return lambda value: any(accepts(value) for accepts, _ in rules), words
@@ -204,12 +183,3 @@ def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:
         return lambda value: value in parts, " or ".join(map(repr, parts))
     words = {bool: "true or false", types.NoneType: "null"}[hint]
     return lambda value: type(value) is hint, words
-
-
-def _list_rule(item: Any, low: int, high: int) -> tuple[Callable[[Any], bool], str]:
-    accepts, words = _rule(item)
-
-    def accepts_all(value):
-        return isinstance(value, list) and low <= len(value) <= high and all(map(accepts, value))
-
-    return accepts_all, f"a list of {low} to {high}, each {words}"

@@ -1,13 +1,14 @@
 """The sizes of decoders, with the names in Hugging Face's config.json: one class for each family.
 
 `models.llama.Llama` computes all of them. Each difference between families, or between models of a
-family, is a field or a property here. Defaults are the same as in transformers' classes, because a
+family, is a field here. Defaults are the same as in transformers' classes, because a
 config.json may leave out a default.
 """
 
 import dataclasses
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
@@ -34,37 +35,26 @@ class RopeScaling:
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
 
-    @classmethod
-    def from_keys(cls, given: Any) -> "RopeScaling | None":
-        """Reads the scaling from an object in a config.json; None if it scales nothing.
 
-        Raises:
-          ValueError: the object describes another scaling.
-        """
-        if given is None:
-            return None
-        names = [field.name for field in dataclasses.fields(cls)][1:]
-        if isinstance(given, dict):
-            numbers: dict[str, Any] = {
-                k: x for k, x in given.items() if not (x is None and k in names)
-            }
-            kind = numbers.pop("type", "default")
-            kind = numbers.pop("rope_type", kind)
-            needed = {"default": [], "linear": ["factor"], "llama3": names}.get(str(kind))
-            if (
-                needed is not None
-                and numbers.keys() == {*needed}
-                and all(map(_is_factor, numbers.values()))
-            ):
-                return None if kind == "default" else cls(kind, **numbers)
-        raise ValueError(
-            "rope_scaling: expected null, linear or llama3 with all of its factors, got "
-            f"{reprlib.repr(given)}"
-        )
+_FACTORS = [field.name for field in dataclasses.fields(RopeScaling)][1:]
 
 
-def _is_factor(x: Any) -> bool:
-    return type(x) in (int, float) and 0 < x < 1e9
+def _read_scaling(given: Any) -> RopeScaling | None:
+    """Reads an object of a config.json; None if it scales nothing."""
+    if given is None:
+        return None
+    if isinstance(given, dict):
+        numbers: dict[str, Any] = dict(given)
+        kind: Any = numbers.pop("type", "default")
+        kind = numbers.pop("rope_type", kind)
+        needed = {"default": [], "linear": ["factor"], "llama3": _FACTORS}.get(str(kind))
+        right = all(type(x) in (int, float) and 0 < x < 1e9 for x in numbers.values())
+        if right and needed is not None and numbers.keys() == {*needed}:
+            return RopeScaling(kind, **numbers) if needed else None
+    raise ValueError(
+        "rope_scaling: expected null, linear or llama3 with all of its factors, got "
+        f"{reprlib.repr(given)}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +85,11 @@ class LlamaConfig(HuggingFaceConfig):
     #: Whether the model is a Gemma: norms multiply by 1 + scale and also follow attention and MLP,
     #: the embedding is multiplied by sqrt(hidden_size), and the gate's activation is GELU.
     is_gemma: ClassVar[bool] = False
-    #: Only some families have these fields.
-    attn_logit_softcapping: ClassVar[float | None]
-    final_logit_softcapping: ClassVar[float | None]
-    attn_logit_softcapping = final_logit_softcapping = None
+    #: Fields of Gemma.
+    query_pre_attn_scalar: ClassVar[float | None] = None
+    attn_logit_softcapping: ClassVar[float | None] = None
+    final_logit_softcapping: ClassVar[float | None] = None
+    rope_local_base_freq: ClassVar[float | None] = None
     sliding_window: ClassVar[int]
 
     def __post_init__(self):
@@ -117,16 +108,8 @@ class LlamaConfig(HuggingFaceConfig):
         if isinstance(scaling, dict):  # rope_parameters of transformers 5 also hold rope_theta
             scaling, given = dict(scaling), {"rope_theta": cls.rope_theta, **given}
             given["rope_theta"] = scaling.pop("rope_theta", given["rope_theta"])
-        scaling = None if scaling == {} else RopeScaling.from_keys(scaling)
         config = super().from_keys({k: v for k, v in given.items() if k != "rope_scaling"})
-        return dataclasses.replace(config, rope_scaling=scaling)
-
-    def _made_keys(self) -> dict[str, Any]:
-        made = super()._made_keys()
-        if self.rope_scaling is not None:
-            scaling = dataclasses.asdict(self.rope_scaling)
-            made["rope_scaling"] = {k: v for k, v in scaling.items() if v is not None}
-        return made
+        return dataclasses.replace(config, rope_scaling=_read_scaling(scaling))
 
     @property
     def kv_heads(self) -> int:
@@ -144,17 +127,8 @@ class LlamaConfig(HuggingFaceConfig):
     @property
     def query_scale(self) -> float | None:
         """The factor of attention's scores; None for 1 / sqrt(head_size)."""
-        return None
-
-    @property
-    def is_local(self) -> np.ndarray | None:
-        """Whether each layer's tokens see only the last `sliding_window` tokens; None: none do."""
-        return None
-
-    @property
-    def local_rope_theta(self) -> float:
-        """`rope_theta` in the layers whose tokens see a window."""
-        return self.rope_theta
+        divisor = self.query_pre_attn_scalar
+        return None if divisor is None else divisor**-0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +146,7 @@ class Qwen3Config(LlamaConfig):
     normalizes_heads: ClassVar[bool] = True
     #: Without `use_sliding_window`, the last three have no effect.
     other_keys: ClassVar[tuple[str, ...]] = (
-        "rope_parameters",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
+        *("rope_parameters", "sliding_window", "max_window_layers", "layer_types"),
     )
 
 
@@ -203,6 +174,7 @@ class Gemma2Config(LlamaConfig):
     model_type: ClassVar[str] = "gemma2"
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
     is_gemma: ClassVar[bool] = True
+    sliding_window_pattern: ClassVar[int] = 2  # every second layer sees all tokens
 
     def __post_init__(self):
         super().__post_init__()
@@ -214,18 +186,10 @@ class Gemma2Config(LlamaConfig):
             )
 
     @property
-    def query_scale(self) -> float:
-        return self.query_pre_attn_scalar**-0.5
-
-    @property
     def is_local(self) -> np.ndarray:
         if self.layer_types is not None:
             return np.array([kind == "sliding_attention" for kind in self.layer_types])
-        return (np.arange(self.num_hidden_layers) + 1) % self._full_every != 0
-
-    @property
-    def _full_every(self) -> int:
-        return 2
+        return (np.arange(self.num_hidden_layers) + 1) % self.sliding_window_pattern != 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +215,7 @@ class Gemma3Config(Gemma2Config):
         pattern = given.get("_sliding_window_pattern", cls.sliding_window_pattern)
         given = {"sliding_window_pattern": pattern, **given}
         by_layer = given.get("rope_parameters")  # from transformers 5
-        if isinstance(by_layer, dict) and by_layer.keys() == {*_LAYER_TYPES}:
+        if isinstance(by_layer, dict) and by_layer.keys() == {*get_args(LayerType)}:
             local = by_layer["sliding_attention"]
             if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
                 raise ValueError(
@@ -262,39 +226,34 @@ class Gemma3Config(Gemma2Config):
             given |= {"rope_parameters": by_layer["full_attention"], "rope_local_base_freq": theta}
         return super().from_keys(given)
 
-    @property
-    def local_rope_theta(self) -> float:
-        return self.rope_local_base_freq
 
-    @property
-    def _full_every(self) -> int:
-        return self.sliding_window_pattern
-
-
-_LAYER_TYPES = ("sliding_attention", "full_attention")
-_LLAMA_3: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-_QWEN_3: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-}
+_llama_3 = partial(
+    LlamaConfig,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+)
+_qwen_3 = partial(Qwen3Config, max_position_embeddings=40960, rope_theta=1e6)
+_GEMMA_TOY: Any = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 CONFIGS = {
+    "llama-toy": LlamaConfig(128, 4, 4, 352, 2, vocab_size=256),
+    "qwen3-toy": Qwen3Config(128, 4, 4, 352, 2, head_dim=32, vocab_size=256),
+    "gemma2-toy": Gemma2Config(128, 4, 4, 352, 2, 32, 256, **_GEMMA_TOY),
+    "gemma3_text-toy": Gemma3Config(
+        128, 4, 4, 352, 2, 32, 256, sliding_window_pattern=4, **_GEMMA_TOY
+    ),
     "llama-tiny": LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=256),
     # The sizes of TinyLlama (arXiv:2401.02385).
     "llama-1b": LlamaConfig(2048, 22, 32, 5632, num_key_value_heads=4),
     "llama-7b": LlamaConfig(4096, 32, 32, 11008),
     "llama-13b": LlamaConfig(5120, 40, 40, 13824),
     # The sizes in each model's config.json on the Hugging Face hub.
-    "llama-3-8b": LlamaConfig(4096, 32, 32, 14336, **_LLAMA_3),
-    "llama-3-70b": LlamaConfig(8192, 80, 64, 28672, **_LLAMA_3),
-    "qwen3-0.6b": Qwen3Config(1024, 28, 16, 3072, tie_word_embeddings=True, **_QWEN_3),
-    "qwen3-8b": Qwen3Config(4096, 36, 32, 12288, **_QWEN_3),
+    "llama-3-8b": _llama_3(4096, 32, 32, 14336),
+    "llama-3-70b": _llama_3(8192, 80, 64, 28672),
+    "qwen3-0.6b": _qwen_3(1024, 28, 16, 3072, 8, tie_word_embeddings=True),
+    "qwen3-8b": _qwen_3(4096, 36, 32, 12288, 8),
     "gemma-2-2b": Gemma2Config(),
     "gemma-2-9b": Gemma2Config(3584, 42, 16, 14336, num_key_value_heads=8),
     "gemma-3-1b": Gemma3Config(

@@ -1,28 +1,29 @@
 """The models by family and by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 
-from lowmembp_jax.models import bert, decoder_configs, llama, swin, vit
-from lowmembp_jax.models.attention import best_attention
-from lowmembp_jax.models.layers import Attention, Compute, NormResidual
+from lowmembp_jax.models import bert, llama, swin, vit
+from lowmembp_jax.models.config_json import read_json
+from lowmembp_jax.models.layers import Compute
 
 Layers = Literal["scan", "unrolled"]
 Task = Literal["image-classification", "text-classification", "language-modelling"]
 
 
 class Family(NamedTuple):
-    """The models of one file."""
+    """The models of one file with one kind of config.json."""
 
     module: ModuleType
-    model: Callable[..., nn.Module]  # takes sizes, `Compute` and `NormResidual`
+    model: Callable[..., nn.Module]  # takes sizes and `Compute`, and may take `scan_layers`
     config: type
     task: Task
-    head: tuple[str, ...]  # modules that start from random values if a checkpoint lacks them
-    toy: Any  # sizes for a CPU
+    names: Mapping[str, str]  # of a checkpoint's tensors, see `hugging_face_name`
+    head: tuple[str, ...] = ()  # modules that start from random values if a checkpoint lacks them
 
     @property
     def name(self) -> str:
@@ -31,6 +32,8 @@ class Family(NamedTuple):
     @property
     def layers(self) -> tuple[Layers, ...]:
         """How its layers can run; the trainer uses the first way."""
+        if self.module is swin:
+            return ("unrolled",)
         return ("scan", "unrolled") if self.module is llama else ("unrolled", "scan")
 
     @property
@@ -40,19 +43,11 @@ class Family(NamedTuple):
         return {name: config for name, config in named if type(config) is self.config}
 
     @property
-    def merges_norms(self) -> bool:
-        """Whether the norms can be merged into Denses."""
-        if issubclass(self.config, llama.LlamaConfig):
-            return not self.config.is_gemma
-        return not issubclass(self.config, bert.BertConfig)
+    def toy(self) -> Any:
+        """Sizes for a CPU."""
+        return self.configs[f"{self.name}-toy"]
 
-    def build(
-        self,
-        config: Any,
-        compute: Compute,
-        norm_residual: NormResidual = "auto",
-        layers: Layers | None = None,
-    ) -> nn.Module:
+    def build(self, config: Any, compute: Compute, layers: Layers | None = None) -> nn.Module:
         """Builds the model. `layers` defaults to the first of the family's `layers`.
 
         Raises:
@@ -64,51 +59,60 @@ class Family(NamedTuple):
                 f"layers: expected one of {', '.join(self.layers)} for {self.name}, got {layers!r}"
             )
         fields = {"scan_layers": True} if layers == "scan" else {}
-        return self.model(config, compute, norm_residual, **fields)
+        return self.model(config, compute, **fields)
+
+    def norm_rules(self, config: Any) -> Any:
+        """Returns the rules for `lm.merge_norm_affine`. They are empty if no norm can be merged."""
+        return self.module.norm_rules(config)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix that names in a checkpoint without a head lack."""
+        return "model." if self.module is llama else f"{self.name}."
 
     def hugging_face_name(self, path: tuple[str, ...]) -> str:
-        """Returns the tensor's name in Hugging Face's model for a parameter's path."""
-        if self.module is bert:  # BERT's and RoBERTa's classifiers have different names
-            return bert.hugging_face_name(path, self.name)
-        return self.module.hugging_face_name(path)
+        """Returns the tensor's name in Hugging Face's model for a parameter's path.
 
-    def norm_rules(self, config: Any, layers: Layers | None = None) -> Any:
-        """Returns the rules for `lm.merge_norm_affine`. `layers` is as in `build`."""
-        if self.module is llama:  # the rules depend on whether the head is tied
-            return llama.norm_rules(config)
-        if self.name == "swin":
-            return swin.norm_rules(layers == "scan")
-        return self.module.NORM_RULES
+        The name joins the names of the path's parts in `names`. Other parts keep their names. If
+        `nn.scan` stacked the layers, the name holds "{layer}".
+        """
+        parts = []
+        for part in path:
+            word, _, number = part.rpartition("_")
+            if part == "layers":
+                parts += [self.names["layer"], "{layer}"]
+            elif number.isdecimal():
+                parts += [self.names[word], number]
+            else:
+                parts.append(self.names.get(part) or _NAMES.get(part, part))
+        return ".".join(parts)
 
 
-_IMAGES, _TEXT, _CLASSIFIER = "image-classification", "text-classification", ("classifier",)
-_VIT = vit.ViTConfig(64, 4, 4, 256, image_size=32, patch_size=4)
-_SWIN = swin.SwinConfig(32, (2, 2), (2, 4), window_size=4, image_size=32, patch_size=2)
-_BERT = (8192, 128, 2, 4, 512)
-_ROBERTA = bert.RobertaConfig(*_BERT, 514, type_vocab_size=1, layer_norm_eps=1e-5)
-_LLAMA = llama.LlamaConfig(128, 4, 4, 352, num_key_value_heads=2, vocab_size=256)
-_QWEN3 = decoder_configs.Qwen3Config(128, 4, 4, 352, 2, head_dim=32, vocab_size=256)
-_GEMMA: dict[str, Any] = {
-    "head_dim": 32,
-    "query_pre_attn_scalar": 32,
-    "vocab_size": 256,
-    "sliding_window": 64,
+#: The names that most families share.
+_NAMES = {
+    "kernel": "weight",
+    "scale": "weight",
+    "embedding": "weight",
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_output": "attention.output.dense",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
 }
-_GEMMA2 = decoder_configs.Gemma2Config(128, 4, 4, 352, 2, **_GEMMA)
-_GEMMA3 = decoder_configs.Gemma3Config(128, 4, 4, 352, 2, sliding_window_pattern=4, **_GEMMA)
-_HEADS = ("pooler", "classifier"), ("dense", "classifier")
+_IMAGES, _TEXT, _BERT = "image-classification", "text-classification", bert.BertClassifier
 FAMILIES = {
     family.name: family
     for family in (
-        Family(vit, vit.ViT, vit.ViTConfig, _IMAGES, _CLASSIFIER, _VIT),
-        Family(swin, swin.Swin, swin.SwinConfig, _IMAGES, _CLASSIFIER, _SWIN),
-        Family(
-            bert, bert.BertClassifier, bert.BertConfig, _TEXT, _HEADS[0], bert.BertConfig(*_BERT)
-        ),
-        Family(bert, bert.BertClassifier, bert.RobertaConfig, _TEXT, _HEADS[1], _ROBERTA),
+        Family(vit, vit.ViT, vit.ViTConfig, _IMAGES, vit.NAMES, ("classifier",)),
+        Family(swin, swin.Swin, swin.SwinConfig, _IMAGES, swin.NAMES, ("classifier",)),
+        Family(bert, _BERT, bert.BertConfig, _TEXT, bert.NAMES, ("pooler", "classifier")),
+        Family(bert, _BERT, bert.RobertaConfig, _TEXT, bert.ROBERTA, ("dense", "classifier")),
         *(
-            Family(llama, llama.Llama, type(toy), "language-modelling", (), toy)
-            for toy in (_LLAMA, _QWEN3, _GEMMA2, _GEMMA3)
+            Family(llama, llama.Llama, config, "language-modelling", llama.NAMES)
+            for config in dict.fromkeys(map(type, llama.CONFIGS.values()))
         ),
     )
 }
@@ -116,18 +120,34 @@ FAMILIES = {
 MODELS = {
     name: (family, config)
     for family in FAMILIES.values()
-    for name, config in {f"{family.name}-toy": family.toy, **family.configs}.items()
+    for name, config in family.configs.items()
 }
 
 
-def choose_attention(config: Any, platform: str, dtype: Any) -> Attention:
-    """Returns the attention that needs least memory on `platform`, see `best_attention`."""
-    if isinstance(config, swin.SwinConfig):
-        head_size = config.embed_dim // config.num_heads[0]
-    else:
-        head_size = config.hidden_size // config.num_attention_heads
-        head_size = getattr(config, "head_size", head_size)
-    plain = True
-    if isinstance(config, llama.LlamaConfig):
-        plain = config.attn_logit_softcapping is None and config.is_local is None
-    return best_attention(platform, dtype, head_size, in_cudnn=plain)
+def read_config(
+    path: str | Path, given: dict[str, Any] | None = None, *, strict: bool = False
+) -> tuple[Family, Any]:
+    """Reads a config.json; returns its family and sizes, which keep all of the file's keys.
+
+    `given` is the file's content if you have read it. With `strict`, keys that could change what
+    the model computes are refused, see `check_keys`.
+
+    Raises:
+      ValueError: the file, a key or a value is missing or not accepted. The message names the file,
+        the key, the value and the accepted values.
+    """
+    given = read_json(path) if given is None else given
+    kind = given.get("model_type")
+    if kind not in [*FAMILIES]:
+        raise ValueError(
+            f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {kind!r:.40}"
+        )
+    family = FAMILIES[kind]
+    try:
+        if strict:
+            family.config.check_keys(given)
+        config = family.config.from_keys(given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    object.__setattr__(config, "_given", given)
+    return family, config

@@ -1,7 +1,7 @@
 """Code that the models share. A method's name decides which ops they run and recompute."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -23,18 +23,7 @@ class Compute:
     """How a model computes, apart from its sizes.
 
     Attributes:
-      method: one of the names in `models.methods.TABLE`:
-        "default": plain Flax.
-        "norm+activation": norms and activations in `jax.checkpoint`.
-        "dots": each layer in `jax.checkpoint`, which saves matrix products.
-        "products": the same, and saves attention (`lm.products_saveable`).
-        "full-remat": each layer in `jax.checkpoint`, which saves only the layer's input.
-        "compress": each layer in `lm.compress`, which stores its products and input in 8 bits.
-        "compress+remat": the same, but saves only the input.
-        "lowmembp": the operators of lowmembp_jax.
-        "lowmembp+remat": the same in `jax.checkpoint` with `lm.checkpoint_policy()`.
-        "lowmembp+compress": the same with each layer's residuals in `lm.compress`.
-        "offload": each layer in `jax.checkpoint`, with its Denses' products in the host's memory.
+      method: one of the names in `models.methods.TABLE`.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
       attention: implementation, see `models.attention`.
@@ -46,6 +35,8 @@ class Compute:
       sharding: the sharding of each layer's input, which divides its examples over devices. Without
         it, XLA computes the attention of scanned layers on every device for all examples, if
         parameters are divided.
+      norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
+        "output" is the least exact if a scale trains, and costs as little as merging.
     """
 
     method: str = "default"
@@ -56,12 +47,18 @@ class Compute:
     compress_dtype: Any = "float8"
     bits: int | None = 2
     sharding: jax.sharding.NamedSharding | None = None
+    norm_residual: NormResidual = "auto"
 
     def __post_init__(self):
         if self.method not in TABLE:
             raise ValueError(
                 f"Compute: method: expected one of {', '.join(TABLE)}, got {self.method!r}"
             )
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """The fields that all Denses, norms and tables have."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     @property
     def lowmembp(self) -> bool:
@@ -72,74 +69,59 @@ class Compute:
         return TABLE[self.method].operators == "checkpointed"
 
 
-def layer_norm(compute: Compute, epsilon: float, name: str, *, affine: bool = True, **kwargs):
-    """Makes a LayerNorm. `kwargs` are more fields of `lm.MSLayerNorm`, such as `residual`."""
-    return _norm(compute, nn.LayerNorm, lm.MSLayerNorm, kwargs)(
-        epsilon=epsilon,
-        dtype=compute.dtype,
-        param_dtype=compute.param_dtype,
-        use_scale=affine,
-        use_bias=affine,
-        name=name,
-    )
+class Block(nn.Module):
+    """A model or a layer: sizes, and how it computes.
 
-
-def rms_norm(
-    compute: Compute,
-    epsilon: float,
-    name: str,
-    *,
-    affine: bool = True,
-    zero_centered: bool = False,
-    **kwargs,
-):
-    """Makes an RMSNorm. `kwargs` are more fields of `lm.MSRMSNorm`, such as `residual`.
-
-    With `zero_centered` it multiplies by 1 + scale, as in Gemma, and ignores `affine`.
+    Its submodules come from the functions below, which take the block first.
     """
-    if zero_centered:
-        return ZeroCenteredRMSNorm(compute, epsilon, name=name, **kwargs)
-    return _norm(compute, nn.RMSNorm, lm.MSRMSNorm, kwargs)(
-        epsilon=epsilon,
-        dtype=compute.dtype,
-        param_dtype=compute.param_dtype,
-        use_scale=affine,
-        name=name,
-    )
 
-
-def _norm(compute: Compute, flax_norm, ms_norm, ms_kwargs):
-    # The output has the dtype of the next Dense, so that the two share one residual.
-    if compute.lowmembp:
-        return lambda **fields: ms_norm(**fields, **ms_kwargs)
-    return nn.remat(flax_norm) if compute.checkpointed else flax_norm
-
-
-class ZeroCenteredRMSNorm(nn.Module):
-    """Computes x / rms(x) (1 + scale) in float32."""
-
+    config: Any
     compute: Compute
-    epsilon: float
-    residual: NormResidual = "auto"
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        compute = self.compute
-        scale = self.param("scale", nn.initializers.zeros, x.shape[-1:], compute.param_dtype)
-        fields = {"epsilon": self.epsilon, "dtype": compute.dtype}
-        if compute.lowmembp:
-            norm = partial(lm.ms_rms_norm, **fields, residual=self.residual)
-        else:
-            norm = partial(_rms_norm, **fields)
-            norm = jax.checkpoint(norm) if compute.checkpointed else norm
-        return norm(x, 1 + scale.astype(jnp.float32))
 
 
-def _rms_norm(x, scale, *, epsilon, dtype):
-    x = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-    return (x * jax.lax.rsqrt(mean + epsilon) * scale).astype(dtype)
+class Model(Block):
+    """A whole model whose layers can run in one loop. `scan_layers`: see `run_layers`."""
+
+    scan_layers: bool = False
+
+
+def dense(block: Block, features: int | tuple[int, ...], name: str, **fields) -> nn.Module:
+    """Makes a Dense. `fields` are more fields of `nn.DenseGeneral`."""
+    return nn.DenseGeneral(features, name=name, **block.compute.dtypes | fields)
+
+
+def embed(block: Block, count: int, name: str) -> nn.Embed:
+    """Makes a table of `count` rows, each as wide as the model."""
+    return nn.Embed(count, block.config.hidden_size, **block.compute.dtypes, name=name)
+
+
+def patches(block: Block, width: int) -> nn.Conv:
+    """Makes a Conv that turns each patch of an image into one vector."""
+    dtypes, size = block.compute.dtypes, 2 * (block.config.patch_size,)
+    return nn.Conv(width, size, size, padding="VALID", **dtypes, name="patch_embedding")
+
+
+def layer_norm(block: Block, name: str, *, merges: bool = True, epsilon: float | None = None):
+    """Makes a LayerNorm. `merges`: whether `compute.merged` takes its scale and bias away."""
+    affine = not (merges and block.compute.merged)
+    fields = {"use_scale": affine, "use_bias": affine}
+    epsilon = epsilon or block.config.layer_norm_eps
+    return _norm(block, nn.LayerNorm, lm.MSLayerNorm, name=name, epsilon=epsilon, **fields)
+
+
+def rms_norm(block: Block, name: str, *, merges: bool = True):
+    """Makes an RMSNorm. `merges` is as in `layer_norm`."""
+    affine, epsilon = not (merges and block.compute.merged), block.config.rms_norm_eps
+    return _norm(block, nn.RMSNorm, lm.MSRMSNorm, name=name, epsilon=epsilon, use_scale=affine)
+
+
+def _norm(block, flax_norm, ms_norm, **fields):
+    compute = block.compute
+    # The output has the dtype of the next Dense, so that the two share one residual.
+    fields |= compute.dtypes
+    if compute.lowmembp:
+        return ms_norm(**fields, residual=compute.norm_residual)
+    return (nn.remat(flax_norm) if compute.checkpointed else flax_norm)(**fields)
 
 
 def gelu(
@@ -152,16 +134,22 @@ def gelu(
     return _activation(compute, lambda x: nn.gelu(x, approximate), x)
 
 
-def swiglu(
-    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+def mlp(
+    block: Block, x: Float[Array, "*shape"], width: int, *, approximate: bool = False
 ) -> Float[Array, "*shape"]:
-    return lm.swiglu(gate, up) if compute.lowmembp else _activation(compute, nn.silu, gate) * up
+    """Computes the Dense "intermediate", GELU and the Dense "output"."""
+    h = dense(block, width, "intermediate")(x)
+    h = gelu(block.compute, h, approximate=approximate)
+    return dense(block, x.shape[-1], "output")(h)
 
 
-def geglu(
-    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"]
+def gated(
+    compute: Compute, gate: Float[Array, "*shape"], up: Float[Array, "*shape"], *, is_gelu: bool
 ) -> Float[Array, "*shape"]:
-    return lm.geglu(gate, up) if compute.lowmembp else _activation(compute, nn.gelu, gate) * up
+    """Computes silu(gate) up, or gelu(gate) up with the tanh form."""
+    if compute.lowmembp:
+        return (lm.geglu if is_gelu else lm.swiglu)(gate, up)
+    return _activation(compute, nn.gelu if is_gelu else nn.silu, gate) * up
 
 
 def _activation(compute: Compute, function, x):
@@ -185,31 +173,33 @@ def remat_layer(
 
 
 def run_layers(
-    layer: Callable[..., nn.Module],
-    count: int,
-    scan: bool,
-    compute: Compute,
-    x: Any,
-    *args: Any,
-    each: Sequence[Any] = (),
+    model: Model, layer: type[Block], x: Any, *args: Any, each: Sequence[Any] = (), **fields: Any
 ) -> Any:
     """Runs x through all layers. Call it inside a compact module.
 
+    With `model.scan_layers` it is one `nn.scan`, which compiles in the time of one layer.
+    Parameters are then stacked under "layers" instead of "layer_0", "layer_1", ...
+
     Args:
-      layer: makes a layer from a `name`. The layer takes x, `args` and its own rows of `each`, and
-        returns the next layer's x.
-      count: the number of layers.
-      scan: whether to use one `nn.scan`, which compiles in the time of one layer. Parameters are
-        stacked under "layers" instead of "layer_0", "layer_1", ...
-      compute: has the sharding of each layer's input.
-      x: the first layer's input.
-      *args: arguments for all layers.
+      model: the model that calls this.
+      layer: takes x, `args` and its own rows of `each`, and returns the next layer's x.
+      x, *args: the first layer's input, and arguments for all layers.
       each: arrays with a leading axis of layers.
+      **fields: more fields of `layer`.
     """
-    divided = partial(divide, sharding=compute.sharding)
+    scan, count = model.scan_layers, model.config.num_hidden_layers
+    wrapped = remat_layer(layer, model.compute, scanned=scan)
+    make = partial(wrapped, model.config, model.compute, **fields)
+    sharding = model.compute.sharding
+
+    def divided(x):
+        if sharding is None or x.shape[0] % sharding.num_devices:  # too few examples
+            return x
+        return jax.lax.with_sharding_constraint(x, sharding)
+
     if not scan:
         for index in range(count):
-            x = layer(name=f"layer_{index}")(divided(x), *args, *(rows[index] for rows in each))
+            x = make(name=f"layer_{index}")(divided(x), *args, *(rows[index] for rows in each))
         return x
     axes: Any = (nn.broadcast,) * len(args) + (0,) * len(each)
     run = nn.scan(
@@ -219,20 +209,4 @@ def run_layers(
         in_axes=axes,
         length=count,
     )
-    return run(layer(name="layers"), x, *args, *map(jnp.asarray, each))[0]
-
-
-def divide(x: Any, sharding: jax.sharding.NamedSharding | None) -> Any:
-    """Divides the examples in arrays [batch, ..., hidden] of a tree, unless there are too few."""
-
-    def one(x):
-        if sharding is None or x.ndim < 3 or x.shape[0] % sharding.num_devices:
-            return x
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    return jax.tree.map(one, x)
-
-
-def checkpoint_index(name: str) -> str:
-    """Returns a layer's number in checkpoints' names, see `checkpoints.to_params`."""
-    return "{layer}" if name == "layers" else name.removeprefix("layer_")
+    return run(make(name="layers"), x, *args, *map(jnp.asarray, each))[0]

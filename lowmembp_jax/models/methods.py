@@ -50,8 +50,8 @@ class Method(NamedTuple):
 
 _NOTHING = "jax.checkpoint_policies.nothing_saveable"
 _OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
-#: The methods by name. The first is plain Flax. Every method computes plain Flax's values.
-#: Gradients are approximate with "compress" and "lowmembp".
+#: The methods by name. Every method computes plain Flax's values. Gradients are approximate with
+#: "compress", which stores residuals in 8 bits, and with "lowmembp".
 TABLE: dict[str, Method] = {
     "default": Method(),
     "norm+activation": Method("checkpointed"),

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+Map = Float[Array, "batch height width channels"]
+_Windows = Float[Array, "batch windows size*size channels"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
@@ -21,9 +24,7 @@ class Windows:
     size: int
     shift: int
 
-    def split(
-        self, x: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch windows size*size channels"]:
+    def split(self, x: Map) -> _Windows:
         below, right = self._padding
         if below or right:
             x = jnp.pad(x, ((0, 0), (0, below), (0, right), (0, 0)))
@@ -31,9 +32,7 @@ class Windows:
             x = jnp.roll(x, (-self.shift, -self.shift), axis=(1, 2))
         return self._partition(x)
 
-    def join(
-        self, windows: Float[Array, "batch windows size*size channels"]
-    ) -> Float[Array, "batch height width channels"]:
+    def join(self, windows: _Windows) -> Map:
         """Inverts `split`."""
         batch, _, _, channels = windows.shape
         below, right = self._padding
@@ -80,10 +79,8 @@ class Windows:
 def relative_position_index(size: int, table_size: int) -> Int[np.ndarray, "tokens tokens"]:
     """Returns the row in the table of relative position biases for each pair of a window's tokens.
 
-    Args:
-      size: the window's size, at most `table_size`.
-      table_size: the size of the table's own window. The table has (2 table_size - 1)^2 rows, one
-        for each offset.
+    The table is for windows of `table_size`, at least `size`. It has one row for each of their
+    (2 table_size - 1)^2 offsets.
     """
     coordinates = np.stack(np.meshgrid(*[np.arange(size)] * 2, indexing="ij")).reshape(2, -1)
     down, right = coordinates[:, :, None] - coordinates[:, None, :] + table_size - 1

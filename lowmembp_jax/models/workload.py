@@ -4,43 +4,47 @@ A step is AdamW with float32 parameters, gradients clipped by their norm, and do
 Parameters are only shapes, so this takes no memory.
 """
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import lowmembp_jax as lm
-from lowmembp_jax.models.families import FAMILIES, Family, Layers, Task, choose_attention
-from lowmembp_jax.models.layers import Attention, Compute
+from lowmembp_jax.models.attention import choose_attention
+from lowmembp_jax.models.config_json import read_json
+from lowmembp_jax.models.families import FAMILIES, Family, Layers, Task, read_config
+from lowmembp_jax.models.layers import Compute
 
-#: The default numbers of examples a step and of tokens an example.
-_BATCH: dict[Task, int] = {
-    "image-classification": 64,
-    "text-classification": 32,
-    "language-modelling": 4,
+#: The default numbers of examples a step and of tokens an example, which is 0 for images.
+_SIZES: dict[Task, tuple[int, int]] = {
+    "image-classification": (64, 0),
+    "text-classification": (32, 128),
+    "language-modelling": (4, 2048),
 }
-_TOKENS: dict[Task, int] = {"text-classification": 128, "language-modelling": 2048}
 
 
 class Batch(NamedTuple):
-    """The inputs of a step.
+    """The inputs of a step."""
 
-    Attributes:
-      inputs: the model's arguments.
-      labels: `[batch]` classes, or `[batch, tokens]` next tokens, int32.
-    """
+    inputs: tuple[Any, ...]  # the model's arguments
+    labels: Any  # int32, `[batch]` classes, or `[batch, tokens]` next tokens
 
-    inputs: tuple[Any, ...]
-    labels: Any
+
+def abstract_batch(task: Task, batch: int, tokens: int, config: Any) -> Batch:
+    """Returns an abstract batch of the task."""
+    array = jax.ShapeDtypeStruct
+    labels = array((batch,), jnp.int32)
+    if task == "image-classification":
+        size = config.image_size
+        return Batch((array((batch, size, size, 3), jnp.float32),), labels)
+    ids = array((batch, tokens), jnp.int32)
+    return Batch((ids,), ids) if task == "language-modelling" else Batch((ids, labels), labels)
 
 
 def make_loss(task: Task, model: Any) -> Callable[[Any, Batch], Float[Array, ""]]:
@@ -56,101 +60,6 @@ def make_loss(task: Task, model: Any) -> Callable[[Any, Batch], Float[Array, ""]
     return loss
 
 
-def workload(
-    family: Family,
-    config: Any,
-    *,
-    batch: int,
-    method: str = "default",
-    tokens: int | None = None,
-    dtype: str = "bfloat16",
-    optimizer_state: Literal["float32", "8bit"] = "float32",
-    master_weights: Literal["float32", "24bit"] = "float32",
-    device: str = "h200",
-    attention: Attention | None = None,
-    merged: bool | None = None,
-    bits: int = 2,
-    layers: Layers | None = None,
-    sharding: NamedSharding | None = None,
-) -> lm.memory.Workload:
-    """Makes the training step of one model.
-
-    Args:
-      family: one of `FAMILIES`.
-      config: the model's sizes, such as one of the family's `configs`.
-      batch: examples a step.
-      method: see `models.layers.Compute`.
-      tokens: tokens a text. Image models have a fixed number.
-      dtype: dtype of the computation.
-      optimizer_state: "8bit" wraps AdamW in `lm.compress_state`.
-      master_weights: "24bit" wraps it in `lm.master_weights`; parameters are then bfloat16.
-      device: the GPU, which decides the attention if `attention` is None.
-      attention: see `models.attention`.
-      merged: whether norms are merged into the Denses. By default they are with lowmembp_jax's
-        methods, if the family can merge them.
-      bits: bits an element, 2 or 4, that lowmembp_jax's activations save.
-      layers: see `Family.build`.
-      sharding: the sharding of each layer's input, see `models.layers.Compute`.
-
-    Raises:
-      ValueError: a size is not a positive integer; `dtype` or another choice is unknown; `tokens`
-        is given for an image model; or `Family.build` raises it.
-    """
-    for name, value in {"batch": batch, "tokens": tokens}.items():
-        if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
-            raise ValueError(
-                f"{name}: expected an integer from 1 to {2**31 - 1}, got {value!r:.40}"
-            )
-    for name, value, choices in (
-        ("dtype", dtype, ("float32", "bfloat16", "float16")),
-        ("bits", bits, (2, 4)),
-        ("merged", merged, (None, 0, 1)),
-        ("optimizer_state", optimizer_state, ("float32", "8bit")),
-        ("master_weights", master_weights, ("float32", "24bit")),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-    if tokens is not None and family.task not in _TOKENS:
-        raise ValueError(f"tokens: expected None, because {family.name} takes images, got {tokens}")
-    tokens = tokens or _TOKENS.get(family.task, 0)
-    if attention is None:
-        # cuDNN's flash attention needs compute capability 8.0.
-        platform = "gpu" if lm.memory.get_device(device).capability >= (8, 0) else "another"
-        attention = choose_attention(config, platform, dtype)
-    if merged is None:
-        merged = method.startswith("lowmembp") and family.merges_norms
-    param_dtype = jnp.dtype("bfloat16" if master_weights == "24bit" else "float32")
-    compute = Compute(
-        method, jnp.dtype(dtype), param_dtype, attention, merged, bits=bits, sharding=sharding
-    )
-    model = family.build(config, compute, layers=layers)
-    optimizer = _optimizer(optimizer_state == "8bit", master_weights == "24bit")
-    loss, arrays = make_loss(family.task, model), abstract_batch(family.task, batch, tokens, config)
-
-    def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    params = jax.eval_shape(model.init, jax.random.key(0), *arrays.inputs)["params"]
-    return lm.memory.Workload(
-        step,
-        (params, jax.eval_shape(optimizer.init, params), arrays),
-        donate_argnums=(0, 1),
-        in_shardings=(P(), P(), P("data")),
-        loss=loss,
-        loss_args=(params, arrays),
-        loss_argnums=0,
-        tokens=batch * tokens if tokens else None,
-    )
-
-
-def _optimizer(is_8bit: bool, is_24bit: bool) -> optax.GradientTransformation:
-    adamw = optax.adamw(1e-3, weight_decay=0.01)
-    optimizer = optax.chain(clip_by_norm(1.0), lm.compress_state(adamw) if is_8bit else adamw)
-    return lm.master_weights(optimizer) if is_24bit else optimizer
-
-
 def clip_by_norm(most: float) -> optax.GradientTransformation:
     """Clips as `optax.clip_by_global_norm`, but by one product.
 
@@ -164,17 +73,109 @@ def clip_by_norm(most: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def abstract_batch(task: Task, batch: int, tokens: int, config: Any) -> Batch:
-    """Returns an abstract batch of the task."""
-    array = jax.ShapeDtypeStruct
-    labels = array((batch,), jnp.int32)
-    if task == "image-classification":
-        size = config.image_size
-        return Batch((array((batch, size, size, 3), jnp.float32),), labels)
-    ids = array((batch, tokens), jnp.int32)
-    if task == "language-modelling":
-        return Batch((ids,), ids)
-    return Batch((ids, labels), labels)
+def adamw_workload(
+    loss: Callable[..., Any],
+    params: Any,
+    *rest: Any,
+    tokens: int,
+    is_8bit: bool = False,
+    is_24bit: bool = False,
+) -> lm.memory.Workload:
+    """Makes AdamW's step for `loss(params, *rest)`, whose last argument is the batch.
+
+    `tokens`: the tokens of the batch, or 0. `is_8bit` and `is_24bit` wrap AdamW in
+    `lm.compress_state` and `lm.master_weights`.
+    """
+    adamw = optax.adamw(1e-3, weight_decay=0.01)
+    optimizer = optax.chain(clip_by_norm(1.0), lm.compress_state(adamw) if is_8bit else adamw)
+    optimizer = lm.master_weights(optimizer) if is_24bit else optimizer
+
+    def step(params, opt_state, *rest):
+        value, grads = jax.value_and_grad(loss)(params, *rest)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    args = (params, jax.eval_shape(optimizer.init, params), *rest)
+    return lm.memory.Workload(
+        step,
+        args,
+        donate_argnums=(0, 1),
+        in_shardings=(*[P()] * (len(args) - 1), P("data")),
+        loss=loss,
+        loss_args=(params, *rest),
+        loss_argnums=0,
+        tokens=tokens or None,
+    )
+
+
+def workload(
+    family: Family,
+    config: Any,
+    *,
+    batch: int,
+    method: str = "default",
+    tokens: int | None = None,
+    dtype: str = "bfloat16",
+    optimizer_state: Literal["float32", "8bit"] = "float32",
+    master_weights: Literal["float32", "24bit"] = "float32",
+    device: str = "h200",
+    bits: int = 2,
+    layers: Layers | None = None,
+) -> lm.memory.Workload:
+    """Makes the training step of one model.
+
+    With lowmembp_jax's methods, norms are merged into the Denses if the family can merge them.
+
+    Args:
+      family, config: one of `FAMILIES`, and sizes such as one of its `configs`.
+      batch, tokens: examples a step, and tokens a text. Image models take no `tokens`.
+      method, dtype, bits: see `models.layers.Compute`.
+      optimizer_state: "8bit" wraps AdamW in `lm.compress_state`.
+      master_weights: "24bit" wraps it in `lm.master_weights`; parameters are then bfloat16.
+      device: the GPU, which decides the attention.
+      layers: see `Family.build`.
+
+    Raises:
+      ValueError: an option is not accepted.
+    """
+    for name, value in {"batch": batch, "tokens": tokens}.items():
+        if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
+            raise ValueError(
+                f"{name}: expected an integer from 1 to {2**31 - 1}, got {value!r:.40}"
+            )
+    for name, value, choices in (
+        ("dtype", dtype, ("float32", "bfloat16", "float16")),
+        ("bits", bits, (2, 4)),
+        ("optimizer_state", optimizer_state, ("float32", "8bit")),
+        ("master_weights", master_weights, ("float32", "24bit")),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    usual = _SIZES[family.task][1]
+    if tokens is not None and not usual:
+        raise ValueError(f"tokens: expected None, because {family.name} takes images, got {tokens}")
+    tokens = tokens or usual
+    # cuDNN's flash attention needs compute capability 8.0.
+    has_cudnn = lm.memory.get_device(device).capability >= (8, 0)
+    attention = choose_attention(config, dtype, has_cudnn)
+    merged = method.startswith("lowmembp") and bool(family.norm_rules(config))
+    is_24bit = master_weights == "24bit"
+    param_dtype = jnp.dtype("bfloat16" if is_24bit else "float32")
+    compute = Compute(method, jnp.dtype(dtype), param_dtype, attention, merged, bits=bits)
+    model = family.build(config, compute, layers)
+    arrays = abstract_batch(family.task, batch, tokens, config)
+    params = jax.eval_shape(model.init, jax.random.key(0), *arrays.inputs)["params"]
+    return adamw_workload(
+        make_loss(family.task, model),
+        *(params, arrays),
+        tokens=batch * tokens,
+        is_8bit=optimizer_state == "8bit",
+        is_24bit=is_24bit,
+    )
+
+
+def _of(family: Family, config: Any) -> Callable[..., lm.memory.Workload]:
+    return partial(workload, family, config, batch=_SIZES[family.task][0])
 
 
 def of_config_json(path: str) -> tuple[str, Callable[..., lm.memory.Workload]]:
@@ -183,32 +184,17 @@ def of_config_json(path: str) -> tuple[str, Callable[..., lm.memory.Workload]]:
     Raises:
       ValueError: the file cannot be read, or it describes a model that is not here.
     """
-    try:
-        given, name = json.loads(Path(path).read_text()), path
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON file: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: expected an object, got {type(given).__name__}")
+    given, name = read_json(path), path
     text = given.get("text_config")
     if given.get("model_type") == "gemma3" and isinstance(text, dict):
         given, name = {"model_type": "gemma3_text"} | text, f"{path} (only text_config)"
-    kind = given.get("model_type")
-    if kind not in [*FAMILIES]:
-        raise ValueError(
-            f"{path}: model_type: expected one of {', '.join(FAMILIES)}, got {kind!r:.40}"
-        )
-    family = FAMILIES[kind]
-    try:
-        family.config.check_keys(given)
-        config = family.config.from_keys(given)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return name, partial(workload, family, config, batch=_BATCH[family.task])
+    return name, _of(*read_config(path, given, strict=True))
 
 
 #: The names that `--model` takes.
 MODELS = {
-    name: partial(workload, family, config, batch=_BATCH[family.task])
+    name: _of(family, config)
     for family in FAMILIES.values()
     for name, config in family.configs.items()
+    if config is not family.toy
 }

@@ -1,8 +1,5 @@
 """Data sets, batches, and errors that name the file and what was expected."""
 
-import pickle
-from pathlib import Path
-
 import images
 import numpy as np
 import pytest
@@ -144,21 +141,6 @@ def test_a_folder_of_images(tmp_path):
     (tmp_path / "val" / "a" / "0.png").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"0\.png: expected a PNG or a JPEG"):
         load_task("image-classification", DataConfig(tmp_path), image_size=4)
-
-
-def test_cifar10(tmp_path):
-    pixels = np.arange(2 * 3072).reshape(2, 3072).astype(np.uint8)
-    for name in ("data_batch_1", "data_batch_2", "test_batch"):
-        content = {b"data": pixels, b"labels": [1, 0]}
-        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
-    names = {b"label_names": [b"plane", b"car"]}
-    (tmp_path / "batches.meta").write_bytes(pickle.dumps(names))
-    train, test = images.read_images(tmp_path, 32)
-    assert train[0].shape == (4, 32, 32, 3) and train[1] == ["car", "plane"] * 2
-    np.testing.assert_array_equal(test[0][0, 0, 0], pixels[0, [0, 1024, 2048]])
-    (tmp_path / "test_batch").write_bytes(pickle.dumps(Path))  # could run code
-    with pytest.raises(ValueError, match=r"test_batch: expected CIFAR-10.*it contains pathlib"):
-        images.read_images(tmp_path, 32)
 
 
 ERRORS = [
