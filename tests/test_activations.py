@@ -14,7 +14,6 @@ from jax._src.ad_checkpoint import saved_residuals
 import lowmembp_jax as lm
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
-DTYPES = ["float16", "bfloat16", "float32"]
 GELU_ERF = partial(jax.nn.gelu, approximate=False)
 #: Ours, the function of `jax.nn`, and the table of the slopes.
 OPS = {
@@ -35,7 +34,6 @@ SECOND = {
     "vmap": lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(jax.grad(f))(x))),
 }
 each_op = pytest.mark.parametrize("name", OPS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def gradient(op, x, g=None):
@@ -48,6 +46,19 @@ def expected_slope(x, table):
     x = np.asarray(x, np.float32)
     levels = np.array(table.levels)
     return levels[sum((x > np.float32(c)).astype(int) for c in table.thresholds)]
+
+
+def hard_numbers(table, dtype):
+    """A range, thresholds with their neighbours in the dtype, NaN, infinities and zeros."""
+    at = jnp.asarray([threshold for threshold in table.thresholds if threshold], dtype)
+    eps, tiny = (float(getattr(jnp.finfo(dtype), name)) for name in ("eps", "tiny"))
+    points = [jnp.linspace(-20, 20, 4001).astype(dtype)]
+    points += [at * jnp.asarray(factor, dtype) for factor in (1 - eps, 1, 1 + eps)]
+    if dtype == "float32":
+        points += [lax.nextafter(at, jnp.full_like(at, end)) for end in (-jnp.inf, jnp.inf)]
+    # CPUs take subnormal numbers for 0.
+    special = [0.0, -0.0, tiny, -tiny, jnp.nan, jnp.inf, -jnp.inf]
+    return jnp.concatenate([*points, jnp.asarray(special, dtype)])
 
 
 @pytest.mark.parametrize("op", ["regelu2_erf", "resilu2"])
@@ -69,58 +80,39 @@ class StepActivations:
     def op(self, name):
         return partial(OPS[name][0], implementation=self.implementation)
 
-    def assert_gradient(self, dx, slope, g=1.0):
+    def assert_gradient(self, dx, slope, g):
         """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
         want = (slope.astype(np.float32) * np.asarray(g, np.float32)).astype(dx.dtype)
         rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
         np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
-    @pytest.mark.sample(8)
+    @pytest.mark.sample(12)
     @each_op
-    @each_dtype
-    def test_forward_is_jax_nn_rounded_to_the_dtype(self, name, dtype):
-        x = jnp.linspace(-12, 12, 4801).astype(dtype)
-        reference = jax.jit(lambda x: OPS[name][1](x.astype(jnp.float32)))(x).astype(dtype)
-        y = self.op(name)(x)
-        assert y.dtype == x.dtype
-        if not self.error:
-            assert ulps(y, reference, dtype) <= 1
-        tolerance = max(self.error, float(jnp.finfo(dtype).eps))
-        np.testing.assert_allclose(np.float32(y), np.float32(reference), tolerance, tolerance)
-
-    @pytest.mark.sample(8)
-    @each_op
-    @each_dtype
-    def test_every_threshold_is_strict(self, name, dtype):
-        """At a threshold, one representable number below it and one above, in the dtype of x."""
-        table = OPS[name][2]
-        points = []
-        for threshold in table.thresholds:
-            at = jnp.asarray(threshold, dtype)
-            if threshold == 0:  # CPUs take subnormal numbers for 0
-                points += [at, jnp.finfo(dtype).tiny, -jnp.finfo(dtype).tiny]
-                continue
-            eps = jnp.finfo(dtype).eps
-            points += [at, at * (1 - eps).astype(dtype), at * (1 + eps).astype(dtype)]
-            if dtype == "float32":
-                points += [lax.nextafter(at, jnp.float32(end)) for end in (-jnp.inf, jnp.inf)]
-        x = jnp.stack([jnp.asarray(point, dtype) for point in points])
-        self.assert_gradient(gradient(self.op(name), x), expected_slope(x, table))
-        assert len(set(expected_slope(x, table))) == len(table.levels)
-
-    @pytest.mark.sample(8)
-    @each_op
-    @each_dtype
-    def test_nan_and_inf(self, name, dtype):
-        """A NaN reaches the output, and so the loss and the gradient."""
-        x = jnp.array([1.0, jnp.nan, -1.0, jnp.inf, -jnp.inf, -20.0, 20.0, 0.0, -0.0], dtype)
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    def test_values_and_slopes_of_hard_numbers(self, name, dtype):
+        """Every threshold is strict, and a NaN reaches the output; its code is 0."""
+        _, function, table = OPS[name]
+        x = hard_numbers(table, dtype)
         y, vjp = jax.vjp(self.op(name), x)
+        slope = expected_slope(x, table)
+        assert len(set(slope)) == len(table.levels)
+        assert y.dtype == x.dtype
+        g = jnp.linspace(0.5, 2, y.size).astype(dtype)
+        self.assert_gradient(vjp(g)[0], slope, g)
         np.testing.assert_array_equal(jnp.isnan(y), jnp.isnan(x))
-        assert y[3] == jnp.inf and y[4] == 0
-        # The code of NaN is 0.
-        self.assert_gradient(vjp(jnp.ones_like(x))[0], expected_slope(x, OPS[name][2]))
-        finite = jnp.where(jnp.isinf(x), 0, x)
-        loss, dx = jax.value_and_grad(lambda x: jnp.mean(self.op(name)(x) ** 2))(finite)
+        assert (y[x == jnp.inf] == jnp.inf).all() and (y[x == -jnp.inf] == 0).all()
+        finite = np.isfinite(x.astype(jnp.float32))
+        want = jax.jit(lambda x: function(x.astype(jnp.float32)))(x).astype(dtype)
+        y, want = y[finite], want[finite]
+        if not self.error:
+            assert ulps(y, want, dtype) <= 1
+        tolerance = max(self.error, float(jnp.finfo(dtype).eps))
+        np.testing.assert_allclose(np.float32(y), np.float32(want), tolerance, tolerance)
+
+    def test_the_gradient_of_a_nan_is_nan(self):
+        """By way of the loss."""
+        x, op = jnp.array([1.0, jnp.nan, -1.0]), self.op("silu_4")
+        loss, dx = jax.value_and_grad(lambda x: jnp.mean(op(x) ** 2))(x)
         assert jnp.isnan(loss)
         np.testing.assert_array_equal(jnp.isnan(dx), jnp.isnan(x))
 
@@ -155,12 +147,6 @@ class StepActivations:
         got = jax.jit(jax.grad(lambda x: lax.scan(body, x, length=3)[0].sum()))(x)
         np.testing.assert_allclose(got, expected, rtol=1e-6)
 
-    @pytest.mark.parametrize("way", SECOND)
-    def test_second_order_raises(self, way):
-        op = self.op("resilu2")
-        with pytest.raises(NotImplementedError, match=r"lm.resilu2 .*no second derivative"):
-            SECOND[way](lambda x: jnp.sum(op(jnp.sin(x))))(jnp.ones(3))
-
 
 class TestXLA(StepActivations):
     implementation = "xla"
@@ -189,6 +175,12 @@ NAMED = {
     "lm.silu": lm.silu,
     "lm.step_activation": partial(lm.step_activation, function=jnp.tanh, table=ANY),
 }
+
+
+@pytest.mark.parametrize("way", SECOND)
+def test_second_order_raises(way):
+    with pytest.raises(NotImplementedError, match=r"lm.resilu2 .*no second derivative"):
+        SECOND[way](lambda x: jnp.sum(lm.resilu2(jnp.sin(x))))(jnp.ones(3))
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -229,44 +221,32 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
     assert lm.resilu2(np.array([1, 2])).dtype == jnp.float32
 
 
-TWO = jnp.ones(2)
+TWO, PALLAS = jnp.ones(2), {"implementation": "pallas_interpret"}
 
 
 @pytest.mark.parametrize(
-    ("op", "args", "options", "error", "words"),
+    ("op", "args", "options", "error", "name"),
     [
-        (lm.regelu2, ("x",), {}, TypeError, "x: expected an array of real numbers, got str"),
-        (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x: expected a real.*complex"),
-        (
-            lm.regelu2, (TWO,), {"implementation": "cuda"}, ValueError,
-            "implementation: .*got 'cuda'",
-        ),
-        (lm.StepTable, ((1.0, 0.0), (0.0, 1.0, 2.0)), {}, ValueError, "ascending.*1.0, 0.0"),
-        (lm.StepTable, ((1.0,) * 16, (0.0,) * 17), {}, ValueError, "1 to 15"),
-        (lm.StepTable, ((1.0,), (0.0,)), {}, ValueError, "levels: expected one more"),
-        (lm.StepTable, ((float("nan"),), (0.0, 1.0)), {}, ValueError, "finite"),
-        (lm.gelu, (TWO, "none"), {}, TypeError, "approximate: expected True or.*'none'"),
-        (lm.gelu, (TWO,), {"bits": 3}, ValueError, "bits: expected 2 or 4, got 3"),
-        (lm.step_activation, (TWO, jnp.tanh, "t"), {}, TypeError, "table: expected.*'t'"),
-        (
-            lm.step_activation, (TWO, jnp.sum, ANY), {}, ValueError,
-            r"function: expected an elementwise .*, got the shape \(\) for x of \(2,\)",
-        ),
-        (
-            lm.step_activation, (TWO, jnp.tanh, ANY), {"implementation": "pallas_interpret"},
-            ValueError, "function: .* has kernels only for",
-        ),
-        (lm.pack_2bit, (TWO,), {}, TypeError, "codes: expected integers, got float32"),
-        (lm.unpack_2bit, (jnp.ones(3, int), 9), {}, TypeError, "packed: expected uint8, got int32"),
-        (
-            lm.unpack_2bit, (jnp.ones(2, jnp.uint8), 9), {}, ValueError,
-            r"packed: expected .*\(3,\) for size=9, got \(2,\)",
-        ),
-        (lm.unpack_2bit, (jnp.zeros(0, jnp.uint8), -1), {}, ValueError, "size=-1"),
+        (lm.regelu2, ("x",), {}, TypeError, "x"),
+        (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x"),
+        (lm.regelu2, (TWO,), {"implementation": "cuda"}, ValueError, "implementation"),
+        (lm.StepTable, ((1.0, 0.0), (0.0, 1.0, 2.0)), {}, ValueError, "thresholds"),
+        (lm.StepTable, ((1.0,) * 16, (0.0,) * 17), {}, ValueError, "thresholds"),
+        (lm.StepTable, ((1.0,), (0.0,)), {}, ValueError, "levels"),
+        (lm.StepTable, ((float("nan"),), (0.0, 1.0)), {}, ValueError, "thresholds"),
+        (lm.gelu, (TWO, "none"), {}, TypeError, "approximate"),
+        (lm.gelu, (TWO,), {"bits": 3}, ValueError, "bits"),
+        (lm.step_activation, (TWO, jnp.tanh, "t"), {}, TypeError, "table"),
+        (lm.step_activation, (TWO, jnp.sum, ANY), {}, ValueError, "function"),
+        (lm.step_activation, (TWO, jnp.tanh, ANY), PALLAS, ValueError, "function"),
+        (lm.pack_2bit, (TWO,), {}, TypeError, "codes"),
+        (lm.unpack_2bit, (jnp.ones(3, int), 9), {}, TypeError, "packed"),
+        (lm.unpack_2bit, (jnp.ones(2, jnp.uint8), 9), {}, ValueError, "packed"),
+        (lm.unpack_2bit, (jnp.zeros(0, jnp.uint8), -1), {}, ValueError, "size"),
     ],
-)  # fmt: skip
-def test_errors_name_the_argument(op, args, options, error, words):
-    with pytest.raises(error, match=words):
+)
+def test_errors_name_the_argument(op, args, options, error, name):
+    with pytest.raises(error, match=rf"\b{name}\b"):
         op(*args, **options)
 
 
