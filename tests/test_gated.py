@@ -206,25 +206,23 @@ ONES = jnp.ones((2, 3))
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "error", "words"),
+    ("args", "options", "error", "name"),
     [
-        (("x", 1.0), {}, TypeError, "gate: expected an array of real numbers, got str"),
-        ((ONES, ONES.astype(jnp.complex64)), {}, TypeError, "up: expected a real.*complex"),
-        ((ONES, ONES[0]), {}, ValueError, r"up: expected .* gate, \(2, 3\), got \(3,\)"),
-        ((ONES, ONES), {"dtype": jnp.int16}, ValueError, "dtype: .*float8_e4m3fn.*int16"),
-        ((ONES, ONES), {"implementation": "cuda"}, ValueError, "implementation: .*'cuda'"),
+        (("x", 1.0), {}, TypeError, "gate"),
+        ((ONES, ONES.astype(jnp.complex64)), {}, TypeError, "up"),
+        ((ONES, ONES[0]), {}, ValueError, "up"),
+        ((ONES, ONES), {"dtype": jnp.int16}, ValueError, "dtype"),
+        ((ONES, ONES), {"implementation": "cuda"}, ValueError, "implementation"),
+        # As a string "none", which PyTorch has, would count as true.
+        ((ONES, ONES), {"approximate": "none"}, TypeError, "approximate"),
     ],
 )
-@pytest.mark.parametrize("op", [lm.swiglu, lm.geglu])
-def test_errors_name_the_argument(op, args, options, error, words):
-    with pytest.raises(error, match=words):
-        op(*args, **options)
+def test_errors_name_the_argument(args, options, error, name):
+    with pytest.raises(error, match=f"{name}: "):
+        lm.geglu(*args, **options)
 
 
-def test_errors_of_approximate_and_of_forward_mode():
-    # As a string "none", which PyTorch has, would count as true.
-    with pytest.raises(TypeError, match="approximate: expected True or False, got 'none'"):
-        lm.geglu(ONES, ONES, "none")
+def test_forward_mode_names_the_operator():
     with pytest.raises(TypeError, match="forward-mode") as error:
         jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))
     assert "lm.swiglu " in error.value.__notes__[0]

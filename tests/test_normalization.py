@@ -12,21 +12,16 @@ from jax._src.ad_checkpoint import saved_residuals
 import lowmembp_jax as lm
 
 OPS = {"ms_layer_norm": lm.ms_layer_norm, "ms_rms_norm": lm.ms_rms_norm}
-# Shape, dtype of x, dtype of the output. Triton's kernels read 20000 columns in chunks.
+#: Shape, dtype of x, dtype of the output; test_properties.py has any shape of at most 2500 numbers.
+#: Triton's kernels read 20000 columns in chunks.
 ARGUMENTS = [
     ((37, 129), "float32", "float32"),
-    ((37, 129), "bfloat16", "bfloat16"),
     ((37, 40), "float16", "float16"),
-    ((37, 129), "float32", "bfloat16"),
-    ((3, 1023), "bfloat16", "float32"),
-    ((2, 3, 768), "float32", "float32"),
-    ((600, 8), "float32", "float32"),
+    ((600, 8), "float32", "bfloat16"),
     ((2, 16384), "bfloat16", "bfloat16"),
     ((2, 20000), "float32", "float32"),
     ((3, 1), "float32", "float32"),
-    ((5,), "float32", "float32"),
     ((0, 7), "float32", "float32"),
-    ((3, 0), "float32", "float32"),
 ]
 each_op = pytest.mark.parametrize("name", OPS)
 
@@ -79,7 +74,7 @@ class Norms:
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
 
-    @pytest.mark.sample(45)
+    @pytest.mark.sample(21)
     @each_op
     @pytest.mark.parametrize("residual", [None, "auto", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
@@ -244,27 +239,24 @@ LAYER, RMS, ONES = lm.ms_layer_norm, lm.ms_rms_norm, jnp.ones((2, 4))
 
 
 @pytest.mark.parametrize(
-    ("op", "args", "options", "error", "words"),
+    ("op", "args", "options", "error", "name"),
     [
-        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, r"scale: expected shape \(4,\)"),
-        (LAYER, (ONES, None, ONES), {}, ValueError, "bias: expected shape"),
-        (LAYER, (jnp.float32(1),), {}, ValueError, "x: expected at least one axis"),
-        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x: expected a real array"),
-        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype: expected .*int8"),
-        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual: expected .*got 'x'"),
-        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon: expected .*got -1e-06"),
-        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon: .*got nan"),
-        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation: .*got '\\?'"),
-        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, r"mask: .*, \(2, 4\).*\(3,\)"),
-        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, r"mask: .*got \(1, 2, 4"),
-        (
-            RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError,
-            r"implementation: 'pallas'.* no mask, got .*mask=\(2, 4\); choose 'xla'",
-        ),
+        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, "scale"),
+        (LAYER, (ONES, None, ONES), {}, ValueError, "bias"),
+        (LAYER, (jnp.float32(1),), {}, ValueError, "x"),
+        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x"),
+        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype"),
+        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual"),
+        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon"),
+        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon"),
+        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation"),
+        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, "mask"),
+        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, "mask"),
+        (RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError, "mask"),
     ],
-)  # fmt: skip
-def test_errors_name_the_argument(op, args, options, error, words):
-    with pytest.raises(error, match=words):
+)
+def test_errors_name_the_argument(op, args, options, error, name):
+    with pytest.raises(error, match=rf"\b{name}\b"):
         op(*args, **options)
 
 

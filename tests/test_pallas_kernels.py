@@ -91,25 +91,17 @@ def check_activation(function, size, dtype, cores=None):
     assert_same(dx, vjp(g)[0])
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("function", "size", "dtype", "cores"),
     [
         ("gelu_tanh", 10 * 1024, jnp.float32, None),
-        ("gelu_erf", 7 * 512, jnp.bfloat16, None),
-        ("silu", 9 * 256, jnp.float16, None),
-        ("silu", 1, jnp.float32, None),
-        ("gelu_tanh", 3, jnp.float32, None),
-        ("silu", 4, jnp.bfloat16, None),
-        ("gelu_erf", 511, jnp.float32, None),
-        ("silu", 2049, jnp.bfloat16, None),
+        ("gelu_erf", 2049, jnp.bfloat16, None),
         ("silu", 8197, jnp.float16, 1),
-        ("silu, 4 bits", 1, jnp.float32, None),
         ("gelu_tanh, 4 bits", 2049, jnp.bfloat16, None),
-        ("silu, 4 bits", 10 * 1024, jnp.float16, 1),
     ],
 )
 def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
+    """Sizes of several blocks; test_properties.py has smaller ones."""
     check_activation(function, size, dtype, cores)
 
 
@@ -213,31 +205,31 @@ X, X16, FEW = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16), jnp.zeros((3,
 NORM = {"center": True, "epsilon": 1e-6, "dtype": jnp.float32, "keep_normalized": True}
 CODES, THREE = jnp.zeros(32, jnp.uint8), jnp.zeros(3, jnp.uint8)
 BAD = [
-    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function: expected .*'relu'"),
+    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function"),
     ("activation_forward", (X, "silu", (0.0,) * 16), ValueError, "thresholds"),
-    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x: expected float32"),
-    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, r"packed: expected uint8 \(32,\)"),
-    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels: expected 2 to 16"),
-    ("gated_forward", (X, X, "relu"), ValueError, "function: expected .*'relu'"),
-    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up: expected float32"),
-    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up: .*up float32 .3, 32."),
-    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g: expected.*float16"),
-    ("norm_forward", (X[0], None, None), ValueError, r"\[rows, width\]"),
-    ("norm_forward", (X, X[:, 0], None), ValueError, r"scale: expected shape \(32,\)"),
-    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x: expected float32"),
+    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x"),
+    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, "packed"),
+    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels"),
+    ("gated_forward", (X, X, "relu"), ValueError, "function"),
+    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up"),
+    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up"),
+    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g"),
+    ("norm_forward", (X[0], None, None), ValueError, "rows"),
+    ("norm_forward", (X, X[:, 0], None), ValueError, "scale"),
+    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x"),
 ]
 
 
 @pytest.mark.parametrize("backend", ["pallas", "triton"])
-@pytest.mark.parametrize(("name", "args", "error", "message"), BAD)
-def test_arguments_are_checked(backend, name, args, error, message):
+@pytest.mark.parametrize(("name", "args", "error", "argument"), BAD)
+def test_arguments_are_checked(backend, name, args, error, argument):
     family = {"norm": "normalization"}.get(name.split("_")[0], name.split("_")[0])
     package = "pallas_kernels.triton" if backend == "triton" else "pallas_kernels"
     function = getattr(pytest.importorskip(f"{package}.{family}"), name)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=rf"\b{argument}\b"):
         function(*args, **(NORM if family == "normalization" else {}))
 
 
 def test_rows_of_too_many_columns():
-    with pytest.raises(ValueError, match=r"expected up to .* columns, got \[1, 65537\]"):
+    with pytest.raises(ValueError, match="columns"):
         norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)
