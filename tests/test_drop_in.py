@@ -190,7 +190,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("policy", ["products", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_checkpoint(name, policy):
@@ -209,7 +209,7 @@ def test_as_jax_checkpoint(name, policy):
         )(*args),
     )
     for way in ways:
-        got, want, plain = (outcome(functools.partial(way, f)) for f in (ours, theirs, function))
-        if name == "complex" and want is TypeError:  # JAX cannot save complex residuals
-            want = plain
+        # JAX cannot save complex residuals.
+        expected = function if name == "complex" else theirs
+        got, want = (outcome(functools.partial(way, f)) for f in (ours, expected))
         same(got, want)
