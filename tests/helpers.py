@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import Calibration, Curve
+from lowmembp_jax.memory.result import PARTS
 
 _QUICK: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later versions have no other emitters
@@ -21,6 +23,17 @@ quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)
 
 #: Devices that reach their published rates: times are then easily computed by hand.
 AS_PUBLISHED = Calibration({"bf16": Curve(1.0, (1.0,))}, bandwidth=1.0)
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """An abstract array, for a program that is compiled and not run."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def parts(plan: lm.memory.Plan) -> dict[str, int]:
+    """Bytes of each part of the memory at the peak."""
+    return {part: getattr(plan, part) for part in PARTS}
+
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(

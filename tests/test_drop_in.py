@@ -190,7 +190,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("policy", ["products", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_checkpoint(name, policy):
