@@ -127,18 +127,6 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     assert offloads == ("offload" in policy)
 
 
-@pytest.mark.gpu_compiler
-def test_offloaded_residuals_are_in_host_memory_on_a_gpu():
-    def memory(policy):
-        return lm.memory.compile_for(scanned(policy), *arrays(), device="h200").memory_analysis()
-
-    saved, offloaded = memory(lm.checkpoint_policy()), memory(lm.checkpoint_policy(OFFLOAD))
-    residuals = 3 * (16 * 128 * 4 + 16 * 4 + 16 * 512 // 4)
-    assert saved.host_temp_size_in_bytes == 0
-    assert offloaded.host_temp_size_in_bytes >= residuals
-    assert saved.temp_size_in_bytes - offloaded.temp_size_in_bytes >= residuals / 2
-
-
 @pytest.mark.parametrize(
     ("product", "x", "kernel", "by_dots_policy"),
     [
