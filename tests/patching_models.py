@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen import gelu as captured_gelu
+from helpers import quick_jit
 from jax._src.ad_checkpoint import saved_residuals
 
 X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
@@ -41,7 +42,7 @@ class Model(nn.Module):
 
 MODEL = Model()
 WEIGHTS = jax.random.normal(jax.random.key(1), X.shape)
-PARAMS = MODEL.init(jax.random.key(0), X)
+PARAMS = quick_jit(MODEL.init)(jax.random.key(0), X)
 
 
 def loss(params, x):

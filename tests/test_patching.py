@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen import gelu as captured_gelu
+from helpers import quick_jit
 from patching_models import MODEL, PARAMS, Block, X, assert_close, dtypes_kept, loss
 
 import lowmembp_jax as lm
@@ -68,14 +69,15 @@ def test_norm_dtype_lets_a_bfloat16_dense_share_the_norms_output():
         return jnp.sum(model.apply(params, x).astype(jnp.float32))
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32
-        params = model.init(jax.random.key(0), x)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
         with lm.patch():
             as_it_is = lm.memory.saved_bytes(fn, params, x)
         with lm.patch(norm_dtype="bfloat16"):
             normalized = lm.memory.saved_bytes(fn, params, x)
         with lm.patch(norm_dtype=jnp.bfloat16, norm_residual="output"):
             output = lm.memory.saved_bytes(fn, params, x)
-            y = nn.LayerNorm().apply({"params": params["params"]["norm"]}, x)
+            norm = {"params": params["params"]["norm"]}
+            y = jax.eval_shape(nn.LayerNorm().apply, norm, x)
     assert y.dtype == jnp.bfloat16
     # Kept is x, an argument here, in front of either; from the output not even the rows' means.
     assert as_it_is == normalized == output + 4 * x.shape[0]
@@ -204,7 +206,7 @@ def test_settings_are_given_by_name():
 )
 def test_what_is_swapped_is_chosen_by_operator_and_path(settings, swapped, skipped):
     with lm.patch(**settings) as report:
-        MODEL.apply(PARAMS, X)
+        jax.eval_shape(MODEL.apply, PARAMS, X)
     assert report.swapped == swapped
     reasons = {op: set(report.skipped.get(op, {}).values()) for op in skipped}
     assert reasons == {op: {reason} for op, reason in skipped.items()}
@@ -232,9 +234,9 @@ def test_a_gate_is_left_exact_and_keeps_its_input(fused):
     def fn(params):
         return jnp.sum(model.apply(params, X) ** 2)
 
-    expected, plain = jax.grad(fn)(params), lm.memory.saved_bytes(fn, params)
+    expected, plain = quick_jit(jax.grad(fn))(params), lm.memory.saved_bytes(fn, params)
     with lm.patch() as report:
-        assert_close(jax.grad(fn)(params), expected)
+        assert_close(quick_jit(jax.grad(fn))(params), expected)
         assert lm.memory.saved_bytes(fn, params) < plain
     assert "multiplied by another Dense" in report.skipped["silu"][""]
 
@@ -299,14 +301,17 @@ class Foreign(nn.Module):
 def test_norms_are_known_by_what_they_compute(kind, op, dtype):
     model, x = Foreign(kind), X.astype(dtype)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = model.init(jax.random.key(0), x)
-        plain = jax.vjp(model.apply, params, x)
+        params = quick_jit(model.init)(jax.random.key(0), x)
+
+        def output_and_gradients(params, x):
+            y, vjp = jax.vjp(model.apply, params, x)
+            return y, vjp(jnp.cos(jnp.arange(24.0)).reshape(3, 8).astype(y.dtype))
+
+        plain = quick_jit(output_and_gradients)(params, x)
         with lm.patch() as report:
-            patched = jax.vjp(model.apply, params, x)
+            patched = quick_jit(output_and_gradients)(params, x)
     assert report.swapped == ({op: [""]} if op else {})
     assert patched[0].dtype == plain[0].dtype
     rtol = 2e-2 if dtype == "bfloat16" else 1e-4
-    cotangent = jnp.cos(jnp.arange(24.0)).reshape(3, 8).astype(plain[0].dtype)
-    results = (jax.tree.leaves((y, vjp(cotangent))) for y, vjp in (patched, plain))
-    for ours, theirs in zip(*results, strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (patched, plain)), strict=True):
         assert_close(np.float32(ours), np.float32(theirs), rtol=rtol, atol=rtol)
