@@ -108,13 +108,15 @@ class Norms:
         g = jax.random.normal(jax.random.key(1), x.shape).astype(dtype)
         bias = jax.random.normal(jax.random.key(2), scale.shape)
         rest = (bias,)[: len(affine(name, 1)) - 1]
-        dx = jax.vjp(lambda x: self.op(name)(x, scale, *rest), x)[1](g)[0]
+        op = lambda x: self.op(name)(x, scale, *rest)  # noqa: E731
+        dx = quick_jit(partial(output_and_gradients, op))(g, x)[1][0]
         with jax.enable_x64(True):
             wide = partial(np.asarray, dtype=np.float64)
             given = (wide(scale), *(wide(p) for p in rest))
             y = np.asarray(reference(name, jnp.asarray(wide(x))))
             frozen = partial(lambda *p: reference(name, p[-1], *p[:-1]), *map(jnp.asarray, given))
-            want = np.asarray(jax.vjp(frozen, jnp.asarray(wide(x)))[1](jnp.asarray(wide(g)))[0])
+            run = quick_jit(partial(output_and_gradients, frozen))
+            want = np.asarray(run(jnp.asarray(wide(g)), jnp.asarray(wide(x)))[1][0])
         eps, tiny = (float(getattr(jnp.finfo(dtype), at)) for at in ("eps", "tiny"))
         with np.errstate(divide="ignore"):
             p = (eps * np.abs(given[1] if rest else 0) + tiny) / np.abs(given[0])
@@ -133,13 +135,14 @@ class Norms:
     @pytest.mark.parametrize("residual", ["normalized", "output"])
     def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
         x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
-        y, vjp = jax.vjp(self.op(name, residual=residual), x, jnp.full(64, 1.5))
-        dx, d_scale = vjp(jnp.ones_like(y))
+        run = quick_jit(partial(output_and_gradients, self.op(name, residual=residual)))
+        ones, scale = jnp.ones_like(x), jnp.full(64, 1.5)
+        y, (dx, d_scale) = run(ones, x, scale)
         others = jnp.array([0, 2])
         assert jnp.isnan(y[1]).any() and jnp.isfinite(y[others]).all()
         assert jnp.isnan(dx[1]).all() and jnp.isfinite(dx[others]).all()
         assert not jnp.isfinite(d_scale[7])
-        assert not jnp.isfinite(vjp(jnp.ones_like(y).at[2, 3].set(bad))[0][2]).any()
+        assert not jnp.isfinite(run(ones.at[2, 3].set(bad), x, scale)[1][0][2]).any()
 
     @each_op
     def test_variance_of_a_shifted_row_does_not_cancel(self, name):
@@ -156,13 +159,13 @@ class Norms:
         x = jax.random.normal(jax.random.key(0), (2, 2, 3, 48))
         scale = 1 + jax.random.uniform(jax.random.key(1), (2, 48))
         scale = scale if batched_scale else scale[0]
-        run = jax.jit(partial(gradients, self.op(name)))
-        inner = jax.vmap(run, (0, None))
-        got = jax.vmap(inner, (0, 0 if batched_scale else None))(x, scale)
+        one = partial(gradients, self.op(name))
+        both = jax.vmap(jax.vmap(one, (0, None)), (0, 0 if batched_scale else None))
+        run, got = quick_jit(one), quick_jit(both)(x, scale)
         for i in range(2):
             for j in range(2):
-                one = run(x[i, j], scale[i] if batched_scale else scale)
-                for a, b in zip(got, one, strict=True):
+                want = run(x[i, j], scale[i] if batched_scale else scale)
+                for a, b in zip(got, want, strict=True):
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
 
 
@@ -190,7 +193,7 @@ def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():
     scale = eps * jnp.array([0.3, -0.95, 1.05, -2.0, 1e7])
     x = jax.random.normal(jax.random.key(0), (9, 5))
     op = partial(lm.ms_layer_norm, residual="output")
-    d_scale = gradients(op, x, scale, jnp.ones(5))[1]
+    d_scale = quick_jit(partial(gradients, op))(x, scale, jnp.ones(5))[1]
     np.testing.assert_array_equal(jnp.isnan(d_scale), [True, True, False, False, False])
 
 
@@ -200,8 +203,8 @@ def test_second_order_is_exact(name):
         return jnp.sum(jnp.sin(norm(x)))
 
     x = jax.random.normal(jax.random.key(0), (3, 5))
-    want = jax.hessian(partial(loss, partial(reference, name)))(x)
-    got = jax.jacrev(jax.grad(partial(loss, OPS[name])))(x)
+    want = quick_jit(jax.hessian(partial(loss, partial(reference, name))))(x)
+    got = quick_jit(jax.jacrev(jax.grad(partial(loss, OPS[name]))))(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
