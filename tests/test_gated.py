@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, run_in_triton_interpreter, ulps
+from helpers import only_interpreted, quick_jit, run_in_triton_interpreter, ulps
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
@@ -45,10 +45,15 @@ def results(op, gate, up, g):
     return h, *vjp(g)
 
 
+def run(op, *args):
+    """`results`, compiled."""
+    return quick_jit(partial(results, op))(*args)
+
+
 def in_float64(name, *arrays):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.float64(a)) for a in arrays]
-        return [np.asarray(r) for r in results(unfused(name, "float64"), *wide)]
+        return [np.asarray(r) for r in run(unfused(name, "float64"), *wide)]
 
 
 def normal(shape, dtype="float32", scale=4.0):
@@ -104,7 +109,7 @@ class GatedUnits:
         ]
         gate, up, *want = jnp.array(rows, dtype).T
         rtol = 3 * float(jnp.finfo(dtype).eps)
-        for a, b in zip(results(self.op(name), gate, up, jnp.ones_like(gate)), want, strict=True):
+        for a, b in zip(run(self.op(name), gate, up, jnp.ones_like(gate)), want, strict=True):
             np.testing.assert_allclose(np.float32(a), np.float32(b), rtol, 1e-30)
 
     @each_op
@@ -121,9 +126,9 @@ class GatedUnits:
         gate, up, g = normal((32, width), scale=1.0)
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
         op = self.op("swiglu")
-        h, *gradients = results(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
-        np.testing.assert_array_equal(h, op(gate, up))
-        for got, want in zip(gradients, results(op, *rounded, g)[1:], strict=True):
+        h, *gradients = run(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
+        np.testing.assert_array_equal(h, quick_jit(op)(gate, up))
+        for got, want in zip(gradients, run(op, *rounded, g)[1:], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -150,7 +155,7 @@ def test_triton():
 def test_second_derivative(name):
     gate, up, _ = normal((5,), scale=1.0)
     second = [
-        jax.jit(jax.hessian(lambda a, b, op=op: jnp.sum(op(a, b) ** 2), argnums=(0, 1)))(gate, up)
+        quick_jit(jax.hessian(lambda a, b, op=op: jnp.sum(op(a, b) ** 2), argnums=(0, 1)))(gate, up)
         for op in (OPS[name][0], unfused(name))
     ]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), *second)
@@ -174,7 +179,7 @@ def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
         arrays = [jnp.asarray(np.float64(a)) for a in normal((400,))]
         for got, want in zip(
-            results(OPS[name][0], *arrays), results(unfused(name, "float64"), *arrays), strict=True
+            run(OPS[name][0], *arrays), run(unfused(name, "float64"), *arrays), strict=True
         ):
             assert got.dtype == jnp.float64
             np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
@@ -185,9 +190,7 @@ def test_up_that_is_the_same_on_every_device():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     gate, up, g = normal((8, 64))
     got, want = (
-        results(
-            jax.shard_map(op, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")), gate, up[:1], g
-        )
+        run(jax.shard_map(op, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")), gate, up[:1], g)
         for op in (lm.swiglu, unfused("swiglu"))
     )
     for a, b in zip(got, want, strict=True):
