@@ -21,6 +21,24 @@ if jax.__version_info__ < (0, 11):  # later versions have no other emitters
 #: `jax.jit` for tests that compile much and compute little.
 quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)
 
+GELU_ERF = functools.partial(jax.nn.gelu, approximate=False)
+#: Our activations, the functions of `jax.nn` that they are exactly, and the tables of their slopes.
+ACTIVATIONS = {
+    "regelu2_tanh": (lm.regelu2, jax.nn.gelu, lm.REGELU2_TABLE),
+    "regelu2_erf": (
+        functools.partial(lm.regelu2, approximate=False), GELU_ERF, lm.REGELU2_TABLE,
+    ),
+    "resilu2": (lm.resilu2, jax.nn.silu, lm.RESILU2_TABLE),
+}  # fmt: skip
+for _name, _op, _exact in (
+    ("gelu_tanh", lm.gelu, jax.nn.gelu),
+    ("gelu_erf", functools.partial(lm.gelu, approximate=False), GELU_ERF),
+    ("silu", lm.silu, jax.nn.silu),
+):
+    for _bits in (2, 4):
+        _table = lm.STEP_TABLES[_name, _bits]
+        ACTIVATIONS[f"{_name}_{_bits}"] = functools.partial(_op, bits=_bits), _exact, _table
+
 #: Devices that reach their published rates: times are then easily computed by hand.
 AS_PUBLISHED = Calibration({"bf16": Curve(1.0, (1.0,))}, bandwidth=1.0)
 

@@ -7,23 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, quick_jit, run_in_triton_interpreter, ulps
+from helpers import ACTIVATIONS, only_interpreted, quick_jit, run_in_triton_interpreter, ulps
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
-GELU_ERF = partial(jax.nn.gelu, approximate=False)
-#: Ours, the function of `jax.nn`, and the table of the slopes.
-OPS = {
-    "regelu2_tanh": (partial(lm.regelu2, approximate=True), jax.nn.gelu, lm.REGELU2_TABLE),
-    "regelu2_erf": (partial(lm.regelu2, approximate=False), GELU_ERF, lm.REGELU2_TABLE),
-    "resilu2": (lm.resilu2, jax.nn.silu, lm.RESILU2_TABLE),
-    "gelu_tanh_4": (partial(lm.gelu, bits=4), jax.nn.gelu, lm.STEP_TABLES["gelu_tanh", 4]),
-    "gelu_erf_2": (partial(lm.gelu, approximate=False), GELU_ERF, lm.STEP_TABLES["gelu_erf", 2]),
-    "silu_4": (partial(lm.silu, bits=4), jax.nn.silu, lm.STEP_TABLES["silu", 4]),
-}
 SECOND = {
     "grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x))),
     "hessian": jax.hessian,
@@ -33,7 +23,7 @@ SECOND = {
     "remat": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(jax.checkpoint(f))(x))),
     "vmap": lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(jax.grad(f))(x))),
 }
-each_op = pytest.mark.parametrize("name", OPS)
+each_op = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
 def output_and_gradient(op, x, g):
@@ -65,7 +55,7 @@ def hard_numbers(table, dtype):
 def test_golden_float64_values(op):
     key = op.split("_")[0]
     x, g = GOLDEN[f"{key}.x"], GOLDEN[f"{key}.g"]
-    y, vjp = jax.vjp(OPS[op][0], jnp.asarray(x))
+    y, vjp = jax.vjp(ACTIVATIONS[op][0], jnp.asarray(x))
     np.testing.assert_allclose(y, GOLDEN[f"{key}.y"], rtol=3e-6, atol=1e-8)
     np.testing.assert_allclose(vjp(jnp.asarray(g))[0], GOLDEN[f"{key}.dx"], rtol=2e-7)
 
@@ -78,7 +68,7 @@ class StepActivations:
     error = 0.0
 
     def op(self, name):
-        return partial(OPS[name][0], implementation=self.implementation)
+        return partial(ACTIVATIONS[name][0], implementation=self.implementation)
 
     def assert_gradient(self, dx, slope, g):
         """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
@@ -86,12 +76,12 @@ class StepActivations:
         rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
         np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
-    @pytest.mark.sample(12)
+    @pytest.mark.sample(14)
     @each_op
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     def test_values_and_slopes_of_hard_numbers(self, name, dtype):
         """Every threshold is strict, and a NaN reaches the output; its code is 0."""
-        _, function, table = OPS[name]
+        _, function, table = ACTIVATIONS[name]
         x = hard_numbers(table, dtype)
         g, slope = jnp.linspace(0.5, 2, x.size).astype(dtype), expected_slope(x, table)
         y, dx = jax.jit(partial(output_and_gradient, self.op(name)))(x, g)
@@ -210,7 +200,7 @@ def test_the_gradient_is_differentiated_by_what_x_does_not_depend_on():
 def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
         x = jnp.linspace(-8, 8, 1001, dtype=jnp.float64)
-        ours, theirs, _ = OPS[name]
+        ours, theirs, _ = ACTIVATIONS[name]
         y, dx = quick_jit(partial(output_and_gradient, ours))(x, x)
         np.testing.assert_allclose(y, quick_jit(theirs)(x), rtol=1e-14, atol=1e-14)
         assert dx.dtype == jnp.float64

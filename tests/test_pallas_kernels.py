@@ -7,23 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
+from helpers import ACTIVATIONS, quick_jit
 
 import lowmembp_jax as lm
-from lowmembp_jax.operators.activations import REGELU2_TABLE, RESILU2_TABLE
 from lowmembp_jax.operators.codes import encode
 from pallas_kernels import flat_tiling, gated, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-FUNCTIONS = {
-    "gelu_tanh": (functools.partial(lm.regelu2, approximate=True), REGELU2_TABLE),
-    "gelu_erf": (functools.partial(lm.regelu2, approximate=False), REGELU2_TABLE),
-    "silu": (lm.resilu2, RESILU2_TABLE),
-    "gelu_tanh, 4 bits": (functools.partial(lm.gelu, bits=4), lm.STEP_TABLES["gelu_tanh", 4]),
-    "silu, 4 bits": (functools.partial(lm.silu, bits=4), lm.STEP_TABLES["silu", 4]),
-}
 
 
 def assert_same(actual, expected):
@@ -58,10 +48,9 @@ def packed_codes(x, table):
     return pairs[:, 0] | (pairs[:, 1] << 4)
 
 
-def check_activation(function, size, dtype, cores=None):
+def check_activation(name, size, dtype, cores=None):
     """Bit for bit the jnp path; the first codes of a byte are in its lowest bits."""
-    op, table = FUNCTIONS[function]
-    function = function.split(",")[0]
+    (op, _, table), function = ACTIVATIONS[name], name[: -len("_2")]
     x, g = normal(0, (size,), dtype, 4.0).at[::7].set(jnp.nan), normal(1, (size,), dtype)
     options = {"cores": cores, "interpret": True}
 
@@ -78,26 +67,26 @@ def check_activation(function, size, dtype, cores=None):
 
 
 @pytest.mark.parametrize(
-    ("function", "size", "dtype", "cores"),
+    ("name", "size", "dtype", "cores"),
     [
-        ("gelu_tanh", 10 * 1024, jnp.float32, None),
-        ("gelu_erf", 2049, jnp.bfloat16, None),
-        ("silu", 8197, jnp.float16, 1),
-        ("gelu_tanh, 4 bits", 2049, jnp.bfloat16, None),
+        ("gelu_tanh_2", 10 * 1024, jnp.float32, None),
+        ("gelu_erf_2", 2049, jnp.bfloat16, None),
+        ("silu_2", 8197, jnp.float16, 1),
+        ("gelu_tanh_4", 2049, jnp.bfloat16, None),
     ],
 )
-def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
+def test_activation_is_the_jnp_path_bit_for_bit(name, size, dtype, cores):
     """Sizes of several blocks; test_properties.py has smaller ones."""
-    check_activation(function, size, dtype, cores)
+    check_activation(name, size, dtype, cores)
 
 
-@pytest.mark.parametrize("function", ["silu", "silu, 4 bits"])
+@pytest.mark.parametrize("name", ["silu_2", "silu_4"])
 @pytest.mark.parametrize("size", [2050, 1024 + 32])
-def test_activation_of_a_large_array(monkeypatch, size, function):
+def test_activation_of_a_large_array(monkeypatch, size, name):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
     monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
     monkeypatch.setattr(flat_tiling, "_MOST_BYTES", 0)
-    check_activation(function, size, jnp.float32)
+    check_activation(name, size, jnp.float32)
 
 
 @pytest.mark.parametrize("masked", [True, False])
