@@ -1,10 +1,7 @@
 """What tests of several operators use."""
 
 import functools
-import importlib.util
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -55,25 +52,8 @@ def parts(plan: lm.memory.Plan) -> dict[str, int]:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="run by test_triton, with TRITON_INTERPRET=1"
+    not INTERPRETED, reason="run by test_triton_kernels.py, with TRITON_INTERPRET=1"
 )
-
-
-def run_in_triton_interpreter(file: str) -> None:
-    """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
-    if INTERPRETED:
-        pytest.skip("this is that process")
-    for module in ("triton", "torch"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module}, for Triton's interpreter, is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file]
-    done = subprocess.run(
-        [*command, "-k", "TestTriton"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 
 def ulps(a, b, dtype):

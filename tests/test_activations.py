@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, only_interpreted, quick_jit, run_in_triton_interpreter, ulps
+from helpers import ACTIVATIONS, only_interpreted, quick_jit, ulps
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -149,11 +149,6 @@ class TestPallas(StepActivations):
 class TestTriton(StepActivations):
     implementation = "triton"
     error = 3e-6
-
-
-@pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
 
 
 ANY = lm.StepTable(thresholds=(-1.0, 1.0), levels=(0.0, 0.5, 2.0))

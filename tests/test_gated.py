@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, quick_jit, run_in_triton_interpreter, ulps
+from helpers import only_interpreted, quick_jit, ulps
 from jax import lax
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
@@ -144,11 +144,6 @@ class TestPallas(GatedUnits):
 class TestTriton(GatedUnits):
     implementation = "triton"
     rounding = 1.01
-
-
-@pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
 
 
 @each_op

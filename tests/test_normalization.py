@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, quick_jit, run_in_triton_interpreter
+from helpers import only_interpreted, quick_jit
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
@@ -180,11 +180,6 @@ class TestPallas(Norms):
 @only_interpreted
 class TestTriton(Norms):
     implementation = "triton"
-
-
-@pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
 
 
 def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():

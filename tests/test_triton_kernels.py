@@ -6,11 +6,15 @@ interpreter's: it rounds to bfloat16 towards zero, and its exp2 and rsqrt are ex
 
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import only_interpreted, run_in_triton_interpreter
+from helpers import only_interpreted
 
 from lowmembp_jax import STEP_TABLES
 from lowmembp_jax.operators.codes import encode
@@ -20,8 +24,19 @@ normalization = pytest.importorskip("pallas_kernels.triton.normalization")
 
 
 @pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
+@pytest.mark.parametrize("name", ["activations", "gated", "normalization", "triton_kernels"])
+def test_triton(name):
+    """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
+    pytest.importorskip("torch")
+    file = str(Path(__file__).with_name(f"test_{name}.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file]
+    done = subprocess.run(
+        [*command, "-k", "TestTriton"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 
 def _values(*shape):
