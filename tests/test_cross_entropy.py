@@ -262,29 +262,30 @@ def test_a_label_beyond_the_vocabulary():
 
 
 BAD = [
-    ({"reduction": "max"}, ValueError, "reduction: expected one of 'mean', 'sum', 'none', got"),
-    ({"kernel": jnp.zeros((5, 7))}, ValueError, r"kernel: expected \[features, vocab\] or"),
-    ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError, "kernel: expected at least one word"),
-    ({"kernel": None}, ValueError, "kernel: expected either kernel or embedding"),
-    ({"embedding": jnp.zeros((9, FEATURES))}, ValueError, "kernel: .* either kernel or embedding"),
-    ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError, "hidden: expected floats"),
-    ({"labels": jnp.zeros(4)}, TypeError, "labels: expected integers, got float32"),
-    ({"labels": jnp.zeros(3, jnp.int32)}, ValueError, r"labels: expected the shape.*\(4,\), got"),
-    ({"bias": jnp.zeros(3)}, ValueError, r"bias: expected shape \[vocab\], \(53,\), got \(3,\)"),
-    ({"weights": jnp.zeros(3)}, ValueError, r"weights: expected the shape of labels, \(4,\), got"),
-    ({"tile_bytes": 0}, ValueError, "tile_bytes: expected an integer from 1 on, got 0"),
-    ({"logit_soft_cap": 0}, ValueError, "logit_soft_cap: expected a number in"),
-    ({"logit_soft_cap": "30"}, TypeError, "logit_soft_cap: expected a number in"),
-    ({"z_loss": True}, TypeError, "z_loss: expected a number in"),
-    ({"z_loss": -1}, ValueError, "z_loss: expected a number in"),
-    ({"label_smoothing": 1}, ValueError, r"label_smoothing: expected a number in \[0, 1\), got 1"),
+    ({"reduction": "max"}, ValueError),
+    ({"kernel": jnp.zeros((5, 7))}, ValueError),
+    ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError),
+    ({"kernel": None}, ValueError),
+    ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError),
+    ({"labels": jnp.zeros(4)}, TypeError),
+    ({"labels": jnp.zeros(3, jnp.int32)}, ValueError),
+    ({"bias": jnp.zeros(3)}, ValueError),
+    ({"weights": jnp.zeros(3)}, ValueError),
+    ({"tile_bytes": 0}, ValueError),
+    ({"logit_soft_cap": 0}, ValueError),
+    ({"logit_soft_cap": "30"}, TypeError),
+    ({"z_loss": True}, TypeError),
+    ({"z_loss": -1}, ValueError),
+    ({"label_smoothing": 1}, ValueError),
+    ({"embedding": jnp.zeros((9, FEATURES))}, ValueError),
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), BAD)
-def test_bad_arguments(given, kind, message):
+@pytest.mark.parametrize(("given", "error"), BAD)
+def test_errors_name_the_argument(given, error):
     hidden, kernel, labels, _ = example(4)
-    with pytest.raises(kind, match=f"linear_cross_entropy: {message}"):
+    (name,) = given
+    with pytest.raises(error, match=rf"linear_cross_entropy: .*\b{name}\b"):
         lm.linear_cross_entropy(**{"hidden": hidden, "kernel": kernel, "labels": labels} | given)
 
 

@@ -162,22 +162,22 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "words"),
+    ("settings", "error"),
     [
-        ({"activations": "relu"}, TypeError, "activations: .*'silu'.*got 'relu'"),
-        ({"norms": 1}, TypeError, "norms: .*True, False.*got 1"),
-        ({"activations": False, "norms": False}, ValueError, "activations=False.*norms=False"),
-        ({"norm_dtype": "bf16"}, TypeError, "norm_dtype: .*None or a floating.*got 'bf16'"),
-        ({"norm_dtype": jnp.int8}, TypeError, "norm_dtype: .*int8"),
-        ({"include": 3}, TypeError, "include: .*paths of modules.*got 3"),
-        ({"norm_residual": "input"}, ValueError, "norm_residual: .*'normalized'.*got 'input'"),
-        ({"bits": 3}, ValueError, "bits: .*2 or 4.*got 3"),
-        ({"compress": 3}, TypeError, "compress: .*got 3"),
-        ({"compress_dtype": "int2"}, ValueError, "compress_dtype: .*'int2'"),
+        ({"activations": "relu"}, TypeError),
+        ({"norms": 1}, TypeError),
+        ({"activations": False, "norms": False}, ValueError),
+        ({"norm_dtype": "bf16"}, TypeError),
+        ({"norm_dtype": jnp.int8}, TypeError),
+        ({"include": 3}, TypeError),
+        ({"norm_residual": "input"}, ValueError),
+        ({"bits": 3}, ValueError),
+        ({"compress": 3}, TypeError),
+        ({"compress_dtype": "int2"}, ValueError),
     ],
 )
-def test_bad_arguments_are_named(settings, error, words):
-    with pytest.raises(error, match=words):
+def test_errors_name_the_argument(settings, error):
+    with pytest.raises(error, match=".*".join(rf"\b{name}\b" for name in settings)):
         lm.patch(**settings)
 
 

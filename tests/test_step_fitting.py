@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import GELU_ERF as GELU
 from helpers import quick_jit
 
 import lowmembp_jax as lm
 
-GELU = partial(jax.nn.gelu, approximate=False)
 #: Activations whose shipped tables are fitted again; examples/benchmarks/step_tables.py has all.
 ACTIVATIONS = {"gelu_erf": GELU, "silu": jax.nn.silu, "mish": jax.nn.mish, "elu": jax.nn.elu}
 
