@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import Calibration, Curve
@@ -54,6 +55,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="run by test_triton_kernels.py, with TRITON_INTERPRET=1"
 )
+
+
+def residuals(function, *args) -> list[tuple[str, tuple[int, ...]]]:
+    """dtype and shape of each array that the backward of the function needs."""
+    return [(str(aval.dtype), aval.shape) for aval, _ in saved_residuals(function, *args)]
 
 
 def ulps(a, b, dtype):
