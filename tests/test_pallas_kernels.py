@@ -89,12 +89,10 @@ def test_activation_of_a_large_array(monkeypatch, size, name):
     check_activation(name, size, jnp.float32)
 
 
-@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("size", [511, 2050])
-def test_gated_units_of_any_size(monkeypatch, size, masked):
-    """What is common to all implementations is in test_gated.py; large arrays are not masked."""
-    if not masked:
-        monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
+def test_gated_units_of_a_large_array(monkeypatch, size):
+    """It is not masked; what is common to all implementations is in test_gated.py."""
+    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
     gate, up, g = (normal(seed, (size,), jnp.bfloat16, 4.0) for seed in range(3))
     h = gated.gated_forward(gate, up, "silu", interpret=True)
     want, vjp = jax.vjp(lm.swiglu, gate, up)

@@ -65,8 +65,6 @@ def test_the_published_objective_has_the_published_optimum(function, k, s):
 
 def test_two_bits_of_gelus_derivative():
     table = lm.fit_step_table(GELU)
-    np.testing.assert_allclose(table.thresholds, (-0.5, 0, 0.5), atol=2e-3)
-    np.testing.assert_allclose(table.levels, (-0.047, 0.312, 0.688, 1.047), atol=1e-3)
     assert lm.derivative_error(GELU, table) == pytest.approx(0.1325, abs=1e-3)
     np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
 
