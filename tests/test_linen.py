@@ -51,8 +51,8 @@ def assert_same_parameters(ours, flax):
         np.testing.assert_array_equal(a, b)
 
 
-def compare(norm, given, x, tolerance=None, mask=None, **options):
-    """Parameters, output and gradients of our norm with `options`, and of Flax's norm."""
+def compare(norm, given, x, tolerance, mask=None, **options):
+    """Compares parameters, output and gradients of our norm with `options` and of Flax's norm."""
     build, *kinds = NORMS[norm]
     given = RANDOM | given
     if "RMS" in norm:
