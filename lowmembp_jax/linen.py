@@ -64,7 +64,18 @@ def _apply_norm(norm: nn.Module, x: Array, mask, center: bool, use_bias: bool) -
     return normalize_as(norm, x, scale, bias, mask, center)
 
 
-class MSLayerNorm(nn.LayerNorm):
+class _KeepsOutput(nn.Module):
+    """Adds the attributes `residual` and `implementation` to a norm of linen."""
+
+    residual: str = "auto"
+    implementation: str | None = None
+
+    def __post_init__(self):
+        check_norm(self)
+        super().__post_init__()
+
+
+class MSLayerNorm(_KeepsOutput, nn.LayerNorm):
     """`nn.LayerNorm`, differentiated from its output: see `lm.ms_layer_norm`.
 
     It has the fields, parameters, initial values and automatic names (`LayerNorm_0`) of
@@ -80,31 +91,17 @@ class MSLayerNorm(nn.LayerNorm):
         `force_float32_reductions=False`; at the call for a `mask` that does not broadcast to x.
     """
 
-    residual: str = "auto"
-    implementation: str | None = None
-
-    def __post_init__(self):
-        check_norm(self)
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"], *, mask=None) -> Float[Array, "*shape"]:
         return _apply_norm(self, x, mask, center=True, use_bias=self.use_bias)
 
 
-class MSRMSNorm(nn.RMSNorm):
+class MSRMSNorm(_KeepsOutput, nn.RMSNorm):
     """`nn.RMSNorm`, differentiated from its output: see `lm.ms_rms_norm`.
 
     It has the fields, parameters, initial values and automatic names of `nn.RMSNorm`. The added
     attributes and the errors are the same as for `MSLayerNorm`.
     """
-
-    residual: str = "auto"
-    implementation: str | None = None
-
-    def __post_init__(self):
-        check_norm(self)
-        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"], *, mask=None) -> Float[Array, "*shape"]:

@@ -1,17 +1,17 @@
 """What tests of several operators use."""
 
 import functools
-import importlib.util
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.ad_checkpoint import saved_residuals
 
+import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import Calibration, Curve
+from lowmembp_jax.memory.result import PARTS
 
 _QUICK: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # later versions have no other emitters
@@ -19,30 +19,47 @@ if jax.__version_info__ < (0, 11):  # later versions have no other emitters
 #: `jax.jit` for tests that compile much and compute little.
 quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)
 
+GELU_ERF = functools.partial(jax.nn.gelu, approximate=False)
+#: Our activations, the functions of `jax.nn` that they are exactly, and the tables of their slopes.
+ACTIVATIONS = {
+    "regelu2_tanh": (lm.regelu2, jax.nn.gelu, lm.REGELU2_TABLE),
+    "regelu2_erf": (
+        functools.partial(lm.regelu2, approximate=False), GELU_ERF, lm.REGELU2_TABLE,
+    ),
+    "resilu2": (lm.resilu2, jax.nn.silu, lm.RESILU2_TABLE),
+}  # fmt: skip
+for _name, _op, _exact in (
+    ("gelu_tanh", lm.gelu, jax.nn.gelu),
+    ("gelu_erf", functools.partial(lm.gelu, approximate=False), GELU_ERF),
+    ("silu", lm.silu, jax.nn.silu),
+):
+    for _bits in (2, 4):
+        _table = lm.STEP_TABLES[_name, _bits]
+        ACTIVATIONS[f"{_name}_{_bits}"] = functools.partial(_op, bits=_bits), _exact, _table
+
 #: Devices that reach their published rates: times are then easily computed by hand.
 AS_PUBLISHED = Calibration({"bf16": Curve(1.0, (1.0,))}, bandwidth=1.0)
 
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    """An abstract array, for a program that is compiled and not run."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def parts(plan: lm.memory.Plan) -> dict[str, int]:
+    """Bytes of each part of the memory at the peak."""
+    return {part: getattr(plan, part) for part in PARTS}
+
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="run by test_triton, with TRITON_INTERPRET=1"
+    not INTERPRETED, reason="run by test_triton_kernels.py, with TRITON_INTERPRET=1"
 )
 
 
-def run_in_triton_interpreter(file: str) -> None:
-    """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
-    if INTERPRETED:
-        pytest.skip("this is that process")
-    for module in ("triton", "torch"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module}, for Triton's interpreter, is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file]
-    done = subprocess.run(
-        [*command, "-k", "TestTriton"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+def residuals(function, *args) -> list[tuple[str, tuple[int, ...]]]:
+    """dtype and shape of each array that the backward of the function needs."""
+    return [(str(aval.dtype), aval.shape) for aval, _ in saved_residuals(function, *args)]
 
 
 def ulps(a, b, dtype):

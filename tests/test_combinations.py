@@ -15,7 +15,7 @@ from lowmembp_jax.models.workload import workload
 pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
 
 METHODS = lm.memory.METHODS
-BY_DEFAULT = [("bert", "lowmembp"), ("llama", "lowmembp+remat"), ("vit", "compress")]
+BY_DEFAULT = [("llama", "lowmembp+remat"), ("vit", "compress")]
 CASES = [
     pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
     for case in itertools.product(TINY, METHODS)

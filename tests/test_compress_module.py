@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error, normal
+from helpers import quick_jit
 
 import lowmembp_jax as lm
 
@@ -36,8 +37,8 @@ class Model(nn.Module):
 def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
     x, rngs = normal(4, 8, 64), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     plain, ours = Model(Block), Model(lm.compress_module(Block))
-    variables = plain.init(rngs, x)
-    jax.tree.map(np.testing.assert_array_equal, ours.init(rngs, x), variables)
+    variables = quick_jit(plain.init)(rngs, x)
+    jax.tree.map(np.testing.assert_array_equal, quick_jit(ours.init)(rngs, x), variables)
 
     def run(model, params):
         state = {"params": params, "batch_stats": variables["batch_stats"]}
@@ -45,7 +46,8 @@ def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
         return jnp.sum(jnp.square(y)), (y, updated)
 
     (grads, aux), (want, want_aux) = (
-        jax.grad(partial(run, model), has_aux=True)(variables["params"]) for model in (ours, plain)
+        quick_jit(jax.grad(partial(run, model), has_aux=True))(variables["params"])
+        for model in (ours, plain)
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), aux, want_aux)
     assert error(grads, want) < 0.05
@@ -96,12 +98,14 @@ def test_gradients_are_near_those_of_the_class(name):
     x = normal(2, 16, 16)
     ours = MODELS[name](lm.compress_module)
     plain = MODELS[name](lambda module, **_: module)
-    variables = plain.init(jax.random.key(0), x)
-    shapes = jax.tree.map(jnp.shape, ours.init(jax.random.key(0), x))
+    variables = quick_jit(plain.init)(jax.random.key(0), x)
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(ours.init, jax.random.key(0), x))
     assert shapes == jax.tree.map(jnp.shape, variables)
 
     def run(model, variables, x):
         return jnp.sum(jnp.square(jax.tree.leaves(model.apply(variables, x))[0]))
 
-    got, want = (jax.grad(partial(run, model), (0, 1))(variables, x) for model in (ours, plain))
+    got, want = (
+        quick_jit(jax.grad(partial(run, model), (0, 1)))(variables, x) for model in (ours, plain)
+    )
     assert 0 < error(got, want) < 0.08

@@ -53,7 +53,7 @@ def in_float64(function, *args, **kwargs):
     with jax.enable_x64(True):
         wide = lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
         args, kwargs = jax.tree.map(lambda x: wide(jnp.asarray(x)), (args, kwargs))
-        return jax.tree.map(np.asarray, jax.jit(function)(*args, **kwargs))
+        return jax.tree.map(np.asarray, quick_jit(function)(*args, **kwargs))
 
 
 def assert_close(got, want, tolerance=2e-6):
@@ -157,8 +157,8 @@ def test_an_embedding_is_not_transposed(how):
             return lm.linear_cross_entropy(hidden, table, labels)
         return lm.linear_cross_entropy(hidden, None, labels, embedding=table)
 
-    gradient = jax.jit(jax.grad(ours, argnums=(0, 1)))
-    dh, dk = gradient(hidden, kernel.T)
+    gradient = jax.grad(ours, argnums=(0, 1))
+    dh, dk = quick_jit(gradient)(hidden, kernel.T)
     exact = jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1))
     want = in_float64(exact, hidden, kernel)
     assert_close((dh, dk.T), want)
@@ -180,7 +180,7 @@ def test_results_beside_the_loss():
     loss, lse, correct = run("mean")
     want = jnp.where(labels < 0, 0, jax.nn.logsumexp(logits, axis=-1))
     right = (jnp.argmax(logits, axis=-1) == labels) & (labels >= 0)
-    assert_close((loss, lse), (reference(hidden, kernel, labels), want))
+    assert_close((loss, lse), (quick_jit(reference)(hidden, kernel, labels), want))
     assert correct == right.sum() and correct.dtype == jnp.int32 and correct >= 3
     np.testing.assert_array_equal(run("none")[2], right)
 
@@ -216,8 +216,9 @@ def test_ignore_index():
     hidden, kernel, labels, _ = example(15)
     labels = jnp.abs(labels) % VOCAB
     labels = labels.at[:4].set(7)
-    found = lm.linear_cross_entropy(hidden, kernel, labels, ignore_index=7)
-    assert_close(found, reference(hidden, kernel, jnp.where(labels == 7, -1, labels)))
+    loss = quick_jit(functools.partial(lm.linear_cross_entropy, ignore_index=7))
+    found = loss(hidden, kernel, labels)
+    assert_close(found, quick_jit(reference)(hidden, kernel, jnp.where(labels == 7, -1, labels)))
 
 
 def test_the_mean_of_no_tokens_is_nan():
@@ -242,7 +243,7 @@ def test_nan_and_infinity_are_those_of_optax(where, value):
         return TILED(hidden, kernel, labels, bias=bias, reduction="sum")
 
     found, wanted = (
-        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*args.values()) for f in (ours, want)
+        quick_jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*args.values()) for f in (ours, want)
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -253,37 +254,38 @@ def test_a_label_beyond_the_vocabulary():
     labels = labels.at[2].set(VOCAB)
     with pytest.raises(ValueError, match=f"labels: expected numbers below .* {VOCAB}, got {VOCAB}"):
         lm.linear_cross_entropy(hidden, kernel, labels)
-    gradient = jax.jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=1))
+    gradient = quick_jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=1))
     loss, dk = gradient(hidden, kernel, labels)
     assert jnp.isnan(loss) and jnp.isnan(dk).all()
-    each = jax.jit(functools.partial(lm.linear_cross_entropy, reduction="none"))
+    each = quick_jit(functools.partial(lm.linear_cross_entropy, reduction="none"))
     assert jnp.isnan(each(hidden, kernel, labels)).sum() == 1
 
 
 BAD = [
-    ({"reduction": "max"}, ValueError, "reduction: expected one of 'mean', 'sum', 'none', got"),
-    ({"kernel": jnp.zeros((5, 7))}, ValueError, r"kernel: expected \[features, vocab\] or"),
-    ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError, "kernel: expected at least one word"),
-    ({"kernel": None}, ValueError, "kernel: expected either kernel or embedding"),
-    ({"embedding": jnp.zeros((9, FEATURES))}, ValueError, "kernel: .* either kernel or embedding"),
-    ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError, "hidden: expected floats"),
-    ({"labels": jnp.zeros(4)}, TypeError, "labels: expected integers, got float32"),
-    ({"labels": jnp.zeros(3, jnp.int32)}, ValueError, r"labels: expected the shape.*\(4,\), got"),
-    ({"bias": jnp.zeros(3)}, ValueError, r"bias: expected shape \[vocab\], \(53,\), got \(3,\)"),
-    ({"weights": jnp.zeros(3)}, ValueError, r"weights: expected the shape of labels, \(4,\), got"),
-    ({"tile_bytes": 0}, ValueError, "tile_bytes: expected an integer from 1 on, got 0"),
-    ({"logit_soft_cap": 0}, ValueError, "logit_soft_cap: expected a number in"),
-    ({"logit_soft_cap": "30"}, TypeError, "logit_soft_cap: expected a number in"),
-    ({"z_loss": True}, TypeError, "z_loss: expected a number in"),
-    ({"z_loss": -1}, ValueError, "z_loss: expected a number in"),
-    ({"label_smoothing": 1}, ValueError, r"label_smoothing: expected a number in \[0, 1\), got 1"),
+    ({"reduction": "max"}, ValueError),
+    ({"kernel": jnp.zeros((5, 7))}, ValueError),
+    ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError),
+    ({"kernel": None}, ValueError),
+    ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError),
+    ({"labels": jnp.zeros(4)}, TypeError),
+    ({"labels": jnp.zeros(3, jnp.int32)}, ValueError),
+    ({"bias": jnp.zeros(3)}, ValueError),
+    ({"weights": jnp.zeros(3)}, ValueError),
+    ({"tile_bytes": 0}, ValueError),
+    ({"logit_soft_cap": 0}, ValueError),
+    ({"logit_soft_cap": "30"}, TypeError),
+    ({"z_loss": True}, TypeError),
+    ({"z_loss": -1}, ValueError),
+    ({"label_smoothing": 1}, ValueError),
+    ({"embedding": jnp.zeros((9, FEATURES))}, ValueError),
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), BAD)
-def test_bad_arguments(given, kind, message):
+@pytest.mark.parametrize(("given", "error"), BAD)
+def test_errors_name_the_argument(given, error):
     hidden, kernel, labels, _ = example(4)
-    with pytest.raises(kind, match=f"linear_cross_entropy: {message}"):
+    (name,) = given
+    with pytest.raises(error, match=rf"linear_cross_entropy: .*\b{name}\b"):
         lm.linear_cross_entropy(**{"hidden": hidden, "kernel": kernel, "labels": labels} | given)
 
 
@@ -396,5 +398,5 @@ def test_compress(around):
     else:
         loss = lm.compress(functools.partial(ours, block))
     found = quick_jit(jax.grad(loss))(params, hidden)
-    want = jax.grad(lambda p: reference(block(p, hidden), p["head"], labels))(params)
+    want = quick_jit(jax.grad(lambda p: reference(block(p, hidden), p["head"], labels)))(params)
     assert lm.gradient_distance(found, want).error < 0.05

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import quick_jit
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, exchanged
@@ -34,6 +35,12 @@ def example():
     return hidden, kernel, jax.random.randint(keys[2], (BATCH, TOKENS), -9, VOCAB)
 
 
+@functools.cache
+def expected():
+    """Loss and gradients of the example."""
+    return quick_jit(gradient(plain))(*example())
+
+
 def assert_close(found, want):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
@@ -58,7 +65,6 @@ SPECS = {
 def test_no_collective_that_plain_jax_does_not_have(name, kind):
     spec, kernel_spec = SPECS[name]
     hidden, kernel, labels = example()
-    want = gradient(plain)(hidden, kernel, labels)
 
     def compiled(loss, kind):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -71,7 +77,7 @@ def test_no_collective_that_plain_jax_does_not_have(name, kind):
             return run, run(*args)
 
     ours, found = compiled(OURS, kind)
-    assert_close(found, want)
+    assert_close(found, expected())
     # JAX refuses whole logits on explicit meshes where the vocabulary is sharded.
     theirs, _ = compiled(plain, AxisType.Auto)
     assert collectives(ours) <= collectives(theirs)
@@ -95,7 +101,7 @@ def local(hidden, kernel, labels, axis_name=None):
 
 def test_the_loss_in_shard_map_over_data_and_vocabulary():
     hidden, kernel, labels = example()
-    want = gradient(plain)(hidden, kernel, labels)
+    want = expected()
     for axis_name, spec in ((None, P()), ("model", P(None, "model"))):
         loss = functools.partial(local, axis_name=axis_name)
         specs = (P("data"), spec, P("data"))
@@ -109,14 +115,14 @@ def test_the_loss_in_shard_map_over_data_and_vocabulary():
             size = exchanged(compiled)
             assert set(size) == {"all-reduce"}
             assert size.total() <= kernel.nbytes + hidden.nbytes + 3 * labels.nbytes + 8
-        assert_close(whole(hidden, kernel, labels), want[0])
+        assert_close(quick_jit(whole)(hidden, kernel, labels), want[0])
 
 
 @pytest.mark.parametrize("options", [{"check_vma": False}, {"axis_names": {"data"}}])
 def test_shard_map_unchecked_or_with_automatic_axes(options):
     args, specs = example(), (P("data"), P(), P("data"))
     loss = jax.shard_map(local, mesh=MESH, in_specs=specs, out_specs=P(), **options)
-    assert_close(jax.jit(gradient(loss))(*args), gradient(plain)(*args))
+    assert_close(quick_jit(gradient(loss))(*args), expected())
 
 
 def test_axis_name_needs_a_kernel_that_varies():
@@ -192,4 +198,4 @@ def test_export_with_a_symbolic_number_of_tokens(reduction):
     hidden, kernel, labels = example()
     for batch, length in ((1, 1), (3, 5)):
         given = hidden[:batch, :length], kernel, labels[:batch, :length]
-        assert_close(exported.call(*given), step(*given))
+        assert_close(exported.call(*given), quick_jit(step)(*given))

@@ -54,9 +54,6 @@ def _error_of_its_own(w, x):
 
 #: Functions of V.
 OF_ONE = {
-    "sin": lambda x: jnp.sin(x) * 2,
-    "median": lambda x: jnp.median(x) * 2,
-    "slogdet": lambda x: jnp.linalg.slogdet(jnp.diag(x) + jnp.eye(6)),
     "argmax": lambda x: (jnp.argmax(x), x * 2),
     "round_trip": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * x,
     "stop_gradient": lambda x: x * lax.stop_gradient(x),
@@ -74,9 +71,6 @@ OF_ONE = {
     "nested_compress": lambda x: lm.compress(
         lambda a: jnp.sin(jnp.sin(a)), dtype=None, params_argnums=()
     )(x),
-    "associative_scan": lambda x: lax.associative_scan(jnp.multiply, x),
-    "map": lambda x: lax.map(lambda a: a**3, x),
-    "cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
     "switch": lambda x: lax.switch(jnp.int32(x[0] * 10), [jnp.sin, jnp.cos, jnp.tanh], x),
     "while_of_ints": lambda x: x * lax.while_loop(lambda i: i < 5, lambda i: i + 2, 0),
     "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, a: jnp.sin(a), x),
@@ -190,7 +184,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("policy", ["products", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_checkpoint(name, policy):
@@ -209,7 +203,7 @@ def test_as_jax_checkpoint(name, policy):
         )(*args),
     )
     for way in ways:
-        got, want, plain = (outcome(functools.partial(way, f)) for f in (ours, theirs, function))
-        if name == "complex" and want is TypeError:  # JAX cannot save complex residuals
-            want = plain
+        # JAX cannot save complex residuals.
+        expected = function if name == "complex" else theirs
+        got, want = (outcome(functools.partial(way, f)) for f in (ours, expected))
         same(got, want)

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, run_in_triton_interpreter, ulps
+from helpers import GELU_ERF, only_interpreted, quick_jit, residuals, saved_residuals, ulps
 from jax import lax
-from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
@@ -17,7 +16,7 @@ import lowmembp_jax as lm
 OPS = {
     "swiglu": (lm.swiglu, jax.nn.silu),
     "geglu_tanh": (lm.geglu, jax.nn.gelu),
-    "geglu_erf": (partial(lm.geglu, approximate=False), partial(jax.nn.gelu, approximate=False)),
+    "geglu_erf": (partial(lm.geglu, approximate=False), GELU_ERF),
 }
 each_op = pytest.mark.parametrize("name", OPS)
 #: Each in a dtype, and one in all.
@@ -45,10 +44,15 @@ def results(op, gate, up, g):
     return h, *vjp(g)
 
 
+def run(op, *args):
+    """`results`, compiled."""
+    return quick_jit(partial(results, op))(*args)
+
+
 def in_float64(name, *arrays):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.float64(a)) for a in arrays]
-        return [np.asarray(r) for r in results(unfused(name, "float64"), *wide)]
+        return [np.asarray(r) for r in run(unfused(name, "float64"), *wide)]
 
 
 def normal(shape, dtype="float32", scale=4.0):
@@ -104,7 +108,7 @@ class GatedUnits:
         ]
         gate, up, *want = jnp.array(rows, dtype).T
         rtol = 3 * float(jnp.finfo(dtype).eps)
-        for a, b in zip(results(self.op(name), gate, up, jnp.ones_like(gate)), want, strict=True):
+        for a, b in zip(run(self.op(name), gate, up, jnp.ones_like(gate)), want, strict=True):
             np.testing.assert_allclose(np.float32(a), np.float32(b), rtol, 1e-30)
 
     @each_op
@@ -121,9 +125,9 @@ class GatedUnits:
         gate, up, g = normal((32, width), scale=1.0)
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
         op = self.op("swiglu")
-        h, *gradients = results(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
-        np.testing.assert_array_equal(h, op(gate, up))
-        for got, want in zip(gradients, results(op, *rounded, g)[1:], strict=True):
+        h, *gradients = run(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
+        np.testing.assert_array_equal(h, quick_jit(op)(gate, up))
+        for got, want in zip(gradients, run(op, *rounded, g)[1:], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -141,16 +145,11 @@ class TestTriton(GatedUnits):
     rounding = 1.01
 
 
-@pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
-
-
 @each_op
 def test_second_derivative(name):
     gate, up, _ = normal((5,), scale=1.0)
     second = [
-        jax.jit(jax.hessian(lambda a, b, op=op: jnp.sum(op(a, b) ** 2), argnums=(0, 1)))(gate, up)
+        quick_jit(jax.hessian(lambda a, b, op=op: jnp.sum(op(a, b) ** 2), argnums=(0, 1)))(gate, up)
         for op in (OPS[name][0], unfused(name))
     ]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), *second)
@@ -174,7 +173,7 @@ def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
         arrays = [jnp.asarray(np.float64(a)) for a in normal((400,))]
         for got, want in zip(
-            results(OPS[name][0], *arrays), results(unfused(name, "float64"), *arrays), strict=True
+            run(OPS[name][0], *arrays), run(unfused(name, "float64"), *arrays), strict=True
         ):
             assert got.dtype == jnp.float64
             np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-11)
@@ -185,9 +184,7 @@ def test_up_that_is_the_same_on_every_device():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     gate, up, g = normal((8, 64))
     got, want = (
-        results(
-            jax.shard_map(op, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")), gate, up[:1], g
-        )
+        run(jax.shard_map(op, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")), gate, up[:1], g)
         for op in (lm.swiglu, unfused("swiglu"))
     )
     for a, b in zip(got, want, strict=True):
@@ -206,25 +203,23 @@ ONES = jnp.ones((2, 3))
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "error", "words"),
+    ("args", "options", "error", "name"),
     [
-        (("x", 1.0), {}, TypeError, "gate: expected an array of real numbers, got str"),
-        ((ONES, ONES.astype(jnp.complex64)), {}, TypeError, "up: expected a real.*complex"),
-        ((ONES, ONES[0]), {}, ValueError, r"up: expected .* gate, \(2, 3\), got \(3,\)"),
-        ((ONES, ONES), {"dtype": jnp.int16}, ValueError, "dtype: .*float8_e4m3fn.*int16"),
-        ((ONES, ONES), {"implementation": "cuda"}, ValueError, "implementation: .*'cuda'"),
+        (("x", 1.0), {}, TypeError, "gate"),
+        ((ONES, ONES.astype(jnp.complex64)), {}, TypeError, "up"),
+        ((ONES, ONES[0]), {}, ValueError, "up"),
+        ((ONES, ONES), {"dtype": jnp.int16}, ValueError, "dtype"),
+        ((ONES, ONES), {"implementation": "cuda"}, ValueError, "implementation"),
+        # As a string "none", which PyTorch has, would count as true.
+        ((ONES, ONES), {"approximate": "none"}, TypeError, "approximate"),
     ],
 )
-@pytest.mark.parametrize("op", [lm.swiglu, lm.geglu])
-def test_errors_name_the_argument(op, args, options, error, words):
-    with pytest.raises(error, match=words):
-        op(*args, **options)
+def test_errors_name_the_argument(args, options, error, name):
+    with pytest.raises(error, match=f"{name}: "):
+        lm.geglu(*args, **options)
 
 
-def test_errors_of_approximate_and_of_forward_mode():
-    # As a string "none", which PyTorch has, would count as true.
-    with pytest.raises(TypeError, match="approximate: expected True or False, got 'none'"):
-        lm.geglu(ONES, ONES, "none")
+def test_forward_mode_names_the_operator():
     with pytest.raises(TypeError, match="forward-mode") as error:
         jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))
     assert "lm.swiglu " in error.value.__notes__[0]
@@ -241,8 +236,7 @@ def test_errors_of_approximate_and_of_forward_mode():
 def test_what_is_kept_in_8_bits(dtype, kept):
     op = partial(lm.swiglu, dtype=dtype)
     x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
-    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
-    assert [(str(aval.dtype), aval.shape) for aval, _ in found] == kept
+    assert residuals(lambda gate, up: op(gate, up), x, x) == kept
 
 
 @pytest.mark.parametrize(
@@ -257,8 +251,7 @@ def test_what_is_kept_in_8_bits(dtype, kept):
 )
 def test_what_takes_no_less_with_its_scales_stays(dtype, width, stored):
     op, x = partial(lm.swiglu, dtype=dtype), jnp.ones((1000, width), jnp.bfloat16)
-    found = saved_residuals(lambda gate, up: op(gate, up), x, x)
-    assert {str(aval.dtype) for aval, _ in found} == stored
+    assert {dtype for dtype, _ in residuals(lambda gate, up: op(gate, up), x, x)} == stored
 
 
 def mlp_units(down, trained, layers, scan):

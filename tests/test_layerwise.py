@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import quick_jit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import lowmembp_jax as lm
@@ -66,10 +67,11 @@ def inputs():
 def test_steps_are_those_of_optax(name):
     optimizer = OPTIMIZERS[name]
     layers = lm.update_in_backward(block, optimizer)
+    ours, plain = quick_jit(one_step(layers)), quick_jit(reference(optimizer))
     got = want = (stacked(), layers.init(stacked()))
     for _ in range(3):
-        *got, dx = jax.jit(one_step(layers))(*got, inputs())
-        *want, wanted_dx = jax.jit(reference(optimizer))(*want, inputs())
+        *got, dx = ours(*got, inputs())
+        *want, wanted_dx = plain(*want, inputs())
     # 8-bit state is rounded at random, by a hash of the numbers: an ulp gives another code.
     bound = 2e-3 if name == "8-bit state" else 2e-6
     for a, b in zip(
@@ -85,8 +87,8 @@ def test_master_weights_and_constants():
     params = stacked(jnp.bfloat16)
     state = layers.init(params)
     x, scale = inputs().astype(jnp.bfloat16), jnp.bfloat16(0.5)
-    new, new_state, _ = jax.jit(one_step(layers))(params, state, x, scale)
-    wanted, wanted_state, _ = jax.jit(reference(optimizer, scale))(params, state, x)
+    new, new_state, _ = quick_jit(one_step(layers))(params, state, x, scale)
+    wanted, wanted_state, _ = quick_jit(reference(optimizer, scale))(params, state, x)
     moved = jnp.abs(new["kernel"].astype(jnp.float32) - params["kernel"].astype(jnp.float32))
     assert moved.mean() > 5e-4
     np.testing.assert_allclose(

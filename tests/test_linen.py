@@ -1,4 +1,4 @@
-"""The linen modules, field by field, against the Flax modules that they replace."""
+"""The modules of linen and NNX, field by field, against the Flax modules that they replace."""
 
 import re
 from functools import partial
@@ -8,28 +8,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
-from jax._src.ad_checkpoint import saved_residuals
+from flax import nnx
+from helpers import quick_jit, residuals, saved_residuals
 
 import lowmembp_jax as lm
 
-PAIRS = [(lm.MSLayerNorm, nn.LayerNorm), (lm.MSRMSNorm, nn.RMSNorm)]
-RANDOM = {"scale_init": nn.initializers.normal(1.0)}
-norms = pytest.mark.parametrize(("ours", "flax"), PAIRS)
+
+def linen(norm, x, **given):
+    """Parameters of a linen norm, and its function of them, x and a mask."""
+    module = norm(**given)
+    params = quick_jit(module.init)(jax.random.key(1), x)
+    return params, lambda params, x, mask: module.apply(params, x, mask=mask)
 
 
-def fields(flax, **given):
-    """`given`, and a random scale and bias, without the fields that an RMSNorm lacks."""
-    given = RANDOM | {"bias_init": nn.initializers.normal(2.0)} | given
-    return {name: value for name, value in given.items() if hasattr(flax, name)}
+def of_nnx(norm, x, **given):
+    """The same of an NNX norm."""
+    graph, state = nnx.split(norm(x.shape[-1], **given, rngs=nnx.Rngs(0)))
+    return state, lambda state, x, mask: nnx.merge(graph, state)(x, mask=mask)
+
+
+NORMS = {
+    "linen LayerNorm": (linen, lm.MSLayerNorm, nn.LayerNorm),
+    "linen RMSNorm": (linen, lm.MSRMSNorm, nn.RMSNorm),
+    "nnx LayerNorm": (of_nnx, lm.nnx.MSLayerNorm, nnx.LayerNorm),
+    "nnx RMSNorm": (of_nnx, lm.nnx.MSRMSNorm, nnx.RMSNorm),
+}
+each_norm = pytest.mark.parametrize("norm", NORMS)
+linen_norms = pytest.mark.parametrize(
+    ("ours", "flax"), [(ours, flax) for build, ours, flax in NORMS.values() if build is linen]
+)
+RANDOM = {"scale_init": nn.initializers.normal(1.0), "bias_init": nn.initializers.normal(2.0)}
 
 
 def data(shape, dtype=jnp.float32):
     return (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(dtype)
-
-
-def init_and_apply(module, x, **mask):
-    return quick_jit(module.init_with_output)(jax.random.key(1), x, **mask)
 
 
 def assert_same_parameters(ours, flax):
@@ -39,117 +51,115 @@ def assert_same_parameters(ours, flax):
         np.testing.assert_array_equal(a, b)
 
 
-def assert_within_one_ulp(a, b):
-    """Relative to b, for both are jitted; on XLA:CPU all bits are the same."""
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    eps = float(jnp.finfo(a.dtype).eps)
-    np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=eps, atol=0)
+def compare(norm, given, x, tolerance, mask=None, **options):
+    """Compares parameters, output and gradients of our norm with `options` and of Flax's norm."""
+    build, *kinds = NORMS[norm]
+    given = RANDOM | given
+    if "RMS" in norm:
+        given = {name: value for name, value in given.items() if "bias" not in name}
+    found = []
+    for kind, more in zip(kinds, (options, {}), strict=True):
+        params, apply = build(kind, x, **given, **more)
 
+        @quick_jit
+        def run(params, x, apply=apply):
+            y, vjp = jax.vjp(lambda params, x: apply(params, x, mask), params, x)
+            return y, vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
 
-@pytest.mark.sample(14)
-@norms
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"epsilon": 0.1},
-        {"use_bias": False},
-        {"use_scale": False},
-        {"use_scale": False, "use_bias": False},
-        {"use_fast_variance": False},
-        {"param_dtype": jnp.bfloat16},
-        {"dtype": jnp.float16},
-        {"bias_init": nn.initializers.constant(3.0), "scale_init": nn.initializers.constant(-2.0)},
-        {"reduction_axes": (1, 2)},
-        {"reduction_axes": 1, "feature_axes": -1},
-        {"reduction_axes": (-3, -1), "feature_axes": (0, 2)},
-        {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
-        {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
-    ],
-    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", str(given)),
-)
-@pytest.mark.sample(7)
-@pytest.mark.parametrize("masked", [False, True])
-def test_every_field_means_what_it_means_in_flax(mixed_dtypes, ours, flax, given, masked):
-    given = fields(flax, **given)
-    x = data((4, 6, 16))
-    mask = {}
-    if masked:
-        # Along every axis some positions count: the variance of one is 0, of none NaN.
-        some = jax.random.bernoulli(jax.random.key(3), 0.6, x.shape)
-        mask["mask"] = some.at[..., :4].set(True).at[:, :4].set(True)
-    y, params = init_and_apply(ours(**given), x, **mask)
-    expected, flax_params = init_and_apply(flax(**given), x, **mask)
+        found.append((params, *run(params, x)))
+    (params, y, gradients), (flax_params, expected, exact) = found
     assert_same_parameters(params, flax_params)
-    assert_within_one_ulp(y, expected)
-
-    weights = jax.random.normal(jax.random.key(2), x.shape)
-
-    def grads(module):
-        def loss(params, x):
-            return jnp.sum(module.apply(params, x, **mask).astype(jnp.float32) * weights)
-
-        return quick_jit(jax.grad(loss, argnums=(0, 1)))(params, x)
-
-    # Ours keeps y in the output's dtype; bfloat16 parameters get bfloat16 gradients.
-    low = {jnp.bfloat16, jnp.float16} & {given.get("dtype"), given.get("param_dtype")}
-    tolerance = 1e-2 if low else 2e-5
-
-    def close(a, b):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        scale = float(jnp.max(jnp.abs(b.astype(jnp.float32))))
+    assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
+    # Both are jitted, and on XLA:CPU all bits of linen's norms are the same.
+    eps, near_zero = float(jnp.finfo(y.dtype).eps), 0 if build is linen else 1e-6
+    np.testing.assert_allclose(np.float64(y), np.float64(expected), rtol=eps, atol=near_zero)
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True):
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        scale = np.abs(np.nan_to_num(np.float64(want))).max()
         np.testing.assert_allclose(
-            *(np.asarray(v, np.float32) for v in (a, b)), rtol=0, atol=tolerance * scale
+            np.float64(got), np.float64(want), rtol=0, atol=tolerance * scale
         )
 
-    jax.tree.map(close, grads(ours(**given)), grads(flax(**given)))
+
+FIELDS = [
+    {},
+    {"epsilon": 0.1},
+    {"use_bias": False},
+    {"use_scale": False},
+    {"use_scale": False, "use_bias": False},
+    {"use_fast_variance": False},
+    {"param_dtype": jnp.bfloat16},
+    {"dtype": jnp.float16},
+    {"bias_init": nn.initializers.constant(3.0), "scale_init": nn.initializers.constant(-2.0)},
+    {"reduction_axes": (1, 2)},
+]
+OF_LINEN = [
+    {"reduction_axes": 1, "feature_axes": -1},
+    {"reduction_axes": (-3, -1), "feature_axes": (0, 2)},
+    {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
+    {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
+]
+OF_NNX = [{"scale_metadata": {"mine": 1}}]
+CASES = [
+    pytest.param(norm, given, id=re.sub(" at 0x[0-9a-f]+", "", f"{norm} {given}"))
+    for norm in NORMS
+    for given in FIELDS + (OF_LINEN if "linen" in norm else OF_NNX)
+]
 
 
-@norms
+@pytest.mark.sample(16)
+@pytest.mark.parametrize(("norm", "given"), CASES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_field_means_what_it_means_in_flax(mixed_dtypes, norm, given, masked):
+    x = data((4, 6, 16))
+    # Along every axis some positions count: the variance of one is 0, of none NaN.
+    some = jax.random.bernoulli(jax.random.key(3), 0.6, x.shape)
+    mask = some.at[..., :4].set(True).at[:, :4].set(True) if masked else None
+    # Ours keeps y in the output's dtype; bfloat16 parameters get bfloat16 gradients.
+    low = {jnp.bfloat16, jnp.float16} & {given.get("dtype"), given.get("param_dtype")}
+    compare(norm, given, x, 1e-2 if low else 2e-5, mask)
+
+
+@each_norm
 @pytest.mark.parametrize(
     ("x_dtype", "dtype", "affine"),
     [
         (jnp.float32, jnp.bfloat16, True),
         (jnp.bfloat16, None, True),  # float32, of the parameters
         (jnp.bfloat16, None, False),  # bfloat16, of x
-        (jnp.bfloat16, jnp.bfloat16, True),
         (jnp.bfloat16, jnp.float32, False),
         (jnp.float16, jnp.float16, True),
-        (jnp.float16, None, False),
-        (jnp.int32, None, True),
     ],
 )
-def test_output_and_its_dtype_are_flax_own(mixed_dtypes, ours, flax, dtype, x_dtype, affine):
-    given = fields(flax, dtype=dtype, use_scale=affine, use_bias=affine)
-    x = data((5, 32), x_dtype)
-    y, params = init_and_apply(ours(**given), x)
-    expected, flax_params = init_and_apply(flax(**given), x)
-    assert_same_parameters(params, flax_params)
-    assert_within_one_ulp(y, expected)
+def test_output_and_its_dtype_are_flax_own(mixed_dtypes, norm, dtype, x_dtype, affine):
+    given = {"dtype": dtype, "use_scale": affine, "use_bias": affine}
+    compare(norm, given, data((5, 32), x_dtype), 3e-2)
 
 
-@pytest.mark.sample(12)
-@norms
+@each_norm
+def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
+    build, ours, flax = NORMS[norm]
+    x = data((5, 32), jnp.int32)
+    y, expected = (
+        quick_jit(partial(apply, mask=None))(params, x)
+        for params, apply in (build(kind, x) for kind in (ours, flax))
+    )
+    assert y.dtype == expected.dtype
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.sample(8)
+@each_norm
 @pytest.mark.parametrize("residual", ["normalized", "output"])
 @pytest.mark.parametrize("axes", [-1, (0, 1)])
 @pytest.mark.parametrize("masked", [None, (7, 32), (7, 1), (32,)])
-def test_gradients_in_float64(mixed_dtypes, ours, flax, residual, axes, masked):
+def test_gradients_in_float64(mixed_dtypes, norm, residual, axes, masked):
     with jax.enable_x64(True):
-        given = fields(flax, param_dtype=jnp.float64, reduction_axes=axes)
         x = jax.random.normal(jax.random.key(0), (7, 32), jnp.float64)
-        weights = jax.random.normal(jax.random.key(2), x.shape, jnp.float64)
-        params = flax(**given).init(jax.random.key(1), x)
         mask = None if masked is None else jax.random.bernoulli(jax.random.key(3), 0.6, masked)
-
-        def grads(module):
-            def loss(params, x):
-                return jnp.sum(module.apply(params, x, mask=mask) * weights)
-
-            return quick_jit(jax.grad(loss, (0, 1)))(params, x)
-
         # A row without any position is NaN in both.
-        got, expected = grads(ours(residual=residual, **given)), grads(flax(**given))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-9, 1e-9), got, expected)
+        given = {"param_dtype": jnp.float64, "reduction_axes": axes}
+        compare(norm, given, x, 1e-9, mask, residual=residual)
 
 
 @pytest.mark.parametrize(
@@ -171,46 +181,57 @@ def test_layer_norm_over_other_axes_is_another_norm_of_flax(given, other, jit):
     np.testing.assert_array_equal(ours(params, x), theirs(params, x))
 
 
-REFUSED = [
-    ({"axis_name": "batch"}, "axis_name='batch'"),
-    ({"axis_index_groups": [[0], [1]]}, "axis_index_groups="),
-    ({"force_float32_reductions": False}, "force_float32_reductions=False"),
-    ({"residual": "input"}, "residual: expected .*, got 'input'"),
-]
-EVERYWHERE = ({"implementation": "cuda"}, "implementation: expected .*, got 'cuda'")
+REFUSED = {"axis_name": "batch", "axis_index_groups": [[0], [1]], "residual": "input"}
+REFUSED |= {"force_float32_reductions": False, "implementation": "cuda"}
 
 
-@pytest.mark.parametrize(
-    ("module", "given", "named"),
-    [(norm, *case) for norm, _ in PAIRS for case in REFUSED]
-    + [(module, *EVERYWHERE) for module in (*dict(PAIRS), lm.ReGELU2, lm.ReSiLU2)],
-)
-def test_what_is_not_supported_is_refused_at_construction(module, given, named):
-    with pytest.raises(ValueError, match=named):
-        module(**given)
+@pytest.mark.parametrize("name", REFUSED)
+@each_norm
+def test_what_is_not_supported_is_refused_at_construction(norm, name):
+    build, ours, _ = NORMS[norm]
+    if name == "force_float32_reductions" and build is of_nnx:
+        return  # no field of NNX
+    with pytest.raises(ValueError, match=name):
+        build(ours, data((2, 8)), **{name: REFUSED[name]})
 
 
-@norms
-def test_complex_input_is_refused_at_the_call(ours, flax):
+@each_norm
+def test_the_output_is_saved(norm):
+    build, ours, _ = NORMS[norm]
+    x, no_affine = data((16, 64)), {"use_scale": False}
+    params, apply = build(ours, x, **no_affine | ({} if "RMS" in norm else {"use_bias": False}))
+    found = saved_residuals(lambda x: apply(params, x, None), x)
+    large = [(aval.shape, "from the argument" in why) for aval, why in found if aval.size > 16]
+    assert large == [((16, 64), False)]
+
+
+@each_norm
+def test_complex_input_is_refused_at_the_call(norm):
+    build, ours, _ = NORMS[norm]
+    params, apply = build(ours, data((2, 8)))
     with pytest.raises(TypeError, match="complex64"):
-        ours().init(jax.random.key(0), data((2, 8)).astype(jnp.complex64))
+        apply(params, data((2, 8)).astype(jnp.complex64), None)
 
 
+ACTIVATIONS = {"ReGELU2": lm.regelu2, "ReSiLU2": lm.resilu2}
+
+
+@pytest.mark.parametrize("library", [lm, lm.nnx], ids=["linen", "nnx"])
 @pytest.mark.parametrize(
-    ("ours", "plain"),
-    [
-        (lm.ReGELU2(), nn.gelu),
-        (lm.ReGELU2(approximate=False), lambda x: nn.gelu(x, approximate=False)),
-        (lm.ReSiLU2(), nn.silu),
-    ],
+    ("name", "given"), [("ReGELU2", {}), ("ReGELU2", {"approximate": False}), ("ReSiLU2", {})]
 )
-def test_activation_modules(ours, plain):
-    x = jnp.linspace(-9.0, 9.0, 64)
-    assert ours.init(jax.random.key(0), x) == {}
-    # Jitted: op by op, XLA rounds the tanh form otherwise far below zero.
-    assert_within_one_ulp(jax.jit(lambda x: ours.apply({}, x))(x), jax.jit(plain)(x))
-    kept = saved_residuals(lambda x: jnp.sum(ours.apply({}, x)), x)
-    assert {str(aval.dtype) for aval, _ in kept} == {"uint2"}
+def test_activation_modules(library, name, given):
+    module, x = getattr(library, name)(**given), jnp.linspace(-9.0, 9.0, 64)
+    if library is lm:
+        assert module.init(jax.random.key(0), x) == {}
+        run = partial(module.apply, {})
+    else:
+        assert not jax.tree.leaves(nnx.state(module))
+        run = module
+    np.testing.assert_array_equal(run(x), ACTIVATIONS[name](x, **given))
+    assert {dtype for dtype, _ in residuals(lambda x: jnp.sum(run(x)), x)} == {"uint2"}
+    with pytest.raises(ValueError, match="implementation"):
+        getattr(library, name)(implementation="cuda")
 
 
 class Layer(nn.Module):
@@ -233,12 +254,14 @@ LIFTS = {
 
 
 @pytest.mark.sample(3)
-@norms
+@linen_norms
 @pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
 def test_lifted(lift, ours, flax):
     x = data((4, 8))
-    params = lift(Layer)(norm=flax).init(jax.random.key(1), x, None)
-    assert_same_parameters(lift(Layer)(norm=ours).init(jax.random.key(1), x, None), params)
+    params, own = (
+        quick_jit(lift(Layer)(norm=norm).init)(jax.random.key(1), x, None) for norm in (flax, ours)
+    )
+    assert_same_parameters(own, params)
 
     def value_and_grads(norm):
         def loss(params, x):
@@ -253,7 +276,7 @@ def test_lifted(lift, ours, flax):
     )
 
 
-@norms
+@linen_norms
 def test_a_checkpoint_loads_where_the_norms_have_automatic_names(ours, flax):
     class Model(nn.Module):
         norm: type[nn.Module]
@@ -263,10 +286,7 @@ def test_a_checkpoint_loads_where_the_norms_have_automatic_names(ours, flax):
             return self.norm()(nn.Dense(8)(self.norm()(x)))
 
     x = jax.random.normal(jax.random.key(0), (3, 8))
-    variables = Model(flax).init(jax.random.key(1), x)
-    assert jax.tree.structure(variables) == jax.tree.structure(
-        Model(ours).init(jax.random.key(1), x)
-    )
-    np.testing.assert_allclose(
-        Model(ours).apply(variables, x), Model(flax).apply(variables, x), atol=1e-6
-    )
+    variables, own = (quick_jit(Model(norm).init)(jax.random.key(1), x) for norm in (flax, ours))
+    assert_same_parameters(own, variables)
+    y, expected = (quick_jit(Model(norm).apply)(variables, x) for norm in (ours, flax))
+    np.testing.assert_allclose(y, expected, atol=1e-6)

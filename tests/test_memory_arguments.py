@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from helpers import array
 
 from lowmembp_jax.memory.lowering.arguments import arguments
 
@@ -13,11 +14,7 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")  # optax mixes dtypes
 ADAM = optax.adam(1e-3)
 
 
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-W = X = f32(8, 8)  # the shapes tell nothing apart
+W = X = array(8, 8)  # the shapes tell nothing apart
 
 
 def found(step, *args, parts=None):
@@ -123,7 +120,7 @@ def test_microbatches_in_a_scan():
         updates, s = ADAM.update(grads, s)
         return optax.apply_updates(theta, updates), s
 
-    parts = found(step, [W], jax.eval_shape(ADAM.init, [W]), f32(8, 8, 8))
+    parts = found(step, [W], jax.eval_shape(ADAM.init, [W]), array(8, 8, 8))
     assert list(parts.values()) == ["parameters", *["optimizer_state"] * 3, "batch"]
     assert "s[0].mu[0]" in parts
 

@@ -232,8 +232,6 @@ def test_budget_of_a_plan():
     assert not lm.memory.plan(jnp.sin, x, budget="4kB").fits
     plan = lm.memory.plan(jnp.sin, x, budget="10kB")
     assert plan.fits and "10,000 B budget of" in str(plan)
-    with pytest.raises(ValueError, match=r"budget: '24' is not a size: .* GB, GiB"):
-        lm.memory.plan(jnp.sin, x, budget="24")
 
 
 def search(peak, budget, **kwargs):

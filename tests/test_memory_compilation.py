@@ -37,15 +37,10 @@ def cudnn_attention(x):
 @pytest.mark.sample(3)
 @gpu_compiler
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
-def test_every_device_and_kernel(device):
+def test_every_device(device):
+    """The kernels of Pallas are compiled in test_pallas_lowering.py."""
     compiled = lm.memory.compile_for(jax.grad(loss), X, device=device)
     assert compiled.memory_analysis().output_size_in_bytes == BYTES
-    if device == "t4":
-        return
-    with lm.set_implementation("pallas"):
-        program = lm.memory.compile_for(jax.grad(loss), X, device=device).as_text()
-    for kernel in ("norm_forward", "norm_backward", "activation_forward", "activation_backward"):
-        assert f"lowmembp_{kernel}" in program
 
 
 @gpu_compiler

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from helpers import parts
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.lowering.arguments import arguments
 from lowmembp_jax.memory.lowering.nnx_states import of_states
-from lowmembp_jax.memory.result import PARTS
 
 gpu_compiler = pytest.mark.gpu_compiler
 pytestmark = pytest.mark.usefixtures("jax_defaults")  # NNX's optimizer counts in integers
@@ -75,10 +75,6 @@ def step(model, optimizer, x):
     value, grads = nnx.value_and_grad(loss)(model, x)
     optimizer.update(model, grads)
     return value
-
-
-def parts(plan):
-    return {part: getattr(plan, part) for part in PARTS}
 
 
 @gpu_compiler

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import array
 from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
@@ -12,10 +13,6 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")
 gpu_compiler = pytest.mark.gpu_compiler
 
 ADAM = optax.adam(1e-3)
-
-
-def array(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @gpu_compiler

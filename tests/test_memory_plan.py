@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import array, parts
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -22,10 +23,6 @@ WIDTH, LAYERS, ROWS = 512, 3, 4096
 WEIGHT = WIDTH * WIDTH * 4
 WEIGHTS = LAYERS * WEIGHT
 ADAM = optax.adam(1e-3)
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def mlp_loss(params, batch):
@@ -43,7 +40,7 @@ def mlp_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-PARAMS, BATCH = [f32(WIDTH, WIDTH)] * LAYERS, f32(ROWS, WIDTH)
+PARAMS, BATCH = [array(WIDTH, WIDTH)] * LAYERS, array(ROWS, WIDTH)
 OPT_STATE = jax.eval_shape(ADAM.init, PARAMS)
 MLP = PARAMS, OPT_STATE, BATCH
 
@@ -51,10 +48,6 @@ MLP = PARAMS, OPT_STATE, BATCH
 @functools.cache
 def plan_mlp(donate=(0, 1)):
     return lm.memory.plan(mlp_step, *MLP, donate=donate)
-
-
-def parts(plan):
-    return {part: getattr(plan, part) for part in PARTS}
 
 
 def scanned_loss(params, batch, layer=lambda x, w: jnp.sin(lax.optimization_barrier(x @ w))):
@@ -120,7 +113,7 @@ def test_gradients_by_hand():
         norm = optax.tree.norm(lax.optimization_barrier(grads))
         return jax.tree.map(lambda w, g: w - g / norm, params, grads)
 
-    plan = lm.memory.plan(clipped, PARAMS, f32(16, WIDTH), donate=0)
+    plan = lm.memory.plan(clipped, PARAMS, array(16, WIDTH), donate=0)
     # Parameters by the name of the argument, the batch whatever is left.
     assert (plan.parameters, plan.batch) == (WEIGHTS, 16 * WIDTH * 4)
     assert plan.gradients == WEIGHTS
@@ -129,7 +122,7 @@ def test_gradients_by_hand():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices_share_the_batch(axis_type):
     mesh = AbstractMesh((8,), ("data",), axis_types=(axis_type,))
-    arguments = (PARAMS, OPT_STATE, f32(8 * ROWS, WIDTH))
+    arguments = (PARAMS, OPT_STATE, array(8 * ROWS, WIDTH))
     options = {"mesh": mesh, "in_shardings": (P(), P(), P("data")), "donate": (0, 1)}
     one, eight = plan_mlp(), lm.memory.plan(mlp_step, *arguments, **options)
     assert (one.device_count, eight.device_count) == (1, 8)
@@ -148,7 +141,7 @@ def test_several_hosts_that_share_the_batch():
 
     def plan(count, **options):
         specs = {"in_shardings": (P(), P(), P("data")), "out_shardings": (P(), P(), P())}
-        arguments = (PARAMS, OPT_STATE, f32(256 * count, WIDTH))
+        arguments = (PARAMS, OPT_STATE, array(256 * count, WIDTH))
         mesh = {"mesh": {"data": count}, "donate": (0, 1)}
         return lm.memory.plan(mlp_step, *arguments, **mesh, **specs, **options)
 
@@ -171,7 +164,7 @@ def test_doubts_are_noted(monkeypatch):
         return dataclasses.replace(found, allocations=larger, not_understood=odd)
 
     monkeypatch.setattr(buffers, "parse", other)
-    plan = lm.memory.plan(jnp.sin, f32(64))
+    plan = lm.memory.plan(jnp.sin, array(64))
     lines, sums = plan.notes
     assert "2 lines of XLA's buffer assignment were not understood" in lines
     assert "the first: 'striped: yes'" in lines
@@ -185,8 +178,8 @@ def test_residuals_at_the_peak_have_their_source_line():
         return jnp.sum(jnp.square(h @ params["v"]))
 
     line = loss.__code__.co_firstlineno + 1
-    params = {"w": f32(256, 2048), "v": f32(2048, 256)}
-    plan = lm.memory.plan(jax.grad(loss), params, f32(8192, 256))
+    params = {"w": array(256, 2048), "v": array(2048, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, array(8192, 256))
     (codes,) = (buffer for buffer in plan.live if buffer.shape == "u2[8192,2048]")
     assert (codes.part, codes.bytes) == ("intermediates", 8192 * 2048 // 4)
     assert codes.source == f"{__file__}:{line}"
@@ -214,7 +207,7 @@ def test_mixed_precision_casts_are_parameters():
 
 def test_stacks_of_a_scan_are_intermediates():
     step = lambda params, batch: params - jax.grad(scanned_loss)(params, batch)  # noqa: E731
-    plan = lm.memory.plan(step, f32(8, WIDTH, WIDTH), BATCH, donate=0)
+    plan = lm.memory.plan(step, array(8, WIDTH, WIDTH), BATCH, donate=0)
     assert not plan.notes
     kept = [buffer for buffer in plan.live if buffer.shape == f"f32[8,{ROWS},{WIDTH}]"]
     assert {buffer.part for buffer in kept} == {"intermediates"}
@@ -234,8 +227,8 @@ def test_recurrence_from_a_learned_state():
         start = jnp.broadcast_to(params["start"], batch.shape[1:])
         return jnp.sum(lax.scan(cell, start, batch)[0] ** 2)
 
-    params = {"w": f32(256, 256), "start": f32(1, 256)}
-    plan = lm.memory.plan(jax.grad(loss), params, f32(8, 2048, 256))
+    params = {"w": array(256, 256), "start": array(1, 256)}
+    plan = lm.memory.plan(jax.grad(loss), params, array(8, 2048, 256))
     assert plan.parameters == (256 + 1) * 256 * 4
     assert plan.most_intermediates >= 2 * plan.batch
 
@@ -248,7 +241,7 @@ def test_the_input_of_a_block_that_is_computed_again():
 
     line = layer.__code__.co_firstlineno + 1
     loss = functools.partial(scanned_loss, layer=jax.checkpoint(layer))
-    plan = lm.memory.plan(jax.grad(loss), f32(8, WIDTH, WIDTH), BATCH)
+    plan = lm.memory.plan(jax.grad(loss), array(8, WIDTH, WIDTH), BATCH)
     (stack,) = (buffer for buffer in plan.live if buffer.shape == f"f32[8,{ROWS},{WIDTH}]")
     assert (stack.op, stack.source) == ("sin", f"{__file__}:{line}")
 
@@ -260,7 +253,7 @@ def test_offloaded_residuals_are_in_the_hosts_memory():
     def plan(policy):
         layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)
         loss = functools.partial(scanned_loss, layer=layer)
-        return lm.memory.plan(jax.grad(loss), f32(8, WIDTH, WIDTH), BATCH)
+        return lm.memory.plan(jax.grad(loss), array(8, WIDTH, WIDTH), BATCH)
 
     offloaded, kept = plan(policy), plan(policies.dots_saveable)
     stack = 8 * ROWS * WIDTH * 4
@@ -282,7 +275,7 @@ def test_timeline():
     def step(params, batch):
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(mlp_loss)(params, batch))
 
-    plan = lm.memory.plan(step, [f32(64, 64)] * layers, f32(256, 64), donate=0)
+    plan = lm.memory.plan(step, [array(64, 64)] * layers, array(256, 64), donate=0)
     times, *columns = zip(*plan.timeline, strict=True)
     assert list(times) == sorted(set(times)) and 100 < len(times) <= 200
     most = max(plan.timeline, key=lambda row: sum(row[1:]))
@@ -306,7 +299,7 @@ def test_reports():
     text = str(plan)
     assert text.startswith("NVIDIA H200") and "optimizer state" in text and "fits\n" in text
 
-    small = lm.memory.plan(jnp.sin, f32(64), device="l4", memory_fraction=0.5)
+    small = lm.memory.plan(jnp.sin, array(64), device="l4", memory_fraction=0.5)
     assert small.usable == lm.memory.get_device("l4").usable_bytes(0.5)
     with pytest.raises(ValueError, match=r"memory_fraction: .* got 75"):
-        lm.memory.plan(jnp.sin, f32(64), memory_fraction=75)
+        lm.memory.plan(jnp.sin, array(64), memory_fraction=75)

@@ -216,9 +216,9 @@ def test_paths(names, norm, dense, changed):
 
 def test_counting_to_the_next_layer():
     params = layers("08", "09", "10")
-    following = lm.MergeRule("{i}/ln", "{i+1}/mlp/up", skip_unconsumed=True)
-    out = lm.merge_norm_affine(params, [following])
-    assert merged_paths(params, following) == ["09/mlp/up", "10/mlp/up"]
+    after = following(1, "up")
+    out = lm.merge_norm_affine(params, [after])
+    assert merged_paths(params, after) == ["09/mlp/up", "10/mlp/up"]
     assert [name for name in out if "ln" in out[name]] == ["10"]  # nothing follows it: untouched
     before = lm.MergeRule("{i}/ln", "{i-1}/mlp/up", skip_unconsumed=True)
     assert merged_paths(params, before) == ["08/mlp/up", "09/mlp/up"]
@@ -237,66 +237,53 @@ def shaped(scale=(4,), kernel=(4, 3), **bias):
     return {"n": {"scale": np.ones(scale)}, "d": {"kernel": np.ones(kernel), **dense}}
 
 
+def following(offset, *names):
+    """A rule for the Denses of a later layer."""
+    denses = [f"{{i+{offset}}}/mlp/{name}" for name in names]
+    return lm.MergeRule("{i}/ln", denses, skip_unconsumed=True)
+
+
 N, D = small(norm=("scale",)).values()
 SMALL, ONE, KERNEL = {"n": N, "d": D}, np.float32([1]), np.ones((4, 3))
-SKIP = {"skip_unconsumed": True}
+ABSTRACT = jax.ShapeDtypeStruct((4, 3), np.float32)
+LARGE = {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])}}
+#: Parameters, rules, and the path, the leaf or the option that the error names.
 ERRORS = [
-    ({"b": {"n_1": {"scale": ONE}}}, {"b/n1": "d"}, r"'b/n1': no module .*nearest are \['b/n_1'"),
-    (SMALL, {"l_{i}/norm": "d"}, r"'l_\{i\}/norm': no module .* params has \['d', 'n'\]"),
-    ({"params": SMALL}, {"params/n": "params/d"}, r"no module .*params has \['d', 'n'\]"),
-    ({"n": N, "a": {"q": D}}, {"n": ["a/q", "a/qu"]}, r"no Dense 'a/qu' .*nearest are \['a/q'"),
-    (SMALL, {"n": "d/kernel"}, "no Dense 'd/kernel' in params"),
-    ({"n": {}, "d": D}, {"n": "d"}, "'n': expected a scale, a bias or both .*, got nothing"),
+    ({"b": {"n_1": {"scale": ONE}}}, {"b/n1": "d"}, r"'b/n1'.* nearest are \['b/n_1'"),
+    (SMALL, {"l_{i}/norm": "d"}, r"'l_\{i\}/norm'.* params has \['d', 'n'\]"),
+    ({"params": SMALL}, {"params/n": "params/d"}, "'params/n'"),
+    ({"n": N, "a": {"q": D}}, {"n": ["a/q", "a/qu"]}, r"'a/qu' .*nearest are \['a/q'"),
+    (SMALL, {"n": "d/kernel"}, "'d/kernel'"),
+    ({"n": {}, "d": D}, {"n": "d"}, "'n': expected a scale"),
     ({"n": {"kernel": KERNEL}, "d": D}, {"n": "d"}, r"'n': expected a scale.*\['kernel'\]"),
-    ({"n": N, "w": {"embedding": ONE}}, {"n": "w"}, r"a kernel, got \['embedding'\] \(untie"),
-    (small(dense=("kernel",)), {"n": "d"}, "'d' has no bias to fold it into; add_bias=True"),
+    ({"n": N, "w": {"embedding": ONE}}, {"n": "w"}, r"\['embedding'\] \(untie"),
+    (small(dense=("kernel",)), {"n": "d"}, "'d' .* add_bias=True"),
     ({"n": N, "m": N, "d": D}, {"n": "d", "m": "d"}, "'d' is merged twice, .* 'n' and .* 'm'"),
-    (SMALL, {"n": ["d", "d"]}, "Dense 'd' is merged twice"),
+    (SMALL, {"n": ["d", "d"]}, "'d' is merged twice"),
     ({"l0": SMALL, "l1": SMALL}, {"l{i}/n": "l{j}/d"}, "'l0/d' is merged twice.*'l1/n'"),
-    ({"l0": SMALL}, {"l{i}/n": "l{i}/d", "l0/n": "l0/d"}, r"'l0/n' has a rule already, 'l\{i\}/n'"),
-    (small(lora_a=KERNEL), {"n": "d"}, "expected only kernel and bias, got the leaf 'lora_a'"),
-    (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: expected a floating .* int8"),
-    (small(kernel=(KERNEL, ONE)), {"n": "d"}, "d/kernel: expected one array, got tuple"),
-    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: expected one array, got dict"),
-    (small(kernel={"direction": KERNEL}), {"n": "d"}, "d/kernel: expected one array, got dict"),
-    (
-        shaped(kernel=(5, 3), bias=(3,)), {"n": "d"},
-        r"kernel has shape \(5, 3\) and d/bias \(3,\), expected \(4, \*outputs\) and \(\*outputs\)",
-    ),
-    (shaped(kernel=(3, 4)), {"n": "d"}, r"kernel has shape \(3, 4\), expected \(4, \*outputs\)"),
-    (shaped(bias=(4,)), {"n": "d"}, r"d/bias \(4,\), expected"),
-    (
-        shaped(scale=(2, 4), kernel=(3, 4, 5), bias=(3, 5)), {"n": "d"},
-        r"kernel has shape \(3, 4, 5\) .* expected \(2, 4, \*outputs\) and \(2, \*outputs\)",
-    ),
-    (shaped(kernel=(2, 4, 5)), {"n": "d"}, r"\(2, 4, 5\), expected \(4,"),
+    ({"l0": SMALL}, {"l{i}/n": "l{i}/d", "l0/n": "l0/d"}, r"'l0/n' has a rule already"),
+    (small(lora_a=KERNEL), {"n": "d"}, "leaf 'lora_a'"),
+    (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: .* int8"),
+    (small(kernel=(KERNEL, ONE)), {"n": "d"}, "d/kernel: .* tuple"),
+    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: .* dict"),
+    (small(kernel={"direction": KERNEL}), {"n": "d"}, "d/kernel: .* dict"),
+    (shaped(kernel=(5, 3), bias=(3,)), {"n": "d"}, r"d/kernel .*\(5, 3\) and d/bias \(3,\)"),
+    (shaped(kernel=(3, 4)), {"n": "d"}, r"d/kernel .*\(3, 4\)"),
+    (shaped(bias=(4,)), {"n": "d"}, r"d/bias \(4,\)"),
+    (shaped((2, 4), (3, 4, 5), bias=(3, 5)), {"n": "d"}, r"d/kernel .*\(2, 4, \*outputs\)"),
+    (shaped(kernel=(2, 4, 5)), {"n": "d"}, r"d/kernel .*\(2, 4, 5\)"),
     ({"n": {**N, "bias": ONE}, "d": D}, {"n": "d"}, r"scale \(4,\) and bias \(1,\)"),
-    (
-        small(norm=("scale",), kernel=jax.ShapeDtypeStruct((4, 3), np.float32)), {"n": "d"},
-        "expected only arrays or only ShapeDtypeStructs, got both",
-    ),
-    (
-        {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])}}, {"n": "d"},
-        r"d/kernel reaches 9e\+04, which is too large for float16",
-    ),
-    (SMALL, {"n": []}, "denses: expected one path or more"),
-    (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}': expected \{i\} without"),
-    (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}': expected \{i\} without"),
-    (SMALL, {"n": "{d,e}"}, r"expected a name in the braces of '\{d,e\}'"),
-    (layers("09"), {"09/l{i}": "{i+1}/mlp/up"}, r"'\{i\+1\}/mlp/up': expected a number, got 'n'"),
-    (
-        layers("09", "10"), {"{i}/ln": "{i+1}/mlp/up"},
-        r"'10/ln' \(skip_unconsumed=True skips it\): no Dense '11/mlp/up'",
-    ),
-    (
-        layers("09", "10"), [lm.MergeRule("{i}/ln", "{i+5}/mlp/up", **SKIP)],
-        "none of the 2 matching norms has any of the Denses",
-    ),
-    (
-        layers("09"), [lm.MergeRule("{i}/ln", ["{i}/mlp/up", "{i}/mlp/down"], **SKIP)],
-        "norm '09/ln': no Dense '09/mlp/down'",
-    ),
-]  # fmt: skip
+    (small(norm=("scale",), kernel=ABSTRACT), {"n": "d"}, "ShapeDtypeStructs"),
+    (LARGE, {"n": "d"}, r"d/kernel reaches 9e\+04"),
+    (SMALL, {"n": []}, "denses"),
+    (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}'"),
+    (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}'"),
+    (SMALL, {"n": "{d,e}"}, r"'\{d,e\}'"),
+    (layers("09"), {"09/l{i}": "{i+1}/mlp/up"}, r"'\{i\+1\}/mlp/up': .* got 'n'"),
+    (layers("09", "10"), {"{i}/ln": "{i+1}/mlp/up"}, r"'10/ln' \(skip_unconsumed=True"),
+    (layers("09", "10"), [following(5, "up")], "none of the 2 matching norms"),
+    (layers("09"), [following(0, "up", "down")], "norm '09/ln': no Dense '09/mlp/down'"),
+]
 
 
 @pytest.mark.parametrize(("params", "rules", "message"), ERRORS)

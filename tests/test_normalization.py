@@ -6,27 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, quick_jit, run_in_triton_interpreter
-from jax._src.ad_checkpoint import saved_residuals
+from helpers import only_interpreted, quick_jit, residuals, saved_residuals
 
 import lowmembp_jax as lm
 
 OPS = {"ms_layer_norm": lm.ms_layer_norm, "ms_rms_norm": lm.ms_rms_norm}
-# Shape, dtype of x, dtype of the output. Triton's kernels read 20000 columns in chunks.
+#: Shape, dtype of x, dtype of the output; test_properties.py has any shape of at most 2500 numbers.
+#: Triton's kernels read 20000 columns in chunks.
 ARGUMENTS = [
     ((37, 129), "float32", "float32"),
-    ((37, 129), "bfloat16", "bfloat16"),
     ((37, 40), "float16", "float16"),
-    ((37, 129), "float32", "bfloat16"),
-    ((3, 1023), "bfloat16", "float32"),
-    ((2, 3, 768), "float32", "float32"),
-    ((600, 8), "float32", "float32"),
+    ((600, 8), "float32", "bfloat16"),
     ((2, 16384), "bfloat16", "bfloat16"),
     ((2, 20000), "float32", "float32"),
     ((3, 1), "float32", "float32"),
-    ((5,), "float32", "float32"),
     ((0, 7), "float32", "float32"),
-    ((3, 0), "float32", "float32"),
 ]
 each_op = pytest.mark.parametrize("name", OPS)
 
@@ -79,7 +73,7 @@ class Norms:
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
 
-    @pytest.mark.sample(45)
+    @pytest.mark.sample(21)
     @each_op
     @pytest.mark.parametrize("residual", [None, "auto", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
@@ -113,13 +107,15 @@ class Norms:
         g = jax.random.normal(jax.random.key(1), x.shape).astype(dtype)
         bias = jax.random.normal(jax.random.key(2), scale.shape)
         rest = (bias,)[: len(affine(name, 1)) - 1]
-        dx = jax.vjp(lambda x: self.op(name)(x, scale, *rest), x)[1](g)[0]
+        op = lambda x: self.op(name)(x, scale, *rest)  # noqa: E731
+        dx = quick_jit(partial(output_and_gradients, op))(g, x)[1][0]
         with jax.enable_x64(True):
             wide = partial(np.asarray, dtype=np.float64)
             given = (wide(scale), *(wide(p) for p in rest))
             y = np.asarray(reference(name, jnp.asarray(wide(x))))
             frozen = partial(lambda *p: reference(name, p[-1], *p[:-1]), *map(jnp.asarray, given))
-            want = np.asarray(jax.vjp(frozen, jnp.asarray(wide(x)))[1](jnp.asarray(wide(g)))[0])
+            run = quick_jit(partial(output_and_gradients, frozen))
+            want = np.asarray(run(jnp.asarray(wide(g)), jnp.asarray(wide(x)))[1][0])
         eps, tiny = (float(getattr(jnp.finfo(dtype), at)) for at in ("eps", "tiny"))
         with np.errstate(divide="ignore"):
             p = (eps * np.abs(given[1] if rest else 0) + tiny) / np.abs(given[0])
@@ -138,13 +134,14 @@ class Norms:
     @pytest.mark.parametrize("residual", ["normalized", "output"])
     def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
         x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
-        y, vjp = jax.vjp(self.op(name, residual=residual), x, jnp.full(64, 1.5))
-        dx, d_scale = vjp(jnp.ones_like(y))
+        run = quick_jit(partial(output_and_gradients, self.op(name, residual=residual)))
+        ones, scale = jnp.ones_like(x), jnp.full(64, 1.5)
+        y, (dx, d_scale) = run(ones, x, scale)
         others = jnp.array([0, 2])
         assert jnp.isnan(y[1]).any() and jnp.isfinite(y[others]).all()
         assert jnp.isnan(dx[1]).all() and jnp.isfinite(dx[others]).all()
         assert not jnp.isfinite(d_scale[7])
-        assert not jnp.isfinite(vjp(jnp.ones_like(y).at[2, 3].set(bad))[0][2]).any()
+        assert not jnp.isfinite(run(ones.at[2, 3].set(bad), x, scale)[1][0][2]).any()
 
     @each_op
     def test_variance_of_a_shifted_row_does_not_cancel(self, name):
@@ -161,13 +158,13 @@ class Norms:
         x = jax.random.normal(jax.random.key(0), (2, 2, 3, 48))
         scale = 1 + jax.random.uniform(jax.random.key(1), (2, 48))
         scale = scale if batched_scale else scale[0]
-        run = jax.jit(partial(gradients, self.op(name)))
-        inner = jax.vmap(run, (0, None))
-        got = jax.vmap(inner, (0, 0 if batched_scale else None))(x, scale)
+        one = partial(gradients, self.op(name))
+        both = jax.vmap(jax.vmap(one, (0, None)), (0, 0 if batched_scale else None))
+        run, got = quick_jit(one), quick_jit(both)(x, scale)
         for i in range(2):
             for j in range(2):
-                one = run(x[i, j], scale[i] if batched_scale else scale)
-                for a, b in zip(got, one, strict=True):
+                want = run(x[i, j], scale[i] if batched_scale else scale)
+                for a, b in zip(got, want, strict=True):
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
 
 
@@ -184,30 +181,13 @@ class TestTriton(Norms):
     implementation = "triton"
 
 
-@pytest.mark.slow
-def test_triton():
-    run_in_triton_interpreter(__file__)
-
-
-@each_op
-def test_scale_of_zero(name):
-    """x and the normalized x are exact there; the output holds nothing to recover y from."""
-    (x, scale, *bias), g, _, want = example(name, (37, 129), "float32", "float32", True)
-    scale = scale.at[5].set(0)
-    for residual in ("auto", "normalized"):
-        exact = jax.vjp(partial(OPS[name], residual=residual), x, scale, *bias)[1](g)
-        np.testing.assert_allclose(exact[1], want[1], atol=2e-5)
-    recovered = jax.vjp(partial(OPS[name], residual="output"), x, scale, *bias)[1](g)
-    assert jnp.isnan(recovered[1][5])
-
-
 def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():
     """That is where eps abs(bias) >= abs(scale)."""
     eps = float(jnp.finfo(jnp.float32).eps)
     scale = eps * jnp.array([0.3, -0.95, 1.05, -2.0, 1e7])
     x = jax.random.normal(jax.random.key(0), (9, 5))
     op = partial(lm.ms_layer_norm, residual="output")
-    d_scale = gradients(op, x, scale, jnp.ones(5))[1]
+    d_scale = quick_jit(partial(gradients, op))(x, scale, jnp.ones(5))[1]
     np.testing.assert_array_equal(jnp.isnan(d_scale), [True, True, False, False, False])
 
 
@@ -217,8 +197,8 @@ def test_second_order_is_exact(name):
         return jnp.sum(jnp.sin(norm(x)))
 
     x = jax.random.normal(jax.random.key(0), (3, 5))
-    want = jax.hessian(partial(loss, partial(reference, name)))(x)
-    got = jax.jacrev(jax.grad(partial(loss, OPS[name])))(x)
+    want = quick_jit(jax.hessian(partial(loss, partial(reference, name))))(x)
+    got = quick_jit(jax.jacrev(jax.grad(partial(loss, OPS[name]))))(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -244,27 +224,24 @@ LAYER, RMS, ONES = lm.ms_layer_norm, lm.ms_rms_norm, jnp.ones((2, 4))
 
 
 @pytest.mark.parametrize(
-    ("op", "args", "options", "error", "words"),
+    ("op", "args", "options", "error", "name"),
     [
-        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, r"scale: expected shape \(4,\)"),
-        (LAYER, (ONES, None, ONES), {}, ValueError, "bias: expected shape"),
-        (LAYER, (jnp.float32(1),), {}, ValueError, "x: expected at least one axis"),
-        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x: expected a real array"),
-        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype: expected .*int8"),
-        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual: expected .*got 'x'"),
-        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon: expected .*got -1e-06"),
-        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon: .*got nan"),
-        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation: .*got '\\?'"),
-        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, r"mask: .*, \(2, 4\).*\(3,\)"),
-        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, r"mask: .*got \(1, 2, 4"),
-        (
-            RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError,
-            r"implementation: 'pallas'.* no mask, got .*mask=\(2, 4\); choose 'xla'",
-        ),
+        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, "scale"),
+        (LAYER, (ONES, None, ONES), {}, ValueError, "bias"),
+        (LAYER, (jnp.float32(1),), {}, ValueError, "x"),
+        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x"),
+        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype"),
+        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual"),
+        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon"),
+        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon"),
+        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation"),
+        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, "mask"),
+        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, "mask"),
+        (RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError, "mask"),
     ],
-)  # fmt: skip
-def test_errors_name_the_argument(op, args, options, error, words):
-    with pytest.raises(error, match=words):
+)
+def test_errors_name_the_argument(op, args, options, error, name):
+    with pytest.raises(error, match=rf"\b{name}\b"):
         op(*args, **options)
 
 
@@ -277,7 +254,7 @@ FROZEN = jnp.ones(1024)
 
 
 def kept(op, *args):
-    return sorted((str(a.dtype), a.shape) for a, _ in saved_residuals(op, *args))
+    return sorted(residuals(op, *args))
 
 
 def wide(op, *args):

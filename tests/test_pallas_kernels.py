@@ -7,23 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
+from helpers import ACTIVATIONS, quick_jit
 
 import lowmembp_jax as lm
-from lowmembp_jax.operators.activations import REGELU2_TABLE, RESILU2_TABLE
 from lowmembp_jax.operators.codes import encode
 from pallas_kernels import flat_tiling, gated, step_table
 from pallas_kernels.activation import activation_backward, activation_forward
 from pallas_kernels.normalization import norm_backward, norm_forward
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-FUNCTIONS = {
-    "gelu_tanh": (functools.partial(lm.regelu2, approximate=True), REGELU2_TABLE),
-    "gelu_erf": (functools.partial(lm.regelu2, approximate=False), REGELU2_TABLE),
-    "silu": (lm.resilu2, RESILU2_TABLE),
-    "gelu_tanh, 4 bits": (functools.partial(lm.gelu, bits=4), lm.STEP_TABLES["gelu_tanh", 4]),
-    "silu, 4 bits": (functools.partial(lm.silu, bits=4), lm.STEP_TABLES["silu", 4]),
-}
 
 
 def assert_same(actual, expected):
@@ -50,20 +40,6 @@ def normal(seed, shape, dtype=jnp.float32, scale=1.0, loc=0.0):
     return jnp.asarray(values, jnp.float32).astype(dtype)
 
 
-def hard_values(table, shape, dtype):
-    """Random x, and thresholds, their neighbours, infinities, NaNs, zeros and subnormals."""
-    thresholds = np.asarray(table.thresholds, np.float32)
-    ends = np.float32([np.inf, -np.inf])
-    neighbours = [np.nextafter(thresholds, end) for end in ends]
-    others = np.float32([np.nan, 0.0, -0.0, 1e-42, -1e-42, 3.4e38, -3.4e38, 6e4, -6e4])
-    special = np.concatenate([thresholds, *neighbours, ends, others])
-    x = np.random.default_rng(0).normal(0, 4, math.prod(shape)).astype(np.float32)
-    # Apart, so that some groups hold one NaN and others none; the next group holds several.
-    x[:: max(x.size // special.size, 1)][: special.size] = special[: x.size]
-    x[200:210] = np.nan
-    return jnp.asarray(x.reshape(shape)).astype(dtype)
-
-
 def packed_codes(x, table):
     codes = encode(x.astype(jnp.float32), table)
     if table.dtype == jnp.uint2:
@@ -72,11 +48,10 @@ def packed_codes(x, table):
     return pairs[:, 0] | (pairs[:, 1] << 4)
 
 
-def check_activation(function, size, dtype, cores=None):
+def check_activation(name, size, dtype, cores=None):
     """Bit for bit the jnp path; the first codes of a byte are in its lowest bits."""
-    op, table = FUNCTIONS[function]
-    function = function.split(",")[0]
-    x, g = hard_values(table, (size,), dtype), normal(1, (size,), dtype)
+    (op, _, table), function = ACTIVATIONS[name], name[: -len("_2")]
+    x, g = normal(0, (size,), dtype, 4.0).at[::7].set(jnp.nan), normal(1, (size,), dtype)
     options = {"cores": cores, "interpret": True}
 
     @jax.jit
@@ -91,43 +66,33 @@ def check_activation(function, size, dtype, cores=None):
     assert_same(dx, vjp(g)[0])
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(
-    ("function", "size", "dtype", "cores"),
+    ("name", "size", "dtype", "cores"),
     [
-        ("gelu_tanh", 10 * 1024, jnp.float32, None),
-        ("gelu_erf", 7 * 512, jnp.bfloat16, None),
-        ("silu", 9 * 256, jnp.float16, None),
-        ("silu", 1, jnp.float32, None),
-        ("gelu_tanh", 3, jnp.float32, None),
-        ("silu", 4, jnp.bfloat16, None),
-        ("gelu_erf", 511, jnp.float32, None),
-        ("silu", 2049, jnp.bfloat16, None),
-        ("silu", 8197, jnp.float16, 1),
-        ("silu, 4 bits", 1, jnp.float32, None),
-        ("gelu_tanh, 4 bits", 2049, jnp.bfloat16, None),
-        ("silu, 4 bits", 10 * 1024, jnp.float16, 1),
+        ("gelu_tanh_2", 10 * 1024, jnp.float32, None),
+        ("gelu_erf_2", 2049, jnp.bfloat16, None),
+        ("silu_2", 8197, jnp.float16, 1),
+        ("gelu_tanh_4", 2049, jnp.bfloat16, None),
     ],
 )
-def test_activation_is_the_jnp_path_bit_for_bit(function, size, dtype, cores):
-    check_activation(function, size, dtype, cores)
+def test_activation_is_the_jnp_path_bit_for_bit(name, size, dtype, cores):
+    """Sizes of several blocks; test_properties.py has smaller ones."""
+    check_activation(name, size, dtype, cores)
 
 
-@pytest.mark.parametrize("function", ["silu", "silu, 4 bits"])
+@pytest.mark.parametrize("name", ["silu_2", "silu_4"])
 @pytest.mark.parametrize("size", [2050, 1024 + 32])
-def test_activation_of_a_large_array(monkeypatch, size, function):
+def test_activation_of_a_large_array(monkeypatch, size, name):
     """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
     monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
     monkeypatch.setattr(flat_tiling, "_MOST_BYTES", 0)
-    check_activation(function, size, jnp.float32)
+    check_activation(name, size, jnp.float32)
 
 
-@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("size", [511, 2050])
-def test_gated_units_of_any_size(monkeypatch, size, masked):
-    """What is common to all implementations is in test_gated.py; large arrays are not masked."""
-    if not masked:
-        monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
+def test_gated_units_of_a_large_array(monkeypatch, size):
+    """It is not masked; what is common to all implementations is in test_gated.py."""
+    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
     gate, up, g = (normal(seed, (size,), jnp.bfloat16, 4.0) for seed in range(3))
     h = gated.gated_forward(gate, up, "silu", interpret=True)
     want, vjp = jax.vjp(lm.swiglu, gate, up)
@@ -213,31 +178,31 @@ X, X16, FEW = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16), jnp.zeros((3,
 NORM = {"center": True, "epsilon": 1e-6, "dtype": jnp.float32, "keep_normalized": True}
 CODES, THREE = jnp.zeros(32, jnp.uint8), jnp.zeros(3, jnp.uint8)
 BAD = [
-    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function: expected .*'relu'"),
+    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function"),
     ("activation_forward", (X, "silu", (0.0,) * 16), ValueError, "thresholds"),
-    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x: expected float32"),
-    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, r"packed: expected uint8 \(32,\)"),
-    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels: expected 2 to 16"),
-    ("gated_forward", (X, X, "relu"), ValueError, "function: expected .*'relu'"),
-    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up: expected float32"),
-    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up: .*up float32 .3, 32."),
-    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g: expected.*float16"),
-    ("norm_forward", (X[0], None, None), ValueError, r"\[rows, width\]"),
-    ("norm_forward", (X, X[:, 0], None), ValueError, r"scale: expected shape \(32,\)"),
-    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x: expected float32"),
+    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x"),
+    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, "packed"),
+    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels"),
+    ("gated_forward", (X, X, "relu"), ValueError, "function"),
+    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up"),
+    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up"),
+    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g"),
+    ("norm_forward", (X[0], None, None), ValueError, "rows"),
+    ("norm_forward", (X, X[:, 0], None), ValueError, "scale"),
+    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x"),
 ]
 
 
 @pytest.mark.parametrize("backend", ["pallas", "triton"])
-@pytest.mark.parametrize(("name", "args", "error", "message"), BAD)
-def test_arguments_are_checked(backend, name, args, error, message):
+@pytest.mark.parametrize(("name", "args", "error", "argument"), BAD)
+def test_arguments_are_checked(backend, name, args, error, argument):
     family = {"norm": "normalization"}.get(name.split("_")[0], name.split("_")[0])
     package = "pallas_kernels.triton" if backend == "triton" else "pallas_kernels"
     function = getattr(pytest.importorskip(f"{package}.{family}"), name)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=rf"\b{argument}\b"):
         function(*args, **(NORM if family == "normalization" else {}))
 
 
 def test_rows_of_too_many_columns():
-    with pytest.raises(ValueError, match=r"expected up to .* columns, got \[1, 65537\]"):
+    with pytest.raises(ValueError, match="columns"):
         norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)

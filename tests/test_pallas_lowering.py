@@ -59,7 +59,7 @@ def assert_alone(device, name, fn, *shapes_dtypes):
     assert name in text and "fusion(" not in text and "copy(" not in text
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(64, 1024), (5, 12)])
 @pytest.mark.parametrize("table", TABLES, ids=["2 bits", "4 bits"])
@@ -87,7 +87,7 @@ def test_gated_units_compile(device, shape):
             assert_alone(device, name, run, *[(shape, dtype)] * arrays)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(1024, 768), (7, 1023), (300, 16384)])
 def test_norms_compile(device, shape):

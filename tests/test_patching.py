@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen import gelu as captured_gelu
+from helpers import quick_jit
 from patching_models import MODEL, PARAMS, Block, X, assert_close, dtypes_kept, loss
 
 import lowmembp_jax as lm
 
 
-def is_swapped(activation, x=X) -> bool:
-    return "uint2" in dtypes_kept(lambda x: activation(x).sum(), x)
+def is_swapped(activation) -> bool:
+    return "uint2" in dtypes_kept(lambda x: activation(x).sum(), X)
 
 
 @pytest.mark.parametrize("activation", [nn.gelu, nn.silu])
@@ -27,7 +28,6 @@ def test_what_is_no_array_is_taken_as_outside(activation, x):
     assert report.swapped == {activation.__name__: [""]}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "activation",
     [
@@ -44,18 +44,13 @@ def test_what_is_no_array_is_taken_as_outside(activation, x):
         nnx.silu,
     ],
 )
-def test_activations_are_swapped_wherever_they_were_captured(activation, dtype):
-    # Both are jitted: op by op, XLA fuses the tanh form differently. 16-bit results are the
-    # float32 ones, rounded once, where jax.nn rounds after every step.
-    x = X.astype(dtype)
-    plain = jax.jit(activation)(x.astype(jnp.float32)).astype(dtype)
+def test_activations_are_swapped_wherever_they_were_captured(activation):
+    # Both are jitted: op by op, XLA fuses the tanh form differently.
+    plain = jax.jit(activation)(X)
     with lm.patch():
-        assert is_swapped(activation, x)
-        patched = jax.jit(activation)(x)
-    assert patched.dtype == dtype
-    ulp = float(jnp.finfo(dtype).eps)
-    assert_close(patched.astype(jnp.float32), plain.astype(jnp.float32), rtol=ulp, atol=0)
-    assert not is_swapped(activation, x)
+        assert is_swapped(activation)
+        assert_close(jax.jit(activation)(X), plain, rtol=float(jnp.finfo(X.dtype).eps), atol=0)
+    assert not is_swapped(activation)
 
 
 def test_modules_built_outside_and_nnx_modules_are_reached():
@@ -74,14 +69,15 @@ def test_norm_dtype_lets_a_bfloat16_dense_share_the_norms_output():
         return jnp.sum(model.apply(params, x).astype(jnp.float32))
 
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32
-        params = model.init(jax.random.key(0), x)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
         with lm.patch():
             as_it_is = lm.memory.saved_bytes(fn, params, x)
         with lm.patch(norm_dtype="bfloat16"):
             normalized = lm.memory.saved_bytes(fn, params, x)
         with lm.patch(norm_dtype=jnp.bfloat16, norm_residual="output"):
             output = lm.memory.saved_bytes(fn, params, x)
-            y = nn.LayerNorm().apply({"params": params["params"]["norm"]}, x)
+            norm = {"params": params["params"]["norm"]}
+            y = jax.eval_shape(nn.LayerNorm().apply, norm, x)
     assert y.dtype == jnp.bfloat16
     # Kept is x, an argument here, in front of either; from the output not even the rows' means.
     assert as_it_is == normalized == output + 4 * x.shape[0]
@@ -166,22 +162,22 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "words"),
+    ("settings", "error"),
     [
-        ({"activations": "relu"}, TypeError, "activations: .*'silu'.*got 'relu'"),
-        ({"norms": 1}, TypeError, "norms: .*True, False.*got 1"),
-        ({"activations": False, "norms": False}, ValueError, "activations=False.*norms=False"),
-        ({"norm_dtype": "bf16"}, TypeError, "norm_dtype: .*None or a floating.*got 'bf16'"),
-        ({"norm_dtype": jnp.int8}, TypeError, "norm_dtype: .*int8"),
-        ({"include": 3}, TypeError, "include: .*paths of modules.*got 3"),
-        ({"norm_residual": "input"}, ValueError, "norm_residual: .*'normalized'.*got 'input'"),
-        ({"bits": 3}, ValueError, "bits: .*2 or 4.*got 3"),
-        ({"compress": 3}, TypeError, "compress: .*got 3"),
-        ({"compress_dtype": "int2"}, ValueError, "compress_dtype: .*'int2'"),
+        ({"activations": "relu"}, TypeError),
+        ({"norms": 1}, TypeError),
+        ({"activations": False, "norms": False}, ValueError),
+        ({"norm_dtype": "bf16"}, TypeError),
+        ({"norm_dtype": jnp.int8}, TypeError),
+        ({"include": 3}, TypeError),
+        ({"norm_residual": "input"}, ValueError),
+        ({"bits": 3}, ValueError),
+        ({"compress": 3}, TypeError),
+        ({"compress_dtype": "int2"}, ValueError),
     ],
 )
-def test_bad_arguments_are_named(settings, error, words):
-    with pytest.raises(error, match=words):
+def test_errors_name_the_argument(settings, error):
+    with pytest.raises(error, match=".*".join(rf"\b{name}\b" for name in settings)):
         lm.patch(**settings)
 
 
@@ -210,7 +206,7 @@ def test_settings_are_given_by_name():
 )
 def test_what_is_swapped_is_chosen_by_operator_and_path(settings, swapped, skipped):
     with lm.patch(**settings) as report:
-        MODEL.apply(PARAMS, X)
+        jax.eval_shape(MODEL.apply, PARAMS, X)
     assert report.swapped == swapped
     reasons = {op: set(report.skipped.get(op, {}).values()) for op in skipped}
     assert reasons == {op: {reason} for op, reason in skipped.items()}
@@ -238,9 +234,9 @@ def test_a_gate_is_left_exact_and_keeps_its_input(fused):
     def fn(params):
         return jnp.sum(model.apply(params, X) ** 2)
 
-    expected, plain = jax.grad(fn)(params), lm.memory.saved_bytes(fn, params)
+    expected, plain = quick_jit(jax.grad(fn))(params), lm.memory.saved_bytes(fn, params)
     with lm.patch() as report:
-        assert_close(jax.grad(fn)(params), expected)
+        assert_close(quick_jit(jax.grad(fn))(params), expected)
         assert lm.memory.saved_bytes(fn, params) < plain
     assert "multiplied by another Dense" in report.skipped["silu"][""]
 
@@ -305,14 +301,17 @@ class Foreign(nn.Module):
 def test_norms_are_known_by_what_they_compute(kind, op, dtype):
     model, x = Foreign(kind), X.astype(dtype)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = model.init(jax.random.key(0), x)
-        plain = jax.vjp(model.apply, params, x)
+        params = quick_jit(model.init)(jax.random.key(0), x)
+
+        def output_and_gradients(params, x):
+            y, vjp = jax.vjp(model.apply, params, x)
+            return y, vjp(jnp.cos(jnp.arange(24.0)).reshape(3, 8).astype(y.dtype))
+
+        plain = quick_jit(output_and_gradients)(params, x)
         with lm.patch() as report:
-            patched = jax.vjp(model.apply, params, x)
+            patched = quick_jit(output_and_gradients)(params, x)
     assert report.swapped == ({op: [""]} if op else {})
     assert patched[0].dtype == plain[0].dtype
     rtol = 2e-2 if dtype == "bfloat16" else 1e-4
-    cotangent = jnp.cos(jnp.arange(24.0)).reshape(3, 8).astype(plain[0].dtype)
-    results = (jax.tree.leaves((y, vjp(cotangent))) for y, vjp in (patched, plain))
-    for ours, theirs in zip(*results, strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (patched, plain)), strict=True):
         assert_close(np.float32(ours), np.float32(theirs), rtol=rtol, atol=rtol)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
-from jax._src.ad_checkpoint import saved_residuals
+from helpers import quick_jit, saved_residuals
 
 import lowmembp_jax as lm
 

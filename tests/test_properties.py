@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import ulps
+from helpers import ACTIVATIONS, ulps
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import (
@@ -25,32 +25,8 @@ from properties import (
 import lowmembp_jax as lm
 from lowmembp_jax.operators.activations import FUNCTIONS
 
-JAX = {
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu_erf": partial(jax.nn.gelu, approximate=False),
-    "silu": jax.nn.silu,
-}
 # The very function that has a kernel.
 SILU = FUNCTIONS["silu"]
-#: The operator, the function that it is exactly, and its table.
-OPS = {
-    **{
-        f"{op.__name__} {function} {bits}": (
-            partial(op, **options, bits=bits),
-            function,
-            lm.STEP_TABLES[function, bits],
-        )
-        for op, function, options in (
-            (lm.gelu, "gelu_tanh", {}),
-            (lm.gelu, "gelu_erf", {"approximate": False}),
-            (lm.silu, "silu", {}),
-        )
-        for bits in (2, 4)
-    },
-    "regelu2 gelu_tanh": (lm.regelu2, "gelu_tanh", lm.REGELU2_TABLE),
-    "regelu2 gelu_erf": (partial(lm.regelu2, approximate=False), "gelu_erf", lm.REGELU2_TABLE),
-    "resilu2": (lm.resilu2, "silu", lm.RESILU2_TABLE),
-}
 
 
 @st.composite
@@ -88,11 +64,11 @@ def assert_activation(op, function, table, data):
     )
 
 
-@given(st.sampled_from(sorted(OPS)), implementations, st.data())
+@given(st.sampled_from(sorted(ACTIVATIONS)), implementations, st.data())
 def test_activations(name, implementation, data):
-    op, function, table = OPS[name]
+    op, function, table = ACTIVATIONS[name]
     with np.errstate(over="ignore", invalid="ignore"):
-        assert_activation(partial(op, implementation=implementation), JAX[function], table, data)
+        assert_activation(partial(op, implementation=implementation), function, table, data)
 
 
 @given(tables(), implementations, st.data())

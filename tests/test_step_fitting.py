@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import GELU_ERF as GELU
+from helpers import quick_jit
 
 import lowmembp_jax as lm
 
-GELU = partial(jax.nn.gelu, approximate=False)
 #: Activations whose shipped tables are fitted again; examples/benchmarks/step_tables.py has all.
 ACTIVATIONS = {"gelu_erf": GELU, "silu": jax.nn.silu, "mish": jax.nn.mish, "elu": jax.nn.elu}
 
@@ -27,7 +28,7 @@ def mean_slopes(table, function, sigma=1.0):
     """Means of the step function and of the derivative under N(0, sigma), in float64."""
     x = np.linspace(-8 * sigma, 8 * sigma, 100_001)
     with jax.enable_x64(True):
-        d = np.asarray(jax.vmap(jax.grad(function))(jnp.asarray(x)))
+        d = np.asarray(quick_jit(jax.vmap(jax.grad(function)))(jnp.asarray(x)))
     s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
     w = np.exp(-0.5 * np.square(x / sigma))
     return (w * s).sum() / w.sum(), (w * d).sum() / w.sum()
@@ -64,8 +65,6 @@ def test_the_published_objective_has_the_published_optimum(function, k, s):
 
 def test_two_bits_of_gelus_derivative():
     table = lm.fit_step_table(GELU)
-    np.testing.assert_allclose(table.thresholds, (-0.5, 0, 0.5), atol=2e-3)
-    np.testing.assert_allclose(table.levels, (-0.047, 0.312, 0.688, 1.047), atol=1e-3)
     assert lm.derivative_error(GELU, table) == pytest.approx(0.1325, abs=1e-3)
     np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
 
@@ -112,9 +111,9 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
     assert table.thresholds == thresholds
     np.testing.assert_allclose(table.levels, levels, rtol=1e-12)
     x = jnp.linspace(-9, 9, 4001)  # with 0
-    got = jax.grad(lambda x: lm.step_activation(x, function, table).sum())(x)
+    got = quick_jit(jax.grad(lambda x: lm.step_activation(x, function, table).sum()))(x)
     if function is not jax.nn.leaky_relu:  # whose slope at 0 is 1 in JAX
-        np.testing.assert_array_equal(got, jax.grad(lambda x: function(x).sum())(x))
+        np.testing.assert_array_equal(got, quick_jit(jax.grad(lambda x: function(x).sum()))(x))
 
 
 @pytest.mark.sample(3)
@@ -173,22 +172,19 @@ def test_four_bits_are_half_a_byte_in_a_gpus_memory():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("function", "options", "name"),
     [
-        (lambda: lm.fit_step_table(GELU, 3), "bits: expected 1, 2 or 4, got 3"),
-        (lambda: lm.fit_step_table(GELU, objective="slope"), "objective: expected.*got 'slope'"),
-        (lambda: lm.fit_step_table(GELU, weight=-1.0), "weight: expected .*, got -1.0"),
-        (lambda: lm.fit_step_table(GELU, weight=[1.0, np.nan]), "weight: expected a sample"),
-        (lambda: lm.fit_step_table(GELU, weight=[1.0, 2.0]), "weight: expected at least 4.*got 2"),
-        (lambda: lm.fit_step_table(jnp.log), "function: .* whose value .* is not finite"),
-        (
-            lambda: lm.fit_step_table(lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)),
-            "function: .* whose derivative .* is not finite",
-        ),
-        (lambda: lm.fit_step_table(jnp.tanh, objective="function"), "function: .*0 at -inf"),
-        (lambda: lm.fit_step_table(jnp.square, keep_limits=True), "keep_limits: .*at -inf"),
+        (GELU, {"bits": 3}, "bits"),
+        (GELU, {"objective": "slope"}, "objective"),
+        (GELU, {"weight": -1.0}, "weight"),
+        (GELU, {"weight": [1.0, np.nan]}, "weight"),
+        (GELU, {"weight": [1.0, 2.0]}, "weight"),
+        (jnp.log, {}, "function: .* value"),
+        (lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0), {}, "function: .* derivative"),
+        (jnp.tanh, {"objective": "function"}, "function"),
+        (jnp.square, {"keep_limits": True}, "keep_limits"),
     ],
 )
-def test_errors_name_the_argument(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
+def test_errors_name_the_argument(function, options, name):
+    with pytest.raises(ValueError, match=rf"\b{name}"):
+        lm.fit_step_table(function, **options)

@@ -18,7 +18,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Float
 
-from lowmembp_jax._arguments import call_custom_vjp, compute_dtype, real_array
+from lowmembp_jax._arguments import (
+    call_custom_vjp,
+    compute_dtype,
+    real_array,
+    undifferentiated,
+)
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax.kernels import calls as kernel_calls
 from lowmembp_jax.kernels.implementations import choose_implementation
@@ -39,6 +44,13 @@ class _Step:
     table: StepTable
     implementation: str
 
+    @property
+    def no_second_derivative(self) -> str:
+        return (
+            f"{self.name} has no second derivative, because it saves codes of x instead of x; use "
+            "the exact activation where you differentiate a gradient"
+        )
+
     def compute(self, x: Array) -> tuple[Array, Array]:
         """Returns x and its activation in float32 (float64 for float64)."""
         x = x.astype(compute_dtype(x.dtype))
@@ -58,22 +70,8 @@ def _step_activation(step: _Step, x: Array) -> Array:
     return step.compute(x)[1].astype(x.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_once(name: str, x: Array) -> Array:
-    return x
-
-
-@_differentiated_once.defjvp
-def _differentiated_twice(name: str, primals, tangents):
-    raise NotImplementedError(
-        f"{name} has no second derivative, because it saves codes of x instead of x; use the exact "
-        "activation where you differentiate a gradient"
-    )
-
-
 def _forward(step: _Step, x: Array):
-    # JAX differentiates this function only when it differentiates the gradient.
-    x = _differentiated_once(step.name, x)
+    x = undifferentiated(lambda x: x, step.no_second_derivative)(x)
     if step.implementation != "xla":
         y, codes = kernel_calls.activation_forward(
             x, _NAMES[step.function], step.table, step.implementation

@@ -55,12 +55,6 @@ def loss_only(batch=4096):
     return loss, abstract(model, batch, 64)
 
 
-def jitted(batch=4096):
-    """A step that says itself what it donates."""
-    step, args = mlp(batch)
-    return jax.jit(step, donate_argnums=(0, 1)), args
-
-
 class NnxMlp(nnx.Module):
     def __init__(self, width):
         rngs = nnx.Rngs(0)
@@ -103,15 +97,6 @@ def nothing():
 
 def broken():
     raise RuntimeError("the model's own error")
-
-
-def keywords():
-    """A step that cannot be called with arguments in their order."""
-
-    def step(params, *, x):
-        return params * x
-
-    return step, (jax.ShapeDtypeStruct((8,), jnp.float32),) * 2
 
 
 def typed(rate=0.1, biased=True):
