@@ -45,6 +45,15 @@ def normed(p, x):
     return jnp.tanh(nn.LayerNorm().apply(p, x))
 
 
+def biased(p, x):
+    return jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]
+
+
+def biased_beside(p, x):
+    h = x @ p["up"]
+    return (jnp.tanh(h + p["bias"]) * h) @ p["down"]
+
+
 def rotated(p, x, positions):
     """The phases of rotary embeddings are computed again."""
     phase = positions[:, None].astype(jnp.float32) * jnp.exp(jnp.linspace(0, 1, 256))[None]
@@ -60,6 +69,7 @@ def encoded(p, x):
 
 WIDE, NARROW, SIDES = (F8, (32, 256)), (F8, (32, 64)), ("uint2", (32, 256))
 COORDINATES, MASK = X[:, :3], X[:, :1] + jnp.zeros((1, 256)) > 0
+B = P | {"bias": normal(1, 256)}
 NORM = nn.LayerNorm().init(jax.random.key(0), X)
 CASES = {
     "input and products": (block, (P, X), {}, [NARROW, WIDE]),
@@ -77,6 +87,9 @@ CASES = {
     ),
     "a mask that is given": (masked, (P, X), {"fixed": (MASK,)}, [NARROW, WIDE]),
     # Flax's norms take the greater of the variance and 0: that choice is made again.
+    # XLA adds a bias in the kernel of the product, so the product alone is never in memory.
+    "the sum with a bias": (biased, (B, X), {}, [NARROW, WIDE]),
+    "a product and its sum with a bias": (biased_beside, (B, X), {}, [NARROW, WIDE]),
     "choices of rows": (normed, (NORM, X), {}, [("float32", (32,))] * 2 + [NARROW]),
     "phases of positions": (rotated, (P, X), {"fixed": (jnp.arange(32),)}, [NARROW, WIDE]),
     "phases of given coordinates": (encoded, (P,), {"fixed": (COORDINATES,)}, [WIDE]),
@@ -88,6 +101,15 @@ CASES = {
 def test_residuals(case):
     function, args, options, expected = CASES[case]
     assert stored(function, *args, **options) == expected
+
+
+def test_a_sum_with_a_constant_is_not_stored_instead_of_the_product():
+    """The numbers of the sum are all 1,000 with 3 bits after the leading one."""
+
+    def shifted(p, x):
+        return jnp.tanh((x @ p["up"] + 1000) - 1000) @ p["down"]
+
+    assert error(gradients(lm.compress(shifted), P, X), gradients(shifted, P, X)) < 0.05
 
 
 def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded():

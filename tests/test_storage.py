@@ -141,8 +141,12 @@ def test_large_values_nan_and_inf(dtype):
     assert np.isfinite(found).all() and found[0, 0] == pytest.approx(limit, rel=0.25)
     for bad in (np.nan, np.inf, -np.inf):
         found = read_back(x.at[3, 5].set(bad), dtype)
-        # The elements of its row may share a scale with it.
-        assert not np.isfinite(found[3, 5]) and np.isfinite(jnp.delete(found, 3, 0)).all()
+        assert not np.isfinite(found[3, 5])
+        # In other formats, the elements of its row may share a scale with it.
+        others = jnp.delete(found, 3, 0) if dtype != "float8" else jnp.delete(found.ravel(), 197)
+        assert np.isfinite(others).all()
+        if dtype == "float8":
+            np.testing.assert_array_equal(others, jnp.delete(read_back(x).ravel(), 197))
 
 
 def test_integers_are_rounded_to_the_nearest_and_in_4_bits_so_on_average():
