@@ -72,17 +72,3 @@ def shared_size(array: Any) -> int:
     if not type_of(array).sharding.mesh.axis_sizes and jax.device_count() > 1:
         parts = {count for count in (2, 4, 8, 16) if size // count >= 16}
     return math.gcd(size, *(size // count for count in parts if size % count == 0))
-
-
-def tile_size(size: int, least: int, most: int, parts: set[int]) -> int:
-    """The largest number up to `most` that divides an axis and each of its shards.
-
-    `parts` has the numbers of shards that are known from types. Types do not show shardings that
-    only `jax.jit` gets. So the tile also divides a half, a quarter, an 8th and a 16th of the axis,
-    where these are at least `least`.
-    """
-    if not isinstance(size, int):  # a symbolic dimension of `jax.export`
-        return 1
-    halvings = {count for count in (2, 4, 8, 16) if size // count >= least}
-    size = math.gcd(size, *(size // count for count in parts | halvings if size % count == 0))
-    return next(tile for tile in range(min(size, most), 0, -1) if size % tile == 0)

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
-from lowmembp_jax._tiling import explicit_spec, mesh_parts, reshape, tile_size
+from lowmembp_jax._tiling import explicit_spec, reshape
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
 from lowmembp_jax.compression.jaxprs import variables
@@ -50,32 +50,75 @@ class CompressedState(NamedTuple):
     scales: tuple[Array | None, ...]
 
 
-def _blocks(array: Any) -> tuple[int, int]:
-    """Returns the axis along which an array has blocks, and the number of a block's elements."""
-    parts = mesh_parts(array)
-    shape = array.sharding.shard_shape(array.shape) if explicit_spec(array) else array.shape
-    sizes = [tile_size(size, size, _BLOCK, parts) for size in shape]
-    # Only along the last axis, XLA fuses an update and its codes into one kernel.
-    axis = len(shape) - 1
-    return (axis, sizes[-1]) if sizes[-1] >= 32 else max(enumerate(sizes), key=lambda one: one[1])
+class _Blocks(NamedTuple):
+    """The blocks of an array along one axis.
+
+    The axis has equal parts, each of them a number of blocks. So up to 16 devices share no block,
+    and the blocks are the same on every mesh.
+
+    Attributes:
+      axis: the axis.
+      parts: the number of parts.
+      count: the number of blocks in a part.
+      size: the elements of a block; the last block of a part may have fewer.
+    """
+
+    axis: int
+    parts: int
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, array: Any) -> "_Blocks":
+        # Only along the last axis, XLA fuses an update and its codes into one kernel.
+        shape, axis = array.shape, array.ndim - 1
+        if shape[axis] < 32:
+            axis = shape.index(max(shape))
+        least = {16: 64, 8: 32, 4: 32, 2: 32}  # elements of a part
+        fits = (n for n in least if shape[axis] % n == 0 and shape[axis] // n >= least[n])
+        parts = next(fits, 1)
+        if spec := explicit_spec(array):  # a shard of more than 16 holds whole blocks, too
+            cut = shape[axis] // array.sharding.shard_shape(shape)[axis] if spec[axis] else 1
+            parts = parts if parts % cut == 0 else cut
+        part = shape[axis] // parts
+        count = -(-part // _BLOCK)
+        return cls(axis, parts, count, -(-part // max(count, 1)))
+
+    def cut(self, x: Array) -> Array:
+        """Splits the axis into an axis of blocks and an axis of their elements, padded with 0."""
+        axis = self.axis
+        before, part, after = x.shape[:axis], x.shape[axis] // self.parts, x.shape[axis + 1 :]
+        spec = explicit_spec(x)
+        if spec is not None:
+            spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+        if padding := self.count * self.size - part:
+            x = reshape(x, (*before, self.parts, part, *after), spec)
+            widths = [(0, padding if i == axis + 1 else 0, 0) for i in range(x.ndim)]
+            x = lax.pad(x, jnp.zeros((), x.dtype), widths)
+        return reshape(x, (*before, self.parts * self.count, self.size, *after), spec)
+
+    def joined(self, y: Array, like: Array) -> Array:
+        """Undoes `cut`, for the shape and spec of `like`."""
+        axis, spec = self.axis, explicit_spec(like)
+        before, part, after = (
+            like.shape[:axis],
+            like.shape[axis] // self.parts,
+            like.shape[axis + 1 :],
+        )
+        if self.count * self.size != part:
+            whole = None
+            if spec is not None:
+                whole = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+            y = reshape(y, (*before, self.parts, self.count * self.size, *after), whole)
+            y = lax.slice_in_dim(y, 0, part, axis=axis + 1)
+        return reshape(y, like.shape, spec)
 
 
-def _cut(x: Array, axis: int, count: int) -> Array:
-    """Splits `axis` of x into an axis of `count` blocks and an axis of their elements."""
-    shape = (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
-    spec = explicit_spec(x)
-    if spec is not None:
-        spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
-    return reshape(x, shape, spec)
-
-
-def _scales(
-    x: Float[Array, "*shape"], axis: int, count: int, is_signed: bool
-) -> Float[Array, "..."]:
+def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:
     """The magnitude of code 1 in each block; NaN if an element is not finite."""
-    y = _cut(x, axis, count).astype(compute_dtype(x.dtype))
+    y = blocks.cut(x).astype(compute_dtype(x.dtype))
     # XLA's maximum may ignore NaNs.
-    largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), axis + 1)
+    largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), blocks.axis + 1)
     scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
     info = jnp.finfo(y.dtype)
     scales = jnp.where(scales < info.tiny, 0, scales)
@@ -92,23 +135,17 @@ def _most(is_signed: bool) -> int:
 # XLA computes everything but the scales twice: in a kernel for the new scales and in a kernel for
 # the codes. Only while this is cheap does XLA recompute instead of writing float32 arrays.
 def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
-    axis = _axis(codes, scales)
-    c = _cut(codes, axis, scales.shape[axis]).astype(compute_dtype(scales.dtype))
-    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, axis + 1).astype(c.dtype)
-    return reshape(y.astype(scales.dtype), codes.shape, explicit_spec(codes))
-
-
-def _axis(codes: Array, scales: Array) -> int:
-    """Finds the axis along which an array has blocks."""
-    pairs = zip(codes.shape, scales.shape, strict=True)
-    return next(axis for axis, (size, count) in enumerate(pairs) if size != count)
+    blocks = _Blocks.of(jax.typeof(codes))
+    c = blocks.cut(codes).astype(compute_dtype(scales.dtype))
+    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, blocks.axis + 1).astype(c.dtype)
+    return blocks.joined(y.astype(scales.dtype), like=codes)
 
 
 def _encode(
-    x: Float[Array, "*shape"], scales: Float[Array, "..."], axis: int, is_signed: bool
+    x: Float[Array, "*shape"], scales: Float[Array, "..."], blocks: _Blocks, is_signed: bool
 ) -> Array:
-    y = _cut(x, axis, scales.shape[axis]).astype(compute_dtype(x.dtype))
-    scale = jnp.expand_dims(scales, axis + 1).astype(y.dtype)
+    y = blocks.cut(x).astype(compute_dtype(x.dtype))
+    scale = jnp.expand_dims(scales, blocks.axis + 1).astype(y.dtype)
     # Because of the two small numbers, a decoded code gets the same code again, although roots are
     # not exact.
     power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
@@ -118,7 +155,7 @@ def _encode(
     codes = low + (power > below + chance * (above - below))
     codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
-    return reshape(codes, x.shape, explicit_spec(x))
+    return blocks.joined(codes, like=x)
 
 
 def _decoded(state: CompressedState) -> Any:
@@ -207,10 +244,10 @@ def compress_state(
         for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
             scale = None
             if is_signed is not None and leaf.size >= max(min_size, 1):
-                axis, size = _blocks(jax.typeof(leaf))
-                if size > 4:  # otherwise the scales would outweigh the savings
-                    scale = _scales(leaf, axis, leaf.shape[axis] // size, is_signed)
-                    leaf = _encode(leaf, scale, axis, is_signed)
+                blocks = _Blocks.of(jax.typeof(leaf))
+                if blocks.size > 4:  # otherwise the scales would outweigh the savings
+                    scale = _scales(leaf, blocks, is_signed)
+                    leaf = _encode(leaf, scale, blocks, is_signed)
             codes.append(leaf)
             scales.append(scale)
         return CompressedState(tree.unflatten(codes), tuple(scales))
@@ -233,9 +270,9 @@ def compress_state(
         olds = jax.tree.leaves(state.inner_state)
         for x, other, old, scale in zip(leaves, again, olds, state.scales, strict=True):
             if scale is not None:
-                axis, is_signed = _axis(old, scale), old.dtype == jnp.int8
-                scale = _scales(other, axis, scale.shape[axis], is_signed)
-                x = _encode(x, scale, axis, is_signed)
+                blocks, is_signed = _Blocks.of(jax.typeof(old)), old.dtype == jnp.int8
+                scale = _scales(other, blocks, is_signed)
+                x = _encode(x, scale, blocks, is_signed)
             codes.append(x)
             scales.append(scale)
         return updates, CompressedState(tree.unflatten(codes), tuple(scales))
