@@ -76,8 +76,10 @@ def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     )
 
 
-def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32[Array, "*shape"]:
-    """Hashes each element's value, group and position with the last steps of MurmurHash3.
+def hashed_bits(
+    x: Float[Array, "*shape"], group: Float[Array, "..."], axis: int = -1
+) -> UInt32[Array, "*shape"]:
+    """Hashes each element's value, group and position on an axis as the end of MurmurHash3 does.
 
     `jax.random` would cost memory. XLA hoists bits that depend on no data out of a `lax.scan`, at
     full size. In unrolled layers it fuses all readers of them into one kernel at the end of the
@@ -86,8 +88,8 @@ def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32
     value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
     bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)
     if x.ndim:
-        place = np.arange(x.shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
-        bits ^= lax.broadcast_in_dim(place, x.shape, (x.ndim - 1,))
+        place = np.arange(x.shape[axis], dtype=np.uint32) * np.uint32(0x9E3779B1)
+        bits ^= lax.broadcast_in_dim(place, x.shape, (axis % x.ndim,))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return bits ^ (bits >> 16)

@@ -187,6 +187,6 @@ def test_no_array_of_all_gradients_exists():
         sizes[name] = lm.memory.compile_for(step, params, state, x, device="h100").memory_analysis()
     count = params["kernel"].size
     ours = sizes["ours"]
-    assert ours.argument_size_in_bytes < 5.1 * count
+    assert ours.argument_size_in_bytes < 5.15 * count
     assert ours.alias_size_in_bytes > 5 * count
     assert ours.temp_size_in_bytes < 0.6 * count < 2 * count < sizes["all"].temp_size_in_bytes

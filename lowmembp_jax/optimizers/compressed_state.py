@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
+from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import explicit_spec, reshape
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
@@ -31,6 +32,8 @@ from lowmembp_jax.compression.jaxprs import variables
 from lowmembp_jax.compression.rules import ANYWHERE, Interval
 
 _BLOCK = 256
+#: A TPU stores tiles of 8 x 128.
+_LANES = 128
 # Scales have the dtype of the array. Scales of float16 arrays would be too small for float16.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
 
@@ -51,18 +54,20 @@ class CompressedState(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The blocks of an array along one axis.
+    """The blocks of an array along one axis, usually the last.
 
-    The axis has equal parts, each of them a number of blocks. So up to 16 devices share no block,
-    and the blocks are the same on every mesh.
+    The axis has equal parts, each with some blocks. So up to 8 devices, and usually 16, share no
+    block, and the blocks are the same on every mesh.
 
     Attributes:
+      shape: the shape of the array.
       axis: the axis.
       parts: the number of parts.
       count: the number of blocks in a part.
       size: the elements of a block; the last block of a part may have fewer.
     """
 
+    shape: tuple[int, ...]
     axis: int
     parts: int
     count: int
@@ -70,55 +75,99 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> "_Blocks":
-        # Only along the last axis, XLA fuses an update and its codes into one kernel.
+        # Only along the last axis, XLA fuses an update and its codes into one kernel. And a row
+        # without gradients must not share a scale with others.
         shape, axis = array.shape, array.ndim - 1
         if shape[axis] < 32:
             axis = shape.index(max(shape))
-        least = {16: 64, 8: 32, 4: 32, 2: 32}  # elements of a part
-        fits = (n for n in least if shape[axis] % n == 0 and shape[axis] // n >= least[n])
-        parts = next(fits, 1)
-        if spec := explicit_spec(array):  # a shard of more than 16 holds whole blocks, too
-            cut = shape[axis] // array.sharding.shard_shape(shape)[axis] if spec[axis] else 1
-            parts = parts if parts % cut == 0 else cut
-        part = shape[axis] // parts
-        count = -(-part // _BLOCK)
-        return cls(axis, parts, count, -(-part // max(count, 1)))
+        size, least = shape[axis], {16: 64, 8: 32, 4: 32, 2: 32}  # elements of a part
+        whole = (n for n in (16, 8) if size % (n * _LANES) == 0)
+        others = (n for n in least if size % n == 0 and size // n >= least[n])
+        parts = next(whole, None) or next(others, 1)
+        if explicit_spec(array):
+            shards = size // array.sharding.shard_shape(shape)[axis]
+            parts = parts if parts % shards == 0 else shards
+        count = -(-size // parts // _BLOCK)
+        return cls(shape, axis, parts, count, -(-size // parts // max(count, 1)))
+
+    @property
+    def _padding(self) -> int:
+        """The elements that the last block of a part lacks."""
+        return self.count * self.size - self.shape[self.axis] // self.parts
+
+    @property
+    def _is_tiled(self) -> bool:
+        """Whether to cut along a TPU's tiles, so that it copies nothing."""
+        is_last = self.axis == len(self.shape) - 1 and self.size % _LANES == 0
+        rows = math.prod(self.shape) // _LANES if self.axis == 0 else self.shape[self.axis - 1]
+        return is_for_tpu() and is_last and not self._padding and rows % 128 == 0
+
+    @property
+    def _rows(self) -> int:
+        """The rows of a tile that are cut off an array; a vector has none."""
+        return 8 if self.axis else 0
 
     def cut(self, x: Array) -> Array:
         """Splits the axis into an axis of blocks and an axis of their elements, padded with 0."""
-        axis = self.axis
-        before, part, after = x.shape[:axis], x.shape[axis] // self.parts, x.shape[axis + 1 :]
-        spec = explicit_spec(x)
-        if spec is not None:
-            spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
-        if padding := self.count * self.size - part:
-            x = reshape(x, (*before, self.parts, part, *after), spec)
-            widths = [(0, padding if i == axis + 1 else 0, 0) for i in range(x.ndim)]
-            x = lax.pad(x, jnp.zeros((), x.dtype), widths)
-        return reshape(x, (*before, self.parts * self.count, self.size, *after), spec)
+        if self._is_tiled:
+            return self._reshaped(x, x, x.shape[-1] // _LANES, _LANES, self._rows)
+        y = x
+        if self._padding:
+            part = self.shape[self.axis] // self.parts
+            widths = [(0, 0, 0)] * (x.ndim + 1)
+            widths[self.axis + 1] = 0, self._padding, 0
+            y = lax.pad(self._reshaped(x, x, self.parts, part), jnp.zeros((), x.dtype), widths)
+        return self._reshaped(y, x, self.parts * self.count, self.size)
 
     def joined(self, y: Array, like: Array) -> Array:
-        """Undoes `cut`, for the shape and spec of `like`."""
-        axis, spec = self.axis, explicit_spec(like)
-        before, part, after = (
-            like.shape[:axis],
-            like.shape[axis] // self.parts,
-            like.shape[axis + 1 :],
-        )
-        if self.count * self.size != part:
-            whole = None
-            if spec is not None:
-                whole = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
-            y = reshape(y, (*before, self.parts, self.count * self.size, *after), whole)
-            y = lax.slice_in_dim(y, 0, part, axis=axis + 1)
-        return reshape(y, like.shape, spec)
+        """Undoes `cut`, for the spec of `like`."""
+        if self._padding:
+            y = self._reshaped(y, like, self.parts, self.count * self.size)
+            y = lax.slice_in_dim(y, 0, y.shape[self.axis + 1] - self._padding, axis=self.axis + 1)
+        return reshape(y, self.shape, explicit_spec(like))
+
+    def elements(self, y: Array) -> int:
+        """The axis of a cut array that has the elements of a block."""
+        return self.axis + y.ndim - len(self.shape)
+
+    def largest(self, y: Array, like: Array) -> Array:
+        """The maximum of each block of a cut array, with blocks instead of elements on the axis."""
+        largest = jnp.max(y, self.elements(y))
+        if not self._is_tiled:
+            return largest
+        lanes = self.size // _LANES
+        shape, spec = (*like.shape[:-1], largest.shape[-1] // lanes), explicit_spec(like)
+        if lanes == 1:
+            return reshape(largest, shape, spec)
+        spec = None if spec is None else PartitionSpec(*spec, None)
+        return jnp.max(reshape(largest, (*shape, lanes), spec), axis=-1)
+
+    def spread(self, scales: Array) -> Array:
+        """Gives each block's scale the axes of a cut array."""
+        if not self._is_tiled:
+            return jnp.expand_dims(scales, self.axis + 1)
+        scales = jnp.repeat(scales, self.size // _LANES, axis=-1)
+        return self._reshaped(scales, scales, scales.shape[-1], 1, self._rows)
+
+    def _reshaped(self, x: Array, whole: Array, count: int, size: int, rows: int = 0) -> Array:
+        """Gives x the shape of `whole`, but for two axes instead of one, and two for its rows."""
+        axis, spec, shape = self.axis, explicit_spec(whole), list(whole.shape)
+        new = None if spec is None else [*spec]
+        shape[axis : axis + 1] = count, size
+        if new is not None:
+            new[axis + 1 : axis + 1] = [None]
+        if rows:
+            shape[axis - 1 : axis] = shape[axis - 1] // rows, rows
+            if new is not None:
+                new[axis:axis] = [None]
+        return reshape(x, tuple(shape), None if new is None else PartitionSpec(*new))
 
 
 def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:
     """The magnitude of code 1 in each block; NaN if an element is not finite."""
     y = blocks.cut(x).astype(compute_dtype(x.dtype))
     # XLA's maximum may ignore NaNs.
-    largest = jnp.max(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), blocks.axis + 1)
+    largest = blocks.largest(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), x)
     scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
     info = jnp.finfo(y.dtype)
     scales = jnp.where(scales < info.tiny, 0, scales)
@@ -137,7 +186,7 @@ def _most(is_signed: bool) -> int:
 def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
     blocks = _Blocks.of(jax.typeof(codes))
     c = blocks.cut(codes).astype(compute_dtype(scales.dtype))
-    y = c * jnp.abs(c) * jnp.square(c) * jnp.expand_dims(scales, blocks.axis + 1).astype(c.dtype)
+    y = c * jnp.abs(c) * jnp.square(c) * blocks.spread(scales).astype(c.dtype)
     return blocks.joined(y.astype(scales.dtype), like=codes)
 
 
@@ -145,13 +194,13 @@ def _encode(
     x: Float[Array, "*shape"], scales: Float[Array, "..."], blocks: _Blocks, is_signed: bool
 ) -> Array:
     y = blocks.cut(x).astype(compute_dtype(x.dtype))
-    scale = jnp.expand_dims(scales, blocks.axis + 1).astype(y.dtype)
+    scale = blocks.spread(scales).astype(y.dtype)
     # Because of the two small numbers, a decoded code gets the same code again, although roots are
     # not exact.
     power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
-    chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
+    chance = hashed_bits(y, scale, blocks.elements(y)).astype(y.dtype) * 2.0**-32
     codes = low + (power > below + chance * (above - below))
     codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
@@ -243,7 +292,7 @@ def compress_state(
         codes, scales = [], []
         for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
             scale = None
-            if is_signed is not None and leaf.size >= max(min_size, 1):
+            if is_signed is not None and leaf.ndim and leaf.size >= max(min_size, 1):
                 blocks = _Blocks.of(jax.typeof(leaf))
                 if blocks.size > 4:  # otherwise the scales would outweigh the savings
                     scale = _scales(leaf, blocks, is_signed)
