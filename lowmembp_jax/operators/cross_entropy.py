@@ -28,6 +28,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from lowmembp_jax._arguments import call_custom_vjp, compute_dtype, undifferentiated
 from lowmembp_jax._jax_internals import prim_requires_devices_during_lowering, varying
+from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import array_mesh, resharded
 from lowmembp_jax.kernels.partitioning import Partitioned
 from lowmembp_jax.operators._logit_tiles import Spec, run_tiles
@@ -273,7 +274,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     return_logsumexp: bool = False,
     return_correct: bool = False,
-    tile_bytes: int = 2**29,
+    tile_bytes: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> Any:
     """Computes the cross-entropy of `hidden @ kernel` without an array of tokens x vocabulary.
@@ -315,7 +316,7 @@ def linear_cross_entropy(
       return_correct: also returns how many predictions are right. The prediction is the likeliest
         word, or the first of several.
       tile_bytes: the largest number of bytes of logits in memory on each device, but at least one
-        token's logits. The gradient of the logits takes as much again if the kernel is trained.
+        token's logits; by default 2^29, and 2^27 on TPUs, which have less memory. The gradient of the logits takes as much again if the kernel is trained.
         A symbolic number of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
@@ -354,6 +355,8 @@ def linear_cross_entropy(
     vocab = table.shape[0 if is_table else 1] * math.prod(lax.axis_size(axis) for axis in over)
     if not vocab:
         raise ValueError(f"{_NAME}: {name}: expected at least one word, got {table.shape}")
+    if tile_bytes is None:
+        tile_bytes = 2**27 if is_for_tpu() else 2**29
     if not isinstance(tile_bytes, int) or tile_bytes < 1:
         raise ValueError(f"{_NAME}: tile_bytes: expected an integer from 1 on, got {tile_bytes!r}")
     labels = _checked_labels(labels, h.shape[:-1], vocab, ignore_index)
