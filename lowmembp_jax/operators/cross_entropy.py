@@ -316,7 +316,8 @@ def linear_cross_entropy(
       return_correct: also returns how many predictions are right. The prediction is the likeliest
         word, or the first of several.
       tile_bytes: the largest number of bytes of logits in memory on each device, but at least one
-        token's logits; by default 2^29, and 2^27 on TPUs, which have less memory. The gradient of the logits takes as much again if the kernel is trained.
+        token's logits; by default 2^29, and 2^27 on TPUs, which have less memory. The gradient of
+        the logits takes as much again if the kernel is trained.
         A symbolic number of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
