@@ -64,18 +64,19 @@ class DiffCommand:
 
 @dataclasses.dataclass(frozen=True)
 class DevicesCommand:
-    """List the GPUs that the planner knows."""
+    """List the GPUs and TPUs that the planner knows."""
 
     def run(self) -> int:
         """Returns the exit status."""
-        from lowmembp_jax.memory.devices import DEVICES, get_device
+        from lowmembp_jax.memory.devices import DEVICES, get_gpu
         from lowmembp_jax.memory.report import aligned
         from lowmembp_jax.memory.sizes import format_bytes
+        from lowmembp_jax.memory.tpus import TPUS
 
         head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")
         head += ("bf16 or f16", "tf32", "products measured by")
         rows = []
-        for device in map(get_device, DEVICES):
+        for device in map(get_gpu, DEVICES):
             rates = device.matrix_flops
             half, tf32 = rates.get("bf16", rates["f16"]), rates.get("f32")
             rows.append((
@@ -89,4 +90,8 @@ class DevicesCommand:
                 device.calibration.products_source,
             ))  # fmt: skip
         print("\n".join(aligned(head, *rows, left=("name", "GPU", head[-1]))))
+        tpus = [
+            (one.name, one.description, format_bytes(one.memory_bytes)) for one in TPUS.values()
+        ]
+        print("\n".join(["", *aligned(("name", "TPU", "usable"), *tpus, left=("name", "TPU"))]))
         return 0

@@ -17,14 +17,15 @@ FITS, DOES_NOT_FIT = 0, 3
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(ModelOptions):
-    """Compile a training step for a GPU and report its memory for each method: whether it fits, and
-    which method that fits is the fastest."""
+    """Compile a training step for a GPU or TPU and report its memory for each method: whether it
+    fits, and on GPUs which method that fits is the fastest."""
 
     method: str | None = None
     """One method for a detailed report, or several to compare, such as dots,compress. Default: all
     methods of the model."""
     device: str = "h200"
-    """A name from `lowmembp devices`, or the path of your own target description."""
+    """A name from `lowmembp devices`, v5e, v5p, v6e or tpu7x (TPUs), or the path of your own target
+    description."""
     devices: int = 1
     """Number of GPUs: 1 to 8, or hosts of 8 up to 512 GPUs. They form the step's mesh. If the step
     has none, they share the batch."""
@@ -66,6 +67,8 @@ class PlanCommand(ModelOptions):
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
         check_output("--timeline", self.timeline, IMAGES)
+        if self.plot is not None and self._one is None:
+            self._needs_times()
         if self.timeline is not None and self._one is None:
             raise GivenError("--timeline needs one --method, because it draws one plan")
         comparison, title, notes = self._compare()
@@ -73,7 +76,13 @@ class PlanCommand(ModelOptions):
             write_json(self.json, comparison.to_dict())
         self._draw(comparison, f"{title}, {self.device}")
         print_report(self._report(comparison, title, notes), self.json)
-        return DOES_NOT_FIT if comparison.fastest is None else FITS
+        return FITS if comparison.fits else DOES_NOT_FIT
+
+    def _needs_times(self) -> None:
+        from lowmembp_jax.memory.tpus import TPUS
+
+        if self.device in TPUS:
+            raise GivenError("--plot draws memory against time, which is not estimated on TPUs")
 
     def _compare(self):
         """Checks all options that it can before anything is traced, and plans the methods."""
@@ -82,8 +91,9 @@ class PlanCommand(ModelOptions):
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
         from lowmembp_jax.memory.sizes import as_bytes
+        from lowmembp_jax.memory.tpus import TPUS
 
-        if not is_count(self.devices):
+        if self.device not in TPUS and not is_count(self.devices):
             raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
         if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX is already running
@@ -140,7 +150,7 @@ class PlanCommand(ModelOptions):
                 plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
 
     def _report(self, comparison, title: str, notes: tuple[str, ...]) -> str:
-        from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
+        from lowmembp_jax.memory.comparison import fastest_of
 
         if self._one is not None:
             one = comparison[self._one]
@@ -149,8 +159,8 @@ class PlanCommand(ModelOptions):
             return "\n".join([f"{title}, {self._one}", str(one.plan), *largest])
         try:
             outcome = str(fastest_of(comparison))
-        except NothingFitsError as error:
-            outcome = str(error)
+        except ValueError as error:  # nothing fits, or TPUs have no estimated times
+            outcome = "" if comparison.fits else str(error)
         return "\n".join(
             [title, str(comparison), *(f"note: {note}" for note in notes), "", outcome]
         )

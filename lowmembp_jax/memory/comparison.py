@@ -13,10 +13,10 @@ from typing import Any
 from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
-from lowmembp_jax.memory.lowering.step_arguments import check_call
+from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.report import aligned
-from lowmembp_jax.memory.result import ESTIMATE, WORK, Plan, limit, work
+from lowmembp_jax.memory.result import WORK, Plan, explained, limit, work
 from lowmembp_jax.memory.sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.workload import methods_of, workload_of
 from lowmembp_jax.models.methods import HOW
@@ -73,11 +73,19 @@ class Comparison:
 
     @property
     def fastest(self) -> MethodPlan | None:
-        """The method with the least estimated time of those that fit, or None."""
-        fitting = [one for one in self.methods if one.plan.fits]
-        return min(
-            fitting, key=lambda one: (one.plan.cost.estimated_seconds, one.plan.peak), default=None
-        )
+        """The method with the least estimated time of those that fit; None on a TPU."""
+        fitting = [
+            (one.plan.estimated_seconds, one.plan.peak, i)
+            for i, one in enumerate(self)
+            if one.plan.fits
+        ]
+        is_timed = self.methods[0].plan.cost is not None
+        return self.methods[min(fitting)[2]] if fitting and is_timed else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a method fits."""
+        return any(one.plan.fits for one in self.methods)
 
     @property
     def smallest(self) -> MethodPlan:
@@ -88,7 +96,10 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """Notes on what the plans leave out, without duplicates; see `Plan.notes`."""
         plans = [plan for one in self for plan in (one.plan, one.largest_plan) if plan]
-        every = (note for plan in plans for note in (*plan.notes, *plan.cost.notes))
+        costs = [plan.cost.notes if plan.cost else () for plan in plans]
+        every = (
+            note for plan, more in zip(plans, costs, strict=True) for note in (*plan.notes, *more)
+        )
         return tuple(dict.fromkeys(every))
 
     def __str__(self) -> str:
@@ -96,13 +107,16 @@ class Comparison:
         counts = {"examples/s": self.batch, "tokens/s": self.tokens}
         rates = {name: count for name, count in counts.items() if count}
         searched = ["largest batch"] if self.methods[0].largest_batch is not None else []
-        head = ("method", "peak", "intermediates", "temporaries", *WORK[:3], *rates, *searched, "")
+        work_of = WORK[:3]
+        if plan.cost is None:
+            work_of, rates = (), {}
+        head = ("method", "peak", "intermediates", "temporaries", *work_of, *rates, *searched, "")
         rows = [
             (
                 one.method,
                 *map(format_bytes, (one.plan.peak, one.plan.intermediates, one.plan.temporaries)),
-                *work(one.plan.cost)[:3],
-                *(f"{n / one.plan.cost.estimated_seconds:,.0f}" for n in rates.values()),
+                *(work(one.plan.cost)[:3] if one.plan.cost else ()),
+                *(f"{n / one.plan.estimated_seconds:,.0f}" for n in rates.values()),
                 *([f"{one.largest_batch:,}"] if searched else []),
                 one.plan.verdict + (", the fastest" if one is fastest else ""),
             )
@@ -112,8 +126,7 @@ class Comparison:
             limit(plan) + ("" if self.batch is None else f", batch {self.batch:,}"),
             *aligned(head, *rows, left=("method", "")),
             "",
-            ESTIMATE,
-            f"note: rates of {plan.device.name}: {plan.device.calibration}",
+            *explained(plan),
             *(f"note: {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -166,10 +179,10 @@ class Choice:
         return HOW.get(self.method, "")
 
     def __str__(self) -> str:
-        seconds = self.plan.cost.estimated_seconds
+        time = f"{self.plan.estimated_seconds * 1e3:.3g} ms (estimate)"
         text = (
             f"{self.method} is the fastest method that fits: {format_bytes(self.plan.peak)} of "
-            f"{format_bytes(self.plan.limit)}, {seconds * 1e3:.3g} ms (estimate)"
+            f"{format_bytes(self.plan.limit)}, {time}"
         )
         return "\n".join(filter(None, (text, self.how)))
 
@@ -340,8 +353,14 @@ def fastest_of(comparison: Comparison) -> Choice:
 
     Raises:
       NothingFitsError: no method fits.
+      ValueError: the devices are TPUs.
     """
     fastest = comparison.fastest
-    if fastest is None:
+    if not comparison.fits:
         raise NothingFitsError(comparison)
+    if fastest is None:
+        raise StepError(
+            f"device: expected a GPU, got {comparison.methods[0].plan.device.name!r}: the planner "
+            f"estimates no times on TPUs; lm.memory.compare plans the memory of each method"
+        )
     return Choice(fastest.method, fastest.plan, comparison)

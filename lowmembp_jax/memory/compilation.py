@@ -14,6 +14,7 @@ from lowmembp_jax.memory.lowering.lower import lower_for
 from lowmembp_jax.memory.lowering.meshes import MeshLike
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import StepError
+from lowmembp_jax.memory.tpus import TPUS
 
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _DUMPS = ("-buffer-assignment.txt", "-buffer-assignment-values.txt", "-live-range.txt")
@@ -24,8 +25,7 @@ class Compiled(NamedTuple):
 
     program: str  # the scheduled HLO
     buffers: tuple[str, ...]  # the buffer assignment: allocations, values, live ranges
-    device_count: int
-    allocated: int  # bytes of arguments, outputs and temporaries by `memory_analysis()`
+    allocated: int | None  # arguments, outputs and temporaries of a GPU by `memory_analysis()`
     notes: tuple[str, ...]
 
 
@@ -42,7 +42,12 @@ def compile_with_buffers(
             "xla_dump_hlo_module_re": ".*",
             "xla_dump_hlo_pass_re": "^$",
         }
-        compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
+        try:
+            compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
+        except jax.errors.JaxRuntimeError as error:
+            if "CompileTimeHbmOom" not in str(error):  # a TPU's memory is too small
+                raise
+            compiled, notes = None, ()
         # XLA also dumps small programs that it compiles on the way.
         files = Path(directory).glob(f"*{_DUMPS[0]}")
         largest = max(files, key=lambda file: file.stat().st_size, default=None)
@@ -50,18 +55,13 @@ def compile_with_buffers(
             raise FileNotFoundError(f"XLA has written no buffer assignment into {directory}")
         name = largest.name.removesuffix(_DUMPS[0])
         buffers = tuple(largest.with_name(name + suffix).read_text() for suffix in _DUMPS)
-    shardings = jax.tree.leaves(compiled.input_shardings)
+        program = largest.with_name(f"{name}.txt").read_text()
+    if compiled is None or device in TPUS:  # a TPU's analysis includes memory on the chip
+        return Compiled(program, buffers, None, notes)
     memory: Any = compiled.memory_analysis()
-    return Compiled(
-        program=compiled.as_text() or "",
-        buffers=buffers,
-        device_count=len(shardings[0].device_set) if shardings else 1,
-        allocated=memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
-        notes=notes,
-    )
+    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    allocated += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    return Compiled(compiled.as_text() or "", buffers, allocated, notes)
 
 
 def compile_lowered(
@@ -114,7 +114,8 @@ def compile_for(
       *args: the function's arguments: pytrees of arrays or `jax.ShapeDtypeStruct`s, or NNX modules
         as for `lm.memory.plan`. Leaves that are not arrays, such as a Python number, a mode or a
         field of an Equinox module, are constants.
-      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      device: one of `lm.memory.DEVICES`, the name of a TPU ("v5e", "v5p", "v6e", "tpu7x"), or the
+        path of a target description.
       mesh: a mesh of 1 to 8 GPUs, or of hosts of 8 up to 512, such as `{"data": 8}`, see
         `device_mesh`. Default: the mesh over which the arguments are sharded, or one GPU.
       in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` at each

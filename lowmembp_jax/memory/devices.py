@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import ClassVar
 
 from jax.experimental import topologies
 
 from lowmembp_jax.memory.calibration import Calibration, calibration
+from lowmembp_jax.memory.tpus import TPUS, Tpu, tpu_topology
 
 _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
 _SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -122,6 +124,7 @@ class Device:
     vector_flops: float
     source: str
     calibration: Calibration
+    is_tpu: ClassVar[bool] = False
 
     def product_seconds(self, flops: float, dtype: str) -> float:
         """Estimates the seconds of a matrix product from its FLOPs and its factors' dtype."""
@@ -188,22 +191,29 @@ def says_how_to_install_cudnn() -> Iterator[None]:
 
 
 def target_config(device: str | os.PathLike[str]) -> str:
-    """Returns a GPU's target description, the text of a `GpuTargetConfigProto`.
+    """Returns a GPU's target description, the text of a `GpuTargetConfigProto`; "" for a TPU.
 
     Raises:
       ValueError: the device is unknown.
     """
+    if device in TPUS:
+        return ""
     if device in DEVICES:
         return (_TARGETS / f"{device}.txtpb").read_text()
     if Path(device).is_file():
         return Path(device).read_text()
     raise ValueError(
-        f"device: expected one of {', '.join(DEVICES)}, or the path of a target description, "
-        f"got {str(device)!r}"
+        f"device: expected one of {', '.join((*DEVICES, *TPUS))}, or the path of a target "
+        f"description, got {str(device)!r}"
     )
 
 
-def get_device(device: str | os.PathLike[str]) -> Device:
+def get_device(device: str | os.PathLike[str]) -> Device | Tpu:
+    """Returns a TPU, or what `get_gpu` returns."""
+    return TPUS[str(device)] if device in TPUS else get_gpu(device)
+
+
+def get_gpu(device: str | os.PathLike[str]) -> Device:
     """Reads a GPU's sizes and rates from its target description.
 
     The matrix rate is multiprocessors x clock x FLOPs per clock of the compute capability. This
@@ -270,7 +280,7 @@ def topology(
     """Describes one host with up to 8 equal GPUs, or several hosts with 8, for compiling only.
 
     Args:
-      device: one of `DEVICES`, or the path of a text `GpuTargetConfigProto`.
+      device: one of `DEVICES`, the name of a TPU, or the path of a text `GpuTargetConfigProto`.
       count: the number of GPUs: 1 to 8, or a multiple of 8 up to 512.
 
     Returns:
@@ -281,7 +291,9 @@ def topology(
       ValueError: the device is unknown (see `get_device`), or the count is impossible.
       ImportError: a wheel with XLA's GPU compiler is missing.
     """
-    config, capability = target_config(device), get_device(device).capability
+    if device in TPUS:
+        return tpu_topology(str(device), count)
+    config, capability = target_config(device), get_gpu(device).capability
     if not is_count(count):
         raise ValueError(f"count: expected {COUNTS}, got {count}")
     hosts, on_each = max(count // PER_HOST, 1), min(count, PER_HOST)

@@ -50,9 +50,9 @@ def not_understood(text: str, lines: tuple[str, ...], so: str) -> Iterator[str]:
         )
 
 
-def sums_that_differ(assigned: int, allocated: int) -> Iterator[str]:
+def sums_that_differ(assigned: int, allocated: int | None) -> Iterator[str]:
     """Yields a note if XLA's buffer assignment and its `memory_analysis()` have other totals."""
-    if assigned != allocated:
+    if allocated is not None and assigned != allocated:
         yield (
             f"XLA's memory_analysis() has {allocated:,} bytes and its buffer assignment "
             f"{assigned:,}: the parts and the peak come from the buffer assignment and may be off "

@@ -29,6 +29,7 @@ from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
 from lowmembp_jax.memory.sizes import as_bytes
+from lowmembp_jax.memory.tpus import Tpu
 
 
 class LoweredStep(NamedTuple):
@@ -36,7 +37,7 @@ class LoweredStep(NamedTuple):
 
     lowering: Lowering
     arguments: list[Argument]  # the arrays among the step's arguments
-    device: Device
+    device: Device | Tpu
     memory_fraction: float
     link_bandwidth: int | None
     compiler_options: dict[str, Any]
@@ -57,9 +58,9 @@ def plan(
     link_bandwidth: int | str | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Plan:
-    """Compiles a whole training step for a GPU, without one, and returns its memory plan.
+    """Compiles a whole training step for a GPU or a TPU, without one; returns its memory plan.
 
-    The bytes come from XLA's own buffer assignment for that GPU. They are what the program
+    The bytes come from XLA's own buffer assignment for that device. They are what the program
     allocates. CUDA's context, library handles and other allocations of the process come on top.
 
     Args:
@@ -68,7 +69,8 @@ def plan(
         modules and an `nnx.Optimizer`, for example from `nnx.eval_shape`. A step that writes to
         them must be in `nnx.jit`, and is planned as a function of their states. Everything else is
         a constant: Python numbers, modes, non-array fields of Equinox modules.
-      device: one of `lm.memory.DEVICES`, or the path of a target description.
+      device: one of `lm.memory.DEVICES`, the name of a TPU ("v5e", "v5p", "v6e", "tpu7x"), or the
+        path of a target description.
       mesh: see `lm.memory.compile_for`.
       in_shardings: see `lm.memory.compile_for`. If neither the shardings, the arguments nor the
         step say how to shard over several devices, the devices share the batch's arrays along the
@@ -166,7 +168,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
     """Compiles a lowered step and plans its memory."""
     compiled = compile_with_buffers(step.lowering.lowered, step.device.name, step.compiler_options)
     program = hlo.parse(compiled.program)
-    assignment = buffer_assignment.parse(*compiled.buffers)
+    assignment = buffer_assignment.parse(*compiled.buffers, is_tpu=step.device.is_tpu)
     entry = program.entry.parameters
     # The tokens of ordered callbacks come first and take no memory.
     tokens = [Argument("token", "batch", ())] * (len(entry) - len(step.arguments))
@@ -182,8 +184,11 @@ def plan_lowered(step: LoweredStep) -> Plan:
     flow = follow(program, is_parameter)
     buffers = sort_into_parts(assignment, program, flow, parameter_shapes)
     peak = at_peak(assignment, buffers, named, local)
-    size, device_count = sum(peak.parts.values()), compiled.device_count
+    size, device_count = sum(peak.parts.values()), step.lowering.device_count
     assigned = total(assignment, "argument", "output", "temporary")
+    cost = None
+    if isinstance(step.device, Device):
+        cost = count(program, step.device, step.link_bandwidth)
     notes = (
         *step.notes,
         *replicated(step.lowering.args, step.arguments),
@@ -202,7 +207,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         fragmentation=peak.fragmentation,
         most_intermediates=peak.most_intermediates,
         live=peak.live,
-        cost=count(program, step.device, step.link_bandwidth),
+        cost=cost,
         notes=notes,
         timeline=peak.timeline,
         host=total(assignment, "host"),

@@ -52,7 +52,7 @@ def pareto(comparison: Comparison) -> tuple[MethodPlan, ...]:
 
 def _memory_and_time(one: MethodPlan) -> tuple[float, float]:
     """The peak in GiB and the estimated time in milliseconds."""
-    return one.plan.peak / _GIB, one.plan.cost.estimated_seconds * 1e3
+    return one.plan.peak / _GIB, one.plan.estimated_seconds * 1e3
 
 
 def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:

@@ -14,6 +14,7 @@ from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.roofline.totals import Cost
 from lowmembp_jax.memory.scopes import layers_together
 from lowmembp_jax.memory.sizes import format_bytes
+from lowmembp_jax.memory.tpus import Tpu
 
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
@@ -29,9 +30,9 @@ class Plan:
     """Memory of a compiled step on each device, in bytes. The parts sum to `peak`.
 
     Attributes:
-      device: the GPU.
-      device_count: number of GPUs.
-      memory_fraction: the part of the GPU's memory that JAX's allocator takes.
+      device: the GPU or TPU.
+      device_count: number of devices.
+      memory_fraction: the part of a GPU's memory that JAX's allocator takes.
       parameters: the model's parameters among the arguments, with master weights, and copies that
         are saved from forward to backward, such as casts to the compute dtype.
       optimizer_state: optimizer state among the arguments, with the accumulators of
@@ -46,7 +47,7 @@ class Plan:
       most_intermediates: the maximum of `intermediates` over the program. It is larger than
         `intermediates` if the peak is at another time, as with a large optimizer state.
       live: buffers at the peak of at least a thousandth of it, the largest first.
-      cost: bytes moved, FLOPs and estimated time.
+      cost: bytes moved, FLOPs and estimated time; None on a TPU.
       notes: how the compiled program differs from the step, such as callbacks that are left out.
       timeline: for up to 200 instants of the program, the index in the schedule and the bytes of
         each of `lm.memory.PARTS`. The body of a loop occurs once. The largest sum is `peak`.
@@ -54,7 +55,7 @@ class Plan:
       budget: bytes that each device may use, None if none was given.
     """
 
-    device: Device
+    device: Device | Tpu
     device_count: int
     memory_fraction: float
     parameters: int
@@ -67,7 +68,7 @@ class Plan:
     fragmentation: int
     most_intermediates: int
     live: tuple[LiveBuffer, ...]
-    cost: Cost
+    cost: Cost | None
     notes: tuple[str, ...] = ()
     timeline: tuple[tuple[int, ...], ...] = ()
     host: int = 0
@@ -77,6 +78,11 @@ class Plan:
     def peak(self) -> int:
         """Bytes that XLA allocates on each device: arguments, outputs and the largest heap."""
         return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def estimated_seconds(self) -> float:
+        """The roofline's estimate of the step's time; 0 on a TPU."""
+        return self.cost.estimated_seconds if self.cost else 0.0
 
     @property
     def usable(self) -> int:
@@ -99,7 +105,7 @@ class Plan:
         if self.fits:
             return "fits"
         needed = math.ceil(100 * self.peak / self.device.memory_bytes) / 100
-        if self.budget is not None or needed > _MOST_FRACTION:
+        if self.budget is not None or needed > _MOST_FRACTION or self.device.is_tpu:
             return "does not fit"
         return f"does not fit; fits with XLA_CLIENT_MEM_FRACTION={needed}"
 
@@ -107,7 +113,7 @@ class Plan:
         """Plain data, for JSON."""
         return {
             "device": self.device.name,
-            "calibration": str(self.device.calibration),
+            "calibration": str(getattr(self.device, "calibration", None)),
             "memory_bytes": self.device.memory_bytes,
             "usable": self.usable,
             "budget": self.budget,
@@ -116,7 +122,7 @@ class Plan:
             "parts": {part: getattr(self, part) for part in PARTS},
             **{name: getattr(self, name) for name in _NUMBERS},
             "live": [dataclasses.asdict(buffer) for buffer in self.live],
-            "cost": self.cost.to_dict(),
+            "cost": self.cost and self.cost.to_dict(),
             "notes": list(self.notes),
             "timeline": [list(row) for row in self.timeline],
         }
@@ -131,7 +137,7 @@ class Plan:
         return cls(
             device=get_device(data["device"]),
             live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
-            cost=Cost.from_dict(data["cost"]),
+            cost=data["cost"] and Cost.from_dict(data["cost"]),
             notes=tuple(data["notes"]),
             timeline=tuple(map(tuple, data.get("timeline", ()))),  # release 0.1 wrote none
             budget=data["budget"],
@@ -157,7 +163,6 @@ class Plan:
             )
             for (part, array, origin), sizes in _of_all_layers(self.live)[:_SHOWN]
         ]
-        phases = [(name, *work(part)) for name, part in self.cost.by("phase").items()]
         lines = [
             limit(self),
             *aligned(("part", "on each device", ""), *parts, left=("part", "")),
@@ -165,18 +170,27 @@ class Plan:
             "largest at the peak, summed over layers:",
             *aligned(("size", "part", "arrays", "from"), *live, left=("part", "arrays", "from")),
             "",
-            *aligned(("kernels", *WORK), *phases, ("step", *work(self.cost)), left=("kernels",)),
-            "",
-            ESTIMATE,
-            f"note: rates of {self.device.name}: {self.device.calibration}",
-            *(f"note: {note}" for note in (*self.notes, *self.cost.notes)),
         ]
-        return "\n".join(lines)
+        if self.cost is not None:
+            phases = [(name, *work(part)) for name, part in self.cost.by("phase").items()]
+            step = "step", *work(self.cost)
+            lines += [*aligned(("kernels", *WORK), *phases, step, left=("kernels",)), ""]
+        notes = (*self.notes, *(self.cost.notes if self.cost else ()))
+        return "\n".join([*lines, *explained(self), *(f"note: {note}" for note in notes)])
 
 
 #: The columns of `work`.
 WORK = ("moved", "TFLOP", "time (estimate)", "launches")
-ESTIMATE = "times are estimates by the roofline; memory is XLA's buffer assignment"
+
+
+def explained(plan: Plan) -> list[str]:
+    """Says where the numbers of a plan come from."""
+    if isinstance(plan.device, Tpu):
+        return ["memory is the buffer assignment of XLA's TPU compiler"]
+    return [
+        "times are estimates by the roofline; memory is XLA's buffer assignment",
+        f"note: rates of {plan.device.name}: {plan.device.calibration}",
+    ]
 
 
 def work(cost: Cost) -> tuple[str, str, str, str]:
@@ -190,9 +204,11 @@ def work(cost: Cost) -> tuple[str, str, str, str]:
 
 
 def limit(plan: Plan) -> str:
-    """Describes the GPUs and the memory that a plan may use."""
+    """Describes the devices and the memory that a plan may use."""
     capacity = format_bytes(plan.device.memory_bytes)
     fraction = f"usable, {plan.memory_fraction:.0%} of {capacity}"
+    if plan.device.is_tpu:
+        fraction = "usable"
     what = fraction if plan.budget is None else f"budget of {capacity}"
     return f"{plan.device.times(plan.device_count)}, {format_bytes(plan.limit)} {what}"
 

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from lowmembp_jax._jax_internals import lower_without_callbacks
+from lowmembp_jax._platform import target_platform
 from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.meshes import (
     MeshLike,
@@ -24,6 +25,7 @@ from lowmembp_jax.memory.lowering.step_arguments import (
     close_over_constants,
     is_array,
 )
+from lowmembp_jax.memory.tpus import Tpu
 
 _COMPILER_OPTIONS = (
     "the step calls a function in jax.jit with compiler_options, and JAX uses only the options of "
@@ -46,6 +48,7 @@ class Lowering(NamedTuple):
     jaxpr: Any  # the function's trace
     lowered: jax.stages.Lowered
     args: tuple[Any, ...]  # shapes and dtypes, with their shardings over the GPUs
+    device_count: int
     notes: tuple[str, ...]
 
 
@@ -69,7 +72,8 @@ def lower_for(
             lambda spec: on_mesh(gpus, spec, "out_shardings"), out_shardings, is_leaf=is_spec
         )
     try:
-        with _mesh_in_context(gpus), says_how_to_install_cudnn():
+        platform = target_platform("tpu" if get_device(device).is_tpu else "gpu")
+        with _mesh_in_context(gpus), platform, says_how_to_install_cudnn():
             options["donate_argnums"] = _donated(fn, args, donate_argnums)
             of_arrays, args = close_over_constants(fn, args)
             traced = jax.jit(of_arrays, **options).trace(*args)
@@ -83,7 +87,8 @@ def lower_for(
     _refuse_missing_instructions(device, lowered)
     names = ", ".join(sorted(set(callbacks)))
     note = f"callbacks ({names}) are left out, and their results are replaced by zeros"
-    return Lowering(traced.jaxpr.jaxpr, lowered, args, (note,) if callbacks else ())
+    notes = (note,) if callbacks else ()
+    return Lowering(traced.jaxpr.jaxpr, lowered, args, gpus.size, notes)
 
 
 def _check_platform() -> None:
@@ -157,9 +162,10 @@ def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
     """Raises StepError for kernels that XLA compiles and the GPU cannot run."""
-    major, minor = get_device(device).capability
-    if major >= 8:
+    gpu = get_device(device)
+    if isinstance(gpu, Tpu) or gpu.capability >= (8, 0):
         return
+    major, minor = gpu.capability
     text = lowered.as_text()
     for call, what, instead in (
         ("__cudnn$fmha", "cuDNN's flash attention", "implementation='xla'"),

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lowmembp_jax.memory.devices import COUNTS, is_count, topology
 from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
+from lowmembp_jax.memory.tpus import TPUS
 
 #: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. These
 #: GPUs form the mesh of the arguments, or else one axis "data".
@@ -51,10 +52,10 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         names, sizes = tuple(mesh), tuple(mesh.values())
         types = (AxisType.Auto,) * len(names)
     count = math.prod(sizes)
-    if not is_count(count):
+    if device not in TPUS and not is_count(count):
         shape = dict(zip(names, sizes, strict=True))
         raise ValueError(f"mesh: expected {COUNTS} devices, got {shape} with {count}")
-    devices = np.array(topology(device, count).devices).reshape(sizes)
+    devices = np.array(topology(device, count).devices[:count]).reshape(sizes)
     return Mesh(devices, names, axis_types=types)
 
 

@@ -76,11 +76,13 @@ class BufferAssignment:
     not_understood: tuple[str, ...] = ()  # lines that are unknown or contradict each other
 
 
-def _kind(attributes: str) -> Kind | None:
+def _kind(attributes: str, is_tpu: bool) -> Kind | None:
     if "thread-local" in attributes:
         return None
     if _HOST.search(attributes):
         return "host"
+    if is_tpu and ", color" in attributes:
+        return None  # memory on the chip
     if "parameter" in attributes:
         return "argument"
     if "constant" in attributes:
@@ -127,14 +129,14 @@ def _ranges(text: str, odd: list[str]) -> dict[Position, tuple[int, int]]:
     return result
 
 
-def parse(assignment: str, values: str, live_ranges: str) -> BufferAssignment:
+def parse(assignment: str, values: str, live_ranges: str, is_tpu: bool = False) -> BufferAssignment:
     """Parses the texts that XLA dumps with a module's program."""
     odd: list[str] = []
     places, ranges = _places(values, odd), _ranges(live_ranges, odd)
     allocations, parsed, current = {}, [], None
     for line in assignment.splitlines():
         if found := _ALLOCATION.match(line):
-            kind = _kind(found[3])
+            kind = _kind(found[3], is_tpu)
             current = None
             if kind is not None:
                 parameter = _PARAMETER.search(found[3]) if kind == "argument" else None
