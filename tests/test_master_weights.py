@@ -176,5 +176,5 @@ def test_an_update_is_computed_in_place(layers):
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert nbytes <= 3.05 * elements
     # The clipped gradients.
-    assert sizes.temp_size_in_bytes <= 2 * elements + 0.03 * nbytes
+    assert sizes.temp_size_in_bytes <= 2 * elements + 0.04 * nbytes
     assert sizes.alias_size_in_bytes >= 5 * elements

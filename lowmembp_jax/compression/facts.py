@@ -28,6 +28,14 @@ class Place(NamedTuple):
     of: Any
     axes: tuple[int | None, ...]
 
+    @classmethod
+    def own(cls, var: Any) -> "Place":
+        return cls(var, tuple(range(len(getattr(var.aval, "shape", ())))))
+
+    def along(self, axes: Sequence[int]) -> "Place":
+        """The elements after a transposition or a reduction to these axes."""
+        return Place(self.of, tuple(self.axes[axis] for axis in axes))
+
 
 class Fact(NamedTuple):
     """The facts about a variable of the differentiated function.
@@ -38,7 +46,7 @@ class Fact(NamedTuple):
       linear: depends on a tangent, so the backward computes it instead of the forward.
       random: depends on random numbers.
       bounds: the interval that contains its elements.
-      root: the variable with the same elements in the same places.
+      root: the elements of another variable that it has, perhaps transposed.
       above: places whose elements are not larger, such as all elements below a maximum.
       shifted: the axes of the maximum, if this is x - max(x), which is not above 0, or its exp.
       unit: is the exp of x - max(x), and therefore between 0 and 1.
@@ -55,7 +63,7 @@ class Fact(NamedTuple):
     linear: bool = False
     random: bool = False
     bounds: rules.Interval = rules.ANYWHERE
-    root: Any = None
+    root: Place | None = None
     above: frozenset[Place] = frozenset()
     shifted: frozenset[int] | None = None
     unit: bool = False
@@ -120,28 +128,34 @@ def find_facts(
     """
     found = Facts({}, {}, set())
     for var, fact in zip(jaxpr.invars, given, strict=True):
-        found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
+        found.of[var] = fact._replace(
+            root=fact.root or Place.own(var), exact=fact.exact or var in exact
+        )
     compared: dict[Any, Any] = {}  # by the result of `x == inf`, the root of x
     for number, eqn in enumerate(jaxpr.eqns):
         bodies = [] if rules.is_known(eqn) else jaxprs.bodies(eqn)
         if bodies:
             results = _inside(found, number, eqn, bodies, policy, exact)
             # Two calls may share a body, so only roots outside it tell variables apart.
-            roots = {fact.root for fact in found.read(eqn)}
-            results = [f if f.root in roots else f._replace(root=None) for f in results]
+            roots = {fact.root.of for fact in found.read(eqn) if fact.root}
+            results = [
+                f if f.root and f.root.of in roots else f._replace(root=None) for f in results
+            ]
         else:
             if is_saved := _saves(policy, eqn):
                 found.saved.add(number)
             read = found.read(eqn)
             results = _of_results(eqn, read, is_saved)
             if operation(eqn) == "eq" and _is_infinity(eqn.invars[1]):
-                compared[eqn.outvars[0]] = read[0].root
+                compared[Place.own(eqn.outvars[0])] = read[0].root
             # JAX replaces infinite numbers of x by 0 before it subtracts.
             x = read[1] if operation(eqn) == "select_n" else Fact()
-            if x.root is not None and compared.get(read[0].root) is x.root:
+            if x.root is not None and compared.get(read[0].root) == x.root:
                 results = [results[0]._replace(root=x.root, above=x.above)]
         for var, fact in zip(eqn.outvars, results, strict=True):
-            found.of[var] = fact._replace(root=fact.root or var, exact=fact.exact or var in exact)
+            found.of[var] = fact._replace(
+                root=fact.root or Place.own(var), exact=fact.exact or var in exact
+            )
     return found
 
 
@@ -211,9 +225,11 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         fact.at_hand and _size(atom) == _size(eqn.outvars[0])
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
-    in_place = rule.passes and _is_in_place(eqn)
-    shifted = first.shifted if in_place or operation(eqn) in ("exp", "exp2") else None
-    if operation(eqn) == "sub":
+    axes = _axes(eqn) if rule.passes else None
+    shifted = first.shifted if operation(eqn) in ("exp", "exp2") else None
+    if axes is not None and first.shifted is not None:
+        shifted = frozenset(i for i, axis in enumerate(axes) if axis in first.shifted)
+    if operation(eqn) == "sub" and first.root:
         shifted = _shifted(first.root, read[1].above)
     is_exp = operation(eqn) in ("exp", "exp2") and bool(shifted)
     bounds = _bounds(eqn, [fact.bounds for fact in read])
@@ -224,7 +240,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     is_normalizer = is_sum and bool(first.shifted) and first.shifted <= {*eqn.params["axes"]}
     own = either._replace(
         bounds=bounds,
-        root=first.root if in_place else None,
+        root=first.root.along(axes) if first.root and axes is not None else None,
         above=_above(eqn, read),
         shifted=shifted,
         unit=is_exp or (rule.passes and operation(eqn) != "neg" and first.unit),
@@ -294,22 +310,26 @@ def _hull(intervals: Sequence[rules.Interval]) -> rules.Interval:
     return min(low for low, _ in intervals), max(high for _, high in intervals)
 
 
-def _is_in_place(eqn: Any) -> bool:
-    """Whether an equation that passes on its operand leaves each element in its place."""
+def _axes(eqn: Any) -> Sequence[int] | None:
+    """The axes of the operand of an equation that only transposes it, or leaves it in place."""
+    if operation(eqn) == "transpose":
+        return eqn.params["permutation"]
     is_same = eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
     is_permuted = bool(eqn.params.get("dimensions"))  # of `rev`, and of `lax.reshape`
-    return is_same and not is_permuted and operation(eqn) not in ("neg", "transpose")
+    if not is_same or is_permuted or operation(eqn) == "neg":
+        return None
+    return range(len(eqn.outvars[0].aval.shape))
 
 
 def _above(eqn: Any, read: Sequence[Fact]) -> frozenset[Place]:
     """The places whose elements the first result bounds from above."""
     name, ndim = operation(eqn), len(eqn.outvars[0].aval.shape)
-    if name == "reduce_max":
+    if name == "reduce_max" and read[0].root:
         axes = range(len(eqn.invars[0].aval.shape))
-        kept = tuple(axis for axis in axes if axis not in eqn.params["axes"])
-        return frozenset((Place(read[0].root, kept),))
+        kept = [axis for axis in axes if axis not in eqn.params["axes"]]
+        return frozenset((read[0].root.along(kept),))
     if name in ("logaddexp", "max", "pmax"):
-        own = (Place(fact.root, tuple(range(ndim))) for fact in read if fact.root)
+        own = (fact.root for fact in read if fact.root and len(fact.root.axes) == ndim)
         return frozenset(own).union(*(fact.above for fact in read))
     if not rules.rule(eqn).passes or name == "neg" or not read[0].above:
         return frozenset()
@@ -322,13 +342,15 @@ def _above(eqn: Any, read: Sequence[Fact]) -> frozenset[Place]:
             Place(of, tuple(None if i is None else axes[i] for i in to))
             for of, axes in read[0].above
         )
-    return read[0].above if _is_in_place(eqn) else frozenset()
+    axes = _axes(eqn)
+    return frozenset() if axes is None else frozenset(p.along(axes) for p in read[0].above)
 
 
-def _shifted(root: Any, above: frozenset[Place]) -> frozenset[int] | None:
+def _shifted(root: Place, above: frozenset[Place]) -> frozenset[int] | None:
     """The axes over which the maximum is taken, if one of its places has the root's elements."""
     for of, axes in above:
-        if of is root and all(axis in (None, i) for i, axis in enumerate(axes)):
+        pairs = list(zip(axes, root.axes, strict=False))
+        if of is root.of and len(axes) == len(root.axes) and all(a in (None, b) for a, b in pairs):
             return frozenset(i for i, axis in enumerate(axes) if axis is None)
     return None
 

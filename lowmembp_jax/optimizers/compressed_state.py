@@ -365,7 +365,7 @@ def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | 
         bounds = after
     arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
     return [
-        low < 0 if one and fact.root not in arguments else None
+        low < 0 if one and not (fact.root and fact.root.of in arguments) else None
         for one, (low, _), fact in zip(is_rounded, bounds, results, strict=True)
     ]
 
