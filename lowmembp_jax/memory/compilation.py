@@ -45,7 +45,7 @@ def compile_with_buffers(
         try:
             compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
         except jax.errors.JaxRuntimeError as error:
-            if "CompileTimeHbmOom" not in str(error):  # a TPU's memory is too small
+            if "Ran out of memory on HBM" not in str(error):  # a TPU's memory is too small
                 raise
             compiled, notes = None, ()
         # XLA also dumps small programs that it compiles on the way.

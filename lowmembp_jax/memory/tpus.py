@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from jax.experimental import topologies
 
-_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+# Older versions of libtpu describe only whole hosts, of 4 chips.
+_FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8"}
 
 
@@ -73,7 +74,7 @@ TPUS: dict[str, Tpu] = {
         _tpu("v5e", "TPU v5e", 15.75, _FLAT),
         _tpu("v5p", "TPU v5p", 95.73, _CUBE),
         _tpu("v6e", "TPU v6e", 31.24, _FLAT),
-        _tpu("tpu7x", "TPU7x", 94.74, {1: "1x1x1", **_CUBE}, 2),
+        _tpu("tpu7x", "TPU7x", 94.74, _CUBE, 2),
     )
 }
 

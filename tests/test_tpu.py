@@ -1,0 +1,181 @@
+"""Programs compiled for TPUs, on a machine without one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+import lowmembp_jax as lm
+from lowmembp_jax.memory.tpus import TPUS
+
+pytest.importorskip("libtpu")
+MIB, WIDTH, FFN, ROWS, LAYERS = 2**20, 1024, 4096, (8, 512), 8
+pytestmark = [
+    pytest.mark.usefixtures("jax_defaults"),
+    pytest.mark.filterwarnings("ignore:.*TPU:UserWarning"),
+]
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def temporaries(function, *args, device="v6e", donate=()):
+    """MiB of the temporaries of a program."""
+    compiled = lm.memory.compile_for(function, *args, device=device, donate_argnums=donate)
+    return compiled.memory_analysis().temp_size_in_bytes / MIB
+
+
+def norm(x):
+    y = x.astype(jnp.float32)
+    return (y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def block(p, x):
+    x = x + norm(x) @ p[0] @ p[1]
+    return x + jax.nn.silu(norm(x) @ p[2]) @ p[3]
+
+
+def scanned(wrapped, p, x):
+    x, _ = lax.scan(lambda x, p: (wrapped(p, x), None), x, p)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+SIZES = (WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH, FFN), (FFN, WIDTH)
+BLOCKS = tuple(shape(LAYERS, *size) for size in SIZES), shape(*ROWS, WIDTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "limit"), [("v6e", 0.55), ("v5e", 0.58), ("tpu7x", 0.75)])
+def test_a_block_takes_half_of_what_the_dots_policy_takes(device, limit):
+    dots = jax.checkpoint_policies.dots_saveable
+    ours, best = (
+        temporaries(jax.grad(functools.partial(scanned, wrapped)), *BLOCKS, device=device)
+        for wrapped in (lm.compress(block), jax.checkpoint(block, policy=dots))
+    )
+    assert ours <= limit * best
+
+
+def dropout(h):
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h, 0)
+
+
+ACTIVATIONS = {
+    "lm.gelu": lm.gelu,
+    "lm.silu": lm.silu,
+    "relu": jax.nn.relu,
+    "dropout": dropout,
+    "booleans": lambda h: jnp.where(h > 0.3, jnp.tanh(h), jnp.square(h)),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mode", ["scan", "vmap"])
+@pytest.mark.parametrize("around", [lm.compress, jax.checkpoint])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_codes_and_booleans_do_not_end_the_process(name, around, mode):
+    """XLA's TPU compiler aborts at integers of 2 bits inside the barrier of `jax.checkpoint`."""
+
+    def mlp(p, x):
+        return x + ACTIVATIONS[name](x @ p[0]) @ p[1]
+
+    def loss(p, x):
+        if mode == "scan":
+            return scanned(around(mlp), p, x)
+        first = jax.tree.map(lambda a: a[0], p)
+        return jnp.sum(jax.vmap(lambda x: around(mlp)(first, x))(x).astype(jnp.float32))
+
+    weights = shape(2, 256, 512), shape(2, 512, 256)
+    assert temporaries(jax.grad(loss), weights, shape(4, 128, 256)) >= 0
+
+
+def test_codes_have_4_bits_for_a_tpu():
+    def kept():
+        vjp = jax.eval_shape(lambda x: jax.vjp(lm.gelu, x)[1], shape(8, 128))
+        return [leaf.dtype for leaf in jax.tree.leaves(vjp)]
+
+    assert kept() == [jnp.uint2]
+    with lm.target_platform("tpu"):
+        assert kept() == [jnp.uint4]
+    with pytest.raises(ValueError, match="target_platform: platform"):
+        lm.target_platform("v5e")
+
+
+def adamw(optimizer):
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": shape(8192, 4096, dtype=jnp.float32)}
+    return step, params, jax.eval_shape(optimizer.init, params), params
+
+
+def test_an_update_of_a_state_in_8_bits_takes_less_than_one_array():
+    run = functools.partial(temporaries, donate=(0, 1))
+    assert run(*adamw(lm.compress_state(optax.adamw(1e-3)))) < 128 + run(*adamw(optax.adamw(1e-3)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit"), [(4096, 1), pytest.param(16384, 1 / 3, marks=pytest.mark.slow)]
+)
+def test_the_loss_takes_less_than_whole_logits(tokens, limit):
+    def plain(h, kernel, labels):
+        logits = (h @ kernel).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    args = shape(tokens, 2048), shape(2048, 128_000), shape(tokens, dtype=jnp.int32)
+    ours, whole = (
+        temporaries(jax.grad(loss, (0, 1)), *args) for loss in (lm.linear_cross_entropy, plain)
+    )
+    assert ours <= limit * whole
+
+
+SMALL = tuple(shape(2, 128, 128) for _ in range(4)), shape(8, 256, 128)
+
+
+def step(params, x):
+    loss = functools.partial(scanned, lm.compress(block))
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))
+
+
+def test_a_plan():
+    plan = lm.memory.plan(step, *SMALL, device="v6e", parts=("parameters", "batch"))
+    assert plan.parameters == 2 * sum(w.size for w in SMALL[0]) and plan.batch == 2 * SMALL[1].size
+    assert plan.cost is None and plan.fits and plan.peak < 31 * 2**30
+    assert not any("not understood" in note for note in plan.notes)
+    assert lm.memory.Plan.from_dict(plan.to_dict()) == plan
+    assert "ms" not in str(plan).split() and "TPU v6e" in str(plan)
+
+
+def test_a_step_that_a_tpu_cannot_hold_is_planned():
+    x = shape(60_000, 204_800)
+    plan = lm.memory.plan(lambda x: jnp.sin(x) @ jnp.cos(x).T, x, device="v5e")
+    assert not plan.fits and plan.verdict == "does not fit" and plan.batch == 2 * x.size
+
+
+def test_methods_are_compared_without_times():
+    def factory(method, batch):
+        wrapped = {"default": block, "compress": lm.compress(block)}[method]
+        return jax.grad(functools.partial(scanned, wrapped)), SMALL
+
+    found = lm.memory.compare(factory, ["default", "compress"], device="v6e", cache=False)
+    assert found.fits and found.fastest is None
+    assert [one.method for one in found] == ["default", "compress"]
+    assert "time" not in str(found).splitlines()[1]
+    with pytest.raises(ValueError, match=r"device: .*v6e"):
+        lm.memory.choose(factory, ["compress"], device="v6e", cache=False)
+
+
+def test_a_mesh():
+    mesh = {"data": 4}
+    plan = lm.memory.plan(step, *SMALL, device="v5e", mesh=mesh, parts=("parameters", "batch"))
+    assert plan.device_count == 4 and plan.batch == 2 * SMALL[1].size // 4
+    for name in TPUS:
+        devices = lm.memory.topology(name, 8).devices
+        assert len(devices) == 8 and SingleDeviceSharding(devices[0])
+    with pytest.raises(ValueError, match=r"count: .* got 7"):
+        lm.memory.topology("v5e", 7)
