@@ -192,7 +192,7 @@ def workload(
         return mean(combine(trained, frozen, dtype), batch)
 
     has_tokens = family.task != "image-classification"
-    return adamw_workload(loss, trained, frozen, arrays, tokens=batch * tokens * has_tokens)
+    return adamw_workload(loss, trained, frozen, arrays, tokens=batch * tokens if has_tokens else 0)
 
 
 workload.methods = METHODS

@@ -157,8 +157,8 @@ def test_several_hosts_that_share_the_batch():
 def test_doubts_are_noted(monkeypatch):
     parse = buffers.parse
 
-    def other(*texts):
-        found = parse(*texts)
+    def other(*texts, **options):
+        found = parse(*texts, **options)
         larger = {number: a._replace(size=a.size + 8) for number, a in found.allocations.items()}
         odd = (" striped: yes", " striped: no")
         return dataclasses.replace(found, allocations=larger, not_understood=odd)

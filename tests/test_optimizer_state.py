@@ -234,6 +234,24 @@ def test_sharded_state_adds_no_collective(mode, spec, width):
         np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", [(64, 1536), (1009, 1013), (16, 344), (100_003,), (65_537, 2)])
+def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):
+    optimizer, params = lm.compress_state(optax.adamw(1e-3)), {"w": jnp.ones(shape)}
+    alone = jax.eval_shape(optimizer.init, params)
+    nbytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(alone))
+    assert nbytes < 2.2 * params["w"].size
+    for spec in (P("x"), P(None, "x")):
+        if len(spec) > len(shape) or shape[len(spec) - 1] % 8:
+            continue
+        mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
+        with jax.set_mesh(mesh):
+            sharded = jax.device_put(params, NamedSharding(mesh, spec))
+            assert jax.tree.map(jnp.shape, optimizer.init(sharded)) == jax.tree.map(
+                lambda a: a.shape, alone
+            )
+
+
 def test_a_restored_state_is_equal_bit_by_bit(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     ours = lm.compress_state(optax.adamw(1e-3))
@@ -272,12 +290,15 @@ def test_an_optimizer_of_nnx():
 
 def test_errors():
     plain, ours = ADAM.init(PARAMS), lm.compress_state(ADAM)
+    new = ours.init(PARAMS)
+    of_old = new._replace(scales=tuple(s if s is None else s[:, :1] for s in new.scales))
     for call, error, words in (
         (lambda: lm.compress_state(optax.adam), TypeError, "compress_state: optimizer"),
         (lambda: lm.compress_state(ADAM, min_size=1.5), TypeError, "compress_state: min_size"),
         (lambda: lm.compress_state(ADAM, min_size=-1), ValueError, "compress_state: min_size"),
         (lambda: ours.update(PARAMS, plain, PARAMS), TypeError, "compress_state: state"),
         (lambda: lm.decompress_state(plain), TypeError, "decompress_state: state"),
+        (lambda: ours.update(PARAMS, of_old, PARAMS), ValueError, "compress_state: state"),
     ):
         with pytest.raises(error, match=words):
             call()

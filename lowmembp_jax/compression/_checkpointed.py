@@ -83,8 +83,8 @@ def compress(
         whose arrays are parameters. Without it, `compress` is a decorator with arguments.
       dtype: the format in which residuals are stored. "float8", the default, works at any scale
         and offset. It stores an array that the function normalizes by the rows of the norm; every
-        other array has a scale for each tile of up to 64 by 32. The scale comes from a sample, so
-        an element that is more than 56 times the largest sampled element is clipped. "int8" has a
+        other array has a power of two as the scale of each row of its last axis, from the row's
+        exact maximum (E8M0, OCP Microscaling Formats). Nothing is clipped. "int8" has a
         scale for each row of the last axis. "int4" has a scale and a minimum for each group of 32
         or more, and rounds at random. "unscaled_float8_e4m3fn" clips at +-448 and flushes values
         under 0.001 to zero; "unscaled_float8_e5m2" has the range of float16 and two mantissa bits.

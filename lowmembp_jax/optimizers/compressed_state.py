@@ -185,6 +185,14 @@ def _most(is_signed: bool) -> int:
 # the codes. Only while this is cheap does XLA recompute instead of writing float32 arrays.
 def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
     blocks = _Blocks.of(jax.typeof(codes))
+    expected = list(codes.shape)
+    expected[blocks.axis] = blocks.parts * blocks.count
+    if scales.shape != tuple(expected):
+        raise ValueError(
+            f"compress_state: state: expected scales {tuple(expected)} for an array "
+            f"{codes.shape}, got {scales.shape}: another version of lowmembp_jax has made this "
+            f"state"
+        )
     c = blocks.cut(codes).astype(compute_dtype(scales.dtype))
     y = c * jnp.abs(c) * jnp.square(c) * blocks.spread(scales).astype(c.dtype)
     return blocks.joined(y.astype(scales.dtype), like=codes)
@@ -227,6 +235,7 @@ def decompress_state(state: Any) -> Any:
 
     Raises:
       TypeError: `state` contains no `CompressedState`.
+      ValueError: another version of this library has made the state.
     """
     found = jax.tree.leaves(state, is_leaf=_is_compressed)
     if not any(map(_is_compressed, found)):
