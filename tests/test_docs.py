@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AxisType
 
 import lowmembp_jax as lm
 
@@ -46,7 +46,7 @@ def test_examples_print_what_the_page_says(page, jax_defaults):
     failures = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     # As on a machine with one device, where rows are stored whole.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("device",))):
+    with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,))):
         runner.run(test, out=failures.append)
     assert test.examples and not failures, "".join(failures)
 
