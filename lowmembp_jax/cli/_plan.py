@@ -93,6 +93,9 @@ class PlanCommand(ModelOptions):
         from lowmembp_jax.memory.sizes import as_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
+        if self.device in TPUS and self.devices not in (counts := TPUS[self.device].counts):
+            expected = ", ".join(map(str, counts))
+            raise GivenError(f"--devices must be one of {expected}, got {self.devices}")
         if self.device not in TPUS and not is_count(self.devices):
             raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
         if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

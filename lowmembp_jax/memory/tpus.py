@@ -40,6 +40,11 @@ class Tpu:
         """The bytes that a program may use; JAX takes no fraction of a TPU's memory."""
         return self.memory_bytes
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of devices that can be planned for."""
+        return (1, 2, *(chips * self.on_chip for chips in self.slices))
+
     def topology(self, count: int) -> topologies.TopologyDescription:
         """Describes the smallest slice with so many devices, for compiling only.
 
@@ -47,9 +52,9 @@ class Tpu:
           ValueError: no slice has so many.
           ImportError: libtpu is missing.
         """
-        counts = [chips * self.on_chip for chips in self.slices]
-        if count not in (1, 2, *counts):
-            raise ValueError(f"count: expected 1, 2 or one of {counts} {self.name}, got {count}")
+        if count not in self.counts:
+            expected = ", ".join(map(str, self.counts))
+            raise ValueError(f"count: expected one of {expected} for {self.name}, got {count}")
         if importlib.util.find_spec("libtpu") is None:
             raise ImportError(
                 "compiling for a TPU needs libtpu: pip install 'lowmembp_jax[tpu-planner]' (Linux)"
