@@ -103,11 +103,15 @@ def test_residuals(case):
     assert stored(function, *args, **options) == expected
 
 
-def test_a_sum_with_a_constant_is_not_stored_instead_of_the_product():
-    """The numbers of the sum are all 1,000 with 3 bits after the leading one."""
+@pytest.mark.parametrize(
+    "constant", [1000.0, jnp.where(jnp.arange(256)[None] % 3 == 0, -1e9, 0.0)], ids=["1000", "mask"]
+)
+def test_a_sum_with_a_constant_is_not_stored_instead_of_the_product(constant):
+    """All numbers would be those of the constant, with 3 bits after the leading one."""
 
     def shifted(p, x):
-        return jnp.tanh((x @ p["up"] + 1000) - 1000) @ p["down"]
+        h = x @ p["up"] + constant
+        return jax.nn.sigmoid(h - jnp.max(constant)) @ p["down"]
 
     assert error(gradients(lm.compress(shifted), P, X), gradients(shifted, P, X)) < 0.05
 

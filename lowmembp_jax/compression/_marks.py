@@ -319,27 +319,19 @@ class _Decisions:
         """Whether to store a sum instead of a saved term that nothing else reads.
 
         This holds if the other term is saved, too, if a norm reads the sum, which is then stored
-        by the norm's rows, or if the other term is a bias, which XLA adds in the product's kernel.
+        by the norm's rows, or if the other term is a trained bias, which XLA adds in the product's
+        kernel.
         """
         pairs = [*zip(eqn.invars, read, strict=True)]
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
         if operation(eqn) not in ("add", "sub"):
             return False
         if len(ours) == 1:
-            # The numbers of the sum are as large as those of the terms, unless it adds a constant.
-            adds_variable = all(isinstance(self.passed_on(atom), core.Var) for atom in eqn.invars)
-            return adds_variable and self.is_alone(ours[0][0], eqn.outvars[0].aval)
+            # Not a constant, such as a mask: beside -1e9 the other numbers of a row would be lost.
+            is_trained = all(fact.varied for _, fact in pairs)
+            return is_trained and self.is_alone(ours[0][0], eqn.outvars[0].aval)
         is_one = all(fact.term for _, fact in ours) or need.rows is not None
         return is_one and any(fact.term and self.readers[atom] == 1 for atom, fact in ours)
-
-    def passed_on(self, atom: Any) -> Any:
-        """The variable or literal of which an array has the elements, in another shape or dtype."""
-        while isinstance(atom, core.Var) and atom in self.made:
-            eqn = self.jaxpr.eqns[self.made[atom]]
-            if not rules.rule(eqn).passes:
-                break
-            atom = eqn.invars[0]
-        return atom
 
     def is_alone(self, atom: Any, like: Any) -> bool:
         """Whether nothing else reads a saved result of the type `like`, in whatever shape."""

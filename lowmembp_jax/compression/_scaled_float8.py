@@ -127,7 +127,7 @@ def _cut(x: Array, size: int) -> Array:
 
 
 def _encode_groups(x: Array) -> tuple[Array, Array]:
-    """Divides each row by the least power of two with which no element is above 448.
+    """Divides each row by the power of two that brings its largest magnitude to 128 up to 256.
 
     NaN and infinity do not change the scale of their row.
     """

@@ -118,9 +118,9 @@ class Plan:
 
     Attributes:
       stores: the formats of stored variables.
-      shared: stored variables that the forward also reads elementwise. XLA encodes an array in the
-        kernel of such a reader, but not if the array comes from a kernel of a product. Behind a
-        barrier XLA does not see where it comes from.
+      shared: products behind a stored array that the forward also reads elementwise. XLA encodes an
+        array in the kernel of such a reader, but not if it sees that a kernel of a product makes
+        the array. So these products are behind a barrier.
       effects: numbers of the equations with side effects, which run only in the forward.
       inside: a plan for each body of each equation, by the equation's number.
     """
