@@ -1,4 +1,4 @@
-"""Plans a training step's GPU memory with XLA's GPU compiler, on a machine without a GPU."""
+"""Plans a training step's memory with XLA's compiler for a GPU or TPU, on a machine without one."""
 
 from lowmembp_jax.memory.cache import plan_cache_directory as plan_cache_directory
 from lowmembp_jax.memory.classification.peak import LiveBuffer as LiveBuffer
