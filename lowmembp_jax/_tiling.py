@@ -28,6 +28,15 @@ def reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec | None) ->
     return jnp.reshape(x, shape, out_sharding=sharding)
 
 
+def split_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Splits an axis into an axis of groups, which has its sharding, and an axis of `size`."""
+    spec = explicit_spec(x)
+    if spec is not None:
+        spec = PartitionSpec(*spec[: axis + 1], None, *spec[axis + 1 :])
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return reshape(x, shape, spec)
+
+
 def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Reshards an array over a mesh with explicit axes, if it has another spec."""
     if tuple(type_of(x).sharding.spec) == tuple(spec):

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from encoder import METHODS, block_units, layers_of, training_step
+from encoder import METHODS, UNIT, block_units, layers_of, training_step
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.layers import Compute
@@ -94,6 +94,19 @@ def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, s
     # With fewer blocks XLA 0.10.2 has its peak elsewhere.
     units = block_units(method, train, scan, (4, 8) if scan else (4, 6))
     assert units <= limit + EXTRA_IN_SCANS * scan
+
+
+@pytest.mark.parametrize(
+    ("scan", "mib", "units"),
+    [(False, 700, 142), pytest.param(True, 890, 168, marks=pytest.mark.slow)],
+)
+def test_compressed_blocks_take_and_move_little(scan, mib, units):
+    """Of four blocks. Products are behind barriers, and sums with a bias replace them."""
+    step, abstract = training_step("compress", "full", scan, 4)
+    compiled = lm.memory.compile_for(step, *abstract, device="h200")
+    assert compiled.memory_analysis().temp_size_in_bytes < mib * 2**20
+    cost = lm.memory.cost(compiled, lm.memory.get_device("h200"))
+    assert cost.bytes_moved < 4 * units * UNIT
 
 
 #: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,

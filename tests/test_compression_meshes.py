@@ -1,5 +1,6 @@
 """lm.compress over a mesh: no collective more than `jax.checkpoint`."""
 
+import contextlib
 import re
 from collections import Counter
 
@@ -22,29 +23,34 @@ def error(got, want):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")])
+@pytest.mark.parametrize("mode", ["jit_alone", "auto", "explicit", "shard_map"])
+@pytest.mark.parametrize("spec", [P(None, None, "x"), P(None, "x"), P("x")])
 def test_float8_adds_no_collective(mode, spec):
     def elementwise(scale, x):
-        return jnp.tanh(jnp.sin(x) * scale["s"])
+        return jnp.square(x * scale["s"])
 
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
+    # Then no type tells the mesh.
+    with contextlib.nullcontext() if mode == "jit_alone" else jax.set_mesh(mesh):
         x = jax.device_put(normal(8, 16, 640), NamedSharding(mesh, spec))
         scale = {"s": jax.device_put(jnp.float32(2), NamedSharding(mesh, P()))}
+        scale = {"s": jnp.float32(2)} if mode == "jit_alone" else scale
 
         def compiled(run):
             if mode == "shard_map":
                 run = jax.shard_map(run, mesh=mesh, in_specs=(P(), spec), out_specs=spec)
             step = jax.grad(lambda x: jnp.sum(run(scale, x)))
+            if mode == "jit_alone":
+                step = jax.jit(step, in_shardings=x.sharding)
+                return step.lower(jax.ShapeDtypeStruct(x.shape, x.dtype)).compile()
             return jax.jit(step).lower(x).compile()
 
         run = compiled(lm.compress(elementwise, policy=lm.everything_saveable))
         assert not collectives(run)
         dx = run(x)
         assert dx.sharding.is_equivalent_to(x.sharding, 3)
-        assert error(dx, compiled(elementwise)(x)) < 0.05
+        assert 0 < error(dx, compiled(elementwise)(x)) < 0.05  # above 0, because it is rounded
 
 
 def summed(p, x):

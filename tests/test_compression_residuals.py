@@ -107,13 +107,25 @@ def test_residuals(case):
     "constant", [1000.0, jnp.where(jnp.arange(256)[None] % 3 == 0, -1e9, 0.0)], ids=["1000", "mask"]
 )
 def test_a_sum_with_a_constant_is_not_stored_instead_of_the_product(constant):
-    """All numbers would be those of the constant, with 3 bits after the leading one."""
+    """In the sum, the constant takes all of the 4 bits that a number keeps."""
 
     def shifted(p, x):
         h = x @ p["up"] + constant
         return jax.nn.sigmoid(h - jnp.max(constant)) @ p["down"]
 
     assert error(gradients(lm.compress(shifted), P, X), gradients(shifted, P, X)) < 0.05
+
+
+def test_attention_without_a_kernel_stores_its_probabilities_in_8_bits():
+    """JAX transposes the logits and their maximum, each by itself, before it subtracts."""
+
+    def attention(p, x):
+        q, k, v = jnp.split((x @ p["up"]).reshape(1, 32, 2, 128)[..., :48], 3, axis=-1)
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla").reshape(32, 32)
+
+    shapes = [shape for dtype, shape in stored(attention, P, X) if dtype == "float32"]
+    assert all(math.prod(shape) < 2 * 32 * 32 for shape in shapes)
+    assert error(gradients(lm.compress(attention), P, X), gradients(attention, P, X)) < 0.05
 
 
 def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded():

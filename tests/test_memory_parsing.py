@@ -141,6 +141,12 @@ def test_values_without_a_range_or_a_place():
     assert buffers.parse(ASSIGNMENT, without_place, RANGES).not_understood == (line,)
 
 
+def test_memory_on_the_chip_of_a_tpu_does_not_count():
+    text = "allocation 1: size 64, color 1, page 0, preallocated-temp:\n"
+    assert not buffers.parse(text, "", "", is_tpu=True).allocations
+    assert [a.size for a in buffers.parse(text, "", "").allocations.values()] == [64]
+
+
 def test_peak_where_places_overlap():
     def value(number, offset, size, first, last):
         definition, shape = buffers.Position(f"fusion.{number}", "{}"), Shape("u8", (size,))

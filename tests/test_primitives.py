@@ -91,11 +91,10 @@ FUNCTIONS |= {
     "cancel_cumsum": lambda h: jnp.cumsum(jnp.expm1(jnp.abs(h)), 1) / jnp.cumsum(jnp.abs(h), 1),
     "cancel_lgamma": lambda h: lax.lgamma(1 + jnp.abs(h)) / h,
     "log_in_custom_jvp": lambda h: _log(jnp.abs(h) + 1e-3),
-    "maximum_of_another_row": lambda h: jnp.exp(3 * h[:WIDTH] - 3 * h[:WIDTH].max(1)[None]),
-    "maximum_of_a_transposed_array": lambda h: jnp.exp(
-        3 * h[:WIDTH] - 3 * h[:WIDTH].T.max(1, keepdims=True)
+    "maximum_of_another_row": lambda h: _shifted(3 * h[:WIDTH], lambda k: k.max(1)[None]),
+    "maximum_of_a_transposed_array": lambda h: _shifted(
+        3 * h[:WIDTH], lambda k: k.T.max(1, keepdims=True)
     ),
-    "softmax_of_a_transposed_array": lambda h: jnp.exp(4 * h.T - 4 * h.max(1)[None]).T,
     "maximum_of_another_call": lambda h: jnp.exp(_sums(4 * h) - _highest(_sums(4 * h[::-1]))),
     "maximum_of_a_selected_array": lambda h: jnp.exp(
         jnp.where(_infinite_in_fifths(h) == jnp.inf, 3 * h[::-1], h) - _highest(h)
@@ -170,6 +169,10 @@ def _log(x):
 
 
 _log.defjvp(lambda p, t: (_log(*p), t[0] / p[0]))
+
+
+def _shifted(k, most):
+    return jnp.exp(k - most(k))
 
 
 @jax.jit

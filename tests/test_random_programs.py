@@ -1,7 +1,7 @@
 """Random programs under lm.compress: 50 a run, from a seed that is printed with a failure.
 
-Each program applies some of the `LAYERS` to one array, inside a random transformation. The forward
-and the gradients with `dtype=None` equal those of `jax.checkpoint`, except for XLA's rounding. The
+Each program applies some of the `LAYERS` to one array, inside a random transformation. With
+`dtype=None`, `jax.checkpoint` gives the same results and gradients, except for XLA's rounding. The
 error of a rounded gradient must be small beside the change that 2% noise on all inputs makes.
 `PROGRAM_SEED=5 pytest -m slow tests/test_random_programs.py` runs the programs of one seed again.
 """

@@ -1,23 +1,20 @@
 """Programs compiled for TPUs, on a machine without one."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.tpus import TPUS
 
 pytest.importorskip("libtpu")
 MIB, WIDTH, FFN, ROWS, LAYERS = 2**20, 1024, 4096, (8, 512), 8
-pytestmark = [
-    pytest.mark.usefixtures("jax_defaults"),
-    pytest.mark.filterwarnings("ignore:.*TPU:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -89,8 +86,9 @@ def test_codes_and_booleans_do_not_end_the_process(name, around, mode):
         first = jax.tree.map(lambda a: a[0], p)
         return jnp.sum(jax.vmap(lambda x: around(mlp)(first, x))(x).astype(jnp.float32))
 
-    weights = shape(2, 256, 512), shape(2, 512, 256)
-    assert temporaries(jax.grad(loss), weights, shape(4, 128, 256)) >= 0
+    args = (shape(2, 256, 512), shape(2, 512, 256)), shape(4, 128, 256)
+    compiled = lm.memory.compile_for(jax.grad(loss), *args, device="v6e")
+    assert not re.search(r"\b[su]2\[", compiled.as_text())
 
 
 def test_codes_have_4_bits_for_a_tpu():
@@ -175,7 +173,6 @@ def test_a_mesh():
     plan = lm.memory.plan(step, *SMALL, device="v5e", mesh=mesh, parts=("parameters", "batch"))
     assert plan.device_count == 4 and plan.batch == 2 * SMALL[1].size // 4
     for name in TPUS:
-        devices = lm.memory.topology(name, 8).devices
-        assert len(devices) == 8 and SingleDeviceSharding(devices[0])
+        assert len(lm.memory.topology(name, 8).devices) == 8
     with pytest.raises(ValueError, match=r"count: .* got 7"):
         lm.memory.topology("v5e", 7)

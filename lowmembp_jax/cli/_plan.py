@@ -67,8 +67,6 @@ class PlanCommand(ModelOptions):
         check_output("--json", self.json)
         check_output("--plot", self.plot, IMAGES)
         check_output("--timeline", self.timeline, IMAGES)
-        if self.plot is not None and self._one is None:
-            self._needs_times()
         if self.timeline is not None and self._one is None:
             raise GivenError("--timeline needs one --method, because it draws one plan")
         comparison, title, notes = self._compare()
@@ -77,12 +75,6 @@ class PlanCommand(ModelOptions):
         self._draw(comparison, f"{title}, {self.device}")
         print_report(self._report(comparison, title, notes), self.json)
         return FITS if comparison.fits else DOES_NOT_FIT
-
-    def _needs_times(self) -> None:
-        from lowmembp_jax.memory.tpus import TPUS
-
-        if self.device in TPUS:
-            raise GivenError("--plot draws memory against time, which is not estimated on TPUs")
 
     def _compare(self):
         """Checks all options that it can before anything is traced, and plans the methods."""
@@ -93,6 +85,8 @@ class PlanCommand(ModelOptions):
         from lowmembp_jax.memory.sizes import as_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
+        if self.plot is not None and self._one is None and self.device in TPUS:
+            raise GivenError("--plot draws memory against time, which is not estimated on TPUs")
         if self.device in TPUS and self.devices not in (counts := TPUS[self.device].counts):
             expected = ", ".join(map(str, counts))
             raise GivenError(f"--devices must be one of {expected}, got {self.devices}")
@@ -153,17 +147,17 @@ class PlanCommand(ModelOptions):
                 plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
 
     def _report(self, comparison, title: str, notes: tuple[str, ...]) -> str:
-        from lowmembp_jax.memory.comparison import fastest_of
+        from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
 
         if self._one is not None:
             one = comparison[self._one]
             searched = one.largest_batch is not None
             largest = [f"largest batch that fits: {one.largest_batch:,}"] if searched else []
             return "\n".join([f"{title}, {self._one}", str(one.plan), *largest])
-        try:
-            outcome = str(fastest_of(comparison))
-        except ValueError as error:  # nothing fits, or TPUs have no estimated times
-            outcome = "" if comparison.fits else str(error)
-        return "\n".join(
-            [title, str(comparison), *(f"note: {note}" for note in notes), "", outcome]
-        )
+        lines = [title, str(comparison), *(f"note: {note}" for note in notes)]
+        if comparison.fastest or not comparison.fits:  # the fastest on a TPU is not known
+            try:
+                lines += ["", str(fastest_of(comparison))]
+            except NothingFitsError as error:
+                lines += ["", str(error)]
+        return "\n".join(lines)

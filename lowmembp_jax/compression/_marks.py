@@ -340,8 +340,10 @@ class _Decisions:
         while self.readers[atom] == 1 and atom in self.made:
             number = self.made[atom]
             eqn = self.jaxpr.eqns[number]
-            if checkpoint_name_of(eqn) is not None or not rules.rule(eqn).passes:
-                return number in self.facts.saved and not rules.rule(eqn).passes
+            if not rules.rule(eqn).passes:
+                return number in self.facts.saved
+            if checkpoint_name_of(eqn) is not None:  # a name is that of the term alone
+                return False
             atom = eqn.invars[0]
         return False
 

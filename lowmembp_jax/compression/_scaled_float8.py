@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from lowmembp_jax._arguments import compute_dtype
-from lowmembp_jax._tiling import explicit_spec, reshape, shared_size
+from lowmembp_jax._tiling import explicit_spec, reshape, shared_size, split_axis
 
 _FLOAT8, _MOST = jnp.float8_e4m3fn, 448.0
 #: Magnitudes of a norm's row below this are stored as square roots, with half the bits of
@@ -97,33 +96,20 @@ def _decode_rows(stored: tuple[Array, ...], dtype: Any, rows: Rows) -> Array:
     return _reshaped(y.astype(dtype), z.shape, like=z)
 
 
-class _Floats(NamedTuple):
-    """The bits of a floating dtype, in which scales are computed."""
+def _exponents(dtype: Any) -> Any:
+    """The dtype of a row's stored exponent: a byte, if the row is computed in float32."""
+    return jnp.int16 if compute_dtype(dtype) == jnp.float64 else jnp.uint8
 
-    integers: Any
-    mantissa: int
-    bias: int
-    exponents: Any  # the dtype of a stored exponent
 
-    @classmethod
-    def of(cls, dtype: Any) -> "_Floats":
-        if compute_dtype(dtype) == jnp.float64:
-            return cls(jnp.int64, 52, 1023, jnp.int16)
-        return cls(jnp.int32, 23, 127, jnp.uint8)
-
-    def power(self, exponent: Array) -> Array:
-        """2^(exponent - bias)."""
-        bits = exponent.astype(self.integers) << self.mantissa
-        return lax.bitcast_convert_type(bits, f"float{8 * bits.dtype.itemsize}")
+def _power(exponent: Array, dtype: Any) -> Array:
+    """The power of two with this biased exponent, in float32 or float64."""
+    info = jnp.finfo(dtype)
+    return lax.bitcast_convert_type(exponent.astype(f"int{info.bits}") << info.nmant, dtype)
 
 
 def _cut(x: Array, size: int) -> Array:
     """Splits the last axis into groups of `size`; does nothing if a row is one group."""
-    if size == x.shape[-1]:
-        return x
-    spec = explicit_spec(x)
-    spec = None if spec is None else PartitionSpec(*spec, None)
-    return reshape(x, (*x.shape[:-1], x.shape[-1] // size, size), spec)
+    return x if size == x.shape[-1] else split_axis(x, x.ndim - 1, size)
 
 
 def _encode_groups(x: Array) -> tuple[Array, Array]:
@@ -131,24 +117,25 @@ def _encode_groups(x: Array) -> tuple[Array, Array]:
 
     NaN and infinity do not change the scale of their row.
     """
-    floats = _Floats.of(x.dtype)
-    y = _cut(x, shared_size(x)).astype(compute_dtype(x.dtype))
+    wide = compute_dtype(x.dtype)
+    y, info = _cut(x, shared_size(x)).astype(wide), jnp.finfo(wide)
     # With one more in the exponent, the bits of NaN and infinity are negative.
-    bits = lax.bitcast_convert_type(jnp.abs(y), floats.integers) + (1 << floats.mantissa)
-    least = jnp.maximum((bits >> floats.mantissa) - 8, 1)
+    bits = lax.bitcast_convert_type(jnp.abs(y), f"int{info.bits}") + (1 << info.nmant)
+    least = jnp.maximum((bits >> info.nmant) - 8, 1)
     # The maximum of bytes needs no kernel that converts it.
-    exponent = jnp.max(least.astype(floats.exponents), axis=-1, keepdims=True)
-    z = (y * floats.power(2 * floats.bias - exponent.astype(floats.integers))).astype(_FLOAT8)
+    exponent = jnp.max(least.astype(_exponents(x.dtype)), axis=-1, keepdims=True)
+    inverse = 2 * (info.maxexp - 1) - exponent.astype(bits.dtype)
+    z = (y * _power(inverse, wide)).astype(_FLOAT8)
     return _reshaped(z, x.shape, like=x), exponent
 
 
 def _decode_groups(stored: tuple[Array, ...], dtype: Any) -> Array:
     z, exponent = stored
-    size = z.shape[-1] if exponent.ndim == z.ndim else z.shape[-1] // exponent.shape[-2]
-    scale = _Floats.of(dtype).power(exponent)
+    wide, width = compute_dtype(dtype), z.shape[-1]
+    size = width if exponent.ndim == z.ndim else width // exponent.shape[-2]
+    y = _cut(z, size).astype(wide) * _power(exponent, wide)
     most = float(jnp.finfo(dtype).max)  # the largest numbers of a dtype may be rounded up
-    y = jnp.clip(_cut(z, size).astype(scale.dtype) * scale, -most, most)
-    return _reshaped(y.astype(dtype), z.shape, like=z)
+    return _reshaped(jnp.clip(y, -most, most).astype(dtype), z.shape, like=z)
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Array:
@@ -172,6 +159,5 @@ def bits(array: Any, rows: Rows | None) -> int:
     """The number of bits that an array takes; accepts an array or its type."""
     size = math.prod(array.shape)
     if rows is None:
-        exponent = jnp.iinfo(_Floats.of(array.dtype).exponents).bits
-        return 8 * size + exponent * (size // shared_size(array))
+        return 8 * size + jnp.iinfo(_exponents(array.dtype)).bits * (size // shared_size(array))
     return 8 * size + 64 * (size // rows.length)

@@ -30,6 +30,7 @@ class Place(NamedTuple):
 
     @classmethod
     def own(cls, var: Any) -> "Place":
+        """The elements of a variable as it has them itself."""
         return cls(var, tuple(range(len(getattr(var.aval, "shape", ())))))
 
     def along(self, axes: Sequence[int]) -> "Place":

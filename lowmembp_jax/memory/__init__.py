@@ -25,5 +25,7 @@ from lowmembp_jax.memory.saved_residuals.residuals import residuals as residuals
 from lowmembp_jax.memory.saved_residuals.residuals import saved_bytes as saved_bytes
 from lowmembp_jax.memory.saved_residuals.table import Residual as Residual
 from lowmembp_jax.memory.saved_residuals.table import Residuals as Residuals
+from lowmembp_jax.memory.tpus import TPUS as TPUS
+from lowmembp_jax.memory.tpus import Tpu as Tpu
 from lowmembp_jax.memory.workload import Workload as Workload
 from lowmembp_jax.models.methods import METHODS as METHODS

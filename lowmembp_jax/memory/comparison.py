@@ -74,13 +74,8 @@ class Comparison:
     @property
     def fastest(self) -> MethodPlan | None:
         """The method with the least estimated time of those that fit; None on a TPU."""
-        fitting = [
-            (one.plan.estimated_seconds, one.plan.peak, i)
-            for i, one in enumerate(self)
-            if one.plan.fits
-        ]
-        is_timed = self.methods[0].plan.cost is not None
-        return self.methods[min(fitting)[2]] if fitting and is_timed else None
+        timed = [one for one in self if one.plan.fits and one.plan.cost]
+        return min(timed, key=lambda one: (one.plan.estimated_seconds, one.plan.peak), default=None)
 
     @property
     def fits(self) -> bool:
@@ -96,10 +91,7 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """Notes on what the plans leave out, without duplicates; see `Plan.notes`."""
         plans = [plan for one in self for plan in (one.plan, one.largest_plan) if plan]
-        costs = [plan.cost.notes if plan.cost else () for plan in plans]
-        every = (
-            note for plan, more in zip(plans, costs, strict=True) for note in (*plan.notes, *more)
-        )
+        every = (note for plan in plans for note in plan.every_note)
         return tuple(dict.fromkeys(every))
 
     def __str__(self) -> str:
@@ -107,10 +99,10 @@ class Comparison:
         counts = {"examples/s": self.batch, "tokens/s": self.tokens}
         rates = {name: count for name, count in counts.items() if count}
         searched = ["largest batch"] if self.methods[0].largest_batch is not None else []
-        work_of = WORK[:3]
+        timed = WORK[:3]
         if plan.cost is None:
-            work_of, rates = (), {}
-        head = ("method", "peak", "intermediates", "temporaries", *work_of, *rates, *searched, "")
+            timed, rates = (), {}
+        head = ("method", "peak", "intermediates", "temporaries", *timed, *rates, *searched, "")
         rows = [
             (
                 one.method,
@@ -179,10 +171,10 @@ class Choice:
         return HOW.get(self.method, "")
 
     def __str__(self) -> str:
-        time = f"{self.plan.estimated_seconds * 1e3:.3g} ms (estimate)"
+        plan = self.plan
         text = (
-            f"{self.method} is the fastest method that fits: {format_bytes(self.plan.peak)} of "
-            f"{format_bytes(self.plan.limit)}, {time}"
+            f"{self.method} is the fastest method that fits: {format_bytes(plan.peak)} of "
+            f"{format_bytes(plan.limit)}, {plan.estimated_seconds * 1e3:.3g} ms (estimate)"
         )
         return "\n".join(filter(None, (text, self.how)))
 

@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar
 
 from jax.experimental import topologies
 
 from lowmembp_jax.memory.calibration import Calibration, calibration
-from lowmembp_jax.memory.tpus import TPUS, Tpu, tpu_topology
+from lowmembp_jax.memory.tpus import TPUS, Tpu
 
 _TARGETS = resources.files("lowmembp_jax.memory") / "targets"
 _SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -124,7 +123,6 @@ class Device:
     vector_flops: float
     source: str
     calibration: Calibration
-    is_tpu: ClassVar[bool] = False
 
     def product_seconds(self, flops: float, dtype: str) -> float:
         """Estimates the seconds of a matrix product from its FLOPs and its factors' dtype."""
@@ -292,7 +290,7 @@ def topology(
       ImportError: a wheel with XLA's GPU compiler is missing.
     """
     if device in TPUS:
-        return tpu_topology(str(device), count)
+        return TPUS[str(device)].topology(count)
     config, capability = target_config(device), get_gpu(device).capability
     if not is_count(count):
         raise ValueError(f"count: expected {COUNTS}, got {count}")

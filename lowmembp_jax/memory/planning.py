@@ -168,7 +168,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
     """Compiles a lowered step and plans its memory."""
     compiled = compile_with_buffers(step.lowering.lowered, step.device.name, step.compiler_options)
     program = hlo.parse(compiled.program)
-    assignment = buffer_assignment.parse(*compiled.buffers, is_tpu=step.device.is_tpu)
+    assignment = buffer_assignment.parse(*compiled.buffers, is_tpu=isinstance(step.device, Tpu))
     entry = program.entry.parameters
     # The tokens of ordered callbacks come first and take no memory.
     tokens = [Argument("token", "batch", ())] * (len(entry) - len(step.arguments))

@@ -85,6 +85,11 @@ class Plan:
         return self.cost.estimated_seconds if self.cost else 0.0
 
     @property
+    def every_note(self) -> tuple[str, ...]:
+        """The notes on the memory and on the estimated time."""
+        return (*self.notes, *(self.cost.notes if self.cost else ()))
+
+    @property
     def usable(self) -> int:
         """Bytes of JAX's allocator on each device."""
         return self.device.usable_bytes(self.memory_fraction)
@@ -105,16 +110,17 @@ class Plan:
         if self.fits:
             return "fits"
         needed = math.ceil(100 * self.peak / self.device.memory_bytes) / 100
-        if self.budget is not None or needed > _MOST_FRACTION or self.device.is_tpu:
+        if self.budget is not None or needed > _MOST_FRACTION or isinstance(self.device, Tpu):
             return "does not fit"
         return f"does not fit; fits with XLA_CLIENT_MEM_FRACTION={needed}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
+        device = self.device
         return {
-            "device": self.device.name,
-            "calibration": str(getattr(self.device, "calibration", None)),
-            "memory_bytes": self.device.memory_bytes,
+            "device": device.name,
+            "calibration": None if isinstance(device, Tpu) else str(device.calibration),
+            "memory_bytes": device.memory_bytes,
             "usable": self.usable,
             "budget": self.budget,
             "peak": self.peak,
@@ -175,8 +181,8 @@ class Plan:
             phases = [(name, *work(part)) for name, part in self.cost.by("phase").items()]
             step = "step", *work(self.cost)
             lines += [*aligned(("kernels", *WORK), *phases, step, left=("kernels",)), ""]
-        notes = (*self.notes, *(self.cost.notes if self.cost else ()))
-        return "\n".join([*lines, *explained(self), *(f"note: {note}" for note in notes)])
+        lines += [*explained(self), *(f"note: {note}" for note in self.every_note)]
+        return "\n".join(lines)
 
 
 #: The columns of `work`.
@@ -207,7 +213,7 @@ def limit(plan: Plan) -> str:
     """Describes the devices and the memory that a plan may use."""
     capacity = format_bytes(plan.device.memory_bytes)
     fraction = f"usable, {plan.memory_fraction:.0%} of {capacity}"
-    if plan.device.is_tpu:
+    if isinstance(plan.device, Tpu):
         fraction = "usable"
     what = fraction if plan.budget is None else f"budget of {capacity}"
     return f"{plan.device.times(plan.device_count)}, {format_bytes(plan.limit)} {what}"

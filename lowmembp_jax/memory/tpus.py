@@ -1,10 +1,8 @@
 """The TPUs that libtpu compiles for without a TPU."""
 
 import dataclasses
-import functools
 import importlib.util
 import os
-from typing import ClassVar
 
 from jax.experimental import topologies
 
@@ -30,7 +28,6 @@ class Tpu:
     memory_bytes: int
     slices: dict[int, str] = dataclasses.field(hash=False)
     on_chip: int = 1
-    is_tpu: ClassVar[bool] = True
 
     def times(self, count: int) -> str:
         """Describes `count` of these devices."""
@@ -62,10 +59,8 @@ class Tpu:
         chips = next(n for n in self.slices if n * self.on_chip >= count)
         # Otherwise libtpu asks Google Cloud which TPU this machine has.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        family = "TPU7x" if self.name == "tpu7x" else self.name
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{family}:{self.slices[chips]}"
-        )
+        name = f"{self.name.replace('tpu', 'TPU')}:{self.slices[chips]}"
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
 
 
 def _tpu(name: str, description: str, gib: float, *rest) -> Tpu:
@@ -82,9 +77,3 @@ TPUS: dict[str, Tpu] = {
         _tpu("tpu7x", "TPU7x", 94.74, _CUBE, 2),
     )
 }
-
-
-@functools.cache
-def tpu_topology(name: str, count: int) -> topologies.TopologyDescription:
-    """Calls `Tpu.topology` once for each name and count."""
-    return TPUS[name].topology(count)

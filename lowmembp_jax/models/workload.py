@@ -156,7 +156,8 @@ def workload(
         raise ValueError(f"tokens: expected None, because {family.name} takes images, got {tokens}")
     tokens = tokens or usual
     # cuDNN's flash attention needs compute capability 8.0.
-    has_cudnn = getattr(lm.memory.get_device(device), "capability", (0, 0)) >= (8, 0)
+    known = lm.memory.get_device(device)
+    has_cudnn = isinstance(known, lm.memory.Device) and known.capability >= (8, 0)
     attention = choose_attention(config, dtype, has_cudnn)
     merged = method.startswith("lowmembp") and bool(family.norm_rules(config))
     is_24bit = master_weights == "24bit"

@@ -315,10 +315,9 @@ def linear_cross_entropy(
       return_logsumexp: also returns the logsumexp of the (capped) logits.
       return_correct: also returns how many predictions are right. The prediction is the likeliest
         word, or the first of several.
-      tile_bytes: the largest number of bytes of logits in memory on each device, but at least one
-        token's logits; by default 2^29, and 2^27 on TPUs, which have less memory. The gradient of
-        the logits takes as much again if the kernel is trained.
-        A symbolic number of tokens (`jax.export`) is padded to whole tiles.
+      tile_bytes: the most bytes of logits in memory on each device, but at least one token's; by
+        default 2^29, and 2^27 on TPUs. The gradient of the logits takes as much again if the kernel
+        is trained. A symbolic number of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
 
@@ -356,8 +355,7 @@ def linear_cross_entropy(
     vocab = table.shape[0 if is_table else 1] * math.prod(lax.axis_size(axis) for axis in over)
     if not vocab:
         raise ValueError(f"{_NAME}: {name}: expected at least one word, got {table.shape}")
-    if tile_bytes is None:
-        tile_bytes = 2**27 if is_for_tpu() else 2**29
+    tile_bytes = (2**27 if is_for_tpu() else 2**29) if tile_bytes is None else tile_bytes
     if not isinstance(tile_bytes, int) or tile_bytes < 1:
         raise ValueError(f"{_NAME}: tile_bytes: expected an integer from 1 on, got {tile_bytes!r}")
     labels = _checked_labels(labels, h.shape[:-1], vocab, ignore_index)

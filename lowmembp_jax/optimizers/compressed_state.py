@@ -20,20 +20,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend import core
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
 from lowmembp_jax._platform import is_for_tpu
-from lowmembp_jax._tiling import explicit_spec, reshape
+from lowmembp_jax._tiling import explicit_spec, reshape, split_axis
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
 from lowmembp_jax.compression.jaxprs import variables
 from lowmembp_jax.compression.rules import ANYWHERE, Interval
 
-_BLOCK = 256
-#: A TPU stores tiles of 8 x 128.
-_LANES = 128
+_BLOCK, _LANES = 256, 128
 # Scales have the dtype of the array. Scales of float16 arrays would be too small for float16.
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
 
@@ -91,39 +88,42 @@ class _Blocks(NamedTuple):
         return cls(shape, axis, parts, count, -(-size // parts // max(count, 1)))
 
     @property
-    def _padding(self) -> int:
-        """The elements that the last block of a part lacks."""
-        return self.count * self.size - self.shape[self.axis] // self.parts
+    def _is_padded(self) -> bool:
+        return self.count * self.size != self.shape[self.axis] // self.parts
 
     @property
     def _is_tiled(self) -> bool:
-        """Whether to cut along a TPU's tiles, so that it copies nothing."""
+        """Whether to cut along a TPU's tiles of 8 x 128, so that it copies nothing."""
         is_last = self.axis == len(self.shape) - 1 and self.size % _LANES == 0
-        rows = math.prod(self.shape) // _LANES if self.axis == 0 else self.shape[self.axis - 1]
-        return is_for_tpu() and is_last and not self._padding and rows % 128 == 0
+        rows = self.shape[self.axis - 1] if self.axis else self.shape[0] // _LANES
+        return is_for_tpu() and is_last and not self._is_padded and rows % 128 == 0
 
-    @property
-    def _rows(self) -> int:
-        """The rows of a tile that are cut off an array; a vector has none."""
-        return 8 if self.axis else 0
+    def _tiles(self, x: Array, size: int) -> Array:
+        y = split_axis(x, self.axis, size)
+        return split_axis(y, self.axis - 1, 8) if self.axis else y  # a vector has no rows
+
+    def _padded(self, y: Array, like: Array) -> Array:
+        """Gives y the shape of the array with whole blocks, and the spec of `like`."""
+        size = self.parts * self.count * self.size
+        shape = (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
+        return reshape(y, shape, explicit_spec(like))
 
     def cut(self, x: Array) -> Array:
         """Splits the axis into an axis of blocks and an axis of their elements, padded with 0."""
         if self._is_tiled:
-            return self._reshaped(x, x, x.shape[-1] // _LANES, _LANES, self._rows)
-        y = x
-        if self._padding:
-            part = self.shape[self.axis] // self.parts
-            widths = [(0, 0, 0)] * (x.ndim + 1)
-            widths[self.axis + 1] = 0, self._padding, 0
-            y = lax.pad(self._reshaped(x, x, self.parts, part), jnp.zeros((), x.dtype), widths)
-        return self._reshaped(y, x, self.parts * self.count, self.size)
+            return self._tiles(x, _LANES)
+        if self._is_padded:
+            y = split_axis(x, self.axis, self.shape[self.axis] // self.parts)
+            widths = [(0, 0, 0)] * y.ndim
+            widths[self.axis + 1] = 0, self.count * self.size - y.shape[self.axis + 1], 0
+            x = self._padded(lax.pad(y, jnp.zeros((), x.dtype), widths), like=x)
+        return split_axis(x, self.axis, self.size)
 
     def joined(self, y: Array, like: Array) -> Array:
         """Undoes `cut`, for the spec of `like`."""
-        if self._padding:
-            y = self._reshaped(y, like, self.parts, self.count * self.size)
-            y = lax.slice_in_dim(y, 0, y.shape[self.axis + 1] - self._padding, axis=self.axis + 1)
+        if self._is_padded:
+            y = split_axis(self._padded(y, like), self.axis, self.count * self.size)
+            y = lax.slice_in_dim(y, 0, self.shape[self.axis] // self.parts, axis=self.axis + 1)
         return reshape(y, self.shape, explicit_spec(like))
 
     def elements(self, y: Array) -> int:
@@ -135,32 +135,15 @@ class _Blocks(NamedTuple):
         largest = jnp.max(y, self.elements(y))
         if not self._is_tiled:
             return largest
-        lanes = self.size // _LANES
-        shape, spec = (*like.shape[:-1], largest.shape[-1] // lanes), explicit_spec(like)
-        if lanes == 1:
-            return reshape(largest, shape, spec)
-        spec = None if spec is None else PartitionSpec(*spec, None)
-        return jnp.max(reshape(largest, (*shape, lanes), spec), axis=-1)
+        shape = *self.shape[:-1], self.shape[-1] // _LANES
+        tiles = reshape(largest, shape, explicit_spec(like))
+        return jnp.max(split_axis(tiles, self.axis, self.size // _LANES), axis=-1)
 
     def spread(self, scales: Array) -> Array:
         """Gives each block's scale the axes of a cut array."""
-        if not self._is_tiled:
-            return jnp.expand_dims(scales, self.axis + 1)
-        scales = jnp.repeat(scales, self.size // _LANES, axis=-1)
-        return self._reshaped(scales, scales, scales.shape[-1], 1, self._rows)
-
-    def _reshaped(self, x: Array, whole: Array, count: int, size: int, rows: int = 0) -> Array:
-        """Gives x the shape of `whole`, but for two axes instead of one, and two for its rows."""
-        axis, spec, shape = self.axis, explicit_spec(whole), list(whole.shape)
-        new = None if spec is None else [*spec]
-        shape[axis : axis + 1] = count, size
-        if new is not None:
-            new[axis + 1 : axis + 1] = [None]
-        if rows:
-            shape[axis - 1 : axis] = shape[axis - 1] // rows, rows
-            if new is not None:
-                new[axis:axis] = [None]
-        return reshape(x, tuple(shape), None if new is None else PartitionSpec(*new))
+        if self._is_tiled:
+            return self._tiles(jnp.repeat(scales, self.size // _LANES, axis=-1), 1)
+        return jnp.expand_dims(scales, self.axis + 1)
 
 
 def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:

@@ -67,8 +67,9 @@ class Case:
                 patch.setattr(layers, "gelu", slope)
             step = quick_jit(jax.value_and_grad(loss, has_aux=True))
             (value, logits), gradients = step(self.merged if compute.merged else self.params)
-        tolerance = 2e-5 if compute.dtype == jnp.float32 else 0.1
-        np.testing.assert_allclose(logits, self.io["logits"], atol=tolerance)
+        tolerance = 2e-5 if compute.dtype == jnp.float32 else 0.03
+        largest = max(1, np.abs(self.io["logits"]).max())
+        np.testing.assert_allclose(logits, self.io["logits"], rtol=0, atol=tolerance * largest)
         np.testing.assert_allclose(value, self.io["loss"], rtol=tolerance)
         return gradients
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from lowmembp_jax._jax_internals import lower_without_callbacks
 from lowmembp_jax._platform import target_platform
-from lowmembp_jax.memory.devices import get_device, says_how_to_install_cudnn
+from lowmembp_jax.memory.devices import get_gpu, says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.meshes import (
     MeshLike,
     abstract_on,
@@ -25,7 +25,7 @@ from lowmembp_jax.memory.lowering.step_arguments import (
     close_over_constants,
     is_array,
 )
-from lowmembp_jax.memory.tpus import Tpu
+from lowmembp_jax.memory.tpus import TPUS
 
 _COMPILER_OPTIONS = (
     "the step calls a function in jax.jit with compiler_options, and JAX uses only the options of "
@@ -72,7 +72,7 @@ def lower_for(
             lambda spec: on_mesh(gpus, spec, "out_shardings"), out_shardings, is_leaf=is_spec
         )
     try:
-        platform = target_platform("tpu" if get_device(device).is_tpu else "gpu")
+        platform = target_platform("tpu" if device in TPUS else "gpu")
         with _mesh_in_context(gpus), platform, says_how_to_install_cudnn():
             options["donate_argnums"] = _donated(fn, args, donate_argnums)
             of_arrays, args = close_over_constants(fn, args)
@@ -162,10 +162,9 @@ def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tup
 
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
     """Raises StepError for kernels that XLA compiles and the GPU cannot run."""
-    gpu = get_device(device)
-    if isinstance(gpu, Tpu) or gpu.capability >= (8, 0):
+    if device in TPUS or (capability := get_gpu(device).capability) >= (8, 0):
         return
-    major, minor = gpu.capability
+    major, minor = capability
     text = lowered.as_text()
     for call, what, instead in (
         ("__cudnn$fmha", "cuDNN's flash attention", "implementation='xla'"),

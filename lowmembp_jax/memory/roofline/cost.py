@@ -222,7 +222,10 @@ def cost(
 
     Raises:
       ValueError: the text is not an HLO program.
+      TypeError: the device is no GPU.
     """
+    if not isinstance(device, Device):
+        raise TypeError(f"cost: device: expected a GPU of lm.memory.get_device, got {device!r}")
     if isinstance(program, jax.stages.Compiled):
         program = program.as_text() or ""
     if isinstance(program, str):
