@@ -41,6 +41,7 @@ __all__ = [
     "StepTable",
     "checkpoint_policy",
     "compress",
+    "compress_checkpoints",
     "compress_module",
     "compress_state",
     "decompress_state",

@@ -22,7 +22,7 @@ from jax._src.debugging import debug_callback_p, debug_print_p
 # JAX searches only jaxprs for primitives that need their devices for lowering. A primitive that is
 # lowered from a Python function must register here.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # noqa: F401
-from jax._src.interpreters import batching
+from jax._src.interpreters import batching, partial_eval
 
 # The rules of `jax.linear_transpose` that JAX uses for `jax.checkpoint`.
 from jax._src.interpreters.ad import fancy_transposes  # noqa: F401
@@ -109,6 +109,28 @@ def add_checkify_rule(primitive: core.Primitive, bind: Callable[..., Any]) -> No
         return jax.tree.unflatten(tree, bind(errors, values, closed, **params))
 
     checkify.error_checks[primitive] = rule
+
+
+def saved_by_checkpoint(
+    jaxpr: Any, is_tangent: list[bool], policy: Callable[..., Any]
+) -> tuple[list[Any], list[bool]]:
+    """Finds what `jax.checkpoint` saves for the backward of a differentiated function's jaxpr.
+
+    `jax.checkpoint` finds the same in JAX's caches later.
+
+    Args:
+      is_tangent: which of the jaxpr's inputs are tangents.
+
+    Returns:
+      The types of the saved results, and which inputs the backward reads.
+    """
+    _, staged, is_unknown, is_staged, count = partial_eval.partial_eval_jaxpr_custom(
+        jaxpr, is_tangent, [True] * len(is_tangent), False, False, policy
+    )
+    wanted = [unknown for unknown, one in zip(is_unknown, is_staged, strict=True) if one]
+    _, is_read = partial_eval.dce_jaxpr(staged, wanted)
+    saved = [var.aval for var, one in zip(staged.invars[:count], is_read, strict=False) if one]
+    return saved, is_read[count:]
 
 
 def run_backward(eqn: Any, *args: Any) -> list[Any]:

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import os
 import sysconfig
+from collections.abc import Iterable
+from typing import Any
 
 _PACKAGES = (
     *("jax", "jaxlib", "jax_triton", "flax", "optax", "qwix"),
@@ -24,3 +26,18 @@ def is_framework(path: str) -> bool:
     # Without a virtual environment, site-packages is inside the folder of Python's library.
     _, installed, rest = path.rpartition("-packages/")
     return rest.split("/")[0] in _PACKAGES if installed else path.startswith(_ROOTS + _PYTHON)
+
+
+def users_line(frames: Iterable[tuple[str, int]]) -> str:
+    """The first of some files and lines that is the user's, as "file:line", or ""."""
+    for file, line in frames:
+        if not is_framework(file):
+            relative = os.path.relpath(file)
+            return f"{file if relative.startswith('..') else relative}:{line}"
+    return ""
+
+
+def frames_of(eqn: Any) -> list[tuple[str, int]]:
+    """The file and line of each call that led to an equation of a jaxpr, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [(frame.file_name, frame.line_num) for frame in traceback.frames] if traceback else []

@@ -132,7 +132,7 @@ def compress_module(
     target: Any = None,
     *,
     dtype: StorageFormat = "float8",
-    policy: Callable[..., Any] = products_saveable,
+    policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
     methods: Iterable[str] | None = None,

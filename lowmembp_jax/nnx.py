@@ -113,7 +113,7 @@ def compress(
     function: Any = None,
     *,
     dtype: StorageFormat = "float8",
-    policy: Callable[..., Any] = products_saveable,
+    policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
 ) -> Any:
@@ -162,22 +162,43 @@ def compress(
         return functools.partial(run, module)
     name = getattr(function, "__name__", type(function).__name__)
 
+    def compressed(pure):
+        call = compression.stored(pure, options, f"lm.nnx.compress({name})", _is_module)
+
+        def run(args, kwargs):
+            numbers = compression.in_range("nnx.compress", "static_argnums", static, args)
+            return call(args, kwargs, set(), numbers)
+
+        return run
+
+    return on_trees(function, compressed)
+
+
+def on_trees(
+    function: Callable[..., Any], transform: Callable[..., Callable[[tuple, dict], Any]]
+) -> Callable[..., Any]:
+    """Applies a transformation of functions of pytrees to a function of modules, and of others.
+
+    Args:
+      function: it may write into the modules.
+      transform: takes a function of pytrees, and returns a function of its arguments and keyword
+        arguments.
+    """
+
     def pure(*args, **kwargs):
         args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
         out = function(*args, **kwargs)
         return nnx.to_tree((extract.clear_non_graph_nodes((args, kwargs)), out), ctxtag=_TAG)
 
-    pure.__name__ = name
-    call = compression.stored(pure, options, f"lm.nnx.compress({name})", _is_module)
+    pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    run = transform(pure)
 
     @functools.wraps(function)
-    def compressed(*args, **kwargs):
-        args, kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
-        numbers = compression.in_range("nnx.compress", "static_argnums", static, args)
-        results = call(args, kwargs, set(), numbers)
+    def transformed(*args, **kwargs):
+        results = run(*nnx.to_tree((args, kwargs), ctxtag=_TAG))
         return nnx.from_tree(results, ctxtag=_TAG, is_inner=False)[1]
 
-    return nnx.update_context(_TAG)(compressed)
+    return nnx.update_context(_TAG)(transformed)
 
 
 #: The tag by which `nnx.to_tree` identifies modules outside `compress` with their copies inside.

@@ -70,7 +70,7 @@ class DevicesCommand:
         """Returns the exit status."""
         from lowmembp_jax.memory.devices import DEVICES, get_gpu
         from lowmembp_jax.memory.report import aligned
-        from lowmembp_jax.memory.sizes import format_bytes
+        from lowmembp_jax._sizes import format_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
         head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")

@@ -82,7 +82,7 @@ class PlanCommand(ModelOptions):
 
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
-        from lowmembp_jax.memory.sizes import as_bytes
+        from lowmembp_jax._sizes import as_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
         if self.plot is not None and self._one is None and self.device in TPUS:

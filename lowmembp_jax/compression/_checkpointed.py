@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression._marks import Marker
-from lowmembp_jax.compression._primitive import How
+from lowmembp_jax.compression._primitive import How, Input
+from lowmembp_jax.compression._traced_call import traced_call
 from lowmembp_jax.compression.formats import format_names
-from lowmembp_jax.compression.jaxprs import without_consts
 from lowmembp_jax.policies import products_saveable
 
 StorageFormat = jax.typing.DTypeLike | Mapping[str | None, jax.typing.DTypeLike | None] | None
@@ -35,12 +34,7 @@ def check_options(
 ) -> Options:
     """Checks the options of the function `name`; raises the errors of `compress`."""
     formats = format_names(dtype, f"{name}: dtype")
-    if policy is None:
-        raise ValueError(
-            f"{name}: policy: expected a policy, got None; use lm.everything_saveable for the "
-            f"earlier meaning of None here, and jax.checkpoint_policies.nothing_saveable for its "
-            f"meaning in jax.checkpoint"
-        )
+    policy = jax.checkpoint_policies.nothing_saveable if policy is None else policy
     if not callable(policy):
         raise TypeError(f"{name}: policy: expected a callable, got {policy!r}")
     if not isinstance(prevent_cse, bool):
@@ -52,7 +46,7 @@ def compress(
     fun: Callable[..., Any] | None = None,
     *,
     dtype: StorageFormat = "float8",
-    policy: Callable[..., Any] = products_saveable,
+    policy: Callable[..., Any] | None = products_saveable,
     params_argnums: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
@@ -93,7 +87,8 @@ def compress(
         for a name applies even if the rules above would not round the array. You can also pass the
         dtypes of these formats.
       policy: which results are saved, as in `jax.checkpoint`. `lm.everything_saveable` saves what
-        JAX saves by itself; `jax.checkpoint_policies.nothing_saveable` saves only the arguments.
+        JAX saves by itself; None, or `jax.checkpoint_policies.nothing_saveable`, saves only the
+        arguments.
       params_argnums: positions of the arguments that hold parameters, counted as in
         `static_argnums`; `()` if there are none.
       static_argnums: positions of arguments that are not traced, as in `jax.checkpoint`. Leaves
@@ -111,8 +106,8 @@ def compress(
       DeprecationWarning: `dtype` is a float8 dtype, which stands for a format without a scale.
 
     Raises:
-      ValueError: `dtype` is not a format; `policy` is None, or offloads (this error comes when
-        `fun` is differentiated); a position is out of range, or both static and a parameter.
+      ValueError: `dtype` is not a format; `policy` offloads (this error comes when `fun` is
+        differentiated); a position is out of range, or both static and a parameter.
       TypeError: `fun` or `policy` is not callable; `fun` is a class or a Flax module.
       NotImplementedError: a second derivative is used.
     """
@@ -240,47 +235,6 @@ def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact)
 
 
-class _Static:
-    """The static values of a call, hashed by value if possible, as in `jax.checkpoint`."""
-
-    def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
-        self.tree, self.places, self.values = tree, tuple(places), tuple(values)
-        values = [v.value if isinstance(v, _Constant) else v for v in values]
-        # 1, 1.0 and True are equal, but different static values.
-        self.key = tree, self.places, tuple((type(v), _hashable(v)) for v in values)
-
-    def __hash__(self):
-        return hash(self.key)
-
-    def __eq__(self, other):
-        return isinstance(other, _Static) and self.key == other.key
-
-
-class _Constant:
-    """A static argument as a leaf of the tree of arguments."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
-
-
-def _is_traced(leaf: Any) -> bool:
-    if isinstance(leaf, bool | int):
-        return False
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
-
-
 def stored(
     fun: Callable[..., Any],
     options: Options,
@@ -291,84 +245,17 @@ def stored(
 
     Args:
       owner: the function's name in errors.
-      holds_params: whether a node anywhere in the tree of arguments holds parameters.
-
-    Returns:
-      `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
-      parameters. `static` holds the positions of arguments that are not traced.
+      holds_params: see `traced_call`, which also describes the result.
     """
-
-    def run(static, *arrays):
-        leaves = [
-            value if place is None else arrays[place]
-            for place, value in zip(static.places, static.values, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(static.tree, leaves)
-        args = (arg.value if isinstance(arg, _Constant) else arg for arg in args)
-        return fun(*args, **kwargs)
-
-    run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-    traced = jax.make_jaxpr(jax.jit(run, static_argnums=0), static_argnums=0, return_shape=True)
-
-    def call(args, kwargs, params, static):
-        args = tuple(_Constant(arg) if i in static else arg for i, arg in enumerate(args))
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        flags = [i in params for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-        flags += [False] * (len(leaves) - len(flags))
-        if holds_params:
-            nodes = jax.tree.leaves((args, kwargs), is_leaf=holds_params)
-            flags = [holds_params(node) for node in nodes for _ in jax.tree.leaves(node)]
-        given: dict[int, tuple[int, Any, bool]] = {}  # an array that occurs twice is one argument
-        places, values = [], []
-        for leaf, is_param in zip(leaves, flags, strict=True):
-            is_array = _is_traced(leaf)
-            if is_array:
-                place, _, before = given.get(id(leaf), (len(given), leaf, False))
-                given[id(leaf)] = place, leaf, before or is_param
-            places.append(place if is_array else None)
-            values.append(None if is_array else leaf)
-        arrays = [array for _, array, _ in given.values()]
-        closed, shape = traced(_Static(tree, places, values), *arrays)
-        results = _run(closed, arrays, [is_param for *_, is_param in given.values()], bind)
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
-
     hows: dict[Any, How] = {}
 
     def bind(jaxpr, values, is_param):
         formats = {} if is_exact() else options.formats
-        marker = Marker(options.policy, formats, owner)
         key = is_param, is_exact(), is_for_tpu()
-        how = hows.setdefault(key, How(marker, is_param, options.prevent_cse))
-        return how.bind(values, jaxpr)
+        if key not in hows:
+            inputs = tuple(Input.PARAMETER if one else Input.ACTIVATION for one in is_param)
+            marker = Marker(options.policy, formats, owner)
+            hows[key] = How(marker, inputs, options.prevent_cse)
+        return hows[key].bind(values, jaxpr)
 
-    return call
-
-
-def _run(
-    closed: core.ClosedJaxpr,
-    args: Sequence[Any],
-    is_param: Sequence[bool],
-    bind: Callable[..., Any],
-) -> list[Any]:
-    """Runs the traced call of a jitted function."""
-    outer = closed.jaxpr
-    env = dict(zip((*outer.constvars, *outer.invars), (*closed.consts, *args), strict=True))
-    flags = dict(zip(outer.invars, is_param, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-    eqn = outer.eqns[0] if [eqn.primitive.name for eqn in outer.eqns] == ["jit"] else None
-    if eqn is None:  # under `jax.disable_jit`
-        inner, atoms = closed, outer.invars
-    else:  # `jax.jit` returns the same trace for later calls with arguments of these types
-        inner, atoms = eqn.params["jaxpr"], eqn.invars
-    values = [*inner.consts, *map(read, atoms)]
-    # Values that are not arguments are closed over; they are parameters.
-    given = [True] * len(inner.consts)
-    given += [isinstance(atom, core.Literal) or flags.get(atom, True) for atom in atoms]
-    results = bind(without_consts(inner.jaxpr), values, tuple(given))
-    if eqn is None:
-        return results
-    env |= zip(eqn.outvars, results, strict=True)
-    return [read(atom) for atom in outer.outvars]
+    return traced_call(fun, bind, holds_params)

@@ -80,13 +80,20 @@ class Marker:
     def __post_init__(self):
         self.formats = _NAMED_EXACT | dict(self.formats)
 
-    def mark(self, jaxpr: core.Jaxpr, given: Sequence[Fact], wanted: Sequence[bool]) -> core.Jaxpr:
+    def mark(
+        self,
+        jaxpr: core.Jaxpr,
+        given: Sequence[Fact],
+        wanted: Sequence[bool],
+        kept: Sequence[bool],
+    ) -> core.Jaxpr:
         """Inserts `store` after each variable that the backward reads from memory.
 
         Args:
           jaxpr: the jaxpr of the differentiated function.
           given: the facts about its inputs.
           wanted: which of its outputs are tangents.
+          kept: which of its inputs are in memory anyway.
         """
         jaxpr = jaxprs.without_calls_of(jaxpr, lambda eqn: rules.rule(eqn).elementwise)
         needs = [Need(ROUNDED if one else NOT) for one in wanted]
@@ -97,8 +104,8 @@ class Marker:
             facts = find_facts(jaxpr, given, self.policy, decisions.exact)
             decisions = _Decisions(self, jaxpr, facts)
             inputs = decisions.make(needs)
-        for var, need in zip(jaxpr.invars, inputs, strict=True):
-            if need.level and facts.of[var].lossy:
+        for var, need, is_kept in zip(jaxpr.invars, inputs, kept, strict=True):
+            if need.level and facts.of[var].lossy and not is_kept:
                 format = self.format(var, facts.of[var], need)
                 if format.storage is not None:  # unrounded, the argument is in memory anyway
                     decisions.plan.stores[var] = format

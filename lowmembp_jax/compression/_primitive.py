@@ -4,7 +4,9 @@ Like the primitive of `jax.checkpoint`, it is batched before it is differentiate
 differentiation rule knows which inputs vary.
 """
 
+import enum
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +22,37 @@ from lowmembp_jax._jax_internals import (
     fancy_transposes,
     has_effects,
     is_reference,
+    saved_by_checkpoint,
     weakref_lru_cache,
 )
+from lowmembp_jax._sizes import array_bytes
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
 from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
+
+
+class Input(enum.Enum):
+    """What an input of a jaxpr is.
+
+    A value that is computed from PARAMETERs alone is never rounded. A KEPT input is an activation
+    that is in memory anyway, so it is not stored a second time.
+    """
+
+    PARAMETER, KEPT, ACTIVATION = range(3)
+
+
+@dataclass(eq=False)
+class Saved:
+    """The bytes that a jaxpr saves for its backward, apart from inputs that are in memory anyway.
+
+    Attributes:
+      before: by `jax.checkpoint`, with the same policy.
+      after: by `compress`.
+    """
+
+    before: int | None = None
+    after: int | None = None
 
 
 @dataclass(eq=False)
@@ -34,15 +61,18 @@ class How:
 
     Attributes:
       marker: inserts `store` into the jaxpr's derivative.
-      is_param: which inputs are parameters.
+      inputs: what the inputs are.
       prevent_cse: as in `jax.checkpoint`.
-      others: a `How` for jaxprs with other inputs, by their `is_param`.
+      saved: if given, the bytes are counted, and a jaxpr that would not save fewer of them is
+        differentiated as `jax.checkpoint` does.
+      others: a `How` for jaxprs with other inputs, by their `inputs`.
     """
 
     marker: Marker
-    is_param: tuple[bool, ...]
+    inputs: tuple[Input, ...]
     prevent_cse: bool
-    others: dict[tuple[bool, ...], "How"] = field(default_factory=dict)
+    saved: Saved | None = None
+    others: dict[tuple[Input, ...], "How"] = field(default_factory=dict)
 
     def bind(self, args, jaxpr):
         """Runs the jaxpr and returns its results."""
@@ -52,12 +82,12 @@ class How:
             return self.checkpoint(args, jaxpr, self.marker.policy)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
-    def of(self, is_param):
+    def of(self, inputs):
         """Returns the `How` for a jaxpr with other inputs."""
-        is_param = tuple(is_param)
-        if is_param not in self.others:
-            self.others[is_param] = How(self.marker, is_param, self.prevent_cse)
-        return self.others[is_param]
+        inputs = tuple(inputs)
+        if inputs not in self.others:
+            self.others[inputs] = How(self.marker, inputs, self.prevent_cse, self.saved)
+        return self.others[inputs]
 
     def checkpoint(self, args, jaxpr, policy):
         # Under `jax_remat3`, `jax.checkpoint` uses another table of rules, so this binds `remat_p`.
@@ -89,7 +119,7 @@ mlir.register_lowering(compress_p, mlir.lower_fun(_run, multiple_results=True))
 
 def _batch(axis_data, args, dims, *, jaxpr, how):
     closed, is_batched = batched_jaxpr(jaxpr, axis_data, dims)
-    own = how.of((*[True] * len(closed.consts), *how.is_param))
+    own = how.of((*[Input.PARAMETER] * len(closed.consts), *how.inputs))
     results = compress_p.bind(*closed.consts, *args, jaxpr=without_consts(closed.jaxpr), how=own)
     return results, [0 if one else None for one in is_batched]
 
@@ -99,7 +129,7 @@ batching.fancy_primitive_batchers[compress_p] = _batch
 
 def _check(errors, args, closed, *, how):
     count = len(closed.consts) + len(errors)
-    own = how.of((*[True] * count, *how.is_param))
+    own = how.of((*[Input.PARAMETER] * count, *how.inputs))
     return compress_p.bind(
         *closed.consts, *errors, *args, jaxpr=without_consts(closed.jaxpr), how=own
     )
@@ -126,7 +156,7 @@ def _without_unused(used_outputs, *others):
     new = eqn.replace(
         invars=[*itertools.compress(eqn.invars, used)],
         outvars=[*itertools.compress(eqn.outvars, used_outputs)],
-        params={"jaxpr": part, "how": how.of(itertools.compress(how.is_param, used))},
+        params={"jaxpr": part, "how": how.of(itertools.compress(how.inputs, used))},
         effects=part.effects,
     )
     return used, new
@@ -144,7 +174,7 @@ def _partial_eval(trace, *tracers, jaxpr, how):
     is_known = [isinstance(a, core.Literal) or a not in unknown for a in jaxpr.outvars]
     part, used = partial_eval.dce_jaxpr(jaxpr, is_known)
     inputs = [t.pval.get_known() for t in itertools.compress(tracers, used)]
-    own = how.of(itertools.compress(how.is_param, used))
+    own = how.of(itertools.compress(how.inputs, used))
     found = compress_p.bind(*inputs, jaxpr=part, how=own)
     if all(is_known):
         return found
@@ -169,9 +199,11 @@ def _jvp(primals, tangents, *, jaxpr, how):
     known, key = _derivatives(jaxpr), (how, varied, tuple(map(jax.typeof, leaves)))
     if key not in known:
         known[key] = _differentiated(*given, varied, jaxpr, how)
-    body, consts, is_real = known[key]
+    body, policy, consts, is_real, saved = known[key]
+    if how.saved is not None:
+        how.saved.before, how.saved.after = saved
     count = len(jaxpr.outvars)
-    results = how.checkpoint([*consts, *leaves], body, only_stored)
+    results = how.checkpoint([*consts, *leaves], body, policy)
     y, dy = results[:count], iter(results[count:])
     return y, [
         next(dy) if real else ad.Zero(jax.typeof(a).to_tangent_aval())
@@ -183,7 +215,7 @@ ad.primitive_jvps[compress_p] = _jvp
 
 
 def _differentiated(primals, tangents, varied, jaxpr, how):
-    """Returns the marked jaxpr of `jax.jvp`, its constants, and which results have a tangent."""
+    """Returns the jaxpr of `jax.jvp`, its policy, its constants, which results vary, and bytes."""
     run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
 
     def pushed(primals, tangents):
@@ -197,11 +229,35 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
     closed, (y, dy) = jax.make_jaxpr(pushed, return_shape=True)(primals, tangents)
     body, is_real = without_consts(closed.jaxpr), [d is not None for d in dy]
     rounds = any(name is not None for name in how.marker.formats.values())
+    inputs = (*[Input.PARAMETER] * len(closed.consts), *how.inputs)
     given = [Fact()] * len(closed.consts)
     given += [
-        Fact(activation=rounds and not is_one, varied=i in varied, at_hand=True)
-        for i, is_one in enumerate(how.is_param)
+        Fact(activation=rounds and one is not Input.PARAMETER, varied=i in varied, at_hand=True)
+        for i, one in enumerate(how.inputs)
     ]
     given += [Fact(linear=True)] * len(tangents)
     wanted = [False] * len(y) + [True] * sum(is_real)
-    return how.marker.mark(body, given, wanted), closed.consts, is_real
+    kept = [one is Input.KEPT for one in inputs] + [False] * len(tangents)
+    marked = how.marker.mark(body, given, wanted, kept)
+    saved = None, None
+    if how.saved is not None:
+        counted = [one is Input.ACTIVATION for one in inputs]
+        before = _saved_bytes(body, counted, how.marker.policy)
+        saved = before, (after := _saved_bytes(marked, counted, only_stored))
+        if after >= before:
+            return body, how.marker.policy, closed.consts, is_real, saved
+    return marked, only_stored, closed.consts, is_real, saved
+
+
+def _saved_bytes(jaxpr: core.Jaxpr, counted: Sequence[bool], policy: Callable[..., Any]) -> int:
+    """The bytes that `jax.checkpoint` saves between the forward and the backward.
+
+    Args:
+      jaxpr: the jaxpr of a differentiated function; its last inputs are tangents.
+      counted: which of its first inputs count if they are saved.
+    """
+    is_tangent = [False] * len(counted) + [True] * (len(jaxpr.invars) - len(counted))
+    saved, is_read = saved_by_checkpoint(jaxpr, is_tangent, policy)
+    inputs = zip(jaxpr.invars, is_read, counted, strict=False)  # the tangents are left out
+    saved += [var.aval for var, *is_saved in inputs if all(is_saved)]
+    return sum(array_bytes(aval.shape, aval.dtype) for aval in saved)

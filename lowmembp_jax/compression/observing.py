@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowmembp_jax._source_files import frames_of
+
 # JAX's caches have this number in their key. Each context has its own number, so code that was
 # traced in one context never reports to another.
 _context = jax.make_user_context(0)
@@ -84,7 +86,4 @@ def observe(number: int, at: Place, x: jax.Array, stored: jax.Array, again: jax.
 
 def place(eqn: Any) -> Place:
     """The place from which the operand of an equation comes."""
-    traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    lines = tuple((frame.file_name, frame.line_num) for frame in frames)
-    return eqn.invars[0].aval.str_short(short_dtypes=True), lines
+    return eqn.invars[0].aval.str_short(short_dtypes=True), tuple(frames_of(eqn))

@@ -17,7 +17,7 @@ from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import WORK, Plan, explained, limit, work
-from lowmembp_jax.memory.sizes import as_bytes, format_bytes
+from lowmembp_jax._sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.workload import methods_of, workload_of
 from lowmembp_jax.models.methods import HOW
 

@@ -28,7 +28,7 @@ from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
-from lowmembp_jax.memory.sizes import as_bytes
+from lowmembp_jax._sizes import as_bytes
 from lowmembp_jax.memory.tpus import Tpu
 
 

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._nnx_paths import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.linen import compress_module
 from lowmembp_jax.patching._activations import linen_kernels, own_activations, swap_activation
+from lowmembp_jax.patching._checkpoints import compressed_vjp
 from lowmembp_jax.patching._function_bodies import exchanged
 from lowmembp_jax.patching._norms import (
     flax_norm,
@@ -51,6 +52,7 @@ class _Entry:
     compressing: str | None = None
     called: dict[str, None] = field(default_factory=dict)  # places; filled if `compress` is set
     asleep: bool = False
+    differentiating: bool = False
     nnx_root: nnx.Module | None = None
 
     def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
@@ -83,9 +85,24 @@ class _Entry:
             self.report.model = type(modules[0]).__name__
         self.report.add(op, self.place, reason, *call)
 
-    def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of gelu, silu or an NNX norm. For a norm, x is the module."""
+    def vjp(self, plain: Callable, fun: Any, *primals: Any, **kwargs: Any) -> Any:
+        """Runs `jax.vjp`; a gradient inside the differentiated function is plain."""
         settings = self.settings
+        if not settings.checkpoint or self.differentiating:
+            return plain(fun, *primals, **kwargs)
+        self.differentiating = True
+        try:
+            with _trace_context(replace(settings, checkpoint=False)):
+                formats, add = {None: settings.compress_dtype}, self.report.checkpoints.extend
+                return compressed_vjp(plain, formats, add, fun, *primals, **kwargs)
+        finally:
+            self.differentiating = False
+
+    def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call of gelu, silu, an NNX norm or `jax.vjp`, whose x is a module or a function."""
+        settings = self.settings
+        if op == "vjp":
+            return self.vjp(plain, x, *args, **kwargs)
         if is_exact():
             return plain(x, *args, **kwargs)
         modules = running_modules() if self.module is None else []

@@ -57,12 +57,19 @@ def _rms_norm(self, x, mask=None):
     return _function_bodies._run("rms_norm", self, x, mask=mask)
 
 
-# The undecorated functions: `jax.nn.silu` is inside `jax.jit`.
+def _vjp(fun, *primals, **kwargs):
+    from lowmembp_jax.patching import _function_bodies
+
+    return _function_bodies._run("vjp", fun, *primals, **kwargs)
+
+
+# The undecorated functions: `jax.nn.silu` is inside `jax.jit`. `jax.grad` calls `jax.vjp`.
 _EXCHANGED: dict[str, tuple[Any, Any]] = {
     "gelu": (inspect.unwrap(jax.nn.gelu), _gelu),
     "silu": (inspect.unwrap(jax.nn.silu), _silu),
     "layer_norm": (inspect.unwrap(nnx.LayerNorm.__call__), _layer_norm),
     "rms_norm": (inspect.unwrap(nnx.RMSNorm.__call__), _rms_norm),
+    "vjp": (inspect.unwrap(jax.vjp), _vjp),
 }
 _PLAIN: dict[str, Any] = {op: own_copy(function) for op, (function, _) in _EXCHANGED.items()}
 _silu_missed = cache_miss(jax.nn.silu)
@@ -90,7 +97,7 @@ def _count(change: int) -> None:
 
 @contextlib.contextmanager
 def exchanged(handler: Handler) -> Iterator[None]:
-    """Sends this thread's calls of gelu, silu, `nnx.LayerNorm` and `nnx.RMSNorm` to `handler`."""
+    """Sends this thread's calls of gelu, silu, NNX's norms and `jax.vjp` to `handler`."""
     outer = getattr(_thread, "handler", None)
     _thread.handler = handler
     _count(1)

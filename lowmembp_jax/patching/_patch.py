@@ -24,6 +24,7 @@ def patch(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     compress: str | Sequence[str] = (),
+    checkpoint: bool = False,
     compress_dtype: jax.typing.DTypeLike = "float8",
 ) -> contextlib._GeneratorContextManager[PatchReport] | Any:
     """Uses this library's operators in Flax code that is traced inside, without editing it.
@@ -104,7 +105,7 @@ def patch(
         )
     settings = check_settings(
         activations, bits, norms, norm_dtype, norm_residual, include, exclude, compress,
-        compress_dtype,
+        checkpoint, compress_dtype,
     )  # fmt: skip
     context = patched(settings)
     return context if function is None else context(function)

@@ -1,6 +1,5 @@
 """The report of `lm.patch`: what was swapped, what was left alone and why, and the memory saved."""
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from lowmembp_jax.memory.sizes import format_bytes
+from lowmembp_jax._sizes import array_bytes, format_bytes
+from lowmembp_jax.compression._taken_over import Checkpoint, grouped
 from lowmembp_jax.patching._settings import ACTIVATIONS
 
 
@@ -70,11 +69,13 @@ class PatchReport:
         order.
       skipped: one of these names, or an activation's -> {place: why the original ran}.
       model: the class of the model, if it calls operators itself.
+      checkpoints: the checkpoints of the functions that were differentiated.
     """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, dict[str, str]] = field(default_factory=dict)
     model: str = field(default="", compare=False)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
     _calls: list[_Call] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, op: str, place: str, reason: str | None, *call: Any) -> None:
@@ -100,7 +101,7 @@ class PatchReport:
         total = PatchMemory(0, 0, 0, 0)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for op, plain, ours, args in self._calls:
-                x = _bytes(args[-1])  # an activation's output is as large as its input
+                x = array_bytes(args[-1].shape, args[-1].dtype)  # an activation's output is as large as its input
                 call = _kept(plain, args), x, _kept(ours, args), x if op in ACTIVATIONS else 0
                 total = PatchMemory(*map(sum, zip(total, call, strict=True)))
         return total
@@ -115,6 +116,9 @@ class PatchReport:
         lines += ["not swapped:"] if self.skipped else []
         for op, reasons in self.skipped.items():
             lines += [f"  {op} in {at or root}: {why}" for at, why in reasons.items()]
+        if self.checkpoints:
+            lines = [line for line in lines if line != "swapped: nothing"]
+            lines += ["checkpoints:", *map("  {}".format, grouped(self.checkpoints))]
         return "\n".join(lines)
 
 
@@ -129,13 +133,7 @@ def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:
     )
 
 
-def _bytes(array: Any) -> int:
-    info = jnp.iinfo if jnp.issubdtype(array.dtype, jnp.integer) else None
-    bits = info(array.dtype).bits if info else 8 * array.dtype.itemsize
-    return math.ceil(math.prod(array.shape) * bits / 8)
-
-
 def _kept(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
     """Bytes of a function's residuals, if it is differentiated in all of `args`."""
     residuals = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *args)
-    return sum(map(_bytes, jax.tree.leaves(residuals)))
+    return sum(array_bytes(x.shape, x.dtype) for x in jax.tree.leaves(residuals))

@@ -23,6 +23,7 @@ class Settings:
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     compress: tuple[str, ...] = ()
+    checkpoint: bool = False
     compress_dtype: str | None = None
 
     def compresses(self, place: str) -> bool:
@@ -56,6 +57,7 @@ def check_settings(
     include: Any,
     exclude: Any,
     compress: Any,
+    checkpoint: Any,
     compress_dtype: Any,
 ) -> Settings:
     """Makes settings of the arguments of `lm.patch`, and raises its errors."""
@@ -63,9 +65,12 @@ def check_settings(
     within = None if include is None else _paths("include", include)
     without = _paths("exclude", exclude)
     stored = format_name(compress_dtype, "patch: compress_dtype")
-    ops = _chosen("activations", activations, ACTIVATIONS, not patterns)
-    ops |= _chosen("norms", norms, NORMS, not patterns)
-    if not ops and not patterns:
+    if not isinstance(checkpoint, bool):
+        raise TypeError(f"patch: checkpoint: expected True or False, got {checkpoint!r}")
+    by_default = not patterns and not checkpoint
+    ops = _chosen("activations", activations, ACTIVATIONS, by_default)
+    ops |= _chosen("norms", norms, NORMS, by_default)
+    if not (ops or patterns or checkpoint):
         raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
     if bits not in (2, 4):
         raise ValueError(f"patch: bits: expected 2 or 4, got {bits!r}")
@@ -82,7 +87,7 @@ def check_settings(
             f"patch: norm_dtype: expected None or a floating dtype such as jnp.bfloat16, "
             f"got {norm_dtype!r}"
         )
-    return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, stored)
+    return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, checkpoint, stored)
 
 
 def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:

@@ -3,14 +3,13 @@
 import contextlib
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from lowmembp_jax._source_files import is_framework
+from lowmembp_jax._source_files import frames_of, users_line
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.lost_work import has_backward, without_unused
 from lowmembp_jax.memory.lowering.nnx_states import of_states
@@ -19,7 +18,7 @@ from lowmembp_jax.memory.saved_residuals._origin import Origin, Origins
 from lowmembp_jax.memory.saved_residuals._trace import trace
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
 from lowmembp_jax.memory.scopes import module_path
-from lowmembp_jax.memory.sizes import array_bytes
+from lowmembp_jax._sizes import array_bytes
 
 
 class NotALossError(ValueError):
@@ -108,7 +107,7 @@ def _row(
         dtype=str(aval.dtype),
         op=_op(origin, arguments),
         module=module_path("/".join(("", *stacks, ""))),
-        source=_source(origin.equations),
+        source=users_line(f for eqn in reversed(origin.equations) for f in frames_of(eqn)),
         is_output=is_output,
     )
 
@@ -125,18 +124,6 @@ def _op(origin: Origin, arguments: tuple[str, ...]) -> str:
     if not origin.equations:
         return origin.name if origin.input is None else arguments[origin.input]
     return origin.name or origin.equations[-1].primitive.name
-
-
-def _source(equations: tuple[Any, ...]) -> str:
-    """The innermost line outside of frameworks that made the last of these nested equations."""
-    for equation in reversed(equations):
-        traceback = equation.source_info.traceback
-        for frame in traceback.frames if traceback else ():
-            if not is_framework(frame.file_name):
-                relative = os.path.relpath(frame.file_name)
-                file = frame.file_name if relative.startswith("..") else relative
-                return f"{file}:{frame.line_num}"
-    return ""
 
 
 def saved_bytes(

@@ -1,0 +1,143 @@
+"""Traces a function at each call and runs its jaxpr in another way."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from lowmembp_jax.compression.jaxprs import without_consts
+
+#: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters. Returns the
+#: results. Every value that the function closes over is a parameter.
+Bind = Callable[[core.Jaxpr, Sequence[Any], tuple[bool, ...]], list[Any]]
+
+
+class _Static:
+    """The static values of a call, hashed by value if possible, as in `jax.checkpoint`."""
+
+    def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
+        self.tree, self.places, self.values = tree, tuple(places), tuple(values)
+        values = [v.value if isinstance(v, Constant) else v for v in values]
+        # 1, 1.0 and True are equal, but different static values.
+        self.key = tree, self.places, tuple((type(v), _hashable(v)) for v in values)
+
+    def __hash__(self):
+        return hash(self.key)
+
+    def __eq__(self, other):
+        return isinstance(other, _Static) and self.key == other.key
+
+
+class Constant:
+    """A static argument as a leaf of the tree of arguments."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def is_array(leaf: Any) -> bool:
+    if isinstance(leaf, bool | int):
+        return False
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def traced_call(
+    fun: Callable[..., Any],
+    bind: Bind,
+    holds_params: Callable[[Any], bool] | None = None,
+    closes_over_params: bool = True,
+) -> Callable[..., Any]:
+    """Returns a function of `fun`'s arguments and of their positions, which runs `bind`.
+
+    Args:
+      bind: runs the jaxpr of `fun`.
+      holds_params: whether a node anywhere in the tree of arguments holds parameters.
+      closes_over_params: whether the values that `fun` closes over are parameters.
+
+    Returns:
+      `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
+      parameters. `static` holds the positions of arguments that are not traced.
+    """
+
+    def run(static, *arrays):
+        leaves = [
+            value if place is None else arrays[place]
+            for place, value in zip(static.places, static.values, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(static.tree, leaves)
+        args = (arg.value if isinstance(arg, Constant) else arg for arg in args)
+        return fun(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+    traced = jax.make_jaxpr(jax.jit(run, static_argnums=0), static_argnums=0, return_shape=True)
+
+    def call(args, kwargs, params, static):
+        args = tuple(Constant(arg) if i in static else arg for i, arg in enumerate(args))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        flags = [i in params for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        flags += [False] * (len(leaves) - len(flags))
+        if holds_params:
+            nodes = jax.tree.leaves((args, kwargs), is_leaf=holds_params)
+            flags = [holds_params(node) for node in nodes for _ in jax.tree.leaves(node)]
+        given: dict[int, tuple[int, Any, bool]] = {}  # an array that occurs twice is one argument
+        places, values = [], []
+        for leaf, is_param in zip(leaves, flags, strict=True):
+            is_traced = is_array(leaf)
+            if is_traced:
+                place, _, before = given.get(id(leaf), (len(given), leaf, False))
+                given[id(leaf)] = place, leaf, before or is_param
+            places.append(place if is_traced else None)
+            values.append(None if is_traced else leaf)
+        arrays = [array for _, array, _ in given.values()]
+        closed, shape = traced(_Static(tree, places, values), *arrays)
+        flags = [is_param for *_, is_param in given.values()]
+        results = _run(closed, arrays, flags, closes_over_params, bind)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return call
+
+
+def _run(
+    closed: core.ClosedJaxpr,
+    args: Sequence[Any],
+    is_param: Sequence[bool],
+    closes_over_params: bool,
+    bind: Bind,
+) -> list[Any]:
+    """Runs the traced call of a jitted function."""
+    outer = closed.jaxpr
+    env = dict(zip((*outer.constvars, *outer.invars), (*closed.consts, *args), strict=True))
+    flags = dict(zip(outer.invars, is_param, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+    eqn = outer.eqns[0] if [eqn.primitive.name for eqn in outer.eqns] == ["jit"] else None
+    if eqn is None:  # under `jax.disable_jit`
+        inner, atoms = closed, outer.invars
+    else:  # `jax.jit` returns the same trace for later calls with arguments of these types
+        inner, atoms = eqn.params["jaxpr"], eqn.invars
+    values = [*inner.consts, *map(read, atoms)]
+    # Values that are not arguments are closed over.
+    given = [closes_over_params] * len(inner.consts)
+    given += [
+        isinstance(atom, core.Literal) or flags.get(atom, closes_over_params) for atom in atoms
+    ]
+    results = bind(without_consts(inner.jaxpr), values, tuple(given))
+    if eqn is None:
+        return results
+    env |= zip(eqn.outvars, results, strict=True)
+    return [read(atom) for atom in outer.outvars]

@@ -1,0 +1,182 @@
+"""`lm.compress_checkpoints`, and the same for every function that JAX differentiates."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import eval_jaxpr
+
+from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._platform import is_for_tpu
+from lowmembp_jax._warnings import warn
+from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions
+from lowmembp_jax.compression._primitive import Input
+from lowmembp_jax.compression._taken_over import Checkpoint, Settings, take_over
+from lowmembp_jax.compression._traced_call import traced_call
+from lowmembp_jax.nnx import on_trees
+
+
+def compress_checkpoints(
+    fun: Callable[..., Any] | None = None,
+    *,
+    params_argnums: int | Sequence[int] = 0,
+    dtype: StorageFormat = "float8",
+    policy: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Makes every `jax.checkpoint` that `fun` calls store its residuals in 8 bits.
+
+        loss = lm.compress_checkpoints(loss)        # loss(params, batch)
+        value, grads = jax.value_and_grad(loss)(params, batch)
+
+    It reaches checkpoints of any framework: `jax.checkpoint` and `jax.remat` under every name, as a
+    decorator, `nn.remat`, `nnx.remat`, `eqx.filter_checkpoint`. Each becomes `lm.compress` with its
+    own policy. Nobody names the parameters of each checkpoint: an operand of a checkpoint is a
+    parameter if it is computed from parameters of `fun` alone. The values are those of `fun`, and
+    only the rounding of stored arrays changes its gradients.
+
+    These checkpoints stay as they are: a checkpoint inside another one, one with a policy that
+    offloads or with mutable arrays, one inside a function with a derivative of its own, and one
+    that would not save fewer bytes, such as a checkpoint around a plain `lax.scan` (checkpoint the
+    scan's body instead). Gradients that `fun` itself computes stay exact.
+
+    `lm.patch(checkpoint=True)` does the same in a training step that you cannot edit, and lists the
+    checkpoints.
+
+    Args:
+      fun: any function that JAX can differentiate. Arguments and results may be NNX modules or
+        Equinox modules, and may hold values that are not arrays. Without it,
+        `compress_checkpoints` is a decorator with arguments.
+      params_argnums: positions of the arguments that hold parameters; `()` if there are none. The
+        arrays that `fun` closes over are parameters, too.
+      dtype: the format in which residuals are stored, see `lm.compress`.
+      policy: replaces the policies of all checkpoints, such as `lm.products_saveable`; None leaves
+        each its own.
+
+    Returns:
+      A function of the same arguments.
+
+    Warns:
+      UserWarning: `fun` calls no checkpoint.
+
+    Raises:
+      ValueError: `dtype` is not a format; `policy` offloads (this error comes when the function is
+        differentiated); a position is out of range.
+      TypeError: `fun` or `policy` is not callable; `fun` needs the values of its arguments, as
+        under `jax.jit`.
+    """
+    if fun is None:
+        return functools.partial(
+            compress_checkpoints, params_argnums=params_argnums, dtype=dtype, policy=policy
+        )
+    name = "compress_checkpoints"
+    formats = check_options(name, dtype, policy).formats
+    params = positions(name, "params_argnums", params_argnums)
+    if not callable(fun):
+        raise TypeError(f"{name}: fun: expected a function, got {fun!r}")
+    own = getattr(fun, "__name__", type(fun).__name__)
+    found: list[Checkpoint] = []
+    warned = False
+
+    def transform(pure):
+        call = _taking_over(pure, formats, policy, f"lm.{name}({own})", found.extend)
+
+        def run(args, kwargs):
+            nonlocal warned
+            results = call(args, kwargs, in_range(name, "params_argnums", params, args), set())
+            if not (found or warned or is_exact()):
+                warned = True
+                warn(f"{name}: {own} calls no jax.checkpoint, so nothing is stored in fewer bits")
+            return results
+
+        return run
+
+    return on_trees(fun, transform)
+
+
+@jax.tree_util.register_static
+class _Fixed:
+    """A result that is not an array, as a part of the tree of results."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _taking_over(
+    fun: Callable[..., Any],
+    formats: Mapping[str | None, str | None],
+    policy: Callable[..., Any] | None,
+    owner: str,
+    add: Callable[[Sequence[Checkpoint]], None],
+    closes_over_params: bool = True,
+) -> Callable[..., Any]:
+    """Takes the checkpoints of `fun` over; returns what `traced_call` returns.
+
+    Args:
+      add: gets the checkpoints of each call.
+      closes_over_params: see `traced_call`.
+    """
+
+    def bind(jaxpr, values, is_param):
+        if not is_exact():
+            # What is not computed is in memory anyway.
+            inputs = tuple(Input.PARAMETER if one else Input.KEPT for one in is_param)
+            constants = Input.PARAMETER if closes_over_params else Input.KEPT
+            settings = Settings(tuple(formats.items()), policy, owner, is_for_tpu())
+            new, _, found = take_over(jaxpr, inputs, constants, settings)
+            jaxpr = jaxpr if new is None else new
+            add(found)
+        return eval_jaxpr(jaxpr, (), *values)
+
+    def arrays_only(*args, **kwargs):
+        return jax.tree.map(
+            lambda one: one if isinstance(one, _ARRAYS) else _Fixed(one), fun(*args, **kwargs)
+        )
+
+    arrays_only.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    call = traced_call(arrays_only, bind, closes_over_params=closes_over_params)
+
+    def run(*args):
+        return jax.tree.map(
+            lambda one: one.value if isinstance(one, _Fixed) else one,
+            call(*args),
+            is_leaf=lambda one: isinstance(one, _Fixed),
+        )
+
+    return run
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def compressed_vjp(
+    vjp: Callable[..., Any],
+    formats: Mapping[str | None, str | None],
+    add: Callable[[Sequence[Checkpoint]], None],
+    fun: Callable[..., Any],
+    *primals: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs `jax.vjp` with the checkpoints of `fun` taken over; its primals are the parameters.
+
+    Args:
+      vjp: the original `jax.vjp`.
+      add: gets the checkpoints.
+    """
+    every = set(range(len(primals)))
+    call = _taking_over(fun, formats, None, "lm.patch(checkpoint=True)", add, False)
+
+    @functools.wraps(fun)
+    def taken(*primals):
+        try:
+            return call(primals, {}, every, set())
+        except jax.errors.JAXTypeError:  # `fun` needs the values of its arguments
+            results = fun(*primals)
+            add([Checkpoint(getattr(fun, "__name__", "fun"), "", "", left=_NEEDS_VALUES)])
+            return results
+
+    return vjp(taken, *primals, **kwargs)
+
+
+_NEEDS_VALUES = "the differentiated function needs the values of its arguments, as outside jax.jit"

@@ -1,0 +1,321 @@
+"""One line takes every `jax.checkpoint` of a program over, in whatever way it is called."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax import remat as another_name
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+import lowmembp_jax as lm
+
+WIDTH, LAYERS = 64, 3
+KEYS = jax.random.split(jax.random.key(0), 3 * LAYERS)
+X = jax.random.normal(jax.random.key(1), (32, WIDTH))
+NAMES = jax.checkpoint_policies.save_only_these_names("hidden")
+DOTS = jax.checkpoint_policies.dots_saveable
+
+
+def _normal(key, *shape):
+    return jax.random.normal(key, shape) / np.sqrt(shape[0])
+
+
+PARAMS = [
+    {"a": _normal(KEYS[2 * i], WIDTH, 4 * WIDTH), "b": _normal(KEYS[2 * i + 1], 4 * WIDTH, WIDTH)}
+    for i in range(LAYERS)
+]
+STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
+
+
+def layer(p, x):
+    hidden = checkpoint_name(x @ p["a"], "hidden")
+    return x + jax.nn.gelu(hidden) @ p["b"]
+
+
+def end(x):
+    return jnp.mean(jnp.square(x - 1))
+
+
+decorated = jax.checkpoint(layer)
+
+
+def unrolled(run: Callable[..., Any], x_first: bool = False) -> Callable[..., Any]:
+    """The loss of layers that `run` calls with a checkpoint."""
+
+    def loss(params, x):
+        for p in params:
+            x = run(x, p) if x_first else run(p, x)
+        return end(x)
+
+    return loss
+
+
+def scanned(body) -> Callable[..., Any]:
+    return lambda params, x: end(lax.scan(body, x, params)[0])
+
+
+def _step(x, p):
+    return layer(p, x), None
+
+
+@another_name
+def _tree(both):
+    return layer(both["p"], both["x"])
+
+
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _static(p, x, name):
+    return x + getattr(jax.nn, name)(x @ p["a"]) @ p["b"]
+
+
+def _keywords(params, x, *, scale):
+    return unrolled(lambda p, x: decorated(p, x=x))(params, x) * scale
+
+
+def _closed_over(params, x):
+    for p in params:
+        x = jax.checkpoint(lambda p, x=x: layer(p, x))(p)
+    return end(x)
+
+
+def _in_cond(params, x):
+    def body(x, p):
+        return lax.cond(jnp.sum(x) > 1e9, lambda x: x, lambda x: decorated(p, x), x), None
+
+    return end(lax.scan(body, x, params)[0])
+
+
+def _callback(p, x):
+    jax.debug.callback(lambda _: None, x[0, 0])
+    return layer(p, x)
+
+
+def _around_a_scan(params, x):
+    return jax.checkpoint(scanned(_step))(params, x @ params["a"][0, :, :WIDTH])
+
+
+def _penalty(params, x):
+    loss = unrolled(decorated)
+    return loss(params, x) + jnp.sum(jax.grad(loss, argnums=1)(params, x) ** 2)
+
+
+def _maml(params, x):
+    loss = unrolled(decorated)
+    inner = jax.grad(loss)(params, x)
+    return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, inner), x)
+
+
+@jax.custom_vjp
+def _own_backward(p, x):
+    return decorated(p, x)
+
+
+def _own_forward(p, x):
+    out, vjp = jax.vjp(decorated, p, x)
+    return out, vjp
+
+
+_own_backward.defvjp(_own_forward, lambda vjp, g: vjp(g))
+
+
+def _with_ref(p, x):
+    ref = jax.new_ref(jnp.zeros(()))
+    ref[...] = jnp.float32(2)
+    return layer(p, x) * ref[...]
+
+
+def _microbatches(params, x):
+    def add(total, part):
+        return total + unrolled(decorated)(params, part), None
+
+    return lax.scan(add, 0.0, x.reshape(2, 16, WIDTH))[0]
+
+
+def _shared(params, x):
+    """An encoder's output that each layer of a decoder reads."""
+    encoded = jnp.tanh(x @ params["a"][0, :, :WIDTH])
+
+    @jax.checkpoint
+    def body(h, p):
+        return layer(p, h) * encoded, None
+
+    return end(lax.scan(body, x, params)[0])
+
+
+class Block(nn.Module):
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dropout(0.1, deterministic=not self.train)(nn.Dense(WIDTH)(y))
+
+
+class Unrolled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(LAYERS):
+            x = nn.remat(Block)(train=True, name=f"block_{i}")(x)
+        return end(x)
+
+
+class Scanned(nn.Module):
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        body = nn.remat(Block, prevent_cse=False, policy=self.policy)
+        axes = {"params": 0}
+        run = nn.scan(
+            lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs={"params": True},
+            length=LAYERS,
+        )  # fmt: skip
+        return end(run(body(), x, None)[0])
+
+
+class RematScan(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return end(nn.remat_scan(Block, lengths=(2, 2))()(x))
+
+
+def linen(module: nn.Module):
+    rngs = {"params": jax.random.key(3), "dropout": jax.random.key(4)}
+    variables = module.init(rngs, X)
+    own = {"dropout": jax.random.key(5)}
+    return lambda params, x: module.apply(params, x, rngs=own), variables
+
+
+class Form(NamedTuple):
+    loss: Callable[..., Any]
+    params: Any = PARAMS
+    taken: bool = True
+    left: str = ""  # why a checkpoint is left alone
+    kwargs: dict | None = None
+
+
+MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _shard_map_inside(params, x):
+    run = jax.shard_map(decorated, mesh=MESH, in_specs=(P(), P("d")), out_specs=P("d"))
+    return unrolled(run)(params, x)
+
+
+def _shard_map_outside(params, x):
+    def part(params, x):
+        return lax.pmean(unrolled(decorated)(params, x), "d")
+
+    return jax.shard_map(part, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(params, x)
+
+
+def _offloading(p, x):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+    return jax.checkpoint(layer, policy=policy)(p, x)
+
+
+FORMS = {
+    "decorated": Form(unrolled(decorated)),
+    "another_name": Form(unrolled(another_name(layer))),
+    "x_first": Form(unrolled(jax.checkpoint(lambda x, p: layer(p, x)), x_first=True)),
+    "one_tree": Form(unrolled(lambda p, x: _tree({"p": p, "x": x}))),
+    "keywords": Form(_keywords, kwargs={"scale": 2.0}),
+    "static": Form(unrolled(lambda p, x: _static(p, x, "silu"))),
+    "closed_over_x": Form(_closed_over),
+    "closed_over_params": Form(
+        unrolled(lambda p, x: jax.checkpoint(functools.partial(layer, p))(x))
+    ),
+    "nested": Form(unrolled(jax.checkpoint(lambda p, x: decorated(p, decorated(p, x))))),
+    "two_arguments": Form(unrolled(jax.checkpoint(lambda a, b, x: layer({"a": a, "b": b}, x)))
+                          if False else lambda params, x: end(functools.reduce(
+        lambda x, p: jax.checkpoint(lambda b, x, a: layer({"a": a, "b": b}, x))(p["b"], x, p["a"]),
+        params, x))),
+    "names": Form(unrolled(jax.checkpoint(layer, policy=NAMES))),
+    "dots": Form(unrolled(jax.checkpoint(layer, policy=DOTS))),
+    "scan": Form(scanned(jax.checkpoint(_step)), STACKED),
+    "scan_dots": Form(scanned(jax.checkpoint(_step, policy=DOTS, prevent_cse=False)), STACKED),
+    "prevent_cse_of_each": Form(
+        unrolled(lambda p, x: jax.checkpoint(layer, prevent_cse=(True, False))(p, x))
+    ),
+    "around_a_scan": Form(_around_a_scan, STACKED),
+    "vmap": Form(
+        lambda params, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(params, x[:, None]))
+    ),
+    "vmap_inside": Form(
+        unrolled(lambda p, x: jax.vmap(decorated, (None, 0))(p, x[:, None])[:, 0])
+    ),
+    "cond": Form(_in_cond, STACKED),
+    "jit": Form(jax.jit(unrolled(jax.jit(decorated)))),
+    "bfloat16": Form(
+        lambda params, x: unrolled(decorated)(
+            jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), x.astype(jnp.bfloat16)
+        ).astype(jnp.float32)
+    ),
+    "callback": Form(unrolled(jax.checkpoint(_callback))),
+    "penalty": Form(_penalty),
+    "maml": Form(_maml),
+    "microbatches": Form(_microbatches),
+    "shared": Form(_shared, STACKED),
+    "shard_map_inside": Form(_shard_map_inside),
+    "shard_map_outside": Form(_shard_map_outside),
+    "nn.remat": Form(*linen(Unrolled())),
+    "nn.scan": Form(*linen(Scanned())),
+    "nn.scan_dots": Form(*linen(Scanned(DOTS))),
+    "nn.remat_scan": Form(*linen(RematScan())),
+    "offload": Form(unrolled(_offloading), left="its policy offloads", taken=False),
+    "mutable_array": Form(
+        unrolled(jax.checkpoint(_with_ref)), left="it has mutable arrays", taken=False
+    ),
+    "own_derivative": Form(
+        unrolled(_own_backward), left="inside a function with a derivative of its own", taken=False
+    ),
+}
+
+
+def distance(got, want):
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    error = sum(float(jnp.sum(jnp.square(a - b))) for a, b in pairs)
+    return (error / sum(float(jnp.sum(jnp.square(b))) for _, b in pairs)) ** 0.5
+
+
+def results(loss, form):
+    run = jax.jit(jax.value_and_grad(loss))
+    return run(form.params, X, **(form.kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name):
+    form = FORMS[name]
+    value, gradients = results(form.loss, form)
+    taken = lm.compress_checkpoints(form.loss)
+    own, explicit = results(taken, form)
+    assert own == value
+    with lm.patch(checkpoint=True) as report:
+        patched_value, patched = results(form.loss, form)
+    assert patched_value == value
+    before, after = (
+        lm.memory.saved_bytes(
+            functools.partial(loss, **(form.kwargs or {})), form.params, X, argnums=0
+        )
+        for loss in (form.loss, taken)
+    )
+    errors = distance(explicit, gradients), distance(patched, gradients)
+    print(before, after, errors)
+    print(report)
+    assert max(errors) < 0.05
+    assert (after < before) if form.taken else (after == before)
+    assert (min(errors) > 1e-4) == form.taken
+    assert form.left in str(report)
+    again, exact = results(form.loss, form)
+    assert again == value and distance(exact, gradients) < 1e-6
