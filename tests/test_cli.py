@@ -67,11 +67,11 @@ def test_plan_compares_the_methods_of_a_model(run, tmp_path):
     plan = ("plan", "--model", f"{FILE}:mlp", "--options", "width=32", "--device", "l4")
     status, out, _ = run(*plan, "--json", target, "--plot", plot)
     assert status == 0 and "estimate" in out
-    assert "note: there is no row of lm.compress, because mlp takes no argument `method`" in out
+    assert "note: compress: no jax.checkpoint in the functions that are differentiated" in out
     assert out.count("note: rates of l4: products: uncalibrated; bandwidth: gpu-benches") == 1
     data = json.loads(target.read_text())
-    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp"]
-    default, ours = plans(data)
+    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp", "compress"]
+    default, ours, _ = plans(data)
     for plan in (default, ours):
         assert plan["device"] == "l4"
         assert sum(plan["parts"].values()) == plan["peak"]
@@ -81,11 +81,16 @@ def test_plan_compares_the_methods_of_a_model(run, tmp_path):
 
 
 @gpu_compiler
-def test_a_row_of_compress_as_the_note_says(planned):
-    data, shown = planned("with_compress")
-    assert "no row of lm.compress" not in shown
-    default, ours = (plan["parts"] for plan in plans(data))
+def test_a_step_s_own_checkpoints_taken_over(planned):
+    data, shown = planned("checkpointed", "--budget", "40GB")
+    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp", "compress"]
+    assert (
+        "note: compress: 3 x checkpoint at " in shown and "dots_saveable: 2.50 MiB -> 1.26" in shown
+    )
+    default, _, ours = (plan["parts"] for plan in plans(data))
     assert ours["intermediates"] < 0.6 * default["intermediates"]
+    (found,) = (one for one in data["methods"] if one["method"] == "compress")
+    assert found["plan"]["fits"]
 
 
 @gpu_compiler
@@ -93,7 +98,7 @@ def test_one_method_in_detail(run, tmp_path):
     picture = tmp_path / "timeline.svg"
     plan = ("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
     status, out, _ = run(*plan, "--timeline", picture)
-    assert status == 0 and "no row of lm.compress" not in out
+    assert status == 0
     for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
         assert text in out
     for text in ("<!-- intermediates -->", "<!-- peak ", "<!-- GiB on each device -->"):
@@ -107,7 +112,7 @@ def test_what_grew_between_two_plans(planned, run, tmp_path):
     before.write_text(json.dumps(two))
     after.write_text(json.dumps(planned("mlp", "--batch", 8192, "--method", "default")[0]))
     status, _, err = run("diff", *paths)
-    assert status == 2 and "--method: expected one of default, lowmembp, got none" in err
+    assert status == 2 and "--method: expected one of default, lowmembp, compress, got none" in err
     assert run("diff", after, after)[0] == 0  # a file with one method
     status, out, _ = run("diff", *paths, "--method", "default")
     assert status == 0

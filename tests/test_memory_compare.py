@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import lowmembp_jax as lm
+from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory import cache as plan_cache
 from lowmembp_jax.memory import comparison as comparison_module
 from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.plot import pareto, plot_comparison
 from lowmembp_jax.memory.roofline.totals import Cost, Kernel
-from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.models.methods import HOW
 
 gpu_compiler = pytest.mark.gpu_compiler

@@ -68,9 +68,9 @@ class DevicesCommand:
 
     def run(self) -> int:
         """Returns the exit status."""
+        from lowmembp_jax._sizes import format_bytes
         from lowmembp_jax.memory.devices import DEVICES, get_gpu
         from lowmembp_jax.memory.report import aligned
-        from lowmembp_jax._sizes import format_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
         head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")

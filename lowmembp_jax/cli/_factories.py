@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ from lowmembp_jax.memory.workload import (
 )
 from lowmembp_jax.models.methods import METHODS
 from lowmembp_jax.patching._patch import patch
+
+#: What `lm.patch` does with any step: the line of code, and the context. "compress" takes over the
+#: step's own checkpoints.
+_PATCHES: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[Any]]]] = {
+    "lowmembp": ("lm.patch()", patch),
+    "compress": ("lm.patch(checkpoint=True)", functools.partial(patch, checkpoint=True)),
+}
 
 
 @dataclass(frozen=True)
@@ -38,23 +46,7 @@ class Factory:
     @property
     def methods(self) -> tuple[str, ...]:
         """Its methods. `lm.patch` works on any model; others need the argument `method`."""
-        return methods_of(self.function) if self.takes("method") else ("default", "lowmembp")
-
-    @property
-    def without_compress(self) -> str | None:
-        """Says why there is no method "compress" and how to add it; None if the function decides.
-
-        The planner cannot tell which modules are the model's blocks.
-        """
-        if self.takes("method"):
-            return None
-        name = self.name.rpartition(":")[2]
-        return (
-            f"there is no row of lm.compress, because {name} takes no argument `method`. Add one, "
-            f"set {name}.methods = ('default', 'compress'), and for 'compress' return "
-            "lm.patch(compress='layers_*')(step) instead of step, with the paths of your linen "
-            "blocks. For NNX, use lm.nnx.compress"
-        )
+        return methods_of(self.function) if self.takes("method") else ("default", *_PATCHES)
 
     @property
     def default_batch(self) -> int | None:
@@ -82,7 +74,7 @@ class Factory:
         if not self.takes("method") and method not in self.methods:
             raise WorkloadError(
                 f"method: {self.name} takes no argument `method`, so it can have only "
-                f"{' and '.join(self.methods)} (with lm.patch), got {method!r}"
+                f"{', '.join(self.methods)} (with lm.patch), got {method!r}"
             )
         options = {key: value for key, value in options.items() if value is not None}
         if batch is not None:
@@ -94,7 +86,6 @@ class Factory:
                 f"{', '.join(names) or 'none'}"
             )
         options = {key: _like_default(key, x, names.get(key)) for key, x in options.items()}
-        patched = method == "lowmembp" and "method" not in names
         if "method" in names:
             options["method"] = method
         try:
@@ -104,7 +95,10 @@ class Factory:
             if self.is_ours:
                 raise WorkloadError(f"{self.name}: {error}") from error
             raise
-        return dataclasses.replace(workload, context=patch) if patched else workload
+        if "method" in names or method not in _PATCHES:
+            return workload
+        line, context = _PATCHES[method]
+        return dataclasses.replace(workload, context=context, how=f"with {line}:  # call the step")
 
 
 def _like_default(key: str, value: Any, parameter: inspect.Parameter | None) -> Any:

@@ -69,20 +69,20 @@ class PlanCommand(ModelOptions):
         check_output("--timeline", self.timeline, IMAGES)
         if self.timeline is not None and self._one is None:
             raise GivenError("--timeline needs one --method, because it draws one plan")
-        comparison, title, notes = self._compare()
+        comparison, title = self._compare()
         if self.json is not None:
             write_json(self.json, comparison.to_dict())
         self._draw(comparison, f"{title}, {self.device}")
-        print_report(self._report(comparison, title, notes), self.json)
+        print_report(self._report(comparison, title), self.json)
         return FITS if comparison.fits else DOES_NOT_FIT
 
     def _compare(self):
         """Checks all options that it can before anything is traced, and plans the methods."""
         import jax
 
+        from lowmembp_jax._sizes import as_bytes
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import COUNTS, get_device, is_count
-        from lowmembp_jax._sizes import as_bytes
         from lowmembp_jax.memory.tpus import TPUS
 
         if self.plot is not None and self._one is None and self.device in TPUS:
@@ -133,9 +133,7 @@ class PlanCommand(ModelOptions):
         )
         size = None if batch is None else f"batch {batch}"
         title = ", ".join(filter(None, (factory.name, size, *self.options)))
-        # A note for the table of all methods.
-        note = None if self.method else factory.without_compress
-        return comparison, title, () if note is None else (note,)
+        return comparison, title
 
     def _draw(self, comparison, title: str) -> None:
         from lowmembp_jax.memory.plot import plot_comparison, plot_timeline
@@ -146,7 +144,7 @@ class PlanCommand(ModelOptions):
             else:
                 plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
 
-    def _report(self, comparison, title: str, notes: tuple[str, ...]) -> str:
+    def _report(self, comparison, title: str) -> str:
         from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
 
         if self._one is not None:
@@ -154,7 +152,7 @@ class PlanCommand(ModelOptions):
             searched = one.largest_batch is not None
             largest = [f"largest batch that fits: {one.largest_batch:,}"] if searched else []
             return "\n".join([f"{title}, {self._one}", str(one.plan), *largest])
-        lines = [title, str(comparison), *(f"note: {note}" for note in notes)]
+        lines = [title, str(comparison)]
         if comparison.fastest or not comparison.fits:  # the fastest on a TPU is not known
             try:
                 lines += ["", str(fastest_of(comparison))]

@@ -7,7 +7,7 @@ nobody must name the parameters of each checkpoint.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jax.extend.core.primitives import remat_p
 
 from lowmembp_jax._jax_internals import is_reference, weakref_lru_cache
 from lowmembp_jax._sizes import format_bytes
-from lowmembp_jax._source_files import frames_of, users_line
+from lowmembp_jax._source_files import frames_of, is_framework, users_line
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._primitive import How, Input, Saved, compress_p
@@ -32,7 +32,7 @@ class Checkpoint:
     """A `jax.checkpoint` of a differentiated function.
 
     Attributes:
-      function: the name of the function.
+      function: the name of the function, or "checkpoint" for a function of a framework.
       line: the user's line that defines the function or calls it, as "file:line".
       policy: the name of its policy.
       times: how often it runs: the product of the lengths of the scans around it.
@@ -67,7 +67,7 @@ class Checkpoint:
         return f"{name}, {self.policy}: {result}" if self.policy else f"{name}: {result}"
 
 
-def grouped(checkpoints: Sequence[Checkpoint]) -> list[str]:
+def grouped(checkpoints: Iterable[Checkpoint]) -> list[str]:
     """A line of text for each group of equal checkpoints."""
     counts = collections.Counter(map(str, checkpoints))
     return [text if count == 1 else f"{count} x {text}" for text, count in counts.items()]
@@ -171,7 +171,7 @@ def _in_bodies(eqn, bodies, given, constants, settings):
     ]
     while True:
         each = [take_over(body, tuple(operands), constants, settings) for body in bodies]
-        results = [_of_any(of_result) for of_result in zip(*(one.results for one in each))]
+        results = [_of_any(ones) for ones in zip(*(one.results for one in each), strict=True)]
         after = [
             one if out is None else _of_any([one, results[out]])
             for one, out in zip(operands, back, strict=True)
@@ -234,15 +234,23 @@ def _left(eqn: core.JaxprEqn, why: str) -> Checkpoint:
     name, _, place = jaxpr.debug_info.func_src_info.partition(" at ")
     file, _, line = place.rpartition(":")
     defined = [(file, int(line))] if line.isdigit() else []
-    # The policies of `jax.checkpoint_policies` that have arguments are functions inside functions.
-    shown = getattr(policy, "__qualname__", type(policy).__name__).partition(".<locals>")[0]
+    if is_framework(file):
+        name = "checkpoint"  # a function of Flax that calls the module
     return Checkpoint(
         name,
         users_line([*defined, *frames_of(eqn)]),
-        shown,
+        _name(policy),
         left=why,
         scans=any(each.primitive.name == "scan" for each in jaxpr.eqns),
     )
+
+
+def _name(policy: Callable[..., Any]) -> str:
+    for name, known in vars(jax.checkpoint_policies).items():
+        if known is policy:
+            return name
+    # A policy with arguments is made by a function, or is an instance of a class.
+    return getattr(policy, "__qualname__", type(policy).__name__).partition(".<locals>")[0]
 
 
 def _policy(eqn: core.JaxprEqn) -> Callable[..., Any]:

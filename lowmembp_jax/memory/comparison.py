@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lowmembp_jax._sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
@@ -17,9 +18,9 @@ from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import WORK, Plan, explained, limit, work
-from lowmembp_jax._sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.workload import methods_of, workload_of
 from lowmembp_jax.models.methods import HOW
+from lowmembp_jax.patching._report import PatchReport
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class MethodPlan:
       largest_batch: the largest batch that the search found within the budget, 0 if it found none,
         None without a search.
       largest_plan: the plan of the step at that batch size.
+      how: the lines of code that switch the method on; "" for a custom method of the factory.
     """
 
     method: str
     plan: Plan
     largest_batch: int | None = None
     largest_plan: Plan | None = None
+    how: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -168,7 +171,7 @@ class Choice:
     @property
     def how(self) -> str:
         """The lines of code that switch the method on; "" for a custom method of the factory."""
-        return HOW.get(self.method, "")
+        return self.comparison[self.method].how
 
     def __str__(self) -> str:
         plan = self.plan
@@ -248,6 +251,7 @@ def compare(
     for workload in workloads.values():
         check_call(workload.step, workload.args)
     plans: dict[tuple[str, int | None], Plan] = {}
+    patched: dict[tuple[str, int | None], tuple[str, ...]] = {}  # notes
     largest: dict[str, int] = {}
 
     def sizes(method: str) -> Iterator[int | None]:
@@ -270,9 +274,12 @@ def compare(
         options = {**plan_options, "parts": plan_options.get("parts") or made.parts}
         if options.get("mesh") is not None or mesh_of(made.in_shardings) is not None:
             options.setdefault("in_shardings", made.in_shardings)
-        with made.context():
+        with made.context() as report:
             donate = made.donate_argnums or None
-            return lower_step(made.step, *made.args, donate=donate, **options)
+            lowered = lower_step(made.step, *made.args, donate=donate, **options)
+        if isinstance(report, PatchReport):
+            patched[method, size] = tuple(f"{method}: {line}" for line in report.of_checkpoints())
+        return lowered
 
     plan_of = cached_plan if cache else plan_lowered
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -293,14 +300,22 @@ def compare(
             ready = []
             for future in done:
                 key = compiling.pop(future)
-                plans[key] = dataclasses.replace(future.result(), budget=most)
+                made = future.result()
+                notes = made.notes + patched.get(key, ())
+                plans[key] = dataclasses.replace(made, budget=most, notes=notes)
                 ready.append(key[0])
     finally:
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
     rows = [
-        MethodPlan(m, plans[m, batch], largest.get(m), plans.get((m, largest.get(m, 0))))
-        for m in methods
+        MethodPlan(
+            method,
+            plans[method, batch],
+            largest.get(method),
+            plans.get((method, largest.get(method, 0))),
+            workloads[method, batch].how or HOW.get(method, ""),
+        )
+        for method in methods
     ]
     tokens = workloads[methods[0], batch].tokens
     return Comparison(batch, rows[0].plan.limit, tuple(rows), tokens)

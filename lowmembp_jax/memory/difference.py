@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lowmembp_jax._errors import GivenError
+from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.scopes import layers_together
-from lowmembp_jax._sizes import format_bytes
 
 _SHOWN = 15  # modules in the text
 

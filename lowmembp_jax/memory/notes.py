@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
+from lowmembp_jax._sizes import array_bytes, format_bytes
 from lowmembp_jax.compression.jaxprs import every_equation, is_jaxpr, opened
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.meshes import is_on_host
-from lowmembp_jax._sizes import array_bytes, format_bytes
 
 # The note about replication leaves out parts whose whole arrays are below this fraction of all
 # arguments.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowmembp_jax._jax_internals import is_reference, without_compiler_options
+from lowmembp_jax._sizes import as_bytes
 from lowmembp_jax.memory.classification.flow import follow
 from lowmembp_jax.memory.classification.parts import sort_into_parts
 from lowmembp_jax.memory.classification.peak import at_peak, total
@@ -28,7 +29,6 @@ from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
-from lowmembp_jax._sizes import as_bytes
 from lowmembp_jax.memory.tpus import Tpu
 
 

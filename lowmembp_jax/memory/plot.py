@@ -4,9 +4,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.result import PARTS, Plan
-from lowmembp_jax._sizes import format_bytes
 
 _GIB = 2**30
 

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, get_args
 
+from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.devices import Device, get_device
 from lowmembp_jax.memory.lowering.arguments import Part
 from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.roofline.totals import Cost
 from lowmembp_jax.memory.scopes import layers_together
-from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.tpus import Tpu
 
 #: Parts of a step's memory, in the order in which tables and plots show them.

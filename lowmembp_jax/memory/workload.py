@@ -25,6 +25,7 @@ class Workload:
         floating ones.
       tokens: number of text tokens in a step on all devices together, if the batch is text.
       context: makes the context in which step and loss are traced, such as `lm.patch`.
+      how: the lines of code that switch the method on; "" for those of `lm.memory.METHODS`.
     """
 
     step: Callable[..., Any]
@@ -37,6 +38,7 @@ class Workload:
     loss_argnums: Any = None
     tokens: int | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    how: str = ""
 
 
 class WorkloadError(GivenError):

@@ -1,6 +1,7 @@
 """`lm.compress_checkpoints`, and the same for every function that JAX differentiates."""
 
 import functools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.core import eval_jaxpr
 
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
+from lowmembp_jax._source_files import users_line
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions
 from lowmembp_jax.compression._primitive import Input
@@ -76,19 +78,20 @@ def compress_checkpoints(
     if not callable(fun):
         raise TypeError(f"{name}: fun: expected a function, got {fun!r}")
     own = getattr(fun, "__name__", type(fun).__name__)
-    found: list[Checkpoint] = []
     warned = False
 
+    def add(checkpoints):
+        nonlocal warned
+        if not (checkpoints or warned):
+            warned = True
+            warn(f"{name}: {own} calls no jax.checkpoint, so nothing is stored in fewer bits")
+
     def transform(pure):
-        call = _taking_over(pure, formats, policy, f"lm.{name}({own})", found.extend)
+        call = _taking_over(pure, formats, policy, f"lm.{name}({own})", add)
 
         def run(args, kwargs):
-            nonlocal warned
-            results = call(args, kwargs, in_range(name, "params_argnums", params, args), set())
-            if not (found or warned or is_exact()):
-                warned = True
-                warn(f"{name}: {own} calls no jax.checkpoint, so nothing is stored in fewer bits")
-            return results
+            is_param = in_range(name, "params_argnums", params, args) if args or kwargs else set()
+            return call(args, kwargs, is_param, set())
 
         return run
 
@@ -108,7 +111,7 @@ def _taking_over(
     formats: Mapping[str | None, str | None],
     policy: Callable[..., Any] | None,
     owner: str,
-    add: Callable[[Sequence[Checkpoint]], None],
+    add: Callable[[tuple[Checkpoint, ...]], None],
     closes_over_params: bool = True,
 ) -> Callable[..., Any]:
     """Takes the checkpoints of `fun` over; returns what `traced_call` returns.
@@ -153,7 +156,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 def compressed_vjp(
     vjp: Callable[..., Any],
     formats: Mapping[str | None, str | None],
-    add: Callable[[Sequence[Checkpoint]], None],
+    add: Callable[[tuple[Checkpoint, ...]], None],
     fun: Callable[..., Any],
     *primals: Any,
     **kwargs: Any,
@@ -171,12 +174,14 @@ def compressed_vjp(
     def taken(*primals):
         try:
             return call(primals, {}, every, set())
-        except jax.errors.JAXTypeError:  # `fun` needs the values of its arguments
+        except jax.errors.JAXTypeError as error:  # `fun` needs the values of its arguments
             results = fun(*primals)
-            add([Checkpoint(getattr(fun, "__name__", "fun"), "", "", left=_NEEDS_VALUES)])
+            frames = traceback.extract_tb(error.__traceback__)[::-1]
+            line = users_line((frame.filename, frame.lineno or 0) for frame in frames)
+            add((Checkpoint("a differentiated function", line, "", left=_NEEDS_VALUES),))
             return results
 
     return vjp(taken, *primals, **kwargs)
 
 
-_NEEDS_VALUES = "the differentiated function needs the values of its arguments, as outside jax.jit"
+_NEEDS_VALUES = "it reads the values of arrays, so it cannot be traced"

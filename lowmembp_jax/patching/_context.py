@@ -93,13 +93,13 @@ class _Entry:
         self.differentiating = True
         try:
             with _trace_context(replace(settings, checkpoint=False)):
-                formats, add = {None: settings.compress_dtype}, self.report.checkpoints.extend
+                formats, add = {None: settings.compress_dtype}, self.report.add_function
                 return compressed_vjp(plain, formats, add, fun, *primals, **kwargs)
         finally:
             self.differentiating = False
 
     def exchanged(self, op: str, plain: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of gelu, silu, an NNX norm or `jax.vjp`, whose x is a module or a function."""
+        """Runs a call of gelu, silu, an NNX norm (x is the module) or `jax.vjp` (a function)."""
         settings = self.settings
         if op == "vjp":
             return self.vjp(plain, x, *args, **kwargs)

@@ -60,6 +60,15 @@ def patch(
     or `norms` asks for it. Name the blocks of the model, with one pattern for each kind. An NNX
     model needs no patch: `Block.__call__ = lm.nnx.compress(Block.__call__)`.
 
+    With `checkpoint=True`, every `jax.checkpoint` of every function that is differentiated inside
+    stores its residuals in 8 bits, with its own policy, as in `lm.compress_checkpoints`. It reaches
+    code that you cannot edit: decorators that were applied at import, `nn.remat`, `nnx.remat`,
+    Equinox. The differentiated arguments are the parameters; what the function closes over is data,
+    and is not stored again. It does not reach `jax.linearize`, and a derivative of the gradients,
+    such as `jax.jvp` of `jax.grad`, raises an error. gelu, silu and norms are then swapped only if
+    `activations` or `norms` asks for it. The report lists the checkpoints, with the bytes that each
+    saves before and after, or why it was left alone.
+
     Only calls that are traced inside the context, in the same thread, are patched. JAX traces a
     jitted function again if it was traced outside and is called inside, or the reverse. So decorate
     the training step or call it inside: a `jax.jit` made inside and called outside is plain. A
@@ -73,10 +82,10 @@ def patch(
       function: the function that `@lm.patch` decorates. It must not be a generator or a coroutine,
         because these run later.
       activations: True swaps gelu and silu; the name "gelu" or "silu" swaps only that one. None
-        means True unless `compress` is given.
+        means True unless `compress` or `checkpoint` is given.
       bits: bits that a swapped activation saves for each element, 2 or 4.
       norms: True swaps both norms; the name "layer_norm" or "rms_norm" swaps only that one. None
-        means True unless `compress` is given.
+        means True unless `compress` or `checkpoint` is given.
       norm_dtype: output dtype of the swapped norms; None leaves the model's choice. Many models
         have norms with a float32 output in front of bfloat16 Denses. The Denses save a bfloat16
         copy, which the norm shares only with `norm_dtype=jnp.bfloat16`.
@@ -85,8 +94,9 @@ def patch(
         name. Only these modules and their submodules are swapped.
       exclude: patterns of modules to leave alone, with their submodules.
       compress: patterns of modules to compress. Each must match a module's whole path.
-      compress_dtype: the dtype in which these modules store residuals, see `dtype` of
-        `lm.compress`.
+      checkpoint: whether to take over the checkpoints of differentiated functions.
+      compress_dtype: the format in which the modules of `compress` and the checkpoints store
+        residuals, see `dtype` of `lm.compress`.
 
     Returns:
       A context manager for one `with`, which gives a `PatchReport`. It is also a decorator.
@@ -96,7 +106,7 @@ def patch(
 
     Raises:
       TypeError: `function` is not callable; `activations` or `norms` is neither a bool nor the name
-        of an operator; `norm_dtype` is not a floating dtype; patterns are not strings.
+        of an operator; `checkpoint` is not a bool; `norm_dtype` is not a floating dtype; patterns are not strings.
       ValueError: `bits`, `norm_residual` or `compress_dtype` is unknown; there is nothing to swap.
     """
     if function is not None and not callable(function):

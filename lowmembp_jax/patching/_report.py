@@ -1,5 +1,6 @@
 """The report of `lm.patch`: what was swapped, what was left alone and why, and the memory saved."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,13 +70,14 @@ class PatchReport:
         order.
       skipped: one of these names, or an activation's -> {place: why the original ran}.
       model: the class of the model, if it calls operators itself.
-      checkpoints: the checkpoints of the functions that were differentiated.
+      differentiated: with `checkpoint=True`, the checkpoints of each function that was
+        differentiated.
     """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, dict[str, str]] = field(default_factory=dict)
     model: str = field(default="", compare=False)
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    differentiated: list[tuple[Checkpoint, ...]] = field(default_factory=list)
     _calls: list[_Call] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, op: str, place: str, reason: str | None, *call: Any) -> None:
@@ -96,12 +98,19 @@ class PatchReport:
             args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(args))
             self._calls.append(_Call(op, plain, ours, args))
 
+    def add_function(self, checkpoints: tuple[Checkpoint, ...]) -> None:
+        """Adds the checkpoints of a differentiated function, which may be differentiated again."""
+        if checkpoints not in self.differentiated:
+            self.differentiated.append(checkpoints)
+
     def memory(self) -> PatchMemory:
         """Counts the bytes of residuals before and after. Call it outside the patch."""
         total = PatchMemory(0, 0, 0, 0)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for op, plain, ours, args in self._calls:
-                x = array_bytes(args[-1].shape, args[-1].dtype)  # an activation's output is as large as its input
+                x = array_bytes(
+                    args[-1].shape, args[-1].dtype
+                )  # an activation's output is as large as its input
                 call = _kept(plain, args), x, _kept(ours, args), x if op in ACTIVATIONS else 0
                 total = PatchMemory(*map(sum, zip(total, call, strict=True)))
         return total
@@ -116,10 +125,16 @@ class PatchReport:
         lines += ["not swapped:"] if self.skipped else []
         for op, reasons in self.skipped.items():
             lines += [f"  {op} in {at or root}: {why}" for at, why in reasons.items()]
-        if self.checkpoints:
+        if checkpoints := self.of_checkpoints():
             lines = [line for line in lines if line != "swapped: nothing"]
-            lines += ["checkpoints:", *map("  {}".format, grouped(self.checkpoints))]
+            lines += ["checkpoints:", *(f"  {line}" for line in checkpoints)]
         return "\n".join(lines)
+
+    def of_checkpoints(self) -> list[str]:
+        """A line of text for each kind of checkpoint, with the bytes that it saves."""
+        none = ["no jax.checkpoint in the functions that are differentiated: wrap each block"]
+        found = grouped(itertools.chain(*self.differentiated))
+        return found or (none if self.differentiated else [])
 
 
 def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:

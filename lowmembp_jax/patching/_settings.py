@@ -87,7 +87,9 @@ def check_settings(
             f"patch: norm_dtype: expected None or a floating dtype such as jnp.bfloat16, "
             f"got {norm_dtype!r}"
         )
-    return Settings(ops, bits, norm_dtype, norm_residual, within, without, patterns, checkpoint, stored)
+    return Settings(
+        ops, bits, norm_dtype, norm_residual, within, without, patterns, checkpoint, stored
+    )
 
 
 def _paths(name: str, given: str | Sequence[str]) -> tuple[str, ...]:

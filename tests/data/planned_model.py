@@ -18,11 +18,12 @@ class Block(nn.Module):
 
 class Mlp(nn.Module):
     blocks: int = 2
+    block: type[nn.Module] = Block
 
     @nn.compact
     def __call__(self, x):
         for _ in range(self.blocks):
-            x = Block()(x)
+            x = self.block()(x)
         return x
 
 
@@ -32,9 +33,9 @@ def abstract(model, *shape):
     return jax.eval_shape(model.init, jax.random.key(0), x), x
 
 
-def mlp(batch=4096, width=64, blocks=2):
+def mlp(batch=4096, width=64, blocks=2, block=Block):
     """A training step and its abstract arguments; it knows nothing of methods."""
-    model, optimizer = Mlp(blocks), optax.adam(1e-3)
+    model, optimizer = Mlp(blocks, block), optax.adam(1e-3)
 
     def loss(params, x):
         return jnp.square(model.apply(params, x)).astype(jnp.float32).mean()
@@ -46,6 +47,12 @@ def mlp(batch=4096, width=64, blocks=2):
 
     params, x = abstract(model, batch, width)
     return step, (params, jax.eval_shape(optimizer.init, params), x)
+
+
+def checkpointed(batch=4096):
+    """The same step with a `jax.checkpoint` around each block."""
+    policy = jax.checkpoint_policies.dots_saveable
+    return mlp(batch, blocks=4, block=nn.remat(Block, policy=policy))
 
 
 def loss_only(batch=4096):
@@ -117,17 +124,3 @@ def no_results(batch=8):
         step(*args)
 
     return forgets, args
-
-
-def with_compress(batch=4096, method="default"):
-    """As the note below the table says."""
-    model = Mlp(blocks=4)
-
-    def step(params, x):
-        return jax.grad(lambda p: jnp.square(model.apply(p, x)).astype(jnp.float32).mean())(params)
-
-    patched = lm.patch(compress="Block_*")(step) if method == "compress" else step
-    return patched, abstract(model, batch, 64)
-
-
-with_compress.methods = ("default", "compress")

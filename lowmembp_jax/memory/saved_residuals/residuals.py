@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lowmembp_jax._sizes import array_bytes
 from lowmembp_jax._source_files import frames_of, users_line
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.lost_work import has_backward, without_unused
@@ -18,7 +19,6 @@ from lowmembp_jax.memory.saved_residuals._origin import Origin, Origins
 from lowmembp_jax.memory.saved_residuals._trace import trace
 from lowmembp_jax.memory.saved_residuals.table import Kind, Residual, Residuals
 from lowmembp_jax.memory.scopes import module_path
-from lowmembp_jax._sizes import array_bytes
 
 
 class NotALossError(ValueError):
