@@ -10,6 +10,9 @@ import jax.numpy as jnp
 # `jax.experimental.checkify` has no public way to add the rule of a primitive.
 from jax._src import checkify
 
+# The traces around the current code: `lm.patch` must not round what is differentiated again.
+from jax._src import core as core_internals
+
 # JAX lowers a callback only for the GPUs of this process, which may have none.
 from jax._src.callback import io_callback_p, pure_callback_p
 
@@ -22,7 +25,7 @@ from jax._src.debugging import debug_callback_p, debug_print_p
 # JAX searches only jaxprs for primitives that need their devices for lowering. A primitive that is
 # lowered from a Python function must register here.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # noqa: F401
-from jax._src.interpreters import batching, partial_eval
+from jax._src.interpreters import ad, batching, partial_eval
 
 # The rules of `jax.linear_transpose` that JAX uses for `jax.checkpoint`.
 from jax._src.interpreters.ad import fancy_transposes  # noqa: F401
@@ -149,6 +152,12 @@ def run_backward(eqn: Any, *args: Any) -> list[Any]:
 def has_effects(eqn: Any) -> bool:
     """Whether an equation has side effects, such as callbacks and references."""
     return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
+
+
+def is_differentiated() -> bool:
+    """Whether the code that is traced runs inside `jax.jvp`, `jax.vjp` or `jax.linearize`."""
+    traces = core_internals.unsafe_get_trace_stack(core_internals.trace_ctx.trace)
+    return any(isinstance(trace, ad.JVPTrace | ad.LinearizeTrace) for trace in traces)
 
 
 def cache_miss(jitted: Any) -> CellType:

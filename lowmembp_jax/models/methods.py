@@ -48,7 +48,6 @@ class Method(NamedTuple):
         return {} if self.policy is None else {"policy": eval(self.policy, {"jax": jax, "lm": lm})}
 
 
-_NOTHING = "jax.checkpoint_policies.nothing_saveable"
 _OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
 #: The methods by name. Every method computes plain Flax's values. Gradients are approximate with
 #: "compress", which stores residuals in 8 bits, and with "lowmembp".
@@ -59,7 +58,7 @@ TABLE: dict[str, Method] = {
     "products": Method("flax", "remat", "lm.products_saveable"),
     "full-remat": Method("flax", "remat"),
     "compress": Method("flax", "compress"),
-    "compress+remat": Method("flax", "compress", _NOTHING),
+    "compress+remat": Method("flax", "compress", "None"),
     "lowmembp": Method("lowmembp"),
     "lowmembp+remat": Method("lowmembp", "remat", "lm.checkpoint_policy()"),
     "lowmembp+compress": Method("lowmembp", "compress", "lm.everything_saveable"),

@@ -22,6 +22,7 @@ import jax
 from flax import nnx
 
 from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._jax_internals import is_differentiated
 from lowmembp_jax._nnx_paths import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.linen import compress_module
 from lowmembp_jax.patching._activations import linen_kernels, own_activations, swap_activation
@@ -86,9 +87,9 @@ class _Entry:
         self.report.add(op, self.place, reason, *call)
 
     def vjp(self, plain: Callable, fun: Any, *primals: Any, **kwargs: Any) -> Any:
-        """Runs `jax.vjp`; a gradient inside the differentiated function is plain."""
+        """Runs `jax.vjp`; a gradient that is differentiated again is plain."""
         settings = self.settings
-        if not settings.checkpoint or self.differentiating:
+        if not settings.checkpoint or self.differentiating or is_differentiated():
             return plain(fun, *primals, **kwargs)
         self.differentiating = True
         try:

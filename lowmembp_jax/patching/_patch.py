@@ -64,8 +64,8 @@ def patch(
     stores its residuals in 8 bits, with its own policy, as in `lm.compress_checkpoints`. It reaches
     code that you cannot edit: decorators that were applied at import, `nn.remat`, `nnx.remat`,
     Equinox. The differentiated arguments are the parameters; what the function closes over is data,
-    and is not stored again. It does not reach `jax.linearize`, and a derivative of the gradients,
-    such as `jax.jvp` of `jax.grad`, raises an error. gelu, silu and norms are then swapped only if
+    and is not stored again. A gradient that is differentiated again stays exact, as do
+    `jax.linearize` and forward mode. gelu, silu and norms are then swapped only if
     `activations` or `norms` asks for it. The report lists the checkpoints, with the bytes that each
     saves before and after, or why it was left alone.
 
@@ -106,7 +106,8 @@ def patch(
 
     Raises:
       TypeError: `function` is not callable; `activations` or `norms` is neither a bool nor the name
-        of an operator; `checkpoint` is not a bool; `norm_dtype` is not a floating dtype; patterns are not strings.
+        of an operator; `checkpoint` is not a bool; `norm_dtype` is not a floating dtype; patterns
+        are not strings.
       ValueError: `bits`, `norm_residual` or `compress_dtype` is unknown; there is nothing to swap.
     """
     if function is not None and not callable(function):

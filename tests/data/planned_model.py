@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import lowmembp_jax as lm
-
 
 class Block(nn.Module):
     @nn.compact
