@@ -17,7 +17,6 @@ COMPRESS = [
     (block, {"dtype": {"h": jnp.uint8}}, ValueError, r"dtype\['h'\]: expected"),
     (block, {"dtype": {3: "int8"}}, TypeError, "dtype: .*as keys, got 3"),
     (block, {"policy": 3}, TypeError, "policy: expected a callable, got 3"),
-    (block, {"policy": None}, ValueError, "policy: .*lm.everything_saveable"),
     (block, {"prevent_cse": 1}, TypeError, "prevent_cse: .*got 1"),
     (block, {"params_argnums": 1.0}, TypeError, "params_argnums: .*got 1.0"),
     (block, {"static_argnums": "x"}, TypeError, "static_argnums: .*got 'x'"),
@@ -32,7 +31,6 @@ MODULE = [
     (nn.Dense, {"static_argnums": 0}, ValueError, "from 1 on .*got 0"),
     (nn.Dense, {"static_argnums": "x"}, TypeError, "compress_module: static_argnums.*'x'"),
     (3, {}, TypeError, "target: expected a class of modules, got 3"),
-    (nn.Dense, {"policy": None}, ValueError, "compress_module: policy"),
     (nn.Dense, {"dtype": jnp.int32}, ValueError, "int32"),
 ]
 NNX = [

@@ -316,3 +316,17 @@ def test_a_softmax_of_two_by_logaddexp(policy):
     loss = lambda run: lambda p: jnp.sum(jnp.square(run(p, x)))  # noqa: E731
     ours, exact = (jax.grad(loss(run))(p) for run in (lm.compress(block, policy=policy), block))
     assert lm.gradient_distance(ours, exact).error < 0.05
+
+
+def test_no_policy_saves_the_arguments_alone():
+    def block(params, x):
+        return jnp.tanh(jnp.tanh(x @ params) @ params)
+
+    params, x = jnp.eye(32), jax.random.normal(jax.random.key(0), (64, 32))
+
+    def saved(block):
+        return lm.memory.saved_bytes(lambda p, x: block(p, jnp.sin(p[0] * x)).sum(), params, x)
+
+    full = saved(jax.checkpoint(block))
+    assert saved(lm.compress(block, policy=None, dtype=None)) == full
+    assert saved(lm.compress(block, policy=None)) < full
