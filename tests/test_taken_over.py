@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import quick_jit
 from jax import lax
 from jax import remat as another_name
 from jax.ad_checkpoint import checkpoint_name
@@ -283,7 +284,7 @@ def distance(got, want):
 
 
 def results(form):
-    return jax.jit(jax.value_and_grad(form.loss))(form.params, X, **(form.kwargs or {}))
+    return quick_jit(jax.value_and_grad(form.loss))(form.params, X, **(form.kwargs or {}))
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -1,0 +1,298 @@
+"""What holds whenever checkpoints are taken over: errors, reports, modules and memory."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from encoder import UNIT
+from flax import nnx
+from helpers import quick_jit
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import exchanged
+
+import lowmembp_jax as lm
+
+WIDTH = 32
+W = [jax.random.normal(key, (WIDTH, WIDTH)) / 6 for key in jax.random.split(jax.random.key(0), 4)]
+X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+
+
+@jax.checkpoint
+def layer(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+def loss(params, x):
+    for w in params:
+        x = layer(w, x)
+    return jnp.mean(x**2)
+
+
+def grads(fun=loss, *args):
+    return jax.grad(fun)(*(args or (W, X)))
+
+
+def error(got, want):
+    return lm.gradient_distance(got, want).error
+
+
+def test_the_report_names_each_checkpoint():
+    with lm.patch(checkpoint=True) as report:
+        jax.jit(grads)()
+    first, *others = report.differentiated[0]
+    assert first.function == "layer" and first.policy == "nothing_saveable"
+    assert first.line.startswith("tests/test_taken_over_contract.py:")
+    assert [one.saved.after for one in others] == [544] * 3
+    text = f"layer at {first.line}, nothing_saveable"
+    assert str(report).split("\n") == [
+        "checkpoints:",
+        f"  {text}: left alone: it saves 0 B, and would save 0 B",
+        f"  3 x {text}: 2,048 B -> 544 B",
+    ]
+
+
+def test_eager_calls_do_not_grow_the_report():
+    with lm.patch(checkpoint=True) as report:
+        for _ in range(3):
+            grads()
+    assert len(report.differentiated) == 1
+
+
+def test_a_scan_inside_is_named():
+    def around(params, x):
+        step = jax.checkpoint(
+            lambda params, x: lax.scan(lambda x, w: (layer(w, x), None), x, params)[0]
+        )
+        return jnp.mean(step(params, x))
+
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(around)(jnp.stack(W), X)
+    assert "checkpoint the body of its scan instead" in str(report)
+
+
+def test_a_policy_for_all():
+    ours = lm.compress_checkpoints(loss, policy=lm.products_saveable)
+    plain = lambda params, x: loss(params, x)  # noqa: E731
+    own = lm.compress_checkpoints(plain)
+    saved = [lm.memory.saved_bytes(f, W, X, argnums=0) for f in (ours, own)]
+    assert saved[0] > saved[1]
+    assert error(grads(ours), grads()) < 0.05
+
+
+def test_results_that_are_not_arrays():
+    def with_more(params, x):
+        return loss(params, x), {"name": "text", "number": 3, "none": None, "x": x}
+
+    for fun in (lm.compress_checkpoints(with_more), with_more):
+        with lm.patch(checkpoint=fun is with_more, activations=fun is not with_more):
+            (_, more), _ = jax.value_and_grad(fun, has_aux=True)(W, X)
+        assert more["name"] == "text" and more["number"] == 3 and more["none"] is None
+        np.testing.assert_array_equal(more["x"], X)
+
+
+def test_a_function_that_reads_values():
+    def reads(params, x):
+        value = loss(params, x)
+        return value if value > 0 else -value
+
+    with lm.patch(checkpoint=True) as report:
+        got = jax.grad(reads)(W, X)
+    assert error(got, jax.grad(reads)(W, X)) == 0
+    assert "left alone: it reads the values of arrays" in str(report)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.grad(lm.compress_checkpoints(reads))(W, X)
+
+
+def test_the_error_of_the_function_itself():
+    def fails(params, x):
+        raise KeyError("own")
+
+    for run in (
+        lambda: jax.grad(fails)(W, X),
+        lambda: jax.grad(lm.compress_checkpoints(fails))(W, X),
+    ):
+        with lm.patch(checkpoint=True), pytest.raises(KeyError, match="own"):
+            run()
+
+
+def test_gradients_that_are_differentiated_again_are_exact():
+    def scaled(s):
+        return loss([s * w for w in W], X)
+
+    def hessians():
+        by_jvp = jax.jvp(jax.grad(scaled), (1.0,), (1.0,))[1]
+        return by_jvp, jax.hessian(scaled)(1.0), jax.grad(jax.jit(jax.grad(scaled)))(1.0)
+
+    want = hessians()
+    with lm.patch(checkpoint=True):
+        jax.jit(jax.grad(scaled))(1.0)  # not taken from JAX's cache afterwards
+        np.testing.assert_allclose(hessians(), want, rtol=1e-6)
+
+
+def test_only_the_thread_that_patches():
+    got = {}
+
+    def run(name):
+        got[name] = grads()
+
+    with lm.patch(checkpoint=True):
+        other = threading.Thread(target=run, args=("other",))
+        other.start()
+        run("this")
+        other.join()
+    assert error(got["other"], grads()) == 0 < error(got["this"], grads())
+
+
+def test_exact():
+    with lm.exact(), lm.patch(checkpoint=True):
+        assert error(grads(), grads(lm.compress_checkpoints(loss))) == 0
+
+
+def test_nothing_to_take_over():
+    with pytest.warns(UserWarning, match="calls no jax.checkpoint"):
+        jax.grad(lm.compress_checkpoints(lambda w: jnp.sum(w**2)))(X)
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(lambda w: jnp.sum(w**2))(X)
+    assert "no jax.checkpoint in the functions that are differentiated" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"params_argnums": 2}, ValueError, "compress_checkpoints: params_argnums"),
+        ({"params_argnums": "a"}, TypeError, "compress_checkpoints: params_argnums"),
+        ({"dtype": "float7"}, ValueError, "compress_checkpoints: dtype"),
+        ({"policy": 3}, TypeError, "compress_checkpoints: policy"),
+        ({"fun": 3}, TypeError, "compress_checkpoints: fun"),
+    ],
+)
+def test_errors_name_the_argument(options, kind, words):
+    with pytest.raises(kind, match=words):
+        lm.compress_checkpoints(**{"fun": loss} | options)(W, X)
+
+
+def test_a_patch_with_a_wrong_setting():
+    with pytest.raises(TypeError, match="patch: checkpoint: expected True or False, got 'all'"):
+        lm.patch(checkpoint="all")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    @nnx.remat
+    def __call__(self, x):
+        return x + self.dropout(jnp.tanh(self.norm(self.dense(x))))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def nnx_loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def test_nnx_modules():
+    """The same statistics and random numbers as without."""
+    results = []
+    for fun, checkpoint in ((nnx_loss, False), (nnx_loss, True), (nnx_loss, None)):
+        model = Model()
+        fun = lm.compress_checkpoints(nnx_loss) if checkpoint is None else nnx_loss
+        with lm.patch(checkpoint=bool(checkpoint), norms=False, activations="gelu"):
+            value, gradient = nnx.jit(nnx.value_and_grad(fun))(model, X)
+        state = nnx.state(model, nnx.BatchStat, nnx.RngCount)
+        results.append((value, gradient, jax.tree.leaves(state)))
+    want = results[0]
+    for value, gradient, state in results[1:]:
+        np.testing.assert_allclose(value, want[0], rtol=1e-6)
+        assert 1e-4 < error(gradient, want[1]) < 0.05
+        for got, own in zip(state, want[2], strict=True):
+            np.testing.assert_allclose(got, own, rtol=1e-6)
+
+
+def test_an_array_that_many_checkpoints_read_is_stored_once():
+    """The output of an encoder in bfloat16: half a byte for each reader would be more."""
+
+    @jax.checkpoint
+    def reads(w, x, encoded):
+        return x + jnp.tanh(encoded @ w)
+
+    def decoder(params, x):
+        encoded = jnp.tanh(x @ params[0])
+        for w in params:
+            x = reads(w, x, encoded)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    args = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (W, X))
+    plain, ours = (
+        lm.memory.saved_bytes(fun, *args, argnums=0)
+        for fun in (decoder, lm.compress_checkpoints(decoder))
+    )
+    assert ours <= plain
+
+
+@pytest.mark.parametrize("width", [64, 24], ids=["even", "odd"])
+def test_no_collective_is_added(width):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params = [jnp.zeros((width, width)) for _ in range(3)]
+    args = jax.device_put((params, jnp.ones((8, width))), (
+        NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("data"))
+    ))  # fmt: skip
+    plain = quick_jit(jax.grad(loss)).lower(*args).compile()
+    with lm.patch(checkpoint=True):
+        ours = quick_jit(jax.grad(loss)).lower(*args).compile()
+    assert exchanged(ours) == exchanged(plain)
+
+
+BATCH, TOKENS, HIDDEN, LAYERS = 64, 256, 768, 4
+
+
+def _peak(scan, policy, patched):
+    """The peak of a training step of MLP blocks on an H200, in units of a block's input."""
+
+    def block(x, p):
+        h = jax.nn.gelu(x @ p["up"])
+        return x + h @ p["down"], None
+
+    block = jax.checkpoint(block, policy=policy, prevent_cse=not scan)
+
+    def loss(params, x):
+        if scan:
+            x = lax.scan(block, x, params)[0]
+        else:
+            for i in range(LAYERS):
+                x = block(x, jax.tree.map(lambda p, i=i: p[i], params))[0]
+        return jnp.sum(x.astype(jnp.float32))
+
+    shapes = {"up": (LAYERS, HIDDEN, 4 * HIDDEN), "down": (LAYERS, 4 * HIDDEN, HIDDEN)}
+    params = {key: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for key, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, HIDDEN), jnp.bfloat16)
+    grad = jax.grad(loss)
+    if patched:
+        grad = lm.patch(checkpoint=True)(grad)
+    return (
+        lm.memory.compile_for(grad, params, x, device="h200").memory_analysis().temp_size_in_bytes
+        / UNIT
+    )
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+def test_the_saving_survives_xla(scan):
+    policy = jax.checkpoint_policies.dots_saveable
+    plain, ours = (_peak(scan, policy, patched) for patched in (False, True))
+    assert ours < 0.75 * plain, (ours, plain)
