@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _PACKAGES = (
-    *("jax", "jaxlib", "jax_triton", "flax", "optax", "qwix"),
+    *("jax", "jaxlib", "jax_triton", "flax", "optax", "qwix", "equinox", "haiku", "keras"),
     *("lowmembp_jax", "pallas_kernels"),
 )
 _ROOTS = tuple(
