@@ -17,17 +17,25 @@ def compute_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+def as_array(x: ArrayLike, name: str) -> Array:
+    """Converts the argument `name` to an array.
+
+    Raises:
+      TypeError: x is not an array.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:  # ValueError for None
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+
+
 def real_array(x: ArrayLike, name: str = "x") -> Float[Array, "*shape"]:
     """Converts the argument `name` to a floating array; promotes integers as `jax.nn` does.
 
     Raises:
       TypeError: x is complex, or is not an array.
     """
-    try:
-        x = jnp.asarray(x)
-    except TypeError as error:
-        given = type(x).__name__
-        raise TypeError(f"{name}: expected an array of real numbers, got {given}") from error
+    x = as_array(x, name)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: expected a real array, got {x.dtype}")
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))

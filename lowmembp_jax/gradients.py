@@ -1,9 +1,11 @@
 """The distance of an approximate gradient from the exact gradient."""
 
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from operator import not_
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from jaxtyping import Array, Float, PyTree
 from lowmembp_jax._exactness import exact
 from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
+from lowmembp_jax.memory.lowering.nnx_states import of_states
+from lowmembp_jax.memory.saved_residuals._trace import is_inexact, trained
 from lowmembp_jax.patching._patch import patch
 
 _GOOD = "(plain bfloat16: 0.01 to 0.03; errors of a few percent train as well as exact gradients)"
@@ -57,18 +61,32 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
     Args:
       got: a tree of arrays.
       exact: a tree of arrays of the same structure and shapes.
-      depth: parameters whose paths begin with the same `depth` keys are one group.
+      depth: parameters whose paths begin with the same `depth` keys are one group. Keys that all
+        paths begin with do not count.
 
     Raises:
-      ValueError: the trees differ in structure.
+      ValueError: the trees differ in structure or shapes.
     """
-    groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    pairs = []
 
     def add(path, g, e):
-        name = jax.tree_util.keystr(path[:depth], simple=True, separator="/")
-        groups.setdefault(name, []).append((_flat(g), _flat(e)))
+        if np.shape(g) != np.shape(e):
+            raise ValueError(
+                f"gradient_distance: got{jax.tree_util.keystr(path)}: expected the shape of "
+                f"exact, {np.shape(e)}, got {np.shape(g)}"
+            )
+        pairs.append((path, _flat(g), _flat(e)))
 
     jax.tree_util.tree_map_with_path(add, got, exact)
+    shared = 0  # linen's trees have one key "params" at the top
+    for keys in zip(*(path[:-1] for path, *_ in pairs), strict=False):
+        if any(key != keys[0] for key in keys):
+            break
+        shared += 1
+    groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for path, g, e in pairs:
+        name = jax.tree_util.keystr(path[shared:][:depth], simple=True, separator="/")
+        groups.setdefault(name, []).append((g, e))
     whole = [pair for pairs in groups.values() for pair in pairs]
     return _fidelity(whole, {name: _fidelity(pairs, {}) for name, pairs in groups.items()})
 
@@ -90,7 +108,8 @@ def gradient_fidelity(
 
     Args:
       loss: a function of `params` and `args` that returns a scalar. Each run has its own `jax.jit`.
-      params: the parameters of the gradient.
+      params: the parameters of the gradient: its floating arrays, or the `nnx.Param`s of an NNX
+        module.
       args: the other arguments of the loss.
       depth: parameters whose paths begin with the same `depth` keys are one group.
       settings: the arguments of `lm.patch`.
@@ -107,13 +126,24 @@ def gradient_fidelity(
     if not callable(loss):
         raise TypeError(f"gradient_fidelity: loss: expected a callable, got {loss!r}")
 
-    def gradient(params, args):
-        return jax.jit(jax.grad(lambda params, args: loss(params, *args)))(params, args)
+    loss, (params, *args) = of_states(loss, (params, *args), is_loss=True)
+    leaves, tree = jax.tree.flatten(params)
+    chosen = [one and is_inexact(leaf) for one, leaf in zip(trained(params), leaves, strict=True)]
+
+    def of_chosen(some, others, args):
+        some, others = iter(some), iter(others)
+        every = [next(some if one else others) for one in chosen]
+        return loss(jax.tree.unflatten(tree, every), *args)
+
+    def gradient():
+        parts = (list(itertools.compress(leaves, flags)) for flags in (chosen, map(not_, chosen)))
+        found = iter(jax.jit(jax.grad(of_chosen))(*parts, args))
+        return jax.tree.unflatten(tree, [next(found) if one else None for one in chosen])
 
     with exact():
-        want = gradient(params, args)
+        want = gradient()
     with observed() as stored, patch(**settings) if settings else nullcontext() as report:
-        got = jax.block_until_ready(gradient(params, args))
+        got = jax.block_until_ready(gradient())
     if report is not None and not report.swapped:
         raise ValueError(f"gradient_fidelity: {report}")
     named: dict[str, Stored] = {}
@@ -130,7 +160,10 @@ def _name(place: Place) -> str:
 
 
 def _flat(x) -> np.ndarray:
-    return np.ravel(np.asarray(x)).astype(np.float64)
+    """The numbers of an array in float64; complex numbers as pairs of real ones."""
+    x = np.ravel(np.asarray(x))
+    is_complex = np.issubdtype(x.dtype, np.complexfloating)
+    return x.astype(np.complex128).view(np.float64) if is_complex else x.astype(np.float64)
 
 
 def _fidelity(pairs, groups) -> Fidelity:

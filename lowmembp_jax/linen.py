@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import real_array
 from lowmembp_jax._flax_norms import all_axes, check_norm, normalize_as
-from lowmembp_jax.compression import StorageFormat, check_options, positions, stored
+from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions, stored
 from lowmembp_jax.kernels.implementations import check_implementation
 from lowmembp_jax.operators.activations import regelu2, resilu2
 from lowmembp_jax.policies import products_saveable
@@ -122,10 +122,26 @@ def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], n
             return function(scope, *args, **kwargs), repack_fn(scope)
 
         call = stored(run, options, name)
-        own = {i + 2 if i >= 0 else len(args) + 2 + i for i in static}
-        return call((variables, rngs, *args), kwargs, {0, 1}, own)
+        # Position 0 is the module.
+        own = in_range("compress_module", "static_argnums", static, (None, *args))
+        return call((variables, rngs, *args), kwargs, {0, 1}, {i + 1 for i in own})
 
     return lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
+
+
+def _method_names(target: Any, methods: Iterable[str]) -> tuple[str, ...]:
+    names = () if isinstance(methods, str) else tuple(methods)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"compress_module: methods: expected names of methods, such as ('__call__',), got "
+            f"{methods!r}"
+        )
+    for name in names if isinstance(target, type) else ():
+        if not callable(getattr(target, name, None)):
+            raise ValueError(
+                f"compress_module: methods: expected methods of {target.__name__}, got {name!r}"
+            )
+    return names
 
 
 def compress_module(
@@ -175,14 +191,15 @@ def compress_module(
             f"compress_module: static_argnums: expected positions from 1 on (0 is the module), "
             f"got {static_argnums!r}"
         )
+    methods = None if methods is None else _method_names(target, methods)
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
     transformed: Any = transforms.lift_transform(
         _lifted,
         target,
         options=options,
-        static=[n - 1 if n > 0 else n for n in numbers],
+        static=numbers,
         name=name,
-        methods=None if methods is None else tuple(methods),
+        methods=methods,
     )
     if isinstance(target, type):
         # Flax names a module after its class, so an existing checkpoint loads.

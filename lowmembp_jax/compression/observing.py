@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from lowmembp_jax._source_files import frames_of
 
-# JAX's caches have this number in their key. Each context has its own number, so code that was
-# traced in one context never reports to another.
+# JAX's caches have this number in their key, so the contexts that are open at the same time have
+# different numbers. Later contexts use them again: each new number would fill the caches.
 _context = jax.make_user_context(0)
-_numbers = itertools.count(1)
 _observed: dict[int, dict["Place", "Stored"]] = {}
 #: The type of an array, and the file and line of each call that led to it, innermost first.
 Place = tuple[str, tuple[tuple[str, int], ...]]
@@ -48,7 +47,8 @@ class Stored:
 @contextlib.contextmanager
 def observed() -> Iterator[dict[Place, Stored]]:
     """Yields the stored arrays, by place, of code that is traced and runs inside the context."""
-    number, arrays = next(_numbers), dict[Place, Stored]()
+    number = next(n for n in itertools.count(1) if n not in _observed)
+    arrays = dict[Place, Stored]()
     _observed[number] = arrays
     try:
         with _context(number):

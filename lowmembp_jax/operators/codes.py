@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
+from lowmembp_jax._arguments import as_array
 from lowmembp_jax._platform import least_integer
 from pallas_kernels import step_table
 
@@ -29,7 +30,7 @@ class StepTable:
 
     Raises:
       ValueError: thresholds are too many for 4 bits, not finite or not ascending; the number of
-        levels is wrong.
+        levels is wrong; a level is not finite.
     """
 
     thresholds: tuple[float, ...]
@@ -52,6 +53,8 @@ class StepTable:
                 f"StepTable: levels: expected one more than the {len(self.thresholds)} thresholds, "
                 f"got {self.levels}"
             )
+        if not all(map(math.isfinite, self.levels)):
+            raise ValueError(f"StepTable: levels: expected finite numbers, got {self.levels}")
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -86,7 +89,7 @@ def pack_2bit(codes: Integer[Array, "*shape"]) -> UInt8[Array, " bytes"]:
     Raises:
       TypeError: codes are not integers.
     """
-    codes = jnp.asarray(codes)
+    codes = as_array(codes, "pack_2bit: codes")
     if not jnp.issubdtype(codes.dtype, jnp.integer):
         raise TypeError(f"pack_2bit: codes: expected integers, got {codes.dtype}")
     flat = codes.reshape(codes.size).astype(jnp.uint8) & jnp.uint8(3)
@@ -108,7 +111,7 @@ def unpack_2bit(packed: UInt8[Array, " bytes"], size: int | Sequence[int]) -> UI
       TypeError: packed is not uint8.
       ValueError: packed does not have the shape for `size` codes.
     """
-    packed = jnp.asarray(packed)
+    packed = as_array(packed, "unpack_2bit: packed")
     if packed.dtype != jnp.uint8:
         raise TypeError(f"unpack_2bit: packed: expected uint8, got {packed.dtype}")
     shape = (size,) if isinstance(size, SupportsIndex) else tuple(size)

@@ -26,7 +26,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from lowmembp_jax._arguments import call_custom_vjp, compute_dtype, undifferentiated
+from lowmembp_jax._arguments import as_array, call_custom_vjp, compute_dtype, undifferentiated
 from lowmembp_jax._jax_internals import prim_requires_devices_during_lowering, varying
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import array_mesh, resharded
@@ -34,7 +34,7 @@ from lowmembp_jax.kernels.partitioning import Partitioned
 from lowmembp_jax.operators._logit_tiles import Spec, run_tiles
 
 Reduction = Literal["mean", "sum", "none"]
-_NAME = "linear_cross_entropy"
+_NAME, _MOST = "linear_cross_entropy", 2**31 - 1
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -181,7 +181,7 @@ batching.primitive_batchers[_loss_p] = _batch
 
 
 def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int, ignore: int | None) -> Array:
-    labels = jnp.asarray(labels)
+    labels = as_array(labels, f"{_NAME}: labels")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{_NAME}: labels: expected integers, got {labels.dtype}")
     if labels.shape != shape:
@@ -189,14 +189,19 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int, ignore: int
             f"{_NAME}: labels: expected the shape of hidden without its last axis, {shape}, got "
             f"{labels.shape}"
         )
+    if jnp.iinfo(labels.dtype).max > _MOST:  # a cast would make large labels negative
+        labels = jnp.clip(labels, max(jnp.iinfo(labels.dtype).min, -1), _MOST)
+    labels = labels.astype(jnp.int32)
     if ignore is not None:
-        labels = jnp.where(labels == ignore, -1, labels.astype(jnp.int32))
+        if not isinstance(ignore, int | np.integer) or isinstance(ignore, bool):
+            raise TypeError(f"{_NAME}: ignore_index: expected an integer or None, got {ignore!r}")
+        labels = jnp.where(labels == min(max(ignore, -1), _MOST), -1, labels)
     is_known = not isinstance(labels, Tracer) and labels.is_fully_addressable
     if is_known and (largest := int(np.max(np.asarray(labels), initial=-1))) >= vocab:
         raise ValueError(
             f"{_NAME}: labels: expected numbers below the vocabulary's size {vocab}, got {largest}"
         )
-    return labels.astype(jnp.int32)
+    return labels
 
 
 def _number(name: str, x: Any, most: float, *, is_positive: bool = False) -> float:
@@ -210,7 +215,7 @@ def _number(name: str, x: Any, most: float, *, is_positive: bool = False) -> flo
 
 
 def _floating(name: str, x: Any) -> Array:
-    x = jnp.asarray(x)
+    x = as_array(x, f"{_NAME}: {name}")
     if x.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64):
         raise TypeError(f"{_NAME}: {name}: expected floats of 16 bits or more, got {x.dtype}")
     return x
@@ -368,7 +373,7 @@ def linear_cross_entropy(
             raise ValueError(f"{_NAME}: bias: expected shape [vocab], ({vocab},), got {bias.shape}")
     c = (labels >= 0).astype(wide)
     if weights is not None:
-        weights = jnp.asarray(weights)
+        weights = as_array(weights, f"{_NAME}: weights")
         if weights.shape != labels.shape:
             raise ValueError(
                 f"{_NAME}: weights: expected the shape of labels, {labels.shape}, got "

@@ -50,13 +50,13 @@ def trace(
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg)
     }
     dtypes = {name: _dtype(name, leaf) for name, (leaf, _) in leaves.items()}
-    trained = [each for arg in args for each in _trained(arg, variables)]
+    is_trained = [each for arg in args for each in trained(arg, variables)]
     positions = [
         position
-        for position, ((name, (_, is_chosen)), is_trained) in enumerate(
-            zip(leaves.items(), trained, strict=True)
+        for position, ((name, (_, is_chosen)), is_own) in enumerate(
+            zip(leaves.items(), is_trained, strict=True)
         )
-        if is_chosen and is_trained and _inexact(dtypes[name])
+        if is_chosen and is_own and is_inexact(dtypes[name])
     ]
     if not positions:
         have = ", ".join(f"{name}: {dtype}" for name, dtype in [*dtypes.items()][:8]) or "no arrays"
@@ -76,7 +76,7 @@ def trace(
 
         out, vjp = jax.vjp(chosen_only, *(inputs[i] for i in positions))
         outputs = jax.tree.leaves(out)
-        if not any(_inexact(o.dtype) for o in outputs):
+        if not any(is_inexact(o.dtype) for o in outputs):
             got = ", ".join(str(jax.typeof(o)) for o in outputs) or "no arrays"
             raise TypeError(f"residuals: fn must return at least one floating array, got {got}")
         kept, tree = jax.tree.flatten(vjp)
@@ -121,21 +121,22 @@ def _dtype(name: str, leaf: Any) -> Any:
         ) from error
 
 
-def _trained(arg: Any, variables: Any) -> list[bool]:
+def trained(arg: Any, variables: Any = nnx.Param) -> list[bool]:
     """Whether each array of an argument is outside NNX variables, or in a trained one."""
     is_trained = nnx.filterlib.to_predicate(variables)
-    trained = []
+    found = []
     for path, node in jax.tree_util.tree_leaves_with_path(arg, is_leaf=is_variable):
         keys = tuple(getattr(entry, "key", getattr(entry, "idx", entry)) for entry in path)
         keep = not is_variable(node) or is_trained(keys, node)
-        trained += [keep] * len(jax.tree.leaves(node))
-    return trained
+        found += [keep] * len(jax.tree.leaves(node))
+    return found
 
 
-def _inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+def is_inexact(leaf: Any) -> bool:
+    """Whether an array, or a dtype, is floating or complex."""
+    return jnp.issubdtype(getattr(leaf, "dtype", leaf), jnp.inexact)
 
 
 def _cotangent(out: Any) -> Any:
     # Cotangents of integer outputs have no bytes.
-    return jnp.ones_like(out) if _inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)
+    return jnp.ones_like(out) if is_inexact(out.dtype) else np.zeros(out.shape, jax.dtypes.float0)
