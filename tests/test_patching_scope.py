@@ -67,7 +67,7 @@ def test_an_exception_restores_all_levels():
     with pytest.raises(ZeroDivisionError), lm.patch(), lm.patch(norms=False):
         raise ZeroDivisionError
     with lm.patch() as report:
-        with pytest.raises(ValueError, match="None is not a valid"):
+        with pytest.raises(TypeError, match="x: expected an array, got NoneType"):
             nn.Sequential([nn.LayerNorm()]).init(jax.random.key(0), None)
         nn.gelu(X)
     assert report.swapped["gelu"] == [""]  # outside all modules again
@@ -127,6 +127,16 @@ def test_other_coroutines_are_told_of_a_patch_that_awaits():
 def patching_generator(**settings):
     with lm.patch(**settings) as report:
         yield report
+
+
+def test_what_runs_after_the_patch_is_refused():
+    async def coroutine():
+        pass
+
+    for decorate in (lm.patch, lm.patch(norms=True)):
+        for later in (patching_generator, coroutine):
+            with pytest.raises(TypeError, match="neither a generator nor a coroutine"):
+                decorate(later)
 
 
 def test_suspended_generators_leave_in_any_order():

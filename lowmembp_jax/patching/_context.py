@@ -9,8 +9,8 @@ the reverse.
 """
 
 import contextlib
+import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from lowmembp_jax.patching._norms import (
     swap_nnx_norm,
 )
 from lowmembp_jax.patching._recognized_norms import RecognizedNorm, recognize
-from lowmembp_jax.patching._report import PatchReport, nothing_compressed
+from lowmembp_jax.patching._report import PatchReport
 from lowmembp_jax.patching._settings import ACTIVATIONS, NORMS, Settings
 
 
@@ -51,7 +51,7 @@ class _Entry:
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     left: bool = False
     compressing: str | None = None
-    called: dict[str, None] = field(default_factory=dict)  # places; filled if `compress` is set
+    called: dict[str, None] = field(default_factory=dict)  # the paths of modules
     asleep: bool = False
     differentiating: bool = False
     nnx_root: nnx.Module | None = None
@@ -74,6 +74,11 @@ class _Entry:
         if self.module is None:
             return attribute_path(running_modules())
         return "" if self.module.scope is None else "/".join(self.module.path)
+
+    def add_called(self) -> None:
+        """Adds the path of the running module, and the paths of those around it."""
+        names = self.place.split("/")
+        self.called |= dict.fromkeys("/".join(names[: end + 1]) for end in range(len(names)))
 
     def seen(self, op: str, reason: str | None, *call: Any) -> None:
         if _of_coroutine.get() is not self:
@@ -112,6 +117,8 @@ class _Entry:
             for norm, place, reason in own_nnx_norms(self.nnx_root):
                 if norm in settings.ops:
                     self.report.add(norm, place, reason)
+        if modules:
+            self.add_called()
         if op not in settings.ops:
             return plain(x, *args, **kwargs)
         if reason := settings.why_not(op, self.place):
@@ -136,8 +143,8 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
     module, settings, outer = context.module, entry.settings, entry.module
     entry.module = module
     is_call = context.method_name == "__call__"
-    if is_call and settings.compress:
-        entry.called[entry.place] = None
+    if is_call:
+        entry.add_called()
     try:
         if is_call and settings.compresses(entry.place) and entry.compressing is None:
             entry.seen("compress", None)
@@ -177,8 +184,29 @@ def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
     return compress_module(call, dtype=entry.settings.compress_dtype)(module, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def patched(settings: Settings) -> Iterator[PatchReport]:
+class Patch(contextlib._GeneratorContextManager):
+    """The context of `lm.patch`, which is also a decorator."""
+
+    def __init__(self, settings: Settings):
+        super().__init__(_patched, (settings,), {})
+
+    def _recreate_cm(self):
+        return Patch(*self.args)
+
+    def __call__(self, function: Any) -> Any:
+        later = (
+            inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction,
+        )  # fmt: skip
+        if not callable(function) or any(is_kind(function) for is_kind in later):
+            raise TypeError(
+                f"patch: function: expected a function that is neither a generator nor a "
+                f"coroutine, because these run after the patch, got {function!r}; pass settings by "
+                f"name"
+            )
+        return super().__call__(function)
+
+
+def _patched(settings: Settings) -> Iterator[PatchReport]:
     """Applies `settings` until the context exits, and gives the report."""
     entries = _of_thread.__dict__.setdefault("entries", [])
     entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
@@ -194,8 +222,7 @@ def patched(settings: Settings) -> Iterator[PatchReport]:
             error.add_note(f"lm.patch swapped {', '.join(entry.report.swapped)} for a custom_vjp")
         raise
     else:
-        if entry.called and "compress" not in entry.report.swapped:
-            warnings.warn(nothing_compressed(settings.compress, list(entry.called)), stacklevel=3)
+        settings.check_patterns(list(entry.called))
     finally:
         # Generators may leave in another order than they entered, which JAX and Flax forbid. An
         # entry that is left early is closed once all entries after it have been left too.

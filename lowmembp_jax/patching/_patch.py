@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from lowmembp_jax.operators.norms import Residual
-from lowmembp_jax.patching._context import patched
+from lowmembp_jax.patching._context import Patch
 from lowmembp_jax.patching._report import PatchReport
 from lowmembp_jax.patching._settings import check_settings
 
@@ -79,8 +79,7 @@ def patch(
     is traced meanwhile, its operators raise a RuntimeError.
 
     Args:
-      function: the function that `@lm.patch` decorates. It must not be a generator or a coroutine,
-        because these run later.
+      function: the function that `@lm.patch` decorates.
       activations: True swaps gelu and silu; the name "gelu" or "silu" swaps only that one. None
         means True unless `compress` or `checkpoint` is given.
       bits: bits that a swapped activation saves for each element, 2 or 4.
@@ -101,22 +100,16 @@ def patch(
     Returns:
       A context manager for one `with`, which gives a `PatchReport`. It is also a decorator.
 
-    Warns:
-      UserWarning: linen modules were called, and `compress` matches none of them.
-
     Raises:
-      TypeError: `function` is not callable; `activations` or `norms` is neither a bool nor the name
-        of an operator; `checkpoint` is not a bool; `norm_dtype` is not a floating dtype; patterns
-        are not strings.
-      ValueError: `bits`, `norm_residual` or `compress_dtype` is unknown; there is nothing to swap.
+      TypeError: `function` is not callable, or is a generator or a coroutine; `activations` or
+        `norms` is neither a bool nor the name of an operator; `checkpoint` is not a bool;
+        `norm_dtype` is not a floating dtype; patterns are not strings.
+      ValueError: `bits`, `norm_residual` or `compress_dtype` is unknown; there is nothing to swap;
+        at the exit, a pattern matches none of the modules that were called.
     """
-    if function is not None and not callable(function):
-        raise TypeError(
-            f"patch: function: expected a function, got {function!r}; pass settings by name"
-        )
     settings = check_settings(
         activations, bits, norms, norm_dtype, norm_residual, include, exclude, compress,
         checkpoint, compress_dtype,
     )  # fmt: skip
-    context = patched(settings)
+    context = Patch(settings)
     return context if function is None else context(function)

@@ -1,9 +1,7 @@
 """The report of `lm.patch`: what was swapped, what was left alone and why, and the memory saved."""
 
 import itertools
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -135,17 +133,6 @@ class PatchReport:
         none = ["no jax.checkpoint in the functions that are differentiated: wrap each block"]
         found = grouped(itertools.chain(*self.differentiated))
         return found or (none if self.differentiated else [])
-
-
-def nothing_compressed(patterns: Sequence[str], called: Sequence[str]) -> str:
-    """Says that `compress` matches nothing, and names modules that occur several times."""
-    kinds = Counter(re.sub(r"\d+", "*", place) for place in called)
-    repeated = sorted((kind for kind, count in kinds.items() if count > 1), key=len)
-    examples = ", ".join(map(repr, (repeated or [*kinds])[:3]))
-    return (
-        f"patch: compress: {', '.join(patterns)!r} matches none of the {len(called)} linen modules "
-        f"that were called; use their paths, such as {examples}"
-    )
 
 
 def _kept(function: Callable[..., Any], args: tuple[Any, ...]) -> int:

@@ -1,6 +1,8 @@
 """The settings of `lm.patch`."""
 
 import contextlib
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,6 +30,22 @@ class Settings:
 
     def compresses(self, place: str) -> bool:
         return _matches(self.compress, place)
+
+    def check_patterns(self, places: Sequence[str]) -> None:
+        """Raises ValueError if a pattern matches none of the modules that were called.
+
+        The message names modules that occur several times, such as the blocks of a model.
+        """
+        for name in ("compress", "include", "exclude") if places else ():
+            for pattern in getattr(self, name) or ():
+                if not any(_matches((pattern,), place) for place in places):
+                    kinds = Counter(re.sub(r"\d+", "*", place) for place in places if place)
+                    order = sorted(kinds, key=lambda kind: (kinds[kind] == 1, len(kind)))
+                    examples = ", ".join(map(repr, order[:6])) or "none, because it is one module"
+                    raise ValueError(
+                        f"patch: {name}: {pattern!r} matches none of the {len(places)} modules "
+                        f"that were called; their paths are {examples}"
+                    )
 
     def why_not(self, op: str, place: str) -> str | None:
         """Why the settings leave an operator at a place alone; None if they do not."""
