@@ -163,7 +163,7 @@ def compress(
     name = getattr(function, "__name__", type(function).__name__)
 
     def compressed(pure):
-        call = compression.stored(pure, options, f"lm.nnx.compress({name})", _is_module)
+        call = compression.stored(pure, options, f"lm.nnx.compress({name})", _holds_module)
 
         def run(args, kwargs):
             numbers = compression.in_range("nnx.compress", "static_argnums", static, args)
@@ -205,5 +205,10 @@ def on_trees(
 _TAG = "lowmembp_compress"
 
 
-def _is_module(node: Any) -> bool:
+def _holds_module(node: Any) -> bool:
     return isinstance(node, nnx.NodeStates)
+
+
+def is_module(node: Any) -> bool:
+    """Whether a node is a module, an `nnx.Optimizer` or another object that holds variables."""
+    return isinstance(node, nnx.Pytree)

@@ -141,8 +141,8 @@ def test_patterns_match_names_one_by_one():
     assert len(report.swapped["layer_norm"]) == 5 and "gelu" not in report.swapped
     words = r"'bert/encoder/\*' matches none of the \d+ modules .* paths are .*'encoder/layer/\*'"
     for name in ("compress", "include", "exclude"):
-        with pytest.raises(ValueError, match=f"patch: {name}: {words}"):
-            with lm.patch(activations="gelu", **{name: ["encoder/layer/*", "bert/encoder/*"]}):
-                jax.eval_shape(lambda p: model(x, params=p), params)
+        patch = lm.patch(activations="gelu", **{name: ["encoder/layer/*", "bert/encoder/*"]})
+        with pytest.raises(ValueError, match=f"patch: {name}: {words}"), patch:
+            jax.eval_shape(lambda p: model(x, params=p), params)
     with lm.patch(compress="bert/encoder/*"):
         pass  # nothing was traced: what was is in the cache of `jax.jit`

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from lowmembp_jax.compression.jaxprs import without_consts
@@ -36,6 +37,14 @@ class Constant:
         self.value = value
 
 
+@jax.tree_util.register_static
+class _Fixed:
+    """A part of a traced function's result that is no array, as a part of the result's tree."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
 def _hashable(value: Any) -> Any:
     try:
         hash(value)
@@ -59,6 +68,7 @@ def traced_call(
     bind: Bind,
     holds_params: Callable[[Any], bool] | None = None,
     closes_over_params: bool = True,
+    any_result: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function of `fun`'s arguments and of their positions, which runs `bind`.
 
@@ -66,6 +76,8 @@ def traced_call(
       bind: runs the jaxpr of `fun`.
       holds_params: whether a node anywhere in the tree of arguments holds parameters.
       closes_over_params: whether the values that `fun` closes over are parameters.
+      any_result: whether results may be other things than arrays of JAX, which are returned as they
+        are, as by `jax.vjp`.
 
     Returns:
       `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
@@ -79,7 +91,11 @@ def traced_call(
         ]
         args, kwargs = jax.tree.unflatten(static.tree, leaves)
         args = (arg.value if isinstance(arg, Constant) else arg for arg in args)
-        return fun(*args, **kwargs)
+        results, tree = jax.tree.flatten(fun(*args, **kwargs))
+        others = {
+            i: one for i, one in enumerate(results) if any_result and not isinstance(one, jax.Array)
+        }
+        return [one for i, one in enumerate(results) if i not in others], _Fixed((tree, others))
 
     run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     traced = jax.make_jaxpr(jax.jit(run, static_argnums=0), static_argnums=0, return_shape=True)
@@ -102,10 +118,12 @@ def traced_call(
             places.append(place if is_traced else None)
             values.append(None if is_traced else leaf)
         arrays = [array for _, array, _ in given.values()]
-        closed, shape = traced(_Static(tree, places, values), *arrays)
+        closed, (_, fixed) = traced(_Static(tree, places, values), *arrays)
         flags = [is_param for *_, is_param in given.values()]
-        results = _run(closed, arrays, flags, closes_over_params, bind)
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
+        results = iter(_run(closed, arrays, flags, closes_over_params, bind))
+        tree, others = fixed.value
+        every = (others[i] if i in others else next(results) for i in range(tree.num_leaves))
+        return jax.tree.unflatten(tree, every)
 
     return call
 
@@ -138,6 +156,7 @@ def _run(
     ]
     results = bind(without_consts(inner.jaxpr), values, tuple(given))
     if eqn is None:
-        return results
+        return list(map(jnp.asarray, results))
     env |= zip(eqn.outvars, results, strict=True)
-    return [read(atom) for atom in outer.outvars]
+    # The value of a literal is an array of NumPy.
+    return [jnp.asarray(read(atom)) for atom in outer.outvars]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import eval_jaxpr
 
 from lowmembp_jax._exactness import is_exact
@@ -17,7 +16,7 @@ from lowmembp_jax.compression import StorageFormat, check_options, in_range, pos
 from lowmembp_jax.compression._primitive import Input
 from lowmembp_jax.compression._taken_over import Checkpoint, Settings, take_over
 from lowmembp_jax.compression._traced_call import traced_call
-from lowmembp_jax.nnx import on_trees
+from lowmembp_jax.nnx import is_module, on_trees
 
 
 def compress_checkpoints(
@@ -86,8 +85,8 @@ def compress_checkpoints(
             warned = True
             warn(f"{name}: {own} calls no jax.checkpoint, so nothing is stored in fewer bits")
 
-    def transform(pure):
-        call = _taking_over(pure, formats, policy, f"lm.{name}({own})", add)
+    def transform(fun):
+        call = _taking_over(fun, formats, policy, f"lm.{name}({own})", add)
 
         def run(args, kwargs):
             is_param = in_range(name, "params_argnums", params, args) if args or kwargs else set()
@@ -95,15 +94,16 @@ def compress_checkpoints(
 
         return run
 
-    return on_trees(fun, transform)
+    of_arrays, of_modules = transform(fun), on_trees(fun, transform)
 
+    @functools.wraps(fun)
+    def taken(*args, **kwargs):
+        nodes = jax.tree.leaves((args, kwargs), is_leaf=is_module)
+        return (
+            of_modules(*args, **kwargs) if any(map(is_module, nodes)) else of_arrays(args, kwargs)
+        )
 
-@jax.tree_util.register_static
-class _Fixed:
-    """A result that is not an array, as a part of the tree of results."""
-
-    def __init__(self, value: Any):
-        self.value = value
+    return taken
 
 
 def _taking_over(
@@ -132,25 +132,7 @@ def _taking_over(
             add(found)
         return eval_jaxpr(jaxpr, (), *values)
 
-    def arrays_only(*args, **kwargs):
-        return jax.tree.map(
-            lambda one: one if isinstance(one, _ARRAYS) else _Fixed(one), fun(*args, **kwargs)
-        )
-
-    arrays_only.__name__ = getattr(fun, "__name__", type(fun).__name__)
-    call = traced_call(arrays_only, bind, closes_over_params=closes_over_params)
-
-    def run(*args):
-        return jax.tree.map(
-            lambda one: one.value if isinstance(one, _Fixed) else one,
-            call(*args),
-            is_leaf=lambda one: isinstance(one, _Fixed),
-        )
-
-    return run
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+    return traced_call(fun, bind, closes_over_params=closes_over_params, any_result=True)
 
 
 def compressed_vjp(

@@ -9,13 +9,9 @@ from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
 from lowmembp_jax.memory.lowering.arguments import argument_names
+from lowmembp_jax.nnx import is_module
 
 _SHARDINGS = ("in_shardings", "out_shardings")
-
-
-def is_module(node: Any) -> bool:
-    """Whether a node is a module, an `nnx.Optimizer` or another object that holds variables."""
-    return isinstance(node, nnx.Pytree)
 
 
 def of_states(
