@@ -32,6 +32,8 @@ MODULE = [
     (nn.Dense, {"static_argnums": "x"}, TypeError, "compress_module: static_argnums.*'x'"),
     (3, {}, TypeError, "target: expected a class of modules, got 3"),
     (nn.Dense, {"dtype": jnp.int32}, ValueError, "int32"),
+    (nn.Dense, {"methods": "__call__"}, TypeError, "methods: expected names .*got '__call__'"),
+    (nn.Dense, {"methods": ["call"]}, ValueError, "methods: expected methods of Dense, got 'call'"),
 ]
 NNX = [
     (block, {"static_argnums": 1.5}, TypeError, "nnx.*static_.*got 1.5"),
@@ -47,6 +49,12 @@ EVERY = [(function, *case) for function, cases in (
 def test_errors_name_the_argument(function, target, options, kind, words):
     with pytest.raises(kind, match=words):
         function(target, **options)
+
+
+def test_a_static_argument_that_there_is_not():
+    module = lm.compress_module(nn.Dense, static_argnums=9)(3)
+    with pytest.raises(ValueError, match="static_argnums: .* 2 positional arguments .*got 9"):
+        module.init(jax.random.key(0), normal(2, 3))
 
 
 def test_a_name_of_which_nothing_is_kept_is_said():

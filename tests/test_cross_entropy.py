@@ -255,6 +255,18 @@ def test_a_label_beyond_the_vocabulary():
     assert jnp.isnan(loss) and jnp.isnan(dk).all()
     each = quick_jit(functools.partial(lm.linear_cross_entropy, reduction="none"))
     assert jnp.isnan(each(hidden, kernel, labels)).sum() == 1
+    wide = labels.astype(jnp.uint32).at[2].set(2**32 - 100)  # as int32 this is -100
+    assert jnp.isnan(each(hidden, kernel, wide)).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32, jnp.int8])
+def test_labels_of_any_integers(dtype):
+    hidden, kernel, labels, _ = example(6)
+    want = lm.linear_cross_entropy(hidden, kernel, labels)
+    for ignored in (None, -100, 300):  # -100 is 156 in uint8
+        loss = functools.partial(lm.linear_cross_entropy, ignore_index=ignored)
+        for run in (loss, jax.jit(loss)):
+            assert run(hidden, kernel, labels.astype(dtype)) == pytest.approx(float(want), rel=1e-6)
 
 
 BAD = [
@@ -262,6 +274,10 @@ BAD = [
     ({"kernel": jnp.zeros((5, 7))}, ValueError),
     ({"kernel": jnp.zeros((FEATURES, 0))}, ValueError),
     ({"kernel": None}, ValueError),
+    ({"hidden": None}, TypeError),
+    ({"labels": None}, TypeError),
+    ({"bias": "text"}, TypeError),
+    ({"ignore_index": 1.5}, TypeError),
     ({"hidden": jnp.zeros((4, FEATURES), jnp.int32)}, TypeError),
     ({"labels": jnp.zeros(4)}, TypeError),
     ({"labels": jnp.zeros(3, jnp.int32)}, ValueError),

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import lowmembp_jax as lm
 
@@ -71,6 +72,10 @@ def test_zeros_nans_and_other_trees():
     assert np.isnan(lm.gradient_distance({"a": jnp.full(3, jnp.nan)}, {"a": jnp.ones(3)}).error)
     with pytest.raises(ValueError):
         lm.gradient_distance(zero, {"b": jnp.zeros(3)})
+    with pytest.raises(ValueError, match=r"got\['a'\]: expected the shape of exact, \(4, 16\)"):
+        lm.gradient_distance({"a": jnp.zeros(64)}, {"a": jnp.zeros((4, 16))})
+    one = jnp.array([1j, 1.0])
+    assert lm.gradient_distance(one, one * 1j).error == pytest.approx(2**0.5)
     got = lm.gradient_distance(jnp.array([3.0, 4.0]), jnp.array([3.0, 0.0]))
     assert (got.error, got.cosine) == (pytest.approx(4 / 3), pytest.approx(0.6))
 
@@ -159,3 +164,31 @@ def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
     # The next measurement has its own numbers.
     again = lm.gradient_fidelity(loss("float8"), p).stored
     assert again == stored
+
+
+class Noisy(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(nnx.gelu(self.norm(self.dense(x))))
+
+
+def test_nnx_modules_with_states_and_random_numbers():
+    model, x = Noisy(), jax.random.normal(jax.random.key(0), (16, 8))
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    before = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+    assert lm.gradient_fidelity(loss, model, x).error == 0
+    found = lm.gradient_fidelity(loss, model, x, activations="gelu", bits=4)
+    assert 0 < found.error < 0.2 and set(found.groups) == {"dense", "norm"}
+    for one, again in zip(before, jax.tree.leaves(nnx.state(model, nnx.BatchStat)), strict=True):
+        np.testing.assert_array_equal(one, again)
+
+
+def test_the_key_that_all_parameters_share_is_no_group():
+    tree = {"params": {"a": {"kernel": jnp.ones(2)}, "b": {"kernel": jnp.ones(2)}}}
+    assert set(lm.gradient_distance(tree, tree).groups) == {"a", "b"}
+    assert set(lm.gradient_distance(tree, tree, depth=2).groups) == {"a/kernel", "b/kernel"}

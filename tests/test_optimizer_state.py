@@ -309,3 +309,25 @@ def test_a_state_inside_of_others_is_decompressed():
     plain = optax.chain(optax.clip(1.0), optax.adam(1e-3))
     found = lm.decompress_state(ours.init(PARAMS))
     assert jax.tree.structure(found) == jax.tree.structure(plain.init(PARAMS))
+
+
+def test_a_plain_state_is_encoded_and_decoded_again():
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 128)), "b": jnp.ones(4)}
+    plain, ours = optax.adamw(1e-2), lm.compress_state(optax.adamw(1e-2))
+    state = plain.init(params)
+    for _ in range(3):
+        updates, state = plain.update(params, state, params)
+    encoded = ours.init(params, state)
+    assert jax.tree.structure(encoded) == jax.tree.structure(ours.init(params))
+    assert [x.dtype for x in jax.tree.leaves(encoded)] == [
+        x.dtype for x in jax.tree.leaves(ours.init(params))
+    ]
+    want, _ = plain.update(params, state, params)
+    got, _ = ours.update(params, encoded, params)
+    assert lm.gradient_distance(got, want).error < 0.02
+    for one, exact in zip(
+        jax.tree.leaves(lm.decompress_state(encoded)), jax.tree.leaves(state), strict=True
+    ):
+        np.testing.assert_allclose(one, exact, rtol=0.05, atol=1e-6 * np.max(np.abs(exact)))
+    with pytest.raises(ValueError, match="compress_state: state: expected the state of the plain"):
+        ours.init(params, state[0])

@@ -192,9 +192,9 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int, ignore: int
     if jnp.iinfo(labels.dtype).max > _MOST:  # a cast would make large labels negative
         labels = jnp.clip(labels, max(jnp.iinfo(labels.dtype).min, -1), _MOST)
     labels = labels.astype(jnp.int32)
+    if not isinstance(ignore, int | np.integer | None) or isinstance(ignore, bool):
+        raise TypeError(f"{_NAME}: ignore_index: expected an integer or None, got {ignore!r}")
     if ignore is not None:
-        if not isinstance(ignore, int | np.integer) or isinstance(ignore, bool):
-            raise TypeError(f"{_NAME}: ignore_index: expected an integer or None, got {ignore!r}")
         labels = jnp.where(labels == min(max(ignore, -1), _MOST), -1, labels)
     is_known = not isinstance(labels, Tracer) and labels.is_fully_addressable
     if is_known and (largest := int(np.max(np.asarray(labels), initial=-1))) >= vocab:

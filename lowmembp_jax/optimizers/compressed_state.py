@@ -255,7 +255,9 @@ def compress_state(
     state. Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`. A
     transformation that updates in `lax.cond` would have all decoded arrays in memory at once.
 
-    For a large model, call `init` in `jax.jit`, so that no array exists in float32.
+    For a large model, call `init` in `jax.jit`, so that no array exists in float32. `init(params,
+    state)` encodes the state of a plain optimizer that has already trained; `lm.decompress_state`
+    does the reverse.
 
     Args:
       optimizer: any optax transformation.
@@ -266,7 +268,7 @@ def compress_state(
 
     Raises:
       TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
-      ValueError: `min_size` is negative.
+      ValueError: `min_size` is negative; `state` is not the state of `optimizer`.
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
@@ -279,8 +281,12 @@ def compress_state(
         raise ValueError(f"compress_state: min_size: expected 0 or more, got {min_size}")
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Any:
-        leaves, tree = jax.tree.flatten(inner.init(params))
+    def init(params: Any, state: Any = None) -> Any:
+        leaves, tree = jax.tree.flatten(inner.init(params) if state is None else state)
+        if state is not None and tree != jax.tree.structure(jax.eval_shape(inner.init, params)):
+            raise ValueError(
+                f"compress_state: state: expected the state of the plain optimizer, got {tree}"
+            )
         codes, scales = [], []
         for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
             scale = None
