@@ -53,7 +53,7 @@ def test_errors_name_the_argument(function, target, options, kind, words):
 
 def test_a_static_argument_that_there_is_not():
     module = lm.compress_module(nn.Dense, static_argnums=9)(3)
-    with pytest.raises(ValueError, match="static_argnums: .* 2 positional arguments .*got 9"):
+    with pytest.raises(ValueError, match=r"static_argnums: .* 2 positional arguments .*got 9"):
         module.init(jax.random.key(0), normal(2, 3))
 
 

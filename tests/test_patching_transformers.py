@@ -1,6 +1,8 @@
 """lm.patch on models of third parties: the Flax models of Hugging Face transformers."""
 
 import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,24 @@ def bytes_kept(loss, params) -> float:
 
 def relative_error(tree, reference) -> float:
     return lm.gradient_distance(tree, reference).error
+
+
+def test_the_patterns_of_the_docs_match_the_model_that_they_name():
+    """Every `compress="..."` in README.md, docs/ and docstrings is for this model."""
+    root = Path(lm.__file__).parents[1]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("lowmembp_jax/**/*.py")]
+    found = {
+        p for page in pages for p in re.findall(r'patch\(compress="(.*?)"\)', page.read_text())
+    }
+    config = transformers.BertConfig(**SIZES)
+    model = transformers.FlaxBertForSequenceClassification(config, _do_init=False)
+    params = jax.eval_shape(lambda key: model.init_weights(key, (2, 12)), jax.random.key(0))
+    ids = jnp.ones((2, 12), jnp.int32)
+    assert found
+    for pattern in found:
+        with lm.patch(compress=pattern) as report:
+            jax.eval_shape(lambda p: model(ids, params=p).logits, params)
+        assert len(report.swapped["compress"]) == 2
 
 
 @pytest.mark.slow

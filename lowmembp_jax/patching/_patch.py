@@ -55,8 +55,8 @@ def patch(
     from its input. `lm.patch` recognizes it by the kernels of its module. The report also names
     custom norms and activations: classes with such a name, and functions that a linen module holds.
 
-    With `compress="bert/encoder/layer/*"`, `lm.compress_module` wraps the linen modules at these paths
-    instead. Their values do not change. Then gelu, silu and norms are swapped only if `activations`
+    With `compress="bert/encoder/layer/*"`, `lm.compress_module` wraps the linen modules at these
+    paths instead. Their values do not change. Then gelu, silu and norms are swapped only if `activations`
     or `norms` asks for it. Name the blocks of the model, with one pattern for each kind. An NNX
     model needs no patch: `Block.__call__ = lm.nnx.compress(Block.__call__)`.
 
