@@ -56,9 +56,9 @@ def patch(
     custom norms and activations: classes with such a name, and functions that a linen module holds.
 
     With `compress="bert/encoder/layer/*"`, `lm.compress_module` wraps the linen modules at these
-    paths instead. Their values do not change. Then gelu, silu and norms are swapped only if `activations`
-    or `norms` asks for it. Name the blocks of the model, with one pattern for each kind. An NNX
-    model needs no patch: `Block.__call__ = lm.nnx.compress(Block.__call__)`.
+    paths instead. Their values do not change. Then gelu, silu and norms are swapped only if
+    `activations` or `norms` asks for it. Name the blocks of the model, with one pattern for each
+    kind. An NNX model needs no patch: `Block.__call__ = lm.nnx.compress(Block.__call__)`.
 
     With `checkpoint=True`, every `jax.checkpoint` of every function that is differentiated inside
     stores its residuals in 8 bits, with its own policy, as in `lm.compress_checkpoints`. It reaches
