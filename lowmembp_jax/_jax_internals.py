@@ -154,9 +154,14 @@ def has_effects(eqn: Any) -> bool:
     return any(not isinstance(effect, NamedAxisEffect) for effect in eqn.effects)
 
 
+def current_trace() -> Any:
+    """The trace of the code that runs. It is freed at its end, unless something keeps an array."""
+    return core_internals.trace_ctx.trace
+
+
 def is_differentiated() -> bool:
     """Whether the code that is traced runs inside `jax.jvp`, `jax.vjp` or `jax.linearize`."""
-    traces = core_internals.unsafe_get_trace_stack(core_internals.trace_ctx.trace)
+    traces = core_internals.unsafe_get_trace_stack(current_trace())
     return any(isinstance(trace, ad.JVPTrace | ad.LinearizeTrace) for trace in traces)
 
 

@@ -102,7 +102,7 @@ def test_a_function_that_reads_values():
     with lm.patch(checkpoint=True) as report:
         got = jax.grad(reads)(W, X)
     assert error(got, jax.grad(reads)(W, X)) == 0
-    assert "left alone: it reads the values of arrays" in str(report)
+    assert "left alone: not traced: Attempted boolean conversion" in str(report)
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.grad(lm.compress_checkpoints(reads))(W, X)
 

@@ -200,7 +200,7 @@ def _readers(jaxpr: core.Jaxpr) -> collections.Counter:
         for body in bodies:
             inside, back = _readers(body), jaxprs.carried(eqn, body)
             for atom, var, out in zip(jaxprs.operands(eqn), body.invars, back, strict=True):
-                is_whole = out is None and atom.aval.shape == var.aval.shape
+                is_whole = out is None and atom.aval == var.aval
                 length = eqn.params["length"] if eqn.primitive.name == "scan" and is_whole else 1
                 if isinstance(atom, core.Var) and inside[var]:
                     counts[atom] += inside[var] * length
@@ -209,7 +209,10 @@ def _readers(jaxpr: core.Jaxpr) -> collections.Counter:
 
 def _is_shared(aval: Any, readers: int) -> bool:
     """Whether one array takes no more memory than its copies in 8 bits, one for each reader."""
-    return jnp.issubdtype(aval.dtype, jnp.floating) and 8 * readers >= jnp.finfo(aval.dtype).bits
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return 8 * readers >= jnp.finfo(dtype).bits
 
 
 def _taken(
@@ -220,6 +223,8 @@ def _taken(
     every = [eqn, *jaxprs.every_equation(jaxpr)]
     if any(is_reference(atom) for e in every for atom in (*e.invars, *e.outvars)):
         return eqn, _left(eqn, "it has mutable arrays")
+    if not all(hasattr(atom.aval, "dtype") for atom in (*eqn.invars, *eqn.outvars)):
+        return eqn, _left(eqn, "it has values that are not arrays")
     if any(_offloads(policy, each) for each in every):
         return eqn, _left(eqn, "its policy offloads")
     prevent_cse = eqn.params["prevent_cse"]

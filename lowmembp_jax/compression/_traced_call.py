@@ -1,5 +1,7 @@
 """Traces a function at each call and runs its jaxpr in another way."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from lowmembp_jax._jax_internals import current_trace
 from lowmembp_jax.compression.jaxprs import without_consts
 
 #: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters. Returns the
@@ -69,6 +72,7 @@ def traced_call(
     holds_params: Callable[[Any], bool] | None = None,
     closes_over_params: bool = True,
     any_result: bool = False,
+    otherwise: Callable[[Exception], None] | None = None,
 ) -> Callable[..., Any]:
     """Returns a function of `fun`'s arguments and of their positions, which runs `bind`.
 
@@ -78,13 +82,19 @@ def traced_call(
       closes_over_params: whether the values that `fun` closes over are parameters.
       any_result: whether results may be other things than arrays of JAX, which are returned as they
         are, as by `jax.vjp`.
+      otherwise: if given, a function that cannot be traced is called as it is, after a call of
+        `otherwise` with the error.
 
     Returns:
       `call(args, kwargs, params, static)`. `params` holds the positions in `args` of arguments with
       parameters. `static` holds the positions of arguments that are not traced.
     """
 
+    last: Callable[[], Any] = lambda: None  # noqa: E731
+
     def run(static, *arrays):
+        nonlocal last
+        last = weakref.ref(current_trace())
         leaves = [
             value if place is None else arrays[place]
             for place, value in zip(static.places, static.values, strict=True)
@@ -118,7 +128,17 @@ def traced_call(
             places.append(place if is_traced else None)
             values.append(None if is_traced else leaf)
         arrays = [array for _, array, _ in given.values()]
-        closed, (_, fixed) = traced(_Static(tree, places, values), *arrays)
+        try:
+            closed, (_, fixed) = traced(_Static(tree, places, values), *arrays)
+            if otherwise and last() is not None:
+                gc.collect()
+                if last() is not None:
+                    raise ValueError("it keeps arrays, as in a closure of a custom derivative")
+        except Exception as error:
+            if otherwise is None:
+                raise
+            otherwise(error)
+            return fun(*args, **kwargs)
         flags = [is_param for *_, is_param in given.values()]
         results = iter(_run(closed, arrays, flags, closes_over_params, bind))
         tree, others = fixed.value

@@ -113,12 +113,14 @@ def _taking_over(
     owner: str,
     add: Callable[[tuple[Checkpoint, ...]], None],
     closes_over_params: bool = True,
+    otherwise: Callable[[Exception], None] | None = None,
 ) -> Callable[..., Any]:
     """Takes the checkpoints of `fun` over; returns what `traced_call` returns.
 
     Args:
       add: gets the checkpoints of each call.
       closes_over_params: see `traced_call`.
+      otherwise: see `traced_call`.
     """
 
     def bind(jaxpr, values, is_param):
@@ -132,7 +134,7 @@ def _taking_over(
             add(found)
         return eval_jaxpr(jaxpr, (), *values)
 
-    return traced_call(fun, bind, closes_over_params=closes_over_params, any_result=True)
+    return traced_call(fun, bind, None, closes_over_params, any_result=True, otherwise=otherwise)
 
 
 def compressed_vjp(
@@ -145,25 +147,26 @@ def compressed_vjp(
 ) -> Any:
     """Runs `jax.vjp` with the checkpoints of `fun` taken over; its primals are the parameters.
 
+    A function that `jax.vjp` takes, but that cannot be traced first, is left alone.
+
     Args:
       vjp: the original `jax.vjp`.
       add: gets the checkpoints.
     """
-    every = set(range(len(primals)))
-    call = _taking_over(fun, formats, None, "lm.patch(checkpoint=True)", add, False)
+    if not callable(fun):
+        return vjp(fun, *primals, **kwargs)  # which raises JAX's error
+
+    def left(error: Exception) -> None:
+        """Names the innermost line of the user, and the error."""
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
+        line = users_line((frame.filename, frame.lineno or 0) for frame in frames)
+        why = str(error).partition("\n")[0]
+        add((Checkpoint("a differentiated function", line, "", left=f"not traced: {why}"),))
+
+    call = _taking_over(fun, formats, None, "lm.patch(checkpoint=True)", add, False, otherwise=left)
 
     @functools.wraps(fun)
     def taken(*primals):
-        try:
-            return call(primals, {}, every, set())
-        except jax.errors.JAXTypeError as error:  # `fun` needs the values of its arguments
-            results = fun(*primals)
-            frames = traceback.extract_tb(error.__traceback__)[::-1]
-            line = users_line((frame.filename, frame.lineno or 0) for frame in frames)
-            add((Checkpoint("a differentiated function", line, "", left=_NEEDS_VALUES),))
-            return results
+        return call(primals, {}, set(range(len(primals))), set())
 
     return vjp(taken, *primals, **kwargs)
-
-
-_NEEDS_VALUES = "it reads the values of arrays, so it cannot be traced"
