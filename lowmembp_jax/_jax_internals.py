@@ -1,5 +1,6 @@
 """The private parts of JAX that the library uses, and why. Tests cover all of them."""
 
+import gc
 from collections.abc import Callable
 from types import CellType
 from typing import Any
@@ -155,8 +156,24 @@ def has_effects(eqn: Any) -> bool:
 
 
 def current_trace() -> Any:
-    """The trace of the code that runs. It is freed at its end, unless something keeps an array."""
+    """The trace of the code that runs."""
     return core_internals.trace_ctx.trace
+
+
+def is_kept(trace: Any) -> bool:
+    """Whether something keeps arrays of a trace that has ended.
+
+    The rule of a custom VJP keeps the trace itself, but no arrays.
+    """
+
+    def has_arrays() -> bool:
+        tracers = (o for o in gc.get_objects() if issubclass(type(o), core_internals.Tracer))
+        return any(tracer._trace is trace for tracer in tracers)
+
+    if not has_arrays():
+        return False
+    gc.collect()
+    return has_arrays()
 
 
 def is_differentiated() -> bool:

@@ -299,9 +299,9 @@ def test_every_form(name):
     before, after = (
         sum(getattr(one.saved, key) for one in found if one.saved) for key in ("before", "after")
     )
-    assert after < before if form.taken else not before
+    assert after < before if form.taken else not before, str(report)
     assert 1e-4 < error < 0.05 if form.taken else error == 0
-    assert form.left in str(report)
+    assert form.left in str(report), str(report)
     again, exact = results(form)  # from JAX's cache
     assert again == value and distance(exact, gradients) == 0
 

@@ -50,7 +50,7 @@ def test_the_report_names_each_checkpoint():
     text = f"layer at {first.line}, nothing_saveable"
     assert str(report).split("\n") == [
         "checkpoints:",
-        f"  {text}: left alone: it saves 0 B, and would save 0 B",
+        f"  {text}: left alone: it saves nothing but its arguments",
         f"  3 x {text}: 2,048 B -> 544 B",
     ]
 
@@ -62,11 +62,58 @@ def test_eager_calls_do_not_grow_the_report():
     assert len(report.differentiated) == 1
 
 
+def test_equal_checkpoints_are_counted_each():
+    """The first reads data that no gradient reaches, so it is stored as it is."""
+
+    def cast(params, x):
+        return loss(jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), jnp.sin(x))
+
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(lambda params, x: cast(params, x.astype(jnp.bfloat16)).astype(jnp.float32))(W, X)
+    first, *others = report.differentiated[0]
+    assert first.saved.before == first.saved.after == 1024
+    assert all(one.saved.after < 600 for one in others)
+
+
+def test_a_closure_that_keeps_an_array():
+    """JAX differentiates it, but not after a trace."""
+
+    def clipped(params, x):
+        most = 1e-4 * jnp.sqrt(jnp.float32(x.size))
+        clip = jax.custom_vjp(lambda x: x)
+        clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -most, most),))
+        return loss(params, clip(layer(params[0], x)))
+
+    want = jax.jit(jax.grad(clipped))(W, X)
+    with lm.patch(checkpoint=True) as report:
+        got = jax.jit(jax.grad(clipped))(W, X)
+    assert error(got, want) == 0
+    assert "it keeps arrays, as in a closure of a custom derivative" in str(report)
+
+
+def test_states_of_nnx():
+    net = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    graph, kernel, rest = nnx.split(net, lambda path, _: "kernel" in path, ...)
+
+    @jax.checkpoint
+    def twice(kernel, rest, x):
+        return jnp.tanh(nnx.merge(graph, kernel, rest)(x))
+
+    def of_states(kernel, rest, x):
+        return jnp.mean(twice(kernel, rest, twice(kernel, rest, x)) ** 2)
+
+    want = jax.grad(of_states)(kernel, rest, X)
+    got = jax.grad(lm.compress_checkpoints(of_states))(kernel, rest, X)
+    assert 1e-4 < error(got, want) < 0.05
+
+
 def test_a_scan_inside_is_named():
+    def body(x, w):
+        return jnp.where(x @ w > 0, x, jnp.sin(x)) @ w, None  # choices are stored
+
     def around(params, x):
-        step = jax.checkpoint(
-            lambda params, x: lax.scan(lambda x, w: (layer(w, x), None), x, params)[0]
-        )
+        step = jax.checkpoint(lambda params, x: lax.scan(body, x, jnp.tile(params, (9, 1, 1)))[0])
+        x = jnp.tanh(x @ params[0])
         return jnp.mean(step(params, x))
 
     with lm.patch(checkpoint=True) as report:
@@ -85,13 +132,18 @@ def test_a_policy_for_all():
 
 def test_results_that_are_not_arrays():
     def with_more(params, x):
-        return loss(params, x), {"name": "text", "number": 3, "none": None, "x": x}
+        ones = jnp.ones(3)
+        return loss(params, x), {
+            "name": "text", "number": 3, "none": None, "x": x, "ones": ones,
+            "numpy": np.arange(3, dtype=np.int64),
+        }  # fmt: skip
 
     for fun in (lm.compress_checkpoints(with_more), with_more):
         with lm.patch(checkpoint=fun is with_more, activations=fun is not with_more):
             (_, more), _ = jax.value_and_grad(fun, has_aux=True)(W, X)
         assert more["name"] == "text" and more["number"] == 3 and more["none"] is None
         np.testing.assert_array_equal(more["x"], X)
+        assert isinstance(more["ones"], jax.Array) and more["numpy"].dtype == np.int64
 
 
 def test_a_function_that_reads_values():

@@ -65,6 +65,7 @@ class How:
       prevent_cse: as in `jax.checkpoint`.
       saved: if given, the bytes are counted, and a jaxpr that would not save fewer of them is
         differentiated as `jax.checkpoint` does.
+      like: a `How` that differs only in `saved`, and has the derivatives of both.
       others: a `How` for jaxprs with other inputs, by their `inputs`.
     """
 
@@ -72,6 +73,7 @@ class How:
     inputs: tuple[Input, ...]
     prevent_cse: bool
     saved: Saved | None = None
+    like: "How | None" = None
     others: dict[tuple[Input, ...], "How"] = field(default_factory=dict)
 
     def bind(self, args, jaxpr):
@@ -86,7 +88,8 @@ class How:
         """Returns the `How` for a jaxpr with other inputs."""
         inputs = tuple(inputs)
         if inputs not in self.others:
-            self.others[inputs] = How(self.marker, inputs, self.prevent_cse, self.saved)
+            like = self.like and self.like.of(inputs)
+            self.others[inputs] = How(self.marker, inputs, self.prevent_cse, self.saved, like)
         return self.others[inputs]
 
     def checkpoint(self, args, jaxpr, policy):
@@ -196,7 +199,7 @@ def _jvp(primals, tangents, *, jaxpr, how):
     varied = tuple(i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero))
     given = list(primals), [tangents[i] for i in varied]
     leaves = jax.tree.leaves(given)
-    known, key = _derivatives(jaxpr), (how, varied, tuple(map(jax.typeof, leaves)))
+    known, key = _derivatives(jaxpr), (how.like or how, varied, tuple(map(jax.typeof, leaves)))
     if key not in known:
         known[key] = _differentiated(*given, varied, jaxpr, how)
     body, policy, consts, is_real, saved = known[key]

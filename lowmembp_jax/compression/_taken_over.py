@@ -8,7 +8,7 @@ nobody must name the parameters of each checkpoint.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -38,16 +38,18 @@ class Checkpoint:
       times: how often it runs: the product of the lengths of the scans around it.
       saved: the bytes that one run saves; None if the checkpoint is left for the reason `left`.
       left: the reason, or "".
-      scans: whether the function runs a `lax.scan`.
+      scans: whether the function runs a `lax.scan` without checkpoints in it.
+      like: is the same for calls that are differentiated alike.
     """
 
     function: str
     line: str
     policy: str
     times: int = 1
-    saved: Saved | None = None
+    saved: Saved | None = field(default=None, compare=False)
     left: str = ""
     scans: bool = False
+    like: How | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         before, after = (self.saved.before, self.saved.after) if self.saved else (None, None)
@@ -55,6 +57,8 @@ class Checkpoint:
             result = f"left alone: {self.left}"
         elif before is None or after is None:
             result = "not differentiated"
+        elif not before:
+            result = "left alone: it saves nothing but its arguments"
         elif after >= before:
             result = (
                 f"left alone: it saves {format_bytes(before * self.times)}, and would save "
@@ -136,8 +140,12 @@ def take_over(
             found += [_left(e, why) for e in inside if _is_checkpoint(e)]
         elif bodies := jaxprs.bodies(eqn):
             bodies, results, own = _in_bodies(eqn, bodies, given, constants, settings)
-            length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            found += [dataclasses.replace(one, times=one.times * length) for one in own]
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            line = users_line(frames_of(eqn))
+            found += [
+                dataclasses.replace(one, times=one.times * times, line=one.line or line)
+                for one in own
+            ]
             if bodies is not None:
                 eqn = jaxprs.with_bodies(eqn, bodies)
         flow.update(zip(eqn.outvars, results, strict=True))
@@ -229,9 +237,10 @@ def _taken(
         return eqn, _left(eqn, "its policy offloads")
     prevent_cse = eqn.params["prevent_cse"]
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
-    how = _how(jaxpr, given, policy, prevent_cse, settings)
+    like = _how(jaxpr, given, policy, prevent_cse, settings)
+    how = dataclasses.replace(like, saved=Saved(), like=like, others={})
     new = eqn.replace(primitive=compress_p, params={"jaxpr": jaxpr, "how": how})
-    return new, dataclasses.replace(_left(eqn, ""), saved=how.saved)
+    return new, dataclasses.replace(_left(eqn, ""), saved=how.saved, like=like)
 
 
 def _left(eqn: core.JaxprEqn, why: str) -> Checkpoint:
@@ -246,7 +255,10 @@ def _left(eqn: core.JaxprEqn, why: str) -> Checkpoint:
         users_line([*defined, *frames_of(eqn)]),
         _name(policy),
         left=why,
-        scans=any(each.primitive.name == "scan" for each in jaxpr.eqns),
+        scans=any(
+            each.primitive.name == "scan" and not any(_readers(jaxprs.bodies(each)[0]).values())
+            for each in jaxpr.eqns
+        ),
     )
 
 
@@ -254,7 +266,8 @@ def _name(policy: Callable[..., Any]) -> str:
     for name, known in vars(jax.checkpoint_policies).items():
         if known is policy:
             return name
-    # A policy with arguments is made by a function, or is an instance of a class.
+    if type(policy).__repr__ is not object.__repr__ and not hasattr(policy, "__qualname__"):
+        return repr(policy)  # an instance of a class, with its arguments
     return getattr(policy, "__qualname__", type(policy).__name__).partition(".<locals>")[0]
 
 

@@ -1,6 +1,5 @@
 """Traces a function at each call and runs its jaxpr in another way."""
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from lowmembp_jax._jax_internals import current_trace
+from lowmembp_jax._jax_internals import current_trace, is_kept
 from lowmembp_jax.compression.jaxprs import without_consts
 
 #: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters. Returns the
@@ -130,10 +129,8 @@ def traced_call(
         arrays = [array for _, array, _ in given.values()]
         try:
             closed, (_, fixed) = traced(_Static(tree, places, values), *arrays)
-            if otherwise and last() is not None:
-                gc.collect()
-                if last() is not None:
-                    raise ValueError("it keeps arrays, as in a closure of a custom derivative")
+            if otherwise and (trace := last()) is not None and is_kept(trace):
+                raise ValueError("it keeps arrays, as in a closure of a custom derivative")
         except Exception as error:
             if otherwise is None:
                 raise
