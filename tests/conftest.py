@@ -6,10 +6,8 @@ from importlib.metadata import version
 
 # Before JAX starts. The GPU compiler's wheels are found without a GPU, see memory/devices.py.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# The tests compile much and compute little.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 if version("jaxlib").startswith("0.11."):
     # Its LLVM aborts at a comparison of Pallas's interpreted kernels in bfloat16 on AVX-512.
