@@ -154,7 +154,7 @@ def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
 @gpu_compiler
 def test_budget(planned):
     data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
-    assert shown.count("planning") == 2  # the largest batch is not looked for
+    assert shown.count("planning") == 3  # the largest batch is not looked for
     assert data["fastest"] == "lowmembp" and "with lm.patch():" in shown
     methods = ("--method", "lowmembp,default")
     data, shown = planned("mlp", "--batch", 8192, "--budget", "1kB", *methods, status=3)
@@ -204,11 +204,11 @@ OPTIONS = {
         ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
-        ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, loss_only, nnx_mlp"),
+        ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_only, nnx_mlp"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan MLP --batch 0", "--batch must be at least 1, got 0"),
-        ("plan MLP --method dots", "it can have only default and lowmembp"),
+        ("plan MLP --method dots", "it can have only default, lowmembp, compress"),
         ("plan MLP --method magic", "got 'magic'"),
         ("plan MLP --options train=full", "takes no argument train; it takes batch"),
         ("plan MLP --link-bandwidth 50", "--link-bandwidth: '50' is not a size"),
