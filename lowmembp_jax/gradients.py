@@ -126,7 +126,8 @@ def gradient_fidelity(
     if not callable(loss):
         raise TypeError(f"gradient_fidelity: loss: expected a callable, got {loss!r}")
 
-    loss, (params, *args) = of_states(loss, (params, *args), is_loss=True)
+    loss, (params, *others) = of_states(loss, (params, *args), is_loss=True)
+    args = tuple(others)
     leaves, tree = jax.tree.flatten(params)
     chosen = [one and is_inexact(leaf) for one, leaf in zip(trained(params), leaves, strict=True)]
 

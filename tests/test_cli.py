@@ -204,7 +204,10 @@ OPTIONS = {
         ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
-        ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_only, nnx_mlp"),
+        (
+            "plan --model FILE:gelu",
+            "no function 'gelu'; it has abstract, mlp, checkpointed, loss_only, nnx_mlp",
+        ),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan MLP --batch 0", "--batch must be at least 1, got 0"),

@@ -11,7 +11,7 @@ the reverse.
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -99,7 +99,8 @@ class _Entry:
         self.differentiating = True
         try:
             with _trace_context(replace(settings, checkpoint=False)):
-                formats, add = {None: settings.compress_dtype}, self.report.add_function
+                formats: dict[str | None, str | None] = {None: settings.compress_dtype}
+                add = self.report.add_function
                 return compressed_vjp(plain, formats, add, fun, *primals, **kwargs)
         finally:
             self.differentiating = False
@@ -206,7 +207,7 @@ class Patch(contextlib._GeneratorContextManager):
         return super().__call__(function)
 
 
-def _patched(settings: Settings) -> Iterator[PatchReport]:
+def _patched(settings: Settings) -> Generator[PatchReport, None, None]:
     """Applies `settings` until the context exits, and gives the report."""
     entries = _of_thread.__dict__.setdefault("entries", [])
     entry = _Entry(settings, entries[-1].module if entries else None, _of_coroutine.get())
