@@ -29,6 +29,12 @@ def as_array(x: ArrayLike, name: str) -> Array:
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
 
 
+def is_inexact(array: Any) -> bool:
+    """Whether an array, a type of an array or a dtype is floating or complex."""
+    dtype = getattr(array, "dtype", array)
+    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+
+
 def real_array(x: ArrayLike, name: str = "x") -> Float[Array, "*shape"]:
     """Converts the argument `name` to a floating array; promotes integers as `jax.nn` does.
 

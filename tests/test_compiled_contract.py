@@ -101,7 +101,7 @@ def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, s
     [(False, 700, 142), pytest.param(True, 890, 168, marks=pytest.mark.slow)],
 )
 def test_compressed_blocks_take_and_move_little(scan, mib, units):
-    """Of four blocks. Products are behind barriers, and sums with a bias replace them."""
+    """The bytes of four blocks: products are behind barriers, and sums with a bias are stored."""
     step, abstract = training_step("compress", "full", scan, 4)
     compiled = lm.memory.compile_for(step, *abstract, device="h200")
     assert compiled.memory_analysis().temp_size_in_bytes < mib * 2**20

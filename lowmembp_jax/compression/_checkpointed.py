@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from lowmembp_jax._arguments import is_inexact
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
@@ -212,7 +211,7 @@ def _warn(name, args, kwargs, is_param, is_static) -> bool:
     """Warns about arguments that probably count as the wrong kind; returns whether it did."""
     traced = {i: arg for i, arg in enumerate(args) if i not in is_static} | kwargs
     arrays = {
-        i: [leaf for leaf in jax.tree.leaves(arg) if _is_inexact(leaf)] for i, arg in traced.items()
+        i: [leaf for leaf in jax.tree.leaves(arg) if is_inexact(leaf)] for i, arg in traced.items()
     }
     others = [i for i in arrays if i not in is_param and arrays[i]]
     if is_param and not others and any(arrays.values()):
@@ -229,10 +228,6 @@ def _warn(name, args, kwargs, is_param, is_static) -> bool:
             f"activations; if they are parameters, name the position in params_argnums"
         )
     return bool(trees)
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", np.int32), jnp.inexact)
 
 
 def stored(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from lowmembp_jax._arguments import is_inexact
 from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
@@ -294,7 +295,7 @@ class _Decisions:
             # Reductions are stored exactly, so a choice that depends on them alone comes out the
             # same when it is recomputed.
             chooses = any(
-                ((fact.lossy and not fact.reduced) or fact.random) and _is_inexact(atom)
+                ((fact.lossy and not fact.reduced) or fact.random) and is_inexact(atom.aval)
                 for fact, atom in zip(read, eqn.invars, strict=True)
             )
             # Sorting again takes longer than reading; a name stands for a code of several choices.
@@ -349,7 +350,7 @@ class _Decisions:
             eqn = self.jaxpr.eqns[number]
             if not rules.rule(eqn).passes:
                 return number in self.facts.saved
-            if checkpoint_name_of(eqn) is not None:  # a name is that of the term alone
+            if checkpoint_name_of(eqn) is not None:  # the name is for the term, not for the sum
                 return False
             atom = eqn.invars[0]
         return False
@@ -385,10 +386,6 @@ def _narrows(eqn: Any, need: Need) -> bool:
     if not need.saved or operation(eqn) != "convert_element_type":
         return False
     return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
-
-
-def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), jnp.inexact)
 
 
 def _is_discrete(atom: Any) -> bool:

@@ -243,8 +243,7 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
     kept = [one is Input.KEPT for one in inputs] + [False] * len(tangents)
     marked = how.marker.mark(body, given, wanted, kept)
     saved = None, None
-    sizes = (size for var in body.invars for size in getattr(var.aval, "shape", ()))
-    if how.saved is not None and all(isinstance(size, int) for size in sizes):  # not symbolic
+    if how.saved is not None:
         counted = [one is Input.ACTIVATION for one in inputs]
         before = _saved_bytes(body, counted, how.marker.policy)
         saved = before, (after := _saved_bytes(marked, counted, only_stored))

@@ -84,13 +84,13 @@ class Settings(NamedTuple):
       formats: the items of the formats by `checkpoint_name`.
       policy: replaces the checkpoints' own policies, or None.
       owner: the name in errors.
-      platform: whether the program is for a TPU; it is in the keys of caches.
+      is_for_tpu: whether the program is for a TPU, because it is in the keys of caches.
     """
 
     formats: tuple[tuple[str | None, str | None], ...]
     policy: Callable[..., Any] | None
     owner: str
-    platform: bool
+    is_for_tpu: bool
 
 
 class Rewritten(NamedTuple):
@@ -137,7 +137,7 @@ def take_over(
             # Its derivative belongs to the function itself.
             inside = [e for body in jaxprs.bodies(eqn) for e in jaxprs.every_equation(body)]
             why = "inside a function with a derivative of its own"
-            found += [_left(e, why) for e in inside if _is_checkpoint(e)]
+            found += [_described(e, why) for e in inside if _is_checkpoint(e)]
         elif bodies := jaxprs.bodies(eqn):
             bodies, results, own = _in_bodies(eqn, bodies, given, constants, settings)
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -229,21 +229,24 @@ def _taken(
     """Takes one checkpoint over, or leaves it."""
     jaxpr, policy = eqn.params["jaxpr"], settings.policy or _policy(eqn)
     every = [eqn, *jaxprs.every_equation(jaxpr)]
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     if any(is_reference(atom) for e in every for atom in (*e.invars, *e.outvars)):
-        return eqn, _left(eqn, "it has mutable arrays")
-    if not all(hasattr(atom.aval, "dtype") for atom in (*eqn.invars, *eqn.outvars)):
-        return eqn, _left(eqn, "it has values that are not arrays")
+        return eqn, _described(eqn, "it has mutable arrays")
+    if not all(hasattr(aval, "dtype") for aval in avals):
+        return eqn, _described(eqn, "it has values that are not arrays")
+    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
+        return eqn, _described(eqn, "its sizes are symbolic, so its bytes are not known")
     if any(_offloads(policy, each) for each in every):
-        return eqn, _left(eqn, "its policy offloads")
+        return eqn, _described(eqn, "its policy offloads")
     prevent_cse = eqn.params["prevent_cse"]
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
     like = _how(jaxpr, given, policy, prevent_cse, settings)
     how = dataclasses.replace(like, saved=Saved(), like=like, others={})
     new = eqn.replace(primitive=compress_p, params={"jaxpr": jaxpr, "how": how})
-    return new, dataclasses.replace(_left(eqn, ""), saved=how.saved, like=like)
+    return new, dataclasses.replace(_described(eqn), saved=how.saved, like=like)
 
 
-def _left(eqn: core.JaxprEqn, why: str) -> Checkpoint:
+def _described(eqn: core.JaxprEqn, left: str = "") -> Checkpoint:
     jaxpr, policy = eqn.params["jaxpr"], _policy(eqn)
     name, _, place = jaxpr.debug_info.func_src_info.partition(" at ")
     file, _, line = place.rpartition(":")
@@ -254,7 +257,7 @@ def _left(eqn: core.JaxprEqn, why: str) -> Checkpoint:
         name,
         users_line([*defined, *frames_of(eqn)]),
         _name(policy),
-        left=why,
+        left=left,
         scans=any(
             each.primitive.name == "scan" and not any(_readers(jaxprs.bodies(each)[0]).values())
             for each in jaxpr.eqns
@@ -289,4 +292,4 @@ def _how(
     settings: Settings,
 ) -> How:
     marker = Marker(policy, dict(settings.formats), settings.owner)
-    return How(marker, inputs, prevent_cse, Saved())
+    return How(marker, inputs, prevent_cse)

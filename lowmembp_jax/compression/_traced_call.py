@@ -11,8 +11,8 @@ from jax.extend import core
 from lowmembp_jax._jax_internals import current_trace, is_kept
 from lowmembp_jax.compression.jaxprs import without_consts
 
-#: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters. Returns the
-#: results. Every value that the function closes over is a parameter.
+#: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters; returns the
+#: results.
 Bind = Callable[[core.Jaxpr, Sequence[Any], tuple[bool, ...]], list[Any]]
 
 
@@ -21,7 +21,7 @@ class _Static:
 
     def __init__(self, tree: Any, places: Sequence[int | None], values: Sequence[Any]):
         self.tree, self.places, self.values = tree, tuple(places), tuple(values)
-        values = [v.value if isinstance(v, Constant) else v for v in values]
+        values = [v.value if isinstance(v, _Constant) else v for v in values]
         # 1, 1.0 and True are equal, but different static values.
         self.key = tree, self.places, tuple((type(v), _hashable(v)) for v in values)
 
@@ -32,7 +32,7 @@ class _Static:
         return isinstance(other, _Static) and self.key == other.key
 
 
-class Constant:
+class _Constant:
     """A static argument as a leaf of the tree of arguments."""
 
     def __init__(self, value: Any):
@@ -55,7 +55,7 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def is_array(leaf: Any) -> bool:
+def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, bool | int):
         return False
     try:
@@ -99,7 +99,7 @@ def traced_call(
             for place, value in zip(static.places, static.values, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(static.tree, leaves)
-        args = (arg.value if isinstance(arg, Constant) else arg for arg in args)
+        args = (arg.value if isinstance(arg, _Constant) else arg for arg in args)
         results, tree = jax.tree.flatten(fun(*args, **kwargs))
         others = {
             i: one for i, one in enumerate(results) if any_result and not isinstance(one, jax.Array)
@@ -110,7 +110,7 @@ def traced_call(
     traced = jax.make_jaxpr(jax.jit(run, static_argnums=0), static_argnums=0, return_shape=True)
 
     def call(args, kwargs, params, static):
-        args = tuple(Constant(arg) if i in static else arg for i, arg in enumerate(args))
+        args = tuple(_Constant(arg) if i in static else arg for i, arg in enumerate(args))
         leaves, tree = jax.tree.flatten((args, kwargs))
         flags = [i in params for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
@@ -120,7 +120,7 @@ def traced_call(
         given: dict[int, tuple[int, Any, bool]] = {}  # an array that occurs twice is one argument
         places, values = [], []
         for leaf, is_param in zip(leaves, flags, strict=True):
-            is_traced = is_array(leaf)
+            is_traced = _is_array(leaf)
             if is_traced:
                 place, _, before = given.get(id(leaf), (len(given), leaf, False))
                 given[id(leaf)] = place, leaf, before or is_param
@@ -172,8 +172,8 @@ def _run(
         isinstance(atom, core.Literal) or flags.get(atom, closes_over_params) for atom in atoms
     ]
     results = bind(without_consts(inner.jaxpr), values, tuple(given))
-    if eqn is None:
-        return list(map(jnp.asarray, results))
-    env |= zip(eqn.outvars, results, strict=True)
+    if eqn is not None:
+        env |= zip(eqn.outvars, results, strict=True)
+        results = [read(atom) for atom in outer.outvars]
     # The value of a literal is an array of NumPy.
-    return [jnp.asarray(read(atom)) for atom in outer.outvars]
+    return [one if isinstance(one, jax.Array) else jnp.asarray(one) for one in results]

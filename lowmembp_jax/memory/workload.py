@@ -25,7 +25,8 @@ class Workload:
         floating ones.
       tokens: number of text tokens in a step on all devices together, if the batch is text.
       context: makes the context in which step and loss are traced, such as `lm.patch`.
-      how: the lines of code that switch the method on; "" for those of `lm.memory.METHODS`.
+      how: the lines of code that switch the method on. Default: the lines for the method of that
+        name in `lm.memory.METHODS`.
     """
 
     step: Callable[..., Any]

@@ -186,18 +186,16 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int, ignore: int
         raise TypeError(f"{_NAME}: labels: expected integers, got {labels.dtype}")
     if labels.shape != shape:
         raise ValueError(
-            f"{_NAME}: labels: expected the shape of hidden without its last axis, {shape}, got "
-            f"{labels.shape}"
+            f"{_NAME}: labels: expected the shape {shape} of hidden's tokens, got {labels.shape}"
         )
-    if jnp.iinfo(labels.dtype).max > _MOST:  # a cast would make large labels negative
-        labels = jnp.clip(labels, max(jnp.iinfo(labels.dtype).min, -1), _MOST)
-    labels = labels.astype(jnp.int32)
+    info = jnp.iinfo(labels.dtype)  # a cast alone would make large labels negative
+    labels = jnp.clip(labels, max(info.min, -1), min(info.max, _MOST)).astype(jnp.int32)
     if not isinstance(ignore, int | np.integer | None) or isinstance(ignore, bool):
         raise TypeError(f"{_NAME}: ignore_index: expected an integer or None, got {ignore!r}")
     if ignore is not None:
         labels = jnp.where(labels == min(max(ignore, -1), _MOST), -1, labels)
     is_known = not isinstance(labels, Tracer) and labels.is_fully_addressable
-    if is_known and (largest := int(np.max(np.asarray(labels), initial=-1))) >= vocab:
+    if is_known and (largest := int(np.max(labels, initial=-1))) >= vocab:
         raise ValueError(
             f"{_NAME}: labels: expected numbers below the vocabulary's size {vocab}, got {largest}"
         )
@@ -342,9 +340,7 @@ def linear_cross_entropy(
       NotImplementedError: a second derivative is used.
     """
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(
-            f"{_NAME}: reduction: expected one of 'mean', 'sum', 'none', got {reduction!r}"
-        )
+        raise ValueError(f"{_NAME}: reduction: expected mean, sum or none, got {reduction!r}")
     if (kernel is None) == (embedding is None):
         raise ValueError(f"{_NAME}: kernel: expected either kernel or embedding, got both or none")
     name, table = ("kernel", kernel) if embedding is None else ("embedding", embedding)
@@ -376,13 +372,11 @@ def linear_cross_entropy(
         weights = as_array(weights, f"{_NAME}: weights")
         if weights.shape != labels.shape:
             raise ValueError(
-                f"{_NAME}: weights: expected the shape of labels, {labels.shape}, got "
-                f"{weights.shape}"
+                f"{_NAME}: weights: expected labels' shape {labels.shape}, got {weights.shape}"
             )
         c = jnp.where(labels < 0, 0, weights.astype(wide))
     summed, cap = reduction != "none", logit_soft_cap
-    if cap is not None:
-        cap = _number("logit_soft_cap", cap, math.inf, is_positive=True)
+    cap = cap if cap is None else _number("logit_soft_cap", cap, math.inf, is_positive=True)
     spec = Spec(
         is_table,
         summed,

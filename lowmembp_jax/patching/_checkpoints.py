@@ -14,7 +14,7 @@ from lowmembp_jax._source_files import users_line
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions
 from lowmembp_jax.compression._primitive import Input
-from lowmembp_jax.compression._taken_over import Checkpoint, Settings, take_over
+from lowmembp_jax.compression._taken_over import Checkpoint, Settings, grouped, take_over
 from lowmembp_jax.compression._traced_call import traced_call
 from lowmembp_jax.nnx import is_module, on_trees
 
@@ -34,8 +34,8 @@ def compress_checkpoints(
     It reaches checkpoints of any framework: `jax.checkpoint` and `jax.remat` under every name, as a
     decorator, `nn.remat`, `nnx.remat`, `eqx.filter_checkpoint`. Each becomes `lm.compress` with its
     own policy. Nobody names the parameters of each checkpoint: an operand of a checkpoint is a
-    parameter if it is computed from parameters of `fun` alone. The values are those of `fun`, and
-    only the rounding of stored arrays changes its gradients.
+    parameter if it is computed from parameters of `fun` alone. Values do not change, and gradients
+    have only the rounding error of the stored arrays.
 
     These checkpoints stay as they are: a checkpoint inside another one, one with a policy that
     offloads or with mutable arrays, one inside a function with a derivative of its own, and one
@@ -59,7 +59,7 @@ def compress_checkpoints(
       A function of the same arguments.
 
     Warns:
-      UserWarning: `fun` calls no checkpoint.
+      UserWarning: `fun` calls no checkpoint, or all of them are left alone for what they are.
 
     Raises:
       ValueError: `dtype` is not a format; `policy` offloads (this error comes when the function is
@@ -81,9 +81,10 @@ def compress_checkpoints(
 
     def add(checkpoints):
         nonlocal warned
-        if not (checkpoints or warned):
+        if not (warned or any(one.saved for one in checkpoints)):
             warned = True
-            warn(f"{name}: {own} calls no jax.checkpoint, so nothing is stored in fewer bits")
+            why = "; ".join(grouped(checkpoints)) or f"{own} calls no jax.checkpoint"
+            warn(f"{name}: nothing is stored in fewer bits: {why}")
 
     def transform(fun):
         call = _taking_over(fun, formats, policy, f"lm.{name}({own})", add)

@@ -80,12 +80,15 @@ class _Entry:
         names = self.place.split("/")
         self.called |= dict.fromkeys("/".join(names[: end + 1]) for end in range(len(names)))
 
-    def seen(self, op: str, reason: str | None, *call: Any) -> None:
+    def check_coroutine(self) -> None:
         if _of_coroutine.get() is not self:
             raise RuntimeError(
                 "patch: another coroutine of this thread awaits inside a patch: leave the patch "
                 "before you await"
             )
+
+    def seen(self, op: str, reason: str | None, *call: Any) -> None:
+        self.check_coroutine()
         modules = [self.module] if self.module is not None else running_modules()
         if modules and not self.place:
             self.report.model = type(modules[0]).__name__
@@ -96,6 +99,7 @@ class _Entry:
         settings = self.settings
         if not settings.checkpoint or self.differentiating or is_differentiated():
             return plain(fun, *primals, **kwargs)
+        self.check_coroutine()
         self.differentiating = True
         try:
             with _trace_context(replace(settings, checkpoint=False)):
@@ -110,7 +114,7 @@ class _Entry:
         settings = self.settings
         if op == "vjp":
             return self.vjp(plain, x, *args, **kwargs)
-        if is_exact():
+        if is_exact() or not settings.ops:
             return plain(x, *args, **kwargs)
         modules = running_modules() if self.module is None else []
         if modules and self.nnx_root is not modules[-1]:

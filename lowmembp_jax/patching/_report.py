@@ -106,9 +106,7 @@ class PatchReport:
         total = PatchMemory(0, 0, 0, 0)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             for op, plain, ours, args in self._calls:
-                x = array_bytes(
-                    args[-1].shape, args[-1].dtype
-                )  # an activation's output is as large as its input
+                x = array_bytes(args[-1].shape, args[-1].dtype)  # the output is as large
                 call = _kept(plain, args), x, _kept(ours, args), x if op in ACTIVATIONS else 0
                 total = PatchMemory(*map(sum, zip(total, call, strict=True)))
         return total

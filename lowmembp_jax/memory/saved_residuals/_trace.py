@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
 
+from lowmembp_jax._arguments import is_inexact
 from lowmembp_jax.memory.lowering.arguments import argument_names, is_variable
 from lowmembp_jax.memory.lowering.lost_work import without_unused
 
@@ -130,11 +131,6 @@ def trained(arg: Any, variables: Any = nnx.Param) -> list[bool]:
         keep = not is_variable(node) or is_trained(keys, node)
         found += [keep] * len(jax.tree.leaves(node))
     return found
-
-
-def is_inexact(leaf: Any) -> bool:
-    """Whether an array, or a dtype, is floating or complex."""
-    return jnp.issubdtype(getattr(leaf, "dtype", leaf), jnp.inexact)
 
 
 def _cotangent(out: Any) -> Any:
