@@ -255,6 +255,7 @@ def test_nothing_to_take_over():
         ({"dtype": "float7"}, ValueError, "compress_checkpoints: dtype"),
         ({"policy": 3}, TypeError, "compress_checkpoints: policy"),
         ({"fun": 3}, TypeError, "compress_checkpoints: fun"),
+        ({"fun": nnx.Linear}, TypeError, "compress_checkpoints: fun: expected a function, such"),
     ],
 )
 def test_errors_name_the_argument(options, kind, words):

@@ -5,7 +5,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
+from flax import nnx
 from jax.core import eval_jaxpr
 
 from lowmembp_jax._exactness import is_exact
@@ -64,8 +66,8 @@ def compress_checkpoints(
     Raises:
       ValueError: `dtype` is not a format; `policy` offloads (this error comes when the function is
         differentiated); a position is out of range.
-      TypeError: `fun` or `policy` is not callable; `fun` needs the values of its arguments, as
-        under `jax.jit`.
+      TypeError: `fun` or `policy` is not callable; `fun` is a class or a Flax module; `fun` needs
+        the values of its arguments, as under `jax.jit`.
     """
     if fun is None:
         return functools.partial(
@@ -74,8 +76,8 @@ def compress_checkpoints(
     name = "compress_checkpoints"
     formats = check_options(name, dtype, policy).formats
     params = positions(name, "params_argnums", params_argnums)
-    if not callable(fun):
-        raise TypeError(f"{name}: fun: expected a function, got {fun!r}")
+    if not callable(fun) or isinstance(fun, type | nn.Module | nnx.Module):
+        raise TypeError(f"{name}: fun: expected a function, such as the loss, got {fun!r}")
     own = getattr(fun, "__name__", type(fun).__name__)
     warned = False
 

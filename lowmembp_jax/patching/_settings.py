@@ -89,7 +89,9 @@ def check_settings(
     ops = _chosen("activations", activations, ACTIVATIONS, by_default)
     ops |= _chosen("norms", norms, NORMS, by_default)
     if not (ops or patterns or checkpoint):
-        raise ValueError("patch: activations=False and norms=False swap nothing: set one to True")
+        raise ValueError(
+            "patch: nothing to do: expected one of activations, norms, compress and checkpoint"
+        )
     if bits not in (2, 4):
         raise ValueError(f"patch: bits: expected 2 or 4, got {bits!r}")
     if norm_residual not in RESIDUALS:
