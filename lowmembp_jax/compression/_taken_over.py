@@ -234,7 +234,8 @@ def _taken(
         return eqn, _described(eqn, "it has mutable arrays")
     if not all(hasattr(aval, "dtype") for aval in avals):
         return eqn, _described(eqn, "it has values that are not arrays")
-    if not all(isinstance(size, int) for aval in avals for size in aval.shape):
+    sizes = (size for aval in avals for size in getattr(aval, "shape", ()))
+    if not all(isinstance(size, int) for size in sizes):
         return eqn, _described(eqn, "its sizes are symbolic, so its bytes are not known")
     if any(_offloads(policy, each) for each in every):
         return eqn, _described(eqn, "its policy offloads")
