@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-import tyro
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, check_output, exit_status, named, write_json
+from run import Diverged, check_output, command_line, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -266,4 +265,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))
+    sys.exit(exit_status(lambda: main(command_line(Config, __doc__))))

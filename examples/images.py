@@ -1,5 +1,6 @@
 """Reads labelled images into memory: a .npz file or a folder."""
 
+import reprlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages |
             arrays = dict(archive)
     except Exception as error:  # a damaged archive can raise anything
         raise ValueError(f"{path}: expected a .npz of arrays or a folder: {error}") from error
-    names = arrays.get("classes", np.arange(1 + int(np.max(arrays.get("train_labels", 0)))))
+    labels = np.asarray(arrays.get("train_labels"))
+    is_counted = labels.dtype.kind in "iu" and labels.size > 0
+    names = arrays.get("classes", range(1 + int(labels.max())) if is_counted else range(0))
+    if np.ndim(names) != 1:
+        raise ValueError(f"{path}: classes: expected a list of names, found {reprlib.repr(names)}")
 
     def read(part: str) -> LabelledImages:
         images, labels = (arrays.get(f"{part}_{name}") for name in ("images", "labels"))
@@ -47,8 +52,8 @@ def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages |
 def _checked(where: str, images: Any, labels: Any, names: Any, size: int) -> LabelledImages:
     images, labels = np.asarray(images), np.asarray(labels)
     is_right = images.dtype == np.uint8 and images.shape[3:] == (3,) and labels.dtype.kind in "iu"
-    is_right &= labels.shape == images.shape[:1] and {*np.ravel(labels)} <= {*range(len(names))}
-    if not is_right:
+    is_right &= labels.shape == images.shape[:1]
+    if not is_right or (labels.size and not 0 <= labels.min() <= labels.max() < len(names)):
         raise ValueError(
             f"{where}: expected uint8 [examples, height, width, 3] and as many integers below "
             f"{len(names)}, found {images.dtype} {list(images.shape)} and {labels.dtype} "

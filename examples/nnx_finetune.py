@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from run import Diverged, check_output, exit_status, write_json
+from run import Diverged, check_output, command_line, exit_status, write_json
 from tqdm import tqdm
 from training import learning_rate, make_optimizer
 
@@ -142,4 +141,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(tyro.cli(Config, description=__doc__))))
+    sys.exit(exit_status(lambda: main(command_line(Config, __doc__))))

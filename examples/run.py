@@ -4,14 +4,20 @@ import hashlib
 import json
 import math
 import os
+import re
+import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tyro
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
 
 
 class Diverged(Exception):
@@ -31,6 +37,43 @@ def exit_status(command: Callable[[], Any]) -> int:
         status, text = 130, "interrupted"
     print(text, file=sys.stderr)
     return status
+
+
+def command_line(kind: type[T], description: str | None = None) -> T:
+    """Reads the command's options.
+
+    Raises:
+      ValueError: a value is empty. As a path it would be the working directory.
+    """
+    for before, given in zip(sys.argv, sys.argv[1:], strict=False):
+        option = given[:-1] if re.fullmatch(r"--[\w.-]+=", given) else before
+        if not given or option != before:
+            raise ValueError(f"{option}: expected a value, got an empty one")
+    return tyro.cli(kind, description=description)
+
+
+def agree(found: Mapping[str, Any], error: Exception | None = None) -> None:
+    """Compares values by option over all processes, each by its `repr`.
+
+    Raises:
+      ValueError: in every process, if a value differs or another process has an error.
+      Exception: `error`, in this process.
+    """
+    texts = [*map(repr, found.values()), "" if error is None else "an error"]
+    own = b"".join(hashlib.sha256(text.encode()).digest() for text in texts)
+    every = multihost_utils.process_allgather(np.frombuffer(own, np.uint8))
+    every = every.reshape(jax.process_count(), len(texts), -1)
+    if error is not None:
+        raise error
+    for number, option in enumerate([*found, ""]):
+        others = (every[:, number] != every[jax.process_index(), number]).any(axis=1)
+        if others.any() and not option:
+            raise ValueError(f"--process-index: process {others.argmax()} has an error")
+        if others.any():
+            raise ValueError(
+                f"--{option.replace('_', '-')}: expected the same in every process, got "
+                f"{found[option]!r} here and another value in process {others.argmax()}"
+            )
 
 
 def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +99,16 @@ def check_output(option: str, folder: Path, resume: bool = False) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes the file whole or not at all."""
+    write_text(path, json.dumps(content, indent=2, default=str, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, default=str, allow_nan=False) + "\n")
+    part.unlink(missing_ok=True)
+    with part.open("x") as file:  # a new file, never one that a link leads to
+        file.write(text)
     os.replace(part, path)
 
 
@@ -75,19 +125,22 @@ class Checkpoints:
     """Orbax's checkpoints of a training state, with the identity of their run."""
 
     def __init__(self, folder: Path, run: dict[str, Any], keep: int):
-        self._run = run
+        self._folder, self._run = folder.resolve(), {**run, "version": f"JAX {jax.__version__}"}
         options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
         #: Whether the machine is about to go, and this is the step to save. Call it at every step.
         self.reached_preemption = self._manager.reached_preemption
 
     def restore(self, abstract: Any) -> Any:
-        """Returns the newest state, or None; raises ValueError if it is another run's."""
+        """Returns the newest state, or None.
+
+        Raises:
+          ValueError: it is another run's, or damaged.
+        """
         step, new = self._manager.latest_step(), self._run
         if step is None:  # the run was killed before
             return None
-        args = ocp.args.Composite(run=ocp.args.JsonRestore())
-        old = self._manager.restore(step, args=args)["run"]
+        old = self._read(step, "run", ocp.args.JsonRestore())
         for name in sorted(old["options"] | new["options"]):
             was, now = (run["options"].get(name) for run in (old, new))
             if was != now:
@@ -95,8 +148,23 @@ class Checkpoints:
                 raise ValueError(f"--resume: --{name}: expected the run's {was!r}, got {now!r}")
         if old["hash"] != new["hash"]:
             raise ValueError("--resume: expected the run's data and tensors, but they have changed")
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args)["state"]
+        if (was := old.get("version")) != new["version"] and jax.process_index() == 0:
+            print(f"resuming with {new['version']} a run of {was}: its numbers may differ")
+        state = self._read(step, "state", ocp.args.StandardRestore(abstract))
+        if state.step != step:
+            found = f"expected the state of step {step}, found step {state.step}"
+            raise ValueError(f"--resume: {self._folder / str(step)}: {found}; remove the folder")
+        return state
+
+    def _read(self, step: int, name: str, how: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name]
+        except Exception as error:  # a damaged file can raise anything
+            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(
+                f"--resume: {self._folder / str(step)}: cannot be read: {why}; without this "
+                f"folder, the run resumes from the checkpoint before it"
+            ) from error
 
     def save(self, step: int, state: Any) -> None:
         """Starts to write a checkpoint, unless there is one of this step."""
@@ -111,15 +179,30 @@ class Checkpoints:
 
 
 class Log:
-    """Appends records to log.jsonl in process 0, after it has removed records after `first`."""
+    """Appends records to log.jsonl in process 0.
 
-    def __init__(self, path: Path, first: int):
-        self._path = path
+    Raises:
+      ValueError: a line of the run that resumes is not a record.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._records = path, []
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._records.append((int(json.loads(line)["step"]), line))
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                found = reprlib.repr(line)
+                raise ValueError(
+                    f"--resume: {path}:{number}: expected a record, found {found}"
+                ) from error
+
+    def start(self, first: int) -> None:
+        """Removes records after step `first`."""
         if jax.process_index() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text().split("\n")[:-1] if path.exists() else []
-            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= first]
-            path.write_text("".join(kept))
+            write_text(
+                self._path, "".join(f"{line}\n" for at, line in self._records if at <= first)
+            )
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:

@@ -23,15 +23,14 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
 import training
-import tyro
-from data import DataConfig, TrainingBatches, evaluation_batches, load_task
+from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from lora import Train, add_lora, apply_lora, combine, fold_lora, partition
@@ -39,7 +38,9 @@ from run import (
     Checkpoints,
     Diverged,
     Log,
+    agree,
     check_output,
+    command_line,
     exit_status,
     identity,
     named,
@@ -50,7 +51,7 @@ from tqdm import tqdm
 
 from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
 from lowmembp_jax.models.config_json import label_names
-from lowmembp_jax.models.families import MODELS, read_config
+from lowmembp_jax.models.families import MODELS, Family, read_config
 from lowmembp_jax.models.layers import Compute, NormResidual
 from lowmembp_jax.models.methods import METHODS
 
@@ -120,33 +121,31 @@ _RANGES = {
 }
 
 
-def train(config: Config) -> None:
-    """Trains, evaluates, and writes the results.
+class _Read(NamedTuple):
+    """What a process reads from files."""
 
-    Raises:
-      ValueError: an option, the data or the checkpoint cannot be used; it begins with the option.
-      Diverged: the loss is no longer finite.
-    """
-    # Check the options, and read the files.
+    family: Family
+    sizes: Any
+    params: Any  # the checkpoint's, or None
+    task: Task
+    log: Log
+    run: dict[str, Any]  # its identity
+
+
+def _read(config: Config) -> _Read:
+    """Checks the options, and reads the files; raises ValueError, which begins with an option."""
     for name, (low, high) in _RANGES.items():
         value, option = getattr(config, name), f"--{name.replace('_', '-')}"
         if value is not None and not low <= value <= high:
             raise ValueError(f"{option}: expected a number from {low} to {high}, got {value}")
-    accumulate, dtype = config.accumulate, jnp.dtype(config.dtype)
-    if config.batch_size % accumulate:
-        given = f"{accumulate}, got {config.batch_size}"
+    if config.batch_size % config.accumulate:
+        given = f"{config.accumulate}, got {config.batch_size}"
         raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
-    if config.coordinator is not None:
-        place = (config.coordinator, config.process_count, config.process_index)
-        named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
-    is_first = jax.process_index() == 0
-    say = print if is_first else lambda *_: None
     check_output("--output", config.output, config.resume)
     if config.export is not None:
         check_output("--export", config.export)
-    mesh = training.make_mesh(config.mesh, jax.devices())
-    part = training.own_part(mesh, config.batch_size // accumulate)
-    data, source, known = config.data, config.checkpoint, ()
+    log = Log(config.output / "log.jsonl")
+    data, source, known, params = config.data, config.checkpoint, (), None
     if source is not None:
         family, sizes = named("--checkpoint", read_config, source / "config.json")
         known = named("--checkpoint", label_names, sizes.to_json())
@@ -159,10 +158,6 @@ def train(config: Config) -> None:
     statistics = _IMAGENET if family.name == "swin" else (0.5, 0.5)
     size = getattr(sizes, "image_size", 0)
     task = named("--data", load_task, family.task, data, known, size, statistics)
-    batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
-    steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
-
-    # Make the model and its parameters.
     if source is None:
         sizes = training.fit(sizes, task, data.sequence_length)
     if task.vocab_size > getattr(sizes, "vocab_size", 0):
@@ -171,15 +166,51 @@ def train(config: Config) -> None:
     if task.vocab_size and data.sequence_length > sizes.max_tokens:
         found = f"{sizes.max_tokens}, the model's positions, got {data.sequence_length}"
         raise ValueError(f"--data.sequence-length: expected at most {found}")
-    params = None
     if source is not None:
         new = None if {*known} == {*task.classes} else len(task.classes)
-        say("head:", "the checkpoint's" if new is None else f"new, for {', '.join(task.classes)}")
+        if jax.process_index() == 0:
+            head = "the checkpoint's" if new is None else f"new, for {', '.join(task.classes)}"
+            print("head:", head)
         load = partial(checkpoints.load, new_labels=new, seed=config.seed)
         family, sizes, params = named("--checkpoint", load, source)
-    options = {name: x for name, x in vars(config).items() if name not in {*_MAY_CHANGE, "data"}}
-    options |= {f"data.{name}": x for name, x in vars(config.data).items()}
-    run = identity(options, [(x.inputs, x.labels) for x in (task.train, task.dev)], params)
+    arrays = [(part.inputs, part.labels) for part in (task.train, task.dev)]
+    run = identity(_options(config, _MAY_CHANGE), arrays, params)
+    return _Read(family, sizes, params, task, log, run)
+
+
+def _options(config: Config, leave_out: set[str]) -> dict[str, Any]:
+    options = {name: value for name, value in vars(config).items() if name not in leave_out}
+    options |= {f"data.{name}": value for name, value in vars(options.pop("data")).items()}
+    return {name: str(x) if isinstance(x, Path) else x for name, x in options.items()}
+
+
+def train(config: Config) -> None:
+    """Trains, evaluates, and writes the results.
+
+    Raises:
+      ValueError: an option, the data or the checkpoint cannot be used; it begins with the option.
+      Diverged: the loss is no longer finite.
+    """
+    if config.coordinator is not None:
+        place = (config.coordinator, config.process_count, config.process_index)
+        named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
+    agree(_options(config, {"coordinator", "process_index"}))
+    try:
+        read, error = _read(config), None
+    except Exception as one:
+        read, error = None, one
+    agree({"data": read and read.run["hash"]}, error)
+    family, sizes, params, task, log, run = read
+    del read  # params is freed below
+
+    # Make the model and its parameters.
+    accumulate, dtype = config.accumulate, jnp.dtype(config.dtype)
+    is_first = jax.process_index() == 0
+    say = print if is_first else lambda *_: None
+    mesh = training.make_mesh(config.mesh, jax.devices())
+    part = training.own_part(mesh, config.batch_size // accumulate)
+    batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
+    steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
     master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
     param_dtype = master if config.train == "full" else dtype
     attention = choose_attention(sizes, dtype, has_cudnn_attention(jax.devices()[0]))
@@ -209,7 +240,8 @@ def train(config: Config) -> None:
     say(f"devices: {devices}")
 
     # Make the state, or read the newest checkpoint.
-    peak = config.learning_rate or (5e-5 if source and config.train == "full" else 1e-3)
+    is_tuned = config.checkpoint is not None and config.train == "full"
+    peak = config.learning_rate or (5e-5 if is_tuned else 1e-3)
     rate = training.learning_rate(peak, steps, config.warmup)
     optimizer = training.make_optimizer(
         rate,
@@ -222,8 +254,6 @@ def train(config: Config) -> None:
     start = partial(training.init_state, optimizer=optimizer, dtype=dtype, param_dtype=master)
     abstract = jax.eval_shape(start, trained)
     parts = training.shardings(abstract, mesh)
-    if jax.process_count() > 1:  # every process must check the folder before one writes
-        multihost_utils.sync_global_devices("start")
     saved = Checkpoints(config.output / "checkpoints", run, config.keep)
     array = lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part)  # noqa: E731
     state = saved.restore(jax.tree.map(array, abstract, parts)) if config.resume else None
@@ -232,7 +262,8 @@ def train(config: Config) -> None:
     del trained, params  # the state has its own copy
     first = int(state.step) // accumulate
     say(f"starting after step {first} of {steps}")
-    log, pending, values = Log(config.output / "log.jsonl", first), [], {}
+    log.start(first)
+    pending, values = [], {}
 
     loss_fn, whole = training.make_loss(family.task, model), NamedSharding(mesh, PartitionSpec())
     step = training.make_step(loss_fn, optimizer)
@@ -298,7 +329,7 @@ def train(config: Config) -> None:
     path = config.output / "results.json"
     if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
         log.write("dev", steps, dev)
-        results = {"command": shlex.join(["python", *sys.argv]), "options": options}
+        results = {"command": shlex.join(["python", *sys.argv]), "options": run["options"]}
         results |= {"devices": devices, "data": task.source, "trained_parameters": count}
         seconds = time.perf_counter() - begin
         results |= {"steps": steps, "seconds": seconds, "train": values, "dev": dev}
@@ -308,4 +339,4 @@ def train(config: Config) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
-    sys.exit(exit_status(lambda: train(tyro.cli(Config, description=__doc__))))
+    sys.exit(exit_status(lambda: train(command_line(Config, __doc__))))

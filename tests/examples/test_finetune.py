@@ -85,10 +85,14 @@ def test_nnx_finetune(monkeypatch, capsys, tmp_path):
 
 
 def test_results_are_written_whole(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "new" / "x.json.part").symlink_to(tmp_path / "mine")
     run_folder.write_json(tmp_path / "new" / "x.json", {"a": tmp_path})
     with pytest.raises(ValueError, match="JSON compliant"):
         run_folder.write_json(tmp_path / "new" / "x.json", {"a": float("nan")})
     assert json.loads((tmp_path / "new" / "x.json").read_text()) == {"a": str(tmp_path)}
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.slow

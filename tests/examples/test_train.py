@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,9 @@ import jax
 import numpy as np
 import pytest
 import train
-import tyro
 from data import TrainingBatches
 from helpers import quick_jit
-from run import exit_status
+from run import command_line, exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -37,8 +37,7 @@ def run(tmp_path, monkeypatch):
         command = ["train.py", *text, "--output", str(folder), *map(str, options)]
         monkeypatch.setattr(sys, "argv", command)
         monkeypatch.setattr(jax, "jit", quick_jit)
-        command = lambda: train.train(tyro.cli(train.Config))  # noqa: E731
-        return exit_status(command), folder
+        return exit_status(lambda: train.train(command_line(train.Config))), folder
 
     return run
 
@@ -83,6 +82,19 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     assert run(*options, "--resume")[0] == 2
     assert "--resume: expected the run's data and tensors" in capsys.readouterr().err
     path.write_text(TEXTS)
+    later = folder / "checkpoints" / "9999"
+    later.mkdir()
+    assert run(*options, "--resume")[0] == 2
+    assert f"--resume: {later}: cannot be read: " in capsys.readouterr().err
+    shutil.copytree(folder / "checkpoints" / "2", later, dirs_exist_ok=True)
+    assert run(*options, "--resume")[0] == 2
+    assert f"--resume: {later}: expected the state of step 9999, found" in capsys.readouterr().err
+    shutil.rmtree(later)
+    records = (folder / "log.jsonl").read_text()
+    (folder / "log.jsonl").write_text(f"{records}{'[' * 100_000}\n")
+    assert run(*options, "--resume")[0] == 2
+    assert re.search(r"--resume: .*log\.jsonl:\d+: expected a record", capsys.readouterr().err)
+    (folder / "log.jsonl").write_text(records)
     export = folder.parent / "export"
     status, folder = run(*options, "--resume", "--export", export)
     assert status == 0 and "resuming" not in capsys.readouterr().err
@@ -97,8 +109,11 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     assert json.loads((export / "config.json").read_text())["id2label"] == {"0": "0", "1": "1"}
     # Resuming a run that is done changes nothing.
     before = results(folder)
+    capsys.readouterr()
+    monkeypatch.setattr(jax, "__version__", "9.9")
     assert run(*options, "--resume")[0] == 0
     assert results(folder) == before
+    assert "resuming with JAX 9.9 a run of JAX" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -211,6 +226,8 @@ ERRORS = [
     (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
     (("--coordinator", "localhost:1"), "--coordinator: "),
+    (("--data.train", ""), "--data.train: expected a value, got an empty one"),
+    (("--data.dev=",), "--data.dev: expected a value, got an empty one"),
 ]
 
 
@@ -256,3 +273,37 @@ def test_killed_and_several_processes(tmp_path):
     found = results(tmp_path / "run")
     assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")
     assert jax.process_count() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "messages"),
+    [
+        ("--seed 1", "", ["--seed: expected the same", "--seed: expected the same"]),
+        ("--data.train a.tsv", "--data.train a.tsv", ["--data: a.tsv: No such file", "process 0"]),
+        ("--data.train b.tsv", "--data.train b.tsv", ["--data: expected the same"] * 2),
+    ],
+)
+def test_processes_that_differ(tmp_path, first, second, messages):
+    """Each stops with one line. Before, they trained on, or waited for each other."""
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    place = ["--coordinator", "localhost:29873", "--process-count", "2", "--process-index"]
+    both = []
+    for number, options in enumerate((first, second)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "b.tsv").write_text(TEXTS.replace("fine", "good", number))
+        if number:
+            (folder / "a.tsv").write_text(TEXTS)
+        command = [sys.executable, str(SCRIPT), *options.split(), *place, str(number)]
+        command += ["--output", str(tmp_path / "run"), "--data.sequence-length", "8"]
+        command += ["--batch-size", "8", "--steps", "8"]
+        both.append(
+            subprocess.Popen(
+                command, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
+            )
+        )
+    for process, message in zip(both, messages, strict=True):
+        errors = process.communicate(timeout=300)[1].splitlines()
+        assert process.returncode == 2 and message in errors[-1], errors
+        assert not any("Traceback" in line for line in errors)
