@@ -3,3 +3,7 @@
 
 class GivenError(ValueError):
     """An input is wrong; the message names it and says what was expected."""
+
+
+class GivenTypeError(GivenError, TypeError):
+    """An input has a wrong type."""

@@ -157,21 +157,22 @@ class Layer:
     weight: Any
     activation: Any
     power: Any
+    mode: Any
 
 
 @gpu_compiler
 def test_a_leaf_that_is_no_array_is_a_constant():
-    def step(model, x, mode, frozen=None):
-        assert mode == "train" and model.power == 3
+    def step(model, x, frozen=None):
+        assert model.mode == "train" and model.power == 3
 
         def loss(weight):
             return (model.activation(x @ weight) ** model.power).sum()
 
         weight = model.weight - jax.grad(loss)(model.weight)
-        return Layer(weight, model.activation, model.power), model.activation
+        return Layer(weight, model.activation, model.power, model.mode), model.activation
 
-    model = Layer(F32, jax.nn.relu, 3)
-    plan = lm.memory.plan(step, model, F32, "train", None, donate=0)
+    model = Layer(F32, jax.nn.relu, 3, "train")
+    plan = lm.memory.plan(step, model, F32, None, donate=0)
     assert (plan.parameters, plan.batch) == (SIZE, SIZE)
     assert plan.outputs < 1000  # the weight goes where it was
     assert any(buffer.op == "model.weight" for buffer in plan.live)
@@ -205,6 +206,12 @@ LOWERED = jax.jit(jnp.sin).lower(1.0)
         (lambda params, *, x: x, (F32,), r"1 arguments: missing a required .*'x'.*functools.part"),
         (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
         (nested_options, (F32,), "jax.jit with compiler_options, .* give that function itself"),
+        (lambda params, x: params, (F32, "a"), r"step: x: expected an array .*'a'.*static_arg"),
+        (
+            lambda params, x: params,
+            (F32, {"b": np.array(["a"])}),
+            r"step: x\['b'\]: expected an arr",
+        ),
         (LOWERED, (F32,), "step: .* got a Lowered"),
         (LOWERED.compile(), (F32,), "step: .* got a Compiled"),
     ],

@@ -122,3 +122,13 @@ def no_results(batch=8):
         step(*args)
 
     return forgets, args
+
+
+def text_argument():
+    """An argument is no array."""
+    return (lambda params, mode: params), (jax.ShapeDtypeStruct((8,), jnp.float32), "train")
+
+
+def counts():
+    """Its loss is an integer."""
+    return (lambda params: params.argmax()), (jax.ShapeDtypeStruct((8,), jnp.float32),)

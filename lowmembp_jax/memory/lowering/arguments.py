@@ -1,6 +1,5 @@
 """Decides to which part of training memory each argument of a step belongs."""
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -9,7 +8,7 @@ import jax
 from flax import nnx
 
 from lowmembp_jax.memory.lowering._roles import Role, roles
-from lowmembp_jax.memory.lowering.step_arguments import StepError
+from lowmembp_jax.memory.lowering.step_arguments import StepError, argument_names
 
 Part = Literal[
     "parameters", "optimizer_state", "batch", "gradients", "intermediates", "temporaries", "outputs"
@@ -40,16 +39,6 @@ class Argument(NamedTuple):
     name: str  # such as "state.params['layer_0']['kernel']"
     part: Part
     shape: tuple[int, ...]  # on all devices together
-
-
-def argument_names(step: Callable[..., Any], count: int) -> list[str]:
-    """Names of the positional arguments; "args[2]" for an argument without a name."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
 def _first(words: list[str], patterns: tuple[tuple[re.Pattern[str], Part], ...]) -> Part | None:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from flax.nnx.transforms.compilation import JitWrapped
 
-from lowmembp_jax.memory.lowering.arguments import argument_names
+from lowmembp_jax.memory.lowering.step_arguments import argument_names
 from lowmembp_jax.nnx import is_module
 
 _SHARDINGS = ("in_shardings", "out_shardings")

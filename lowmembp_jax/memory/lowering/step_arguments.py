@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,26 @@ class StepError(GivenError):
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, as `jax.ShapeDtypeStruct` and NumPy scalars have."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _is_text(leaf)
+
+
+def _is_text(leaf: Any) -> bool:
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    return isinstance(leaf, str | bytes) or kind in {"U", "S", "O"}
+
+
+def _is_in_field(path: Any) -> bool:
+    return any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+
+
+def argument_names(step: Callable[..., Any], count: int) -> list[str]:
+    """Names of the positional arguments; "args[2]" for an argument without a name."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return (names + [f"args[{i}]" for i in range(len(names), count)])[:count]
 
 
 def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -37,6 +57,16 @@ def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
             f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
             f"positional arguments, and bind keyword arguments with functools.partial"
         ) from error
+    if hasattr(step, "lower"):  # a jitted step may have static arguments
+        return
+    names = argument_names(step, len(args))
+    for (first, *rest), leaf in jax.tree_util.tree_leaves_with_path(args):
+        if _is_text(leaf) and not _is_in_field(rest):
+            raise StepError(
+                f"step: {names[first.idx]}{jax.tree_util.keystr(tuple(rest))}: expected an array "
+                f"or a jax.ShapeDtypeStruct, got {reprlib.repr(leaf)}: bind it with "
+                f"functools.partial, or give the step in jax.jit with static_argnums"
+            )
 
 
 def close_over_constants(
@@ -51,8 +81,7 @@ def close_over_constants(
     """
 
     def stays(path, leaf):
-        is_field = any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
-        return is_array(leaf) or (only_fields and not is_field)
+        return is_array(leaf) or (only_fields and not _is_in_field(path))
 
     if all(stays(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(args)):
         return fn, args

@@ -10,8 +10,10 @@ from flax import nnx
 from jax.extend.core import Primitive
 
 from lowmembp_jax._arguments import is_inexact
-from lowmembp_jax.memory.lowering.arguments import argument_names, is_variable
+from lowmembp_jax._errors import GivenTypeError
+from lowmembp_jax.memory.lowering.arguments import is_variable
 from lowmembp_jax.memory.lowering.lost_work import without_unused
+from lowmembp_jax.memory.lowering.step_arguments import argument_names, is_array
 
 # An identity that marks each residual between forward and backward. It is only traced, never run.
 _kept_p = Primitive("lowmembp_kept")
@@ -62,7 +64,7 @@ def trace(
     if not positions:
         have = ", ".join(f"{name}: {dtype}" for name, dtype in [*dtypes.items()][:8]) or "no arrays"
         among = ", ".join(names[i] for i in chosen) or "the arguments"
-        raise TypeError(
+        raise GivenTypeError(
             f"residuals: nothing to differentiate in {among}: "
             f"at least one array there must be floating, got {have}"
         )
@@ -79,7 +81,9 @@ def trace(
         outputs = jax.tree.leaves(out)
         if not any(is_inexact(o.dtype) for o in outputs):
             got = ", ".join(str(jax.typeof(o)) for o in outputs) or "no arrays"
-            raise TypeError(f"residuals: fn must return at least one floating array, got {got}")
+            raise GivenTypeError(
+                f"residuals: fn must return at least one floating array, got {got}"
+            )
         kept, tree = jax.tree.flatten(vjp)
         kept = [
             x if jnp.result_type(x) == jax.dtypes.float0 else _kept_p.bind(x, index=i)
@@ -114,9 +118,9 @@ def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ..
 
 def _dtype(name: str, leaf: Any) -> Any:
     try:
-        return leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+        return leaf.dtype if is_array(leaf) else jax.typeof(leaf).dtype
     except TypeError as error:
-        raise TypeError(
+        raise GivenTypeError(
             f"residuals: {name} must be an array or a jax.ShapeDtypeStruct, "
             f"got {type(leaf).__name__}"
         ) from error
