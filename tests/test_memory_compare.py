@@ -94,9 +94,10 @@ def test_picture_of_memory_against_time(planned, tmp_path):
     comparison = choose("25GB", *METHODS).comparison
     best = [one.method for one in pareto(comparison)]
     assert best == ["full-remat", "dots", "lowmembp", "default"]
-    plot_comparison(comparison, tmp_path / "plan.svg", "title")
+    plot_comparison(comparison, tmp_path / "plan.svg", "$no_formula^$")
     picture = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {one.method} -->" in picture for one in comparison)
+    texts = ("$no_formula^$", *(one.method for one in comparison))
+    assert all(f"<!-- {text} -->" in picture for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     assert json.loads(json.dumps(again.to_dict())) == json.loads(json.dumps(comparison.to_dict()))
     # A file that is no plan is made again, and a folder that cannot be written is left alone.
     (file, *_) = lm.memory.plan_cache_directory().glob("*.json")
-    file.write_text("[]")
+    file.write_text("[" * 100_000)
     lm.memory.compare(factory, methods, batch=65536, device="h100", progress=False)
     file.unlink()
     file.mkdir()

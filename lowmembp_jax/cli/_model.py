@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 class ModelOptions:
     model: str
     """A name such as llama-3-8b, qwen3-8b, gemma-2-9b or vit-b16; or the path/to/config.json of a
-    Hugging Face model of these families; or path/to/file.py:function. The function may take method,
-    batch and --options. It returns a step and the tuple of its abstract arguments."""
+    Hugging Face model of these families, of which no code runs; or path/to/file.py:function, which
+    runs the file. The function may take method, batch and --options. It returns a step and the
+    tuple of its abstract arguments."""
     batch: int | None = None
     """Batch size on all devices together."""
     options: tuple[str, ...] = ()

@@ -33,7 +33,9 @@ def cached_plan(step: LoweredStep) -> Plan:
     It ignores a file that it cannot read or that is not a plan, and a folder that it cannot write.
     """
     path = plan_cache_directory() / f"{_key(step)}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    # A file that is not a plan can fail in any of these ways.
+    faults = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*faults):
         return Plan.from_dict(json.loads(path.read_text()))
     made = plan_lowered(step)
     with contextlib.suppress(OSError):

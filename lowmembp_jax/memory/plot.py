@@ -35,7 +35,7 @@ def plot_timeline(plan: Plan, path: Path, title: str) -> None:
         axes.axhline(plan.limit / _GIB, color="black", linestyle="--", linewidth=1, label="limit")
     axes.set(xlim=(times[0], max(times[-1], times[0] + 1)), ylim=0, ylabel="GiB on each device")
     axes.set_xlabel("instruction of the compiled program, in the order of its schedule")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=9)
     figure.savefig(path, dpi=150)
@@ -65,7 +65,8 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
         memory, time = _memory_and_time(one)
         face = "black" if one in front else "white"
         axes.scatter(memory, time, facecolor=face, edgecolor="black", zorder=2)
-        axes.annotate(one.method, (memory, time), (5, 5), textcoords="offset points", fontsize=9)
+        place = {"xytext": (5, 5), "textcoords": "offset points"}
+        axes.annotate(one.method, (memory, time), **place, fontsize=9, parse_math=False)
     limit = comparison.budget / _GIB
     largest = max(_memory_and_time(one)[0] for one in comparison)
     if limit < 2 * largest:  # a larger limit would squeeze the points together
@@ -73,6 +74,6 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
         axes.legend(loc="upper right", fontsize=9)
     axes.margins(0.15)
     axes.set(xlabel="peak, GiB on each device", ylabel="time of a step, ms (estimate)")
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
