@@ -150,7 +150,7 @@ def compress_module(
     dtype: StorageFormat = "float8",
     policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
-    prevent_cse: bool = True,
+    prevent_cse: Any = True,
     methods: Iterable[str] | None = None,
 ) -> Any:
     """Wraps a linen module class, as `nn.remat` does, so that `lm.compress` compresses its call.

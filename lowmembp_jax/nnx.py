@@ -115,7 +115,7 @@ def compress(
     dtype: StorageFormat = "float8",
     policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
-    prevent_cse: bool = True,
+    prevent_cse: Any = True,
 ) -> Any:
     """Compresses a function of NNX modules and other arguments, as `lm.compress` does.
 

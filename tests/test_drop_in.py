@@ -207,3 +207,13 @@ def test_as_jax_checkpoint(name, policy):
         expected = function if name == "complex" else theirs
         got, want = (outcome(functools.partial(way, f)) for f in (ours, expected))
         same(got, want)
+
+
+def test_barriers_of_some_arguments():
+    def barriers(prevent_cse):
+        f = lm.compress(lambda p, x: jnp.tanh(x @ p["w"]), prevent_cse=prevent_cse)
+        gradient = jax.jit(jax.grad(lambda p, x: f(p, x).sum()))
+        return gradient.lower({"w": W}, X).as_text().count("optimization_barrier")
+
+    assert barriers(True) == barriers(({"w": False}, True)) > barriers(False)
+    assert barriers(False) == barriers((False, False))

@@ -68,7 +68,8 @@ def test_a_mesh_of_the_step(name):
     assert plan.cost.link_bytes > 0
     assert plan.notes == (f"each of the 8 devices has whole arrays of: parameters {WEIGHT:,} B",)
     # In shard_map, None is the planned mesh.
-    abstract = None if name == "shard_map" else AbstractMesh((8,), ("dp",))
+    auto = AbstractMesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    abstract = None if name == "shard_map" else auto
     assert lm.memory.plan(STEPS[name](abstract), W, X, **options) == plan
     with pytest.raises(lm.memory.StepError, match=r"^mesh: expected .* lm.memory.topology"):
         lm.memory.plan(STEPS[name](cpu_mesh()), W, X, **options)

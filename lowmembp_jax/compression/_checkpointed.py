@@ -28,17 +28,17 @@ class Options(NamedTuple):
     prevent_cse: bool
 
 
-def check_options(
-    name: str, dtype: StorageFormat, policy: Any, prevent_cse: bool = True
-) -> Options:
+def check_options(name: str, dtype: StorageFormat, policy: Any, prevent_cse: Any = True) -> Options:
     """Checks the options of the function `name`; raises the errors of `compress`."""
     formats = format_names(dtype, f"{name}: dtype")
     policy = jax.checkpoint_policies.nothing_saveable if policy is None else policy
     if not callable(policy):
         raise TypeError(f"{name}: policy: expected a callable, got {policy!r}")
-    if not isinstance(prevent_cse, bool):
-        raise TypeError(f"{name}: prevent_cse: expected True or False, got {prevent_cse!r}")
-    return Options(formats, policy, prevent_cse)
+    barriers = jax.tree.leaves(prevent_cse)
+    if not barriers or not all(isinstance(one, bool) for one in barriers):
+        found = repr(prevent_cse)
+        raise TypeError(f"{name}: prevent_cse: expected a tree of True and False, got {found}")
+    return Options(formats, policy, any(barriers))
 
 
 def compress(
@@ -48,7 +48,7 @@ def compress(
     policy: Callable[..., Any] | None = products_saveable,
     params_argnums: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
-    prevent_cse: bool = True,
+    prevent_cse: Any = True,
 ) -> Callable[..., Any]:
     """Stores the residuals of `fun` in 8 bits; otherwise it behaves as `jax.checkpoint`.
 
@@ -92,7 +92,8 @@ def compress(
         `static_argnums`; `()` if there are none.
       static_argnums: positions of arguments that are not traced, as in `jax.checkpoint`. Leaves
         that are neither arrays nor floats, such as `deterministic=True`, are never traced.
-      prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside `lax.scan`.
+      prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside `lax.scan`. One True
+        in a tree for the arguments counts for all of them.
 
     Returns:
       A function of the same arguments, with the values of `jax.checkpoint(fun, policy=policy)`. It
