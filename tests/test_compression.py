@@ -306,6 +306,31 @@ def test_nested_policies():
     assert ("float8_e4m3fn", (32, 16)) in saved
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("inner", ["nothing_saveable", "dots_saveable"])
+def test_the_outermost_of_nested_functions_decides(inner, scanned):
+    """As the policy of the outermost jax.checkpoint does."""
+    blocks = jnp.stack([P] * 3)
+
+    def saved(wrap, outer):
+        block = wrap(layer, policy=getattr(jax.checkpoint_policies, inner))
+
+        def model(p, x):
+            if scanned:
+                return lax.scan(lambda h, w: (block(w, h), None), x, p)[0]
+            return block(p[2], block(p[1], block(p[0], x)))
+
+        whole = wrap(model, policy=getattr(jax.checkpoint_policies, outer))
+        run = lambda p, x: jnp.sum(whole(p, x))  # noqa: E731
+        return lm.memory.saved_bytes(run, blocks, X), jax.grad(run)(blocks, X)
+
+    exact = partial(lm.compress, dtype=None)
+    for outer in ("nothing_saveable", "dots_saveable"):
+        (ours, got), (theirs, want) = saved(exact, outer), saved(jax.checkpoint, outer)
+        assert ours == theirs and error(got, want) < 1e-6
+    assert saved(lm.compress, "nothing_saveable")[0] < X.size * 1.2  # its input, in 8 bits
+
+
 def test_a_carry_that_a_later_step_reads_steeply_is_computed_from_exact_numbers():
     def steps(p, x):
         def step(h, w):

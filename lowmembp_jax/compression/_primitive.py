@@ -26,6 +26,7 @@ from lowmembp_jax._jax_internals import (
     weakref_lru_cache,
 )
 from lowmembp_jax._sizes import array_bytes
+from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
@@ -217,9 +218,31 @@ def _jvp(primals, tangents, *, jaxpr, how):
 ad.primitive_jvps[compress_p] = _jvp
 
 
+@weakref_lru_cache
+def _with_checkpoints(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Makes checkpoints of all compressed functions inside, so that the outermost one decides.
+
+    The policy of the outermost `jax.checkpoint` decides in the same way.
+    """
+    new = []
+    for eqn in jaxpr.eqns:
+        has_own_rule = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+        bodies = [] if has_own_rule else jaxprs.bodies(eqn)
+        changed = list(map(_with_checkpoints, bodies))
+        if eqn.primitive is compress_p:
+            how, body = eqn.params["how"], _with_checkpoints(eqn.params["jaxpr"])
+            params = {"jaxpr": body, **how.checkpoint_params(how.marker.policy)}
+            eqn = eqn.replace(primitive=remat_p, params=params)
+        elif any(one is not body for one, body in zip(changed, bodies, strict=True)):
+            eqn = jaxprs.with_bodies(eqn, changed)
+        new.append(eqn)
+    is_same = all(a is b for a, b in zip(new, jaxpr.eqns, strict=True))
+    return jaxpr if is_same else jaxpr.replace(eqns=new)
+
+
 def _differentiated(primals, tangents, varied, jaxpr, how):
     """Returns the jaxpr of `jax.jvp`, its policy, its constants, which results vary, and bytes."""
-    run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+    run = core.jaxpr_as_fun(core.ClosedJaxpr(_with_checkpoints(jaxpr), ()))
 
     def pushed(primals, tangents):
         def of_varied(*given):
