@@ -1,0 +1,131 @@
+"""Trains two small models with optimizers of optax, their state in float32 and in 8 bits.
+
+    python examples/benchmarks/optimizers.py
+
+The models are a classifier of images of noise by a random network, and a language model of bytes.
+Both runs of a pair have the same seed and the learning rate, of five, with the lowest float32 loss.
+"""
+
+import functools
+import inspect
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from results import FOLDER, markdown, versions, write_json
+from tqdm import tqdm
+
+import lowmembp_jax as lm
+
+STEPS, SEEDS, WIDTH = 300, 5, 128
+#: The optimizers, and the middle one of five learning rates, each three times the one before.
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
+    "adamw": (optax.adamw, 3e-3),
+    "sgd with momentum": (functools.partial(optax.sgd, momentum=0.9), 1e-1),
+    "lion": (optax.lion, 3e-4),
+    "adafactor": (functools.partial(optax.adafactor, min_dim_size_to_factor=32), 1e-2),
+    "adafactor, not factored": (functools.partial(optax.adafactor, factored=False), 1e-2),
+    "muon": (optax.contrib.muon, 1e-2),
+    "lars": (optax.lars, 1e0),
+    "rprop": (optax.rprop, 1e-3),
+    "mechanic": (lambda rate: optax.contrib.mechanize(optax.adamw(rate)), 1e-2),
+    "ademamix": (optax.contrib.ademamix, 1e-3),
+    "simplified_ademamix": (optax.contrib.simplified_ademamix, 1e-5),
+}
+TEXT = np.frombuffer("".join(map(inspect.getsource, (jnp, optax, inspect))).encode(), np.uint8)
+
+
+def weights(key: jax.Array, *shapes: tuple[int, int]) -> list[jax.Array]:
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
+
+
+def forward(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    first, second, last = params
+    h = jax.nn.gelu(x @ first)
+    return (h + jax.nn.gelu(h @ second)) @ last
+
+
+def classification(key: jax.Array) -> tuple[Any, Callable[[jax.Array], Any]]:
+    """Returns parameters, and a function from a key to a batch."""
+    shapes = (32, WIDTH), (WIDTH, WIDTH), (WIDTH, 10)
+    teacher = weights(jax.random.key(9), *shapes)
+
+    def batch(key):
+        x = jax.random.normal(key, (256, 32))
+        return x, forward(teacher, x).argmax(-1)
+
+    return {"mlp": weights(key, *shapes)}, batch
+
+
+def language(key: jax.Array) -> tuple[Any, Callable[[jax.Array], Any]]:
+    """As `classification`: the next byte from the 8 bytes before it."""
+    keys, text = jax.random.split(key), jnp.asarray(TEXT)
+    table = jax.random.normal(keys[0], (128, 32))
+    mlp = weights(keys[1], (8 * 32, WIDTH), (WIDTH, WIDTH), (WIDTH, 128))
+
+    def batch(key):
+        start = jax.random.randint(key, (256, 1), 0, text.size - 9)
+        found = text[start + jnp.arange(9)] % 128
+        return found[:, :8], found[:, 8]
+
+    return {"embedding": table, "mlp": mlp}, batch
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    x, labels = batch
+    x = params["embedding"][x].reshape(len(x), -1) if "embedding" in params else x
+    logits = forward(params["mlp"], x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def trained(problem: Callable[..., Any], name: str, is_8bit: bool, rate: Any, seed: Any) -> Any:
+    """Returns the loss on 20 batches that the training does not see."""
+    optimizer = OPTIMIZERS[name][0](rate)
+    optimizer = lm.compress_state(optimizer) if is_8bit else optimizer
+    params, batch = problem(jax.random.key(seed))
+
+    def step(carry, key):
+        params, state = carry
+        grads = jax.grad(loss)(params, batch(key))
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    keys = jax.random.split(jax.random.key(seed + 1000), STEPS)
+    (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), keys)
+    keys = jax.random.split(jax.random.key(7), 20)
+    return jax.vmap(lambda key: loss(params, batch(key)))(keys).mean()
+
+
+def measured(problem: Callable[..., Any], name: str) -> dict[str, Any]:
+    rates = [OPTIMIZERS[name][1] * 3.0**power for power in range(-2, 3)]
+    found = [float(trained(problem, name, False, rate, 0)) for rate in rates]
+    rate = rates[int(np.nanargmin(found))]
+    runs = [[float(trained(problem, name, bits, rate, s)) for s in range(SEEDS)] for bits in (0, 1)]
+    differences = [ours - plain for plain, ours in zip(*runs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(SEEDS)
+    result = {"optimizer": name, "problem": problem.__name__, "rate": rate}
+    result |= {"float32": statistics.mean(runs[0]), "spread": statistics.stdev(runs[0])}
+    return result | {"difference": statistics.mean(differences), "standard_error": error}
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    for name in tqdm(OPTIMIZERS):
+        rows += [measured(problem, name) for problem in (classification, language)]
+        write_json(FOLDER / "optimizers.json", {"versions": versions(), "rows": rows})
+    table = [["optimizer", "problem", "rate", "float32", "8 bits: difference"]]
+    for row in rows:
+        cells = [row["optimizer"], row["problem"], f"{row['rate']:.1g}", f"{row['float32']:.3f}"]
+        table.append([*cells, f"{row['difference']:+.4f} +- {row['standard_error']:.4f}"])
+    print(markdown(table))
+
+
+if __name__ == "__main__":
+    main()
