@@ -80,6 +80,9 @@ def test_data_that_is_differentiated_too():
     ours = lm.compress_checkpoints(loss)
     saved = [lm.memory.saved_bytes(f, W, X) for f in (loss, ours)]
     assert saved[1] == saved[0] - 3 * (2048 - 544)
+    with_products = lm.compress_checkpoints(loss, policy=lm.products_saveable)
+    added = lm.memory.saved_bytes(with_products, W, X) - saved[1]
+    assert added == 4 * 544  # not the argument
     both = [jax.grad(f, argnums=(0, 1))(W, X) for f in (ours, loss)]
     assert 1e-4 < error(*both) < 0.05
 
@@ -151,9 +154,13 @@ def test_a_scan_inside_is_named():
         x = jnp.tanh(x @ params[0])
         return jnp.mean(step(params, x))
 
+    stack = jnp.stack(W)
     with lm.patch(checkpoint=True) as report:
-        jax.grad(around)(jnp.stack(W), X)
+        jax.grad(around)(stack, X)
     assert "checkpoint the body of its scan instead" in str(report)
+    functions = around, lm.compress_checkpoints(around)
+    plain, left = (lm.memory.saved_bytes(f, stack, X, argnums=0) for f in functions)
+    assert left == plain
 
 
 def test_a_policy_for_all():
