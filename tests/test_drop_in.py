@@ -88,6 +88,7 @@ OF_ONE = {
     "closure": lambda x: jnp.tanh(x @ W),
     "closure_of_numpy": lambda x: jnp.tanh(x * np.arange(6.0)),
     "ref_inside": _with_ref,
+    "token_inside": lambda x: (lax.after_all(lax.create_token()), jnp.sin(jnp.sin(x)))[1],
 }
 #: Functions of W and X.
 OF_TWO = {

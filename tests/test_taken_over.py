@@ -225,6 +225,11 @@ def _offloading(p, x):
     return jax.checkpoint(layer, policy=policy)(p, x)
 
 
+def _with_token(p, x):
+    lax.after_all(lax.create_token())
+    return layer(p, x)
+
+
 FORMS = {
     "decorated": Form(unrolled(decorated)),
     "another_name": Form(unrolled(another_name(layer))),
@@ -268,6 +273,9 @@ FORMS = {
     "nn.scan_dots": Form(*linen(Scanned(DOTS))),
     "nn.remat_scan": Form(*linen(RematScan())),
     "offload": Form(unrolled(_offloading), left="its policy offloads", taken=False),
+    "token": Form(
+        unrolled(jax.checkpoint(_with_token)), left="it has values that are not", taken=False
+    ),
     "mutable_array": Form(
         unrolled(jax.checkpoint(_with_ref)), left="it has mutable arrays", taken=False
     ),

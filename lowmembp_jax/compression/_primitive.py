@@ -79,9 +79,10 @@ class How:
 
     def bind(self, args, jaxpr):
         """Runs the jaxpr and returns its results."""
-        if any(is_reference(v) for e in every_equation(jaxpr) for v in (*e.invars, *e.outvars)):
-            # Functions with mutable arrays stay exact: JAX does not say what these arrays hold in
-            # the backward.
+        atoms = [v for e in every_equation(jaxpr) for v in (*e.invars, *e.outvars)]
+        if any(is_reference(atom) or not hasattr(atom.aval, "dtype") for atom in atoms):
+            # Functions with mutable arrays stay exact, because JAX does not say what these hold in
+            # the backward, and functions with values that are not arrays, such as tokens.
             return self.checkpoint(args, jaxpr, self.marker.policy)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 

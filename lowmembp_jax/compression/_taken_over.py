@@ -229,12 +229,12 @@ def _taken(
     """Takes one checkpoint over, or leaves it."""
     jaxpr, policy = eqn.params["jaxpr"], settings.policy or _policy(eqn)
     every = [eqn, *jaxprs.every_equation(jaxpr)]
-    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-    if any(is_reference(atom) for e in every for atom in (*e.invars, *e.outvars)):
+    atoms = [atom for e in every for atom in (*e.invars, *e.outvars)]
+    if any(map(is_reference, atoms)):
         return eqn, _described(eqn, "it has mutable arrays")
-    if not all(hasattr(aval, "dtype") for aval in avals):
+    if not all(hasattr(atom.aval, "dtype") for atom in atoms):
         return eqn, _described(eqn, "it has values that are not arrays")
-    sizes = (size for aval in avals for size in getattr(aval, "shape", ()))
+    sizes = (size for atom in atoms for size in getattr(atom.aval, "shape", ()))
     if not all(isinstance(size, int) for size in sizes):
         return eqn, _described(eqn, "its sizes are symbolic, so its bytes are not known")
     if any(_offloads(policy, each) for each in every):

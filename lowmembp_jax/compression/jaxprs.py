@@ -70,8 +70,11 @@ def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
     if eqn.primitive.name != "scan":
         return [None] * len(body.invars)
 
+    def rank(atom):
+        return len(getattr(atom.aval, "shape", ()))
+
     def whole(outer, inner):
-        return [len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)]
+        return [rank(a) == rank(b) for a, b in zip(outer, inner, strict=True)]
 
     read, given = whole(eqn.invars, body.invars), whole(eqn.outvars, body.outvars)
     first = sum(read) - sum(given)
