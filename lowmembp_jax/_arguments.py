@@ -1,6 +1,7 @@
 """Checks and conversions of the operators' arguments."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +25,77 @@ def as_array(x: ArrayLike, name: str) -> Array:
       TypeError: x is not an array.
     """
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
     except (TypeError, ValueError) as error:  # ValueError for None
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name}: expected an array of numbers, got {array.dtype}")
+    return array
+
+
+def as_choice(value: Any, name: str, choices: Sequence[Any]) -> Any:
+    """Returns the one of the numbers or strings that equals the argument `name`.
+
+    Raises:
+      ValueError: none does.
+    """
+    if isinstance(value, int | str | np.generic) and not isinstance(value, bool):
+        for choice in choices:
+            if value == choice:
+                return choice
+    raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """Converts the argument `name` to a bool; numbers may be 0 and 1.
+
+    Raises:
+      TypeError: it is something else, such as PyTorch's "none", which would count as true.
+    """
+    if isinstance(value, bool | int | np.bool_) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def as_number(value: Any, name: str) -> float:
+    """Converts the argument `name` to a float.
+
+    Raises:
+      TypeError: it is not a number.
+    """
+    try:
+        if isinstance(value, bool | str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a number, got {value!r}") from error
+
+
+def as_float_dtype(value: Any, name: str) -> jnp.dtype:
+    """Converts the argument `name` to a floating dtype.
+
+    Raises:
+      TypeError: it is not one.
+    """
+    given: Any = value if isinstance(value, str | type | np.dtype) else None
+    with contextlib.suppress(TypeError):
+        if given is not None and jnp.issubdtype(dtype := jnp.dtype(given), jnp.floating):
+            return dtype
+    raise TypeError(f"{name}: expected a floating dtype such as jnp.bfloat16, got {value!r}")
+
+
+def as_items(value: Any) -> tuple[Any, ...]:
+    """The items of a list or another iterable, or one value alone, such as a string."""
+    try:
+        return (value,) if isinstance(value, str | bytes) else tuple(value)
+    except TypeError:
+        return (value,)
+
+
+def check_function(value: Any, name: str) -> None:
+    """Raises TypeError if the argument `name` cannot be called."""
+    if not callable(value):
+        raise TypeError(f"{name}: expected a function, got {value!r}")
 
 
 def is_inexact(array: Any) -> bool:

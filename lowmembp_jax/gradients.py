@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import reprlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from lowmembp_jax._arguments import is_inexact
+from lowmembp_jax._arguments import as_array, check_function, is_inexact
 from lowmembp_jax._exactness import exact
 from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
@@ -68,7 +69,7 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
     Raises:
       ValueError: the trees differ in structure or shapes.
     """
-    pairs = []
+    depth, pairs = _depth("gradient_distance", depth), []
 
     def add(path, g, e):
         if np.shape(g) != np.shape(e):
@@ -78,6 +79,8 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
             )
         pairs.append((path, _flat(g), _flat(e)))
 
+    if (one := jax.tree.structure(got)) != (other := jax.tree.structure(exact)):
+        raise ValueError(f"gradient_distance: got: expected a tree like exact, {other}, got {one}")
     jax.tree_util.tree_map_with_path(add, got, exact)
     shared = 0  # linen's trees have one key "params" at the top
     for keys in zip(*(path[:-1] for path, *_ in pairs), strict=False):
@@ -124,13 +127,16 @@ def gradient_fidelity(
       TypeError: `loss` is not callable.
       ValueError: `lm.patch` with these settings swaps nothing in the loss.
     """
-    if not callable(loss):
-        raise TypeError(f"gradient_fidelity: loss: expected a callable, got {loss!r}")
+    check_function(loss, "gradient_fidelity: loss")
+    depth = _depth("gradient_fidelity", depth)
 
     loss, (params, *others) = of_states(loss, (params, *args), is_loss=True)
     args = tuple(others)
     leaves, tree = jax.tree.flatten(params)
     chosen = [one and is_inexact(leaf) for one, leaf in zip(trained(params), leaves, strict=True)]
+    if not any(chosen):
+        found = reprlib.repr(params)
+        raise TypeError(f"gradient_fidelity: params: expected floating arrays, got {found}")
 
     def of_chosen(some, others, args):
         some, others = iter(some), iter(others)
@@ -161,8 +167,15 @@ def _name(place: Place) -> str:
     return kind if own is None else f"{kind} {os.path.basename(own[0])}:{own[1]}"
 
 
+def _depth(function: str, depth: Any) -> int:
+    if not isinstance(depth, int | np.integer) or isinstance(depth, bool) or depth < 1:
+        raise ValueError(f"{function}: depth: expected a number from 1 on, got {depth!r}")
+    return int(depth)
+
+
 def _flat(x) -> np.ndarray:
     """The numbers of an array in float64; complex numbers as pairs of real ones."""
+    as_array(x, "gradient_distance: got, exact")
     x = np.ravel(np.asarray(x))
     is_complex = np.issubdtype(x.dtype, np.complexfloating)
     return x.astype(np.complex128).view(np.float64) if is_complex else x.astype(np.float64)

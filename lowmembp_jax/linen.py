@@ -8,7 +8,7 @@ from flax.core import lift
 from flax.linen import transforms
 from jaxtyping import Array, Float
 
-from lowmembp_jax._arguments import real_array
+from lowmembp_jax._arguments import as_items, real_array
 from lowmembp_jax._flax_norms import all_axes, check_norm, normalize_as
 from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions, stored
 from lowmembp_jax.kernels.implementations import check_implementation
@@ -130,7 +130,7 @@ def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], n
 
 
 def _method_names(target: Any, methods: Iterable[str]) -> tuple[str, ...]:
-    names = () if isinstance(methods, str) else tuple(methods)
+    names = () if isinstance(methods, str) else as_items(methods)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"compress_module: methods: expected names of methods, such as ('__call__',), got "

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lowmembp_jax._arguments import as_items
+
 # {name}, or in a Dense's path also {name+1} and {name-1}.
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)([+-]\d+)?\}")
 
@@ -40,27 +42,27 @@ class MergeRule:
     skip_unconsumed: bool = False
 
     def __post_init__(self):
-        denses = (self.denses,) if isinstance(self.denses, str) else tuple(self.denses)
-        if not denses:
-            raise self.error("denses: expected one path or more, got none")
+        denses = as_items(self.denses)
+        if not denses or not all(isinstance(path, str) for path in denses):
+            raise self.error(f"denses: expected one path or more, got {self.denses!r}")
         object.__setattr__(self, "denses", denses)
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"merge_norm_affine: rule {self.norm!r}: {message}")
 
 
-def as_rules(rules) -> list[MergeRule]:
+def as_rules(rules: Any) -> list[MergeRule]:
     """Converts `rules`, or a mapping from norms to Denses, to a list of rules."""
     if isinstance(rules, Mapping):
         rules = [MergeRule(norm, denses) for norm, denses in rules.items()]
-    rules = [rules] if isinstance(rules, MergeRule) else list(rules)
-    for rule in rules:
+    found = [*as_items(rules)]
+    for rule in found:
         if not isinstance(rule, MergeRule):
             raise TypeError(
                 f"merge_norm_affine: rules: expected a mapping from norm to Denses or "
                 f"lm.MergeRule objects, got {rule!r}"
             )
-    return rules
+    return found
 
 
 def resolve(rule: MergeRule, modules: Mapping) -> Iterator[tuple[str, list[str]]]:

@@ -55,7 +55,7 @@ def test_bits_and_depth(problem):
     ("loss", "error", "words"),
     [
         (lambda w: jnp.sum(jnp.tanh(w)), ValueError, "swapped: nothing"),
-        (3, TypeError, "loss: expected a callable, got 3"),
+        (3, TypeError, "loss: expected a function, got 3"),
     ],
 )
 def test_losses_that_are_refused(loss, error, words):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lowmembp_jax._arguments import is_inexact
+from lowmembp_jax._arguments import as_items, is_inexact
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
@@ -183,7 +183,7 @@ def positions(function: str, name: str, argnums: int | Iterable[int]) -> tuple[i
     Raises:
       TypeError: they are not integers.
     """
-    given = argnums if isinstance(argnums, Iterable) else [argnums]
+    given = as_items(argnums)
     try:
         if any(isinstance(one, bool) for one in given):
             raise TypeError

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -129,7 +130,7 @@ def format_name(dtype: Any, name: str) -> str | None:
     if dtype is None or (isinstance(dtype, str) and dtype in FORMATS):
         return dtype
     try:
-        given = jnp.dtype(dtype).name
+        given = jnp.dtype(dtype).name if isinstance(dtype, str | type | np.dtype) else ""
     except TypeError:
         given = ""
     if given in FORMATS:

@@ -19,7 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Float
 
 from lowmembp_jax._arguments import (
+    as_choice,
+    as_flag,
     call_custom_vjp,
+    check_function,
     compute_dtype,
     real_array,
     undifferentiated,
@@ -105,6 +108,7 @@ def _activate(
     implementation: str | None,
 ) -> Array:
     x, implementation = real_array(x), choose_implementation(implementation)
+    check_function(function, f"{name}: function")
     if implementation != "xla" and function not in _NAMES:
         raise ValueError(
             f"{name}: function: implementation={implementation!r} has kernels only for the "
@@ -174,20 +178,12 @@ _NAMES = {function: name for name, function in FUNCTIONS.items()}
 
 
 def gelu_name(approximate: bool) -> str:
-    """GELU's name among `FUNCTIONS`.
-
-    Raises:
-      TypeError: `approximate` is a string, such as PyTorch's "none", which would count as true.
-    """
-    if isinstance(approximate, str):
-        raise TypeError(f"approximate: expected True or False, got {approximate!r}")
-    return "gelu_tanh" if approximate else "gelu_erf"
+    """GELU's name among `FUNCTIONS`; raises TypeError if `approximate` is not a bool."""
+    return "gelu_tanh" if as_flag(approximate, "approximate") else "gelu_erf"
 
 
 def _shipped(name: str, bits: int) -> StepTable:
-    if bits not in (2, 4):
-        raise ValueError(f"bits: expected 2 or 4, got {bits!r}")
-    return STEP_TABLES[name, bits]
+    return STEP_TABLES[name, as_choice(bits, "bits", (2, 4))]
 
 
 def gelu(
@@ -213,8 +209,8 @@ def gelu(
       `[*shape]` in x's dtype. The residual is the codes, see `step_activation`.
 
     Raises:
-      ValueError: bits is not 2 or 4. TypeError: `approximate` is a string. For other errors see
-        `step_activation`.
+      ValueError: bits is not 2 or 4. TypeError: `approximate` is not True or False. For other
+        errors see `step_activation`.
     """
     name = gelu_name(approximate)
     return _activate("lm.gelu", x, FUNCTIONS[name], _shipped(name, bits), implementation)

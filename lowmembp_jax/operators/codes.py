@@ -1,15 +1,15 @@
 """Codes of 2 or 4 bits: encodes values, decodes slopes, packs four 2-bit codes in a byte."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
-from lowmembp_jax._arguments import as_array
+from lowmembp_jax._arguments import as_array, as_items
 from lowmembp_jax._platform import least_integer
 from pallas_kernels import step_table
 
@@ -114,7 +114,10 @@ def unpack_2bit(packed: UInt8[Array, " bytes"], size: int | Sequence[int]) -> UI
     packed = as_array(packed, "unpack_2bit: packed")
     if packed.dtype != jnp.uint8:
         raise TypeError(f"unpack_2bit: packed: expected uint8, got {packed.dtype}")
-    shape = (size,) if isinstance(size, SupportsIndex) else tuple(size)
+    try:
+        shape = tuple(map(operator.index, as_items(size)))
+    except TypeError:
+        raise TypeError(f"unpack_2bit: size: expected a number or a shape, got {size!r}") from None
     count = math.prod(shape)
     if min(shape, default=0) < 0 or packed.shape != ((count + 3) // 4,):
         raise ValueError(

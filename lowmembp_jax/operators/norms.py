@@ -24,7 +24,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from lowmembp_jax._arguments import alike, call_custom_vjp, compute_dtype, real_array
+from lowmembp_jax._arguments import (
+    alike,
+    as_array,
+    as_choice,
+    as_float_dtype,
+    as_number,
+    call_custom_vjp,
+    compute_dtype,
+    real_array,
+)
 from lowmembp_jax._tiling import resharded
 from lowmembp_jax.kernels import calls as kernel_calls
 from lowmembp_jax.kernels.implementations import choose_implementation
@@ -74,10 +83,7 @@ class NormSpec:
 
 def check_residual(residual: str) -> None:
     """Raises ValueError unless `residual` is one of `RESIDUALS`."""
-    if residual not in RESIDUALS:
-        raise ValueError(
-            f"residual: expected one of {', '.join(map(repr, RESIDUALS))}, got {residual!r}"
-        )
+    as_choice(residual, "residual", RESIDUALS)
 
 
 def normalize(
@@ -95,7 +101,8 @@ def normalize(
       ValueError: `mask` does not broadcast to x; the kernels do not support this norm.
     """
     if mask is not None:
-        given, mask = jnp.shape(mask), jnp.asarray(mask, bool)
+        mask = real_array(mask, "mask") != 0
+        given = mask.shape
         mask = mask.reshape((1,) * (x.ndim - len(given)) + given)
         sizes = zip(mask.shape, x.shape, strict=False)
         if mask.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
@@ -259,28 +266,27 @@ def _last_axis_norm(center, x, scale, bias, epsilon, dtype, implementation, resi
     x = real_array(x)
     if x.ndim == 0:
         raise ValueError("x: expected at least one axis, got a scalar")
-    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
-    width = x.shape[-1:]
+    dtype = jnp.dtype(x.dtype) if dtype is None else as_float_dtype(dtype, "dtype")
+    width, affine = x.shape[-1:], []
     for name, parameter in (("scale", scale), ("bias", bias)):
-        if parameter is not None and jnp.shape(parameter) != width:
-            raise ValueError(
-                f"{name}: expected shape {width}, the last axis of x, got {jnp.shape(parameter)}"
-            )
-    scale, bias = (
-        None if parameter is None else jnp.asarray(parameter).reshape((1,) * (x.ndim - 1) + width)
-        for parameter in (scale, bias)
-    )
+        if parameter is not None:
+            parameter = as_array(parameter, name)
+            if parameter.shape != width:
+                raise ValueError(
+                    f"{name}: expected shape {width}, the last axis of x, got {parameter.shape}"
+                )
+            parameter = parameter.reshape((1,) * (x.ndim - 1) + width)
+        affine.append(parameter)
     spec = NormSpec(
         axes=(x.ndim - 1,),
         center=center,
-        epsilon=float(epsilon),
+        epsilon=as_number(epsilon, "epsilon"),
         x_dtype=x.dtype,
         dtype=dtype,
         residual=residual,
         implementation=choose_implementation(implementation),
     )
+    scale, bias = affine
     return normalize(spec, x, scale, bias, mask)
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike
 
+from lowmembp_jax._arguments import as_choice, as_flag, check_function, real_array
 from lowmembp_jax.operators.codes import StepTable
 
 _NODES = 64
@@ -144,17 +145,17 @@ def fit_step_table(
         sample; f or its derivative is not finite; for "function", f does not go to 0 and x; for
         `keep_limits`, f' has no finite limits.
     """
-    if bits not in (1, 2, 4):
-        raise ValueError(f"fit_step_table: bits: expected 1, 2 or 4, got {bits!r}")
-    if objective not in ("derivative", "function"):
-        raise ValueError(
-            f"fit_step_table: objective: expected 'derivative' or 'function', got {objective!r}"
-        )
+    owner = "fit_step_table: "
+    check_function(function, f"{owner}function")
+    bits = as_choice(bits, f"{owner}bits", (1, 2, 4))
+    objective = as_choice(objective, f"{owner}objective", ("derivative", "function"))
+    keep_limits = as_flag(keep_limits, f"{owner}keep_limits")
+    unbiased = as_flag(unbiased, f"{owner}unbiased")
     with jax.enable_x64(True):
         if objective == "function":
             return fit_values(function, 2**bits - 1)
         weight = WEIGHTS[bits] if weight is None else weight
-        x, w = _weighted(np.asarray(weight, np.float64))
+        x, w = _weighted(weight)
         derivative = jax.jit(jax.vmap(jax.grad(function)))
         value, slope = np.asarray(jax.jit(jax.vmap(function))(x)), np.asarray(derivative(x))
         for what, numbers in (("value", value), ("derivative", slope)):
@@ -170,6 +171,11 @@ def fit_step_table(
             weights = np.add.reduceat(w, cuts[:-1])
             levels[1:-1] += (w @ slope - weights @ levels) / weights[1:-1].sum()
         different = np.abs(np.diff(levels)) > 1e-9
+        if not different.any():
+            raise ValueError(
+                f"fit_step_table: function: expected a derivative that varies over the weight, got "
+                f"{function!r}, whose derivative is {levels[0]:.6g} there"
+            )
         cuts, levels = cuts[1:-1][different], levels[np.append(True, different)]
         thresholds = _crossings(derivative, x[cuts - 1], x[cuts], (levels[1:] + levels[:-1]) / 2)
     return StepTable(tuple(map(float, thresholds)), tuple(map(float, levels)))
@@ -188,15 +194,19 @@ def derivative_error(
     Raises:
       ValueError: the weight is neither a positive number nor a finite sample.
     """
-    x, w = _weighted(np.asarray(weight, np.float64))
+    check_function(function, "derivative_error: function")
+    if not isinstance(table, StepTable):
+        raise TypeError(f"derivative_error: table: expected a StepTable, got {table!r}")
+    x, w = _weighted(weight)
     with jax.enable_x64(True):
         slope = np.asarray(jax.vmap(jax.grad(function))(x))
     s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
     return float(np.sqrt((w @ np.square(slope - s)) / (w @ np.square(slope))))
 
 
-def _weighted(weight: Float[np.ndarray, "*n"]):
+def _weighted(weight: ArrayLike):
     """Returns the points for the fit in ascending order, and their weights."""
+    weight = np.asarray(real_array(weight, "weight"), np.float64)
     if weight.ndim == 0:
         if not 1e-6 <= weight <= 1e6:  # float32
             raise ValueError(f"weight: expected a number from 1e-06 to 1e+06, got {weight}")

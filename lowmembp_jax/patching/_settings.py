@@ -1,6 +1,5 @@
 """The settings of `lm.patch`."""
 
-import contextlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from lowmembp_jax._arguments import as_choice, as_float_dtype
 from lowmembp_jax.compression.formats import format_name
 from lowmembp_jax.operators.norms import RESIDUALS, Residual
 
@@ -92,21 +92,10 @@ def check_settings(
         raise ValueError(
             "patch: nothing to do: expected one of activations, norms, compress and checkpoint"
         )
-    if bits not in (2, 4):
-        raise ValueError(f"patch: bits: expected 2 or 4, got {bits!r}")
-    if norm_residual not in RESIDUALS:
-        raise ValueError(
-            f"patch: norm_residual: expected one of {', '.join(map(repr, RESIDUALS))}, "
-            f"got {norm_residual!r}"
-        )
-    with contextlib.suppress(TypeError):
-        norm_dtype = norm_dtype if norm_dtype is None else jnp.dtype(norm_dtype)
-    is_dtype = isinstance(norm_dtype, jnp.dtype)
-    if norm_dtype is not None and not (is_dtype and jnp.issubdtype(norm_dtype, jnp.floating)):
-        raise TypeError(
-            f"patch: norm_dtype: expected None or a floating dtype such as jnp.bfloat16, "
-            f"got {norm_dtype!r}"
-        )
+    bits = as_choice(bits, "patch: bits", (2, 4))
+    norm_residual = as_choice(norm_residual, "patch: norm_residual", RESIDUALS)
+    if norm_dtype is not None:
+        norm_dtype = as_float_dtype(norm_dtype, "patch: norm_dtype")
     return Settings(
         ops, bits, norm_dtype, norm_residual, within, without, patterns, checkpoint, stored
     )

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
 
-from lowmembp_jax._arguments import is_inexact
+from lowmembp_jax._arguments import as_items, is_inexact
 from lowmembp_jax._errors import GivenTypeError
 from lowmembp_jax.memory.lowering.arguments import is_variable
 from lowmembp_jax.memory.lowering.lost_work import without_unused
@@ -79,7 +79,7 @@ def trace(
 
         out, vjp = jax.vjp(chosen_only, *(inputs[i] for i in positions))
         outputs = jax.tree.leaves(out)
-        if not any(is_inexact(o.dtype) for o in outputs):
+        if not any(map(is_inexact, outputs)):
             got = ", ".join(str(jax.typeof(o)) for o in outputs) or "no arrays"
             raise GivenTypeError(
                 f"residuals: fn must return at least one floating array, got {got}"
@@ -106,7 +106,7 @@ def trace(
 def _chosen(argnums: int | tuple[int, ...] | None, args: tuple) -> tuple[int, ...]:
     if argnums is None:
         return tuple(range(len(args)))
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = as_items(argnums)
     for number in numbers:
         if not isinstance(number, int) or not -len(args) <= number < len(args):
             raise ValueError(

@@ -59,6 +59,8 @@ def residuals(
         training step does.
       ImportError: `fn` uses cuDNN's attention, and cuDNN's wheel is missing.
     """
+    if not callable(fn):
+        raise TypeError(f"residuals: fn: expected a function, got {fn!r}")
     fn, args = close_over_constants(*of_states(fn, args, is_loss=True), only_fields=True)
     plain = functools.cache(lambda: jax.make_jaxpr(fn)(*args).jaxpr)
     try:
