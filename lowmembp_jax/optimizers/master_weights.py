@@ -1,14 +1,15 @@
-"""Master weights in 24 bits: a bfloat16 parameter, and 8 more bits in the optimizer's state."""
+"""Master weights of 24 bits, a bfloat16 parameter and 8 more in the state, or of 16 bits."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, BFloat16, Float32, Int8, Int32
+from jaxtyping import Array, BFloat16, Float32, Int8, Int32, UInt32
 
-from lowmembp_jax._arguments import hashed_bits
+from lowmembp_jax._arguments import as_choice, hashed_bits
 from lowmembp_jax._warnings import warn
 
 
@@ -18,7 +19,7 @@ class MasterWeightsState(NamedTuple):
     Attributes:
       count: the number of steps so far.
       low: for each bfloat16 parameter the 8 bits of its master weight that it lacks;
-        `optax.MaskedNode` for other parameters.
+        `optax.MaskedNode` for other parameters, and for all of them with 16 bits.
       inner_state: the state of the optimizer.
     """
 
@@ -42,10 +43,8 @@ def _split(
     The master weight is first rounded up or down at random to 24 bits, so that its mean is right.
     Rounded to nearest, every update of less than half a unit would be lost.
     """
-    bits = lax.bitcast_convert_type(master, jnp.uint32)
-    bits = (bits + (hashed_bits(master, count) >> 24)) >> 8
-    near = lax.bitcast_convert_type(((bits + 128) >> 8).astype(jnp.uint16), jnp.bfloat16)
-    near = jnp.where(jnp.isnan(master), jnp.asarray(jnp.nan, near.dtype), near)
+    bits = _rounded(master, count, 24)
+    near = _from_bits((bits + 128) >> 8, master)
     update = near.astype(jnp.float32) - p.astype(jnp.float32)
     # The new parameter: `near`, unless it is 2^16 times smaller than before.
     after = (p.astype(jnp.float32) + update).astype(jnp.bfloat16)
@@ -54,14 +53,50 @@ def _split(
     return update, jnp.where(jnp.isfinite(master), low, 0)
 
 
+def _rounded(
+    master: Float32[Array, "*n"], count: Int32[Array, ""], bits: int
+) -> UInt32[Array, "*n"]:
+    """Returns the upper bits of a number that is rounded up or down at random to them.
+
+    The random bits are a hash of the value, the step and the place on the last axis, so they do not
+    depend on the mesh, and a resumed run has the same.
+    """
+    lost = 32 - bits
+    dropped = hashed_bits(master, count) >> (32 - lost)
+    return (lax.bitcast_convert_type(master, jnp.uint32) + dropped) >> lost
+
+
+def _from_bits(bits: UInt32[Array, "*n"], master: Float32[Array, "*n"]) -> BFloat16[Array, "*n"]:
+    """Returns the number with these 16 bits, and NaN where the master weight is NaN."""
+    number = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isnan(master), jnp.asarray(jnp.nan, number.dtype), number)
+
+
+def _short(
+    p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""]
+) -> Float32[Array, "*n"]:
+    """Returns the update that makes `p` the master weight, rounded at random to 16 bits."""
+    near = _from_bits(_rounded(master, count, 16), master)
+    return near.astype(jnp.float32) - p.astype(jnp.float32)
+
+
+@functools.cache
+def _rounds_again() -> bool:
+    """Whether `optax.apply_updates` casts an update before it adds it."""
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
+        p, u = jnp.asarray(1, jnp.bfloat16), jnp.asarray(-1.99609375, jnp.float32)
+        added: Any = optax.apply_updates(p, u)
+        return float(added) != -0.99609375
+
+
 def _is_short(p: Any) -> bool:
     return jnp.result_type(p) == jnp.bfloat16
 
 
 def master_weights(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation, *, bits: int = 24
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains bfloat16 parameters with master weights of 24 bits.
+    """Trains bfloat16 parameters with master weights of 24 or 16 bits.
 
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
         optimizer = lm.master_weights(lm.compress_state(optax.adamw(1e-4)))
@@ -77,27 +112,38 @@ def master_weights(
     gradients and parameters in float32. Rounding at random preserves the mean of updates that are
     smaller than the 24 bits resolve.
 
+    With 16 bits the parameter is the master weight. Each update is rounded up or down at random to
+    bfloat16, so that its mean is right (Gupta et al. 2015, arXiv:1502.02551). A parameter takes 2
+    bytes, and the state has only the number of steps.
+
     The optimizer updates parameters of other dtypes as usual.
 
     Args:
       optimizer: any optax transformation.
+      bits: 24 or 16.
 
     Returns:
       A transformation whose updates are float32 for bfloat16 parameters.
 
     Warns:
-      UserWarning: `init` gets no bfloat16 parameter.
+      UserWarning: `init` gets no bfloat16 parameter, or this version of `optax.apply_updates` would
+        round the parameters again.
 
     Raises:
       TypeError: `optimizer` is not a transformation; `update` gets a state that is not from `init`.
-      ValueError: `update` is called without `params`.
+      ValueError: `bits` is not 24 or 16; `update` is called without `params`, or with a state of
+        the other number of bits.
     """
+    bits = as_choice(bits, "master_weights: bits", (24, 16))
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"master_weights: optimizer: expected an optax.GradientTransformation, got "
             f"{optimizer!r}"
         )
     inner = optax.with_extra_args_support(optimizer)
+
+    def is_split(p):
+        return bits == 24 and _is_short(p)
 
     def wide(tree, params):
         return jax.tree.map(lambda p, x: x.astype(jnp.float32) if _is_short(p) else x, params, tree)
@@ -106,11 +152,13 @@ def master_weights(
         leaves = jax.tree.leaves(params)
         if leaves and not any(map(_is_short, leaves)):
             warn(
-                "master_weights: params: no parameter is bfloat16, so nothing is stored in 24 "
-                "bits; cast the parameters first"
+                f"master_weights: params: no parameter is bfloat16, so nothing is stored in {bits} "
+                f"bits; cast the parameters first"
             )
+        if _rounds_again():
+            warn("master_weights: optax.apply_updates rounds updates: add them in float32 instead")
         low = jax.tree.map(
-            lambda p: jnp.zeros_like(p, jnp.int8) if _is_short(p) else optax.MaskedNode(), params
+            lambda p: jnp.zeros_like(p, jnp.int8) if is_split(p) else optax.MaskedNode(), params
         )
         return MasterWeightsState(jnp.zeros([], jnp.int32), low, inner.init(wide(params, params)))
 
@@ -122,20 +170,29 @@ def master_weights(
                 f"master_weights: state: expected the state that init gives, got "
                 f"{type(state).__name__}"
             )
+        if any(map(is_split, jax.tree.leaves(params))) != bool(jax.tree.leaves(state.low)):
+            raise ValueError(
+                f"master_weights: state: expected the state of master weights of {bits} bits, got "
+                f"another one's"
+            )
         updates = jax.tree.map(lax.optimization_barrier, updates)
         masters = jax.tree.map(
-            lambda p, low: _join(p, low) if _is_short(p) else p, params, state.low
+            lambda p, low: _join(p, low) if is_split(p) else p, params, state.low
         )
+        masters = wide(masters, params)
         updates, inner_state = inner.update(
             wide(updates, params), state.inner_state, masters, **extra
         )
+
+        def split(p, master, u):
+            if is_split(p):
+                return _split(p, master + u, state.count)
+            own = _short(p, master + u, state.count) if _is_short(p) else u
+            return own, optax.MaskedNode()
+
         leaves, tree = jax.tree.flatten(params)
-        pairs = [
-            _split(p, master + u, state.count) if _is_short(p) else (u, optax.MaskedNode())
-            for p, master, u in zip(
-                leaves, tree.flatten_up_to(masters), tree.flatten_up_to(updates), strict=True
-            )
-        ]
+        others = tree.flatten_up_to(masters), tree.flatten_up_to(updates)
+        pairs = list(map(split, leaves, *others))
         updates, low = (tree.unflatten(pair[i] for pair in pairs) for i in (0, 1))
         return updates, MasterWeightsState(state.count + 1, low, inner_state)
 
