@@ -77,15 +77,19 @@ class _Blocks(NamedTuple):
         shape, axis = array.shape, array.ndim - 1
         if shape[axis] < 32:
             axis = shape.index(max(shape))
-        size, least = shape[axis], {16: 64, 8: 32, 4: 32, 2: 32}  # elements of a part
+        size, smallest = shape[axis], {16: 64, 8: 32, 4: 32, 2: 32}  # elements of a part
         whole = (n for n in (16, 8) if size % (n * _LANES) == 0)
-        others = (n for n in least if size % n == 0 and size // n >= least[n])
+        others = (n for n in smallest if size % n == 0 and size // n >= smallest[n])
         parts = next(whole, None) or next(others, 1)
         if explicit_spec(array):
             shards = size // array.sharding.shard_shape(shape)[axis]
             parts = parts if parts % shards == 0 else shards
-        count = -(-size // parts // _BLOCK)
-        return cls(shape, axis, parts, count, -(-size // parts // max(count, 1)))
+        part = size // parts
+        least = -(-part // _BLOCK)
+        # XLA updates an array in place only if no block is padded.
+        whole = (n for n in range(max(least, 1), part // 64 + 1) if part % n == 0)
+        count = next(whole, least)
+        return cls(shape, axis, parts, count, -(-part // max(count, 1)))
 
     @property
     def _is_padded(self) -> bool:
