@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lowmembp_jax.optimizers import *
     from lowmembp_jax.patching import *
     from lowmembp_jax.policies import *
+    from lowmembp_jax.tiles import *
 
     from lowmembp_jax import memory as memory  # isort: skip
     from lowmembp_jax import nnx as nnx  # isort: skip
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # The modules that hold the public names, the cheapest import first.
 _MODULES = (
     *("policies", "kernels", "_exactness", "_platform", "operators", "compression", "optimizers"),
-    *("merging", "linen", "patching", "gradients"),
+    *("tiles", "merging", "linen", "patching", "gradients"),
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "step_activation",
     "swiglu",
     "target_platform",
+    "tiled",
     "unpack_2bit",
     "update_in_backward",
 ]

@@ -20,6 +20,7 @@ import optax
 from results import FOLDER, GIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
+from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.llama import Llama, LlamaConfig
 
 OUTPUT = FOLDER / "loss_memory.json"
@@ -73,7 +74,7 @@ def loss_of(model: Any, is_whole: bool, params: Any, ids: Any) -> Any:
 def curve(is_whole: bool) -> Any:
     """Returns the losses of a small LLaMA in float32 that Adam trains from scratch."""
     config = LlamaConfig(64, 2, 4, 192, num_key_value_heads=2, vocab_size=4099)
-    model, optimizer = Llama(config), optax.adam(1e-3)
+    model, optimizer = Llama(config, Compute()), optax.adam(1e-3)
     starts = jax.random.randint(jax.random.key(1), (STEPS, 8, 2), 0, 97)
     texts = (starts[..., :1] + (1 + starts[..., 1:] % 7) * jnp.arange(65)) % 97
     params = model.init(jax.random.key(0), texts[0, :, 1:])["params"]
