@@ -71,6 +71,7 @@ __all__ = [
     "step_activation",
     "swiglu",
     "target_platform",
+    "tile_module",
     "tiled",
     "unpack_2bit",
     "update_in_backward",

@@ -1,9 +1,11 @@
 """Flax linen modules with the fields and parameters of the modules that they replace."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax.core import lift
 from flax.linen import transforms
 from jaxtyping import Array, Float
@@ -14,6 +16,7 @@ from lowmembp_jax.compression import StorageFormat, check_options, in_range, pos
 from lowmembp_jax.kernels.implementations import check_implementation
 from lowmembp_jax.operators.activations import regelu2, resilu2
 from lowmembp_jax.policies import products_saveable
+from lowmembp_jax.tiles import check_slices, tiled_call
 
 
 class ReGELU2(nn.Module):
@@ -113,33 +116,56 @@ MSLayerNorm.__name__ = "LayerNorm"
 MSRMSNorm.__name__ = "RMSNorm"
 
 
-def _lifted(function: Callable[..., Any], options: Any, static: Sequence[int], name: str):
-    """Compresses a `function(scope, *args)` of Flax's core; its variables are parameters."""
+def _lifted(function: Callable[..., Any], call: Callable[..., Any], static: Any, owner: str):
+    """Calls a `function(scope, *args)` of Flax's core through `call`.
+
+    Args:
+      call: takes a function, its arguments, its keyword arguments and the positions of static
+        arguments. Arguments 0 and 1 are the variables and the random keys.
+    """
 
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
         def run(variables, rngs, *args, **kwargs):
             scope = scope_fn(variables, rngs)
             return function(scope, *args, **kwargs), repack_fn(scope)
 
-        call = stored(run, options, name)
         # Position 0 is the module.
-        own = in_range("compress_module", "static_argnums", static, (None, *args))
-        return call((variables, rngs, *args), kwargs, {0, 1}, {i + 1 for i in own})
+        own = in_range(owner, "static_argnums", static, (None, *args))
+        return call(run, (variables, rngs, *args), kwargs, {i + 1 for i in own})
 
-    return lift.pack(inner, (True,), (True,), (True,), name="compress", enable_kwargs=True)
+    return lift.pack(inner, (True,), (True,), (True,), name=owner, enable_kwargs=True)
 
 
-def _method_names(target: Any, methods: Iterable[str]) -> tuple[str, ...]:
+def _wrapped(owner: str, target: Any, call: Callable[..., Any], static_argnums: Any, methods: Any):
+    """Wraps a class of modules, or a function of a module, by `_lifted`."""
+    if not callable(target):
+        raise TypeError(f"{owner}: target: expected a class of modules, got {target!r}")
+    numbers = positions(owner, "static_argnums", static_argnums)
+    if 0 in numbers:
+        raise ValueError(
+            f"{owner}: static_argnums: expected positions from 1 on (0 is the module), "
+            f"got {static_argnums!r}"
+        )
+    methods = None if methods is None else _method_names(owner, target, methods)
+    transformed: Any = transforms.lift_transform(
+        _lifted, target, call=call, static=numbers, owner=owner, methods=methods
+    )
+    if isinstance(target, type):
+        # Flax names a module after its class, so an existing checkpoint loads.
+        transformed.__name__ = target.__name__
+    return transformed
+
+
+def _method_names(owner: str, target: Any, methods: Iterable[str]) -> tuple[str, ...]:
     names = () if isinstance(methods, str) else as_items(methods)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"compress_module: methods: expected names of methods, such as ('__call__',), got "
-            f"{methods!r}"
+            f"{owner}: methods: expected names of methods, such as ('__call__',), got {methods!r}"
         )
     for name in names if isinstance(target, type) else ():
         if not callable(getattr(target, name, None)):
             raise ValueError(
-                f"compress_module: methods: expected methods of {target.__name__}, got {name!r}"
+                f"{owner}: methods: expected methods of {target.__name__}, got {name!r}"
             )
     return names
 
@@ -183,25 +209,54 @@ def compress_module(
             prevent_cse=prevent_cse, methods=methods,
         )  # fmt: skip
     options = check_options("compress_module", dtype, policy, prevent_cse)
-    if not callable(target):
-        raise TypeError(f"compress_module: target: expected a class of modules, got {target!r}")
-    numbers = positions("compress_module", "static_argnums", static_argnums)
-    if 0 in numbers:
-        raise ValueError(
-            f"compress_module: static_argnums: expected positions from 1 on (0 is the module), "
-            f"got {static_argnums!r}"
-        )
-    methods = None if methods is None else _method_names(target, methods)
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
-    transformed: Any = transforms.lift_transform(
-        _lifted,
-        target,
-        options=options,
-        static=numbers,
-        name=name,
-        methods=methods,
-    )
-    if isinstance(target, type):
-        # Flax names a module after its class, so an existing checkpoint loads.
-        transformed.__name__ = target.__name__
-    return transformed
+
+    def call(run, args, kwargs, static):
+        return stored(run, options, name)(args, kwargs, {0, 1}, static)
+
+    return _wrapped("compress_module", target, call, static_argnums, methods)
+
+
+def tile_module(
+    target: Any = None,
+    *,
+    axis: int,
+    size: int,
+    static_argnums: int | Sequence[int] = (),
+    methods: Iterable[str] | None = None,
+) -> Any:
+    """Wraps a linen module class so that `lm.tiled` calls it on slices of its activations.
+
+        x = lm.tile_module(Mlp, axis=1, size=2048)(features)(x)
+
+    The module must compute each position of the axis from this position alone, see `lm.tiled`.
+    Parameters, module names and collections stay the same, so checkpoints load unchanged. Each
+    slice draws random numbers of its own.
+
+    Args:
+      target: a subclass of `nn.Module`, or a function of a module and other arguments. Without it,
+        `tile_module` is a decorator with arguments.
+      axis, size: see `lm.tiled`.
+      static_argnums: positions of arguments that are not arrays; 0 is `self`.
+      methods: names of the methods, `__call__` by default; ignored for a function.
+
+    Returns:
+      A subclass of `target`, or a function of the same arguments.
+
+    Raises:
+      ValueError, TypeError: see `lm.tiled`. A module that changes its variables, such as BatchNorm
+        in training, gives results without the axis.
+    """
+    if target is None:
+        return functools.partial(
+            tile_module, axis=axis, size=size, static_argnums=static_argnums, methods=methods
+        )
+    check_slices("tile_module", axis, size)
+
+    def call(run, args, kwargs, static):
+        if not jax.tree.leaves(args[0]):  # the module makes its parameters
+            return run(*args, **kwargs)
+        cut = tiled_call(run, axis, size, "tile_module")
+        return cut(args, kwargs, {0}, static, {1})
+
+    return _wrapped("tile_module", target, call, static_argnums, methods)

@@ -15,6 +15,7 @@ from lowmembp_jax.compression import StorageFormat
 from lowmembp_jax.kernels.implementations import check_implementation
 from lowmembp_jax.operators.activations import regelu2, resilu2
 from lowmembp_jax.policies import products_saveable
+from lowmembp_jax.tiles import check_slices, tiled_call
 
 
 class ReGELU2(nnx.Module):
@@ -147,31 +148,78 @@ def compress(
             prevent_cse=prevent_cse,
         )  # fmt: skip
     options = compression.check_options("nnx.compress", dtype, policy, prevent_cse)
-    static = compression.positions("nnx.compress", "static_argnums", static_argnums)
+    name = f"lm.nnx.compress({getattr(function, '__name__', type(function).__name__)})"
+
+    def stored(pure):
+        return compression.stored(pure, options, name, _holds_module)
+
+    return _on_modules("nnx.compress", function, static_argnums, stored)
+
+
+def tile(
+    function: Any = None,
+    *,
+    axis: int,
+    size: int,
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Calls a function of NNX modules on slices of its activations, as `lm.tiled` does.
+
+        y = lm.nnx.tile(lambda mlp, x: mlp(x), axis=1, size=2048)(mlp, x)
+
+    All variables of all modules among the arguments are parameters. The function must compute each
+    position of the axis from this position alone, and must not write into the modules anything that
+    depends on the activations.
+
+    Args:
+      function: a function of modules and arrays, or a bound method of a module. Without it, `tile`
+        is a decorator with arguments.
+      axis, size: see `lm.tiled`.
+      static_argnums: positions of arguments that are not arrays.
+
+    Raises:
+      ValueError, TypeError: see `lm.tiled`.
+    """
+    if function is None:
+        return functools.partial(tile, axis=axis, size=size, static_argnums=static_argnums)
+    check_slices("nnx.tile", axis, size)
+
+    def cut(pure):
+        return tiled_call(pure, axis, size, "nnx.tile", _holds_module)
+
+    return _on_modules("nnx.tile", function, static_argnums, cut)
+
+
+def _on_modules(
+    owner: str, function: Any, static_argnums: Any, make: Callable[[Any], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Applies a transformation to a function of modules, or to a bound method of a module.
+
+    Args:
+      make: takes a function of pytrees, and returns a function of its arguments, its keyword
+        arguments, and the positions of parameters and of static arguments.
+    """
     if not callable(function) or isinstance(function, type | nnx.Module):
         raise TypeError(
-            f"nnx.compress: function: expected a function of a module and its arguments, got "
-            f"{function!r}; write lm.nnx.compress(lambda module, x: module(x))(module, x)"
+            f"{owner}: function: expected a function of a module and its arguments, got "
+            f"{function!r}; write lm.{owner}(lambda module, x: module(x), ...)(module, x)"
         )
+    static = compression.positions(owner, "static_argnums", static_argnums)
     if isinstance(getattr(function, "__self__", None), nnx.Module):
         module, method = function.__self__, function.__func__
-        run = compress(
-            method, dtype=dtype, policy=policy, prevent_cse=prevent_cse,
-            static_argnums=[i + 1 if i >= 0 else i for i in static],
-        )  # fmt: skip
-        return functools.partial(run, module)
-    name = getattr(function, "__name__", type(function).__name__)
+        moved = [i + 1 if i >= 0 else i for i in static]
+        return functools.partial(_on_modules(owner, method, moved, make), module)
 
-    def compressed(pure):
-        call = compression.stored(pure, options, f"lm.nnx.compress({name})", _holds_module)
+    def transformed(pure):
+        call = make(pure)
 
         def run(args, kwargs):
-            numbers = compression.in_range("nnx.compress", "static_argnums", static, args)
+            numbers = compression.in_range(owner, "static_argnums", static, args)
             return call(args, kwargs, set(), numbers)
 
         return run
 
-    return on_trees(function, compressed)
+    return on_trees(function, transformed)
 
 
 def on_trees(

@@ -73,6 +73,7 @@ def tiled(
             static_argnums=static_argnums,
         )  # fmt: skip
     check_function(fun, "tiled: fun")
+    check_slices("tiled", axis, size)
     params = positions("tiled", "params_argnums", params_argnums)
     static = positions("tiled", "static_argnums", static_argnums)
     call = tiled_call(fun, axis, size, "tiled")
@@ -253,11 +254,20 @@ _by_slices.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _wide(x: Any) -> Any:
     """Zeros to sum gradients in: at least float32."""
-    return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.zeros_like(x, dtype=jnp.float32 if x.dtype.itemsize < 4 else x.dtype)
 
 
 def _sum(totals: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     return [t + g.astype(t.dtype) for t, g in zip(totals, gradients, strict=True)]
+
+
+def check_slices(owner: str, axis: Any, size: Any) -> None:
+    """Raises the errors of `tiled` for these arguments of the function `owner`."""
+    for name, value in (("axis", axis), ("size", size)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{owner}: {name}: expected an integer, got {value!r}")
+    if size < 1:
+        raise ValueError(f"{owner}: size: expected a number from 1 on, got {size}")
 
 
 def tiled_call(
@@ -275,11 +285,6 @@ def tiled_call(
 
     In the call, `whole`, `static` and `keys` are positions in `args`.
     """
-    for name, value in (("axis", axis), ("size", size)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{owner}: {name}: expected an integer, got {value!r}")
-    if size < 1:
-        raise ValueError(f"{owner}: size: expected a number from 1 on, got {size}")
 
     def call(args, kwargs, whole, static, keys=()):
         given = [None if i in static else arg for i, arg in enumerate(args)]
@@ -301,7 +306,9 @@ def tiled_call(
         how = _Slices((), axis, size, _length(groups["cut"], axis, owner))
 
         def run(*groups):
-            each = dict(zip(("whole", "keys", "cut"), map(iter, groups), strict=True))
+            each: dict[Any, Any] = dict(
+                zip(("whole", "keys", "cut"), map(iter, groups), strict=True)
+            )
             pairs = zip(leaves, kinds, strict=True)
             filled = [leaf if kind is None else next(each[kind]) for leaf, kind in pairs]
             own, named = jax.tree.unflatten(tree, filled)
@@ -374,8 +381,9 @@ def _results(how: _Slices, traced: list[_Traced], groups: dict[str, Any], owner:
     for number in range(count):
         wanted = [i == number for i in range(count)]
         is_cut.append(any(partial_eval.dce_jaxpr(first.jaxpr, wanted)[1][-cuts:]))
-    for var in itertools.compress(first.jaxpr.outvars, is_cut):
-        shape = var.aval.shape
+    avals: list[Any] = [var.aval for var in first.jaxpr.outvars]
+    for aval in itertools.compress(avals, is_cut):
+        shape = aval.shape
         (_, _, size), *_ = how.sizes()
         if not -len(shape) <= how.axis < len(shape) or shape[how.axis] != size:
             raise ValueError(
@@ -384,7 +392,8 @@ def _results(how: _Slices, traced: list[_Traced], groups: dict[str, Any], owner:
             )
     once = part(first.jaxpr, [not one for one in is_cut])
     values = *first.closed, *groups["whole"], *groups["keys"]
-    zeros = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in once.invars[len(values) :]]
+    unused: list[Any] = [var.aval for var in once.invars[len(values) :]]
+    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in unused]
     whole = iter(eval_jaxpr(once, (), *values, *zeros))
     jaxprs = tuple(part(one.jaxpr, is_cut) for one in traced)
     inputs = _Inputs(tuple(one.closed for one in traced), **groups)

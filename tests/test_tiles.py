@@ -1,0 +1,280 @@
+"""lm.tiled: slices of a long axis, forward and backward, and what stays in memory."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import exchanged
+
+import lowmembp_jax as lm
+
+WIDTH, TOKENS = 16, 22
+keys = jax.random.split(jax.random.key(0), 3)
+PARAMS = {
+    "up": jax.random.normal(keys[0], (WIDTH, 3 * WIDTH)) / 4,
+    "down": jax.random.normal(keys[1], (3 * WIDTH, WIDTH)) / 7,
+}
+X = jax.random.normal(keys[2], (8, TOKENS, WIDTH))
+CUT = partial(lm.tiled, axis=1, size=4)
+
+
+def mlp(params, x):
+    return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+
+def loss(block, params=PARAMS, x=X):
+    return jnp.sum(jnp.sin(block(params, jnp.tanh(x))))
+
+
+def both(block, *args, argnums=(0, 1)):
+    run = lambda *args: jnp.sum(jnp.sin(block(*args)))  # noqa: E731
+    return jax.jit(jax.value_and_grad(run, argnums=argnums))(*args)
+
+
+def check(ours, plain, *args, argnums=(0, 1), atol=1e-6):
+    (value, grads), (want, exact) = (both(f, *args, argnums=argnums) for f in (ours, plain))
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert lm.gradient_distance(grads, exact).error < atol
+
+
+@pytest.mark.parametrize("size", [1, 4, 11, 22, 50])
+@pytest.mark.parametrize("axis", [1, -2])
+def test_values_and_gradients(size, axis):
+    tiled = lm.tiled(mlp, axis=axis, size=size)
+    np.testing.assert_allclose(tiled(PARAMS, X), mlp(PARAMS, X), atol=1e-6)
+    check(tiled, mlp, PARAMS, X)
+
+
+def several(params, x, *, mask, scale, name):
+    """Several inputs and results, static arguments, and values that it closes over."""
+    assert name == "text" and scale == 2
+    h = mlp(params, x) * params["down"].mean()
+    return {"h": scale * h * mask[..., None], "count": mask.sum(-1, keepdims=True) + 0 * mask}
+
+
+def test_trees_keywords_static_values_and_integers():
+    mask = jnp.arange(8 * TOKENS).reshape(8, TOKENS) % 3
+    given = {"mask": mask, "scale": 2, "name": "text"}
+    with jax.numpy_dtype_promotion("standard"):
+        # The count is over the tokens, so only the function of each slice has it.
+        got, want = CUT(several)(PARAMS, X, **given), several(PARAMS, X, **given)
+    np.testing.assert_allclose(got["h"], want["h"], atol=1e-6)
+    assert got["count"].dtype == jnp.int32 and int(got["count"].max()) < int(want["count"].max())
+    static = lm.tiled(lambda p, x, f: f(x @ p["up"]), axis=1, size=4, static_argnums=2)
+    np.testing.assert_allclose(static(PARAMS, X, jnp.tanh), jnp.tanh(X @ PARAMS["up"]), atol=1e-6)
+    assert CUT(lambda p, x: (x, "text", None, jnp.ones(3)))(PARAMS, X)[1:3] == ("text", None)
+
+
+def test_what_it_closes_over_is_differentiated():
+    def closing(scale):
+        block = lambda params, x: scale[None, None] * mlp(params, x)  # noqa: E731
+        return [jnp.sum(jnp.sin(f(PARAMS, X))) for f in (CUT(block), block)]
+
+    got, want = (jax.grad(lambda s, i=i: closing(s)[i])(jnp.full(WIDTH, 1.3)) for i in (0, 1))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def scanned(block, params, x):
+    return lax.scan(lambda h, _: (block(params, h), None), x, None, length=2)[0]
+
+
+AROUND = {
+    "vmap": lambda block: jax.vmap(block, (None, 0)),
+    "scan": lambda block: partial(scanned, block),
+    "checkpoint": jax.checkpoint,
+    "twice": lambda block: lambda p, x: block(p, block(p, x)),
+    "exact compress": partial(lm.compress, dtype=None),
+    "jit inside": lambda block: jax.jit(block),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_transformations(name):
+    axis = 0 if name == "vmap" else 1
+    check(AROUND[name](lm.tiled(mlp, axis=axis, size=4)), AROUND[name](mlp), PARAMS, X)
+
+
+def test_compress_stores_the_argument_in_8_bits():
+    model = lambda block: lambda p, x: jnp.sum(jnp.sin(block(p, block(p, x))))  # noqa: E731
+    ours, plain = (lm.compress(f, policy=None) for f in (CUT(mlp), mlp))
+    saved = [lm.memory.saved_bytes(model(f), PARAMS, X, argnums=0) for f in (ours, plain)]
+    assert saved[0] == saved[1]
+    grads = [jax.grad(model(f))(PARAMS, X) for f in (ours, mlp)]
+    assert 1e-4 < lm.gradient_distance(*grads).error < 0.05
+
+
+def test_update_in_backward():
+    import optax
+
+    stack = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
+    found = []
+    for block in (CUT(mlp), mlp):
+        layers = lm.update_in_backward(block, optax.sgd(0.1))
+        h, inputs = layers.forward(stack, X)
+        found.append(layers.backward(stack, layers.init(stack), inputs, jnp.cos(h))[0])
+    assert lm.gradient_distance(*found).error < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_add_up_in_float32(dtype):
+    """300 slices whose gradients are alike: in 8 bits of mantissa, the sum would stop to grow."""
+    x = jnp.ones((300, 1), dtype) * 0.99
+    kernel = jnp.ones((1, 1), dtype)
+    got = jax.grad(lambda k: lm.tiled(lambda k, x: x @ k, axis=0, size=1)(k, x).sum())(kernel)
+    assert got.dtype == dtype and float(got[0, 0]) == pytest.approx(297, rel=5e-3)
+
+
+def test_frozen_parameters_take_no_accumulators():
+    def text(argnums):
+        run = jax.grad(lambda a, b, x: CUT(lambda p, x: x @ p[0] @ p[1])((a, b), x).sum(), argnums)
+        return jax.jit(run).lower(PARAMS["up"], PARAMS["down"], X).as_text()
+
+    kernel = "tensor<16x48xf32>"
+    carried = [line for line in text(1).splitlines() if "stablehlo.while" in line]
+    assert carried and not any(line.count(kernel) > 1 for line in carried)
+
+
+def test_each_slice_draws_its_own_numbers():
+    def noisy(params, x, key):
+        return x + jax.random.normal(key, x.shape)
+
+    noise = np.asarray(CUT(noisy)(PARAMS, jnp.zeros((2, 8, 3)), jax.random.key(0)))
+    assert noise.std() == pytest.approx(1, abs=0.3)
+    assert len(np.unique(noise)) == noise.size
+    again = CUT(noisy)(PARAMS, jnp.zeros((2, 8, 3)), jax.random.key(0))
+    np.testing.assert_array_equal(noise, again)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh(kind):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+        check(CUT(mlp), mlp, PARAMS, x)
+        forward = jax.jit(CUT(mlp)).lower(PARAMS, x).compile()
+        assert not exchanged(forward)
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def mapped(block):
+        def part(params, x):
+            return block(params, x)
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+
+    check(mapped(CUT(mlp)), mapped(mlp), PARAMS, X)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("outer", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_one_slice_is_in_memory(outer):
+    """Compiled for a GPU: 32 slices take little more than the argument, and its gradient."""
+    width, tokens = 256, 16_384
+    shapes = jax.ShapeDtypeStruct((width, 4 * width), jnp.bfloat16)
+    params = {"up": shapes, "down": jax.ShapeDtypeStruct(shapes.shape[::-1], jnp.bfloat16)}
+    x = jax.ShapeDtypeStruct((1, tokens, width), jnp.bfloat16)
+
+    def temporaries(block):
+        grad = jax.grad(lambda p, x: jnp.sum(jnp.square(outer(block)(p, x))), (0, 1))
+        return lm.memory.compile_for(jax.jit(grad), params, x, device="h100")
+
+    ours, plain = (
+        temporaries(f).memory_analysis().temp_size_in_bytes
+        for f in (lm.tiled(mlp, axis=1, size=512), mlp)
+    )
+    whole = tokens * width * 2
+    assert ours < 3.5 * whole < 8 * whole < plain
+
+
+class Mlp(nn.Module):
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        h = nn.gelu(nn.Dense(self.hidden)(nn.LayerNorm()(x)))
+        h = nn.Dropout(0.5, deterministic=deterministic)(h)
+        return x + nn.Dense(x.shape[-1])(h)
+
+
+def test_linen():
+    plain, ours = Mlp(32), lm.tile_module(Mlp, axis=1, size=4)(32)
+    variables = ours.init(jax.random.key(0), X)
+    assert jax.tree.structure(variables) == jax.tree.structure(plain.init(jax.random.key(0), X))
+    check(ours.apply, plain.apply, variables, X)
+    noisy = ours.apply(variables, X, False, rngs={"dropout": jax.random.key(1)})
+    assert float(jnp.abs(noisy - plain.apply(variables, X)).mean()) > 0.01
+
+
+def test_nnx():
+    class Module(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 48, rngs=rngs), nnx.Linear(48, 16, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs, deterministic=True)
+
+        def __call__(self, x):
+            return x + self.down(self.drop(nnx.gelu(self.up(x))))
+
+    module, run = Module(nnx.Rngs(0)), lm.nnx.tile(lambda m, x: m(x), axis=1, size=4)
+    np.testing.assert_allclose(run(module, X), module(X), atol=1e-6)
+    np.testing.assert_allclose(
+        lm.nnx.tile(module.__call__, axis=1, size=4)(X), module(X), atol=1e-6
+    )
+    got, want = (
+        nnx.grad(lambda m, f=f: jnp.sum(jnp.sin(f(m, X))))(module) for f in (run, Module.__call__)
+    )
+    assert lm.gradient_distance(got, want).error < 1e-6
+    module.drop.deterministic = False
+    before = int(module.drop.rngs.count[...])
+    run(module, X)
+    assert int(module.drop.rngs.count[...]) == before + 1
+
+
+class Statistics(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+def with_statistics():
+    module = lm.tile_module(Statistics, axis=1, size=4)()
+    return module.apply(module.init(jax.random.key(0), X), X, mutable=["batch_stats"])
+
+
+ERRORS = [
+    (lambda: lm.tiled(mlp, axis=1.5, size=4), "tiled: axis: expected an integer, got 1.5"),
+    (lambda: lm.tiled(mlp, axis=1, size=0), "tiled: size: expected a number from 1 on, got 0"),
+    (lambda: lm.tiled(3, axis=1, size=4), "tiled: fun: expected a function, got 3"),
+    (lambda: CUT(mlp)(PARAMS), "tiled: expected an activation, got parameters only"),
+    (lambda: CUT(mlp)(PARAMS, X[0, 0]), r"axis: expected activations with an axis 1, got \(16,\)"),
+    (
+        lambda: CUT(lambda p, x, y: x)(PARAMS, X, X[:, :3]),
+        r"one length of axis 1, got \(8, 22, 16\), \(8, 3, 16\)",
+    ),
+    (
+        lambda: CUT(lambda p, x: x.mean())(PARAMS, X),
+        r"expected results with the 4 positions of a slice on axis 1, got shape \(\)",
+    ),
+    (with_statistics, r"tile_module: axis: expected results with the 4 pos.*, got shape \(16,\)"),
+    (lambda: lm.nnx.tile(3, axis=1, size=4), "nnx.tile: function: expected a function of a module"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=range(len(ERRORS)))
+def test_errors(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_an_empty_axis():
+    empty = X[:, :0]
+    assert CUT(mlp)(PARAMS, empty).shape == empty.shape
+    check(CUT(mlp), mlp, PARAMS, empty)
