@@ -170,17 +170,20 @@ def workload(
     tokens: int = 2048,
     rank: int = 8,
     dtype: str = "bfloat16",
+    tiles: int | None = None,
 ) -> lm.memory.Workload:
     """Makes the abstract training step of a model with LoRA, for the planner.
 
-    The trained parameters and AdamW's state are float32. Image models ignore `tokens`.
+    The trained parameters and AdamW's state are float32. Image models ignore `tokens`. `tiles` is
+    as in `models.layers.Compute`.
     """
     if model not in MODELS:
         raise ValueError(f"workload: model: expected one of {', '.join(MODELS)}, got {model!r}")
     family, config = MODELS[model]
     param_dtype = jnp.dtype("float32" if train == "full" else dtype)
     attention = choose_attention(config, dtype, has_cudnn=True)
-    built = family.build(config, Compute(method, jnp.dtype(dtype), param_dtype, attention))
+    compute = Compute(method, jnp.dtype(dtype), param_dtype, attention, tiles=tiles)
+    built = family.build(config, compute)
     built = apply_lora(built, train, rank)
     arrays = abstract_batch(family.task, batch, tokens, config)
     params = jax.eval_shape(built.init, jax.random.key(0), *arrays.inputs)["params"]

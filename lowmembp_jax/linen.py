@@ -120,8 +120,9 @@ def _lifted(function: Callable[..., Any], call: Callable[..., Any], static: Any,
     """Calls a `function(scope, *args)` of Flax's core through `call`.
 
     Args:
-      call: takes a function, its arguments, its keyword arguments and the positions of static
-        arguments. Arguments 0 and 1 are the variables and the random keys.
+      call: takes a function, its arguments, its keyword arguments, the positions of static
+        arguments, and whether it makes parameters. Arguments 0 and 1 are the variables and the
+        random keys.
     """
 
     def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
@@ -131,7 +132,9 @@ def _lifted(function: Callable[..., Any], call: Callable[..., Any], static: Any,
 
         # Position 0 is the module.
         own = in_range(owner, "static_argnums", static, (None, *args))
-        return call(run, (variables, rngs, *args), kwargs, {i + 1 for i in own})
+        scopes = jax.tree.leaves(scope_fn(variables, rngs))
+        makes_params = any(scope.is_mutable_collection("params") for scope in scopes)
+        return call(run, (variables, rngs, *args), kwargs, {i + 1 for i in own}, makes_params)
 
     return lift.pack(inner, (True,), (True,), (True,), name=owner, enable_kwargs=True)
 
@@ -211,7 +214,7 @@ def compress_module(
     options = check_options("compress_module", dtype, policy, prevent_cse)
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
 
-    def call(run, args, kwargs, static):
+    def call(run, args, kwargs, static, _):
         return stored(run, options, name)(args, kwargs, {0, 1}, static)
 
     return _wrapped("compress_module", target, call, static_argnums, methods)
@@ -253,8 +256,8 @@ def tile_module(
         )
     check_slices("tile_module", axis, size)
 
-    def call(run, args, kwargs, static):
-        if not jax.tree.leaves(args[0]):  # the module makes its parameters
+    def call(run, args, kwargs, static, makes_params):
+        if makes_params:
             return run(*args, **kwargs)
         cut = tiled_call(run, axis, size, "tile_module")
         return cut(args, kwargs, {0}, static, {1})

@@ -35,6 +35,8 @@ class Compute:
       sharding: the sharding of each layer's input, which divides its examples over devices. Without
         it, XLA computes the attention of scanned layers on every device for all examples, if
         parameters are divided.
+      tiles: the tokens in a slice of `lm.tile_module`, which runs the parts of a decoder's layer
+        that mix no tokens: the norms and projections before and after attention, and the MLP.
       norm_residual: the residual of lowmembp's norms with an affine, see `lm.ms_layer_norm`.
         "output" is the least exact if a scale trains, and costs as little as merging.
     """
@@ -48,6 +50,7 @@ class Compute:
     bits: int | None = 2
     sharding: jax.sharding.NamedSharding | None = None
     norm_residual: NormResidual = "auto"
+    tiles: int | None = None
 
     def __post_init__(self):
         if self.method not in TABLE:
@@ -109,10 +112,11 @@ def layer_norm(block: Block, name: str, *, merges: bool = True, epsilon: float |
     return _norm(block, nn.LayerNorm, lm.MSLayerNorm, name=name, epsilon=epsilon, **fields)
 
 
-def rms_norm(block: Block, name: str, *, merges: bool = True):
-    """Makes an RMSNorm. `merges` is as in `layer_norm`."""
+def rms_norm(block: Block, name: str, *, merges: bool = True, **fields: Any):
+    """Makes an RMSNorm. `merges` is as in `layer_norm`. `fields` are more fields of the module."""
     affine, epsilon = not (merges and block.compute.merged), block.config.rms_norm_eps
-    return _norm(block, nn.RMSNorm, lm.MSRMSNorm, name=name, epsilon=epsilon, use_scale=affine)
+    fields |= {"name": name, "epsilon": epsilon, "use_scale": affine}
+    return _norm(block, nn.RMSNorm, lm.MSRMSNorm, **fields)
 
 
 def _norm(block, flax_norm, ms_norm, **fields):

@@ -10,6 +10,7 @@ With the configs in `models.decoder_configs` it is also Qwen 3 (arXiv:2505.09388
 
 import math
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -57,12 +58,12 @@ class GemmaNorm(Block):
         return (x * jax.lax.rsqrt(mean + epsilon) * scale).astype(compute.dtype)
 
 
-def _norm(block: Block, name: str, *, merges: bool = True) -> nn.Module:
+def _norm(block: Block, name: str, *, merges: bool = True, **fields: Any) -> nn.Module:
     """Makes a norm. `merges` is as in `rms_norm`."""
     if not block.config.is_gemma:
-        return rms_norm(block, name, merges=merges)
+        return rms_norm(block, name, merges=merges, **fields)
     norm = nn.remat(GemmaNorm) if block.compute.checkpointed else GemmaNorm
-    return norm(block.config, block.compute, name=name)
+    return norm(block.config, block.compute, name=name, **fields)
 
 
 class LlamaLayer(Block):
@@ -84,44 +85,56 @@ class LlamaLayer(Block):
         If some layers' tokens see only a window, `local_rotation` has the positions in these
         layers, and `is_local` tells whether this layer is one of them.
         """
-        config, compute = self.config, self.compute
-        make, window = partial(dense, self, use_bias=False), None
+        config, compute, window = self.config, self.compute, None
         heads, kv_heads, size = config.num_attention_heads, config.kv_heads, config.head_size
         if local_rotation is not None and is_local is not None:
             both = zip(local_rotation, rotation, strict=True)
             cos, sin = (jnp.where(is_local, local, other) for local, other in both)
             rotation, window = (cos, sin), jnp.where(is_local, config.sliding_window, x.shape[1])
 
-        def turned(name, count):
-            z = make((count, size), name)(y)
-            if config.normalizes_heads:
-                z = _norm(self, f"{name}_norm", merges=False)(z)
-            return rotate(z, rotation)
+        def make(layer, features, name, **fields):
+            return dense(self, features, name, use_bias=False, parent=layer, **fields)
 
-        y = _norm(self, "norm1")(x)
-        q, k = turned("query", heads), turned("key", kv_heads)
-        v = make((kv_heads, size), "value")(y)
+        def projected(layer, y):
+            found = []
+            for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
+                z = make(layer, (count, size), name)(y)
+                if config.normalizes_heads and name != "value":
+                    z = _norm(self, f"{name}_norm", merges=False, parent=layer)(z)
+                found.append(z)
+            return found
+
+        def attended(layer, x, h):
+            # This Dense contracts over (head, head size). A reshape before it would be saved again.
+            h = make(layer, config.hidden_size, "attention_output", axis=(-2, -1))(h)
+            norm = partial(_norm, self, "post_attention_norm", parent=layer)
+            return x + (norm()(h) if config.is_gemma else h)
+
+        def mlp(layer, x, y):
+            gate, up = (make(layer, config.intermediate_size, name)(y) for name in ("gate", "up"))
+            h = down(layer, gate, up)
+            norm = partial(_norm, self, "post_mlp_norm", parent=layer)
+            return x + (norm()(h) if config.is_gemma else h)
+
+        def down(layer, gate, up):
+            h = gated(compute, gate, up, is_gelu=config.is_gemma)
+            return make(layer, config.hidden_size, "down")(h)
+
+        if compute.lowmembp:  # saves gate and up, but not their product
+            down = nn.remat(down, prevent_cse=not self.scanned)
+        if compute.tiles is not None:
+            tile = partial(lm.tile_module, axis=1, size=compute.tiles)
+            projected, attended, mlp = map(tile, (projected, attended, mlp))
+        q, k, v = projected(self, _norm(self, "norm1")(x))
         h = attention(
-            *(q, k, v, compute.attention),
+            *(rotate(q, rotation), rotate(k, rotation), v, compute.attention),
             causal=True,
             scale=config.query_scale,
             soft_cap=config.attn_logit_softcapping,
             window=window,
         )
-        # This Dense contracts over (head, head size). A reshape before it would be saved again.
-        h = make(config.hidden_size, "attention_output", axis=(-2, -1))(h)
-        x = x + (_norm(self, "post_attention_norm")(h) if config.is_gemma else h)
-        y = _norm(self, "pre_mlp_norm" if config.is_gemma else "norm2")(x)
-        gate, up = (make(config.intermediate_size, name)(y) for name in ("gate", "up"))
-
-        def down(layer, gate, up):
-            h = gated(compute, gate, up, is_gelu=config.is_gemma)
-            return make(config.hidden_size, "down", parent=layer)(h)
-
-        if compute.lowmembp:  # saves gate and up, but not their product
-            down = nn.remat(down, prevent_cse=not self.scanned)
-        h = down(self, gate, up)
-        return x + (_norm(self, "post_mlp_norm")(h) if config.is_gemma else h)
+        x = attended(self, x, h)
+        return mlp(self, x, _norm(self, "pre_mlp_norm" if config.is_gemma else "norm2")(x))
 
 
 class Llama(Model):

@@ -121,6 +121,7 @@ def workload(
     device: str = "h200",
     bits: int = 2,
     layers: Layers | None = None,
+    tiles: int | None = None,
 ) -> lm.memory.Workload:
     """Makes the training step of one model.
 
@@ -134,11 +135,12 @@ def workload(
       master_weights: "24bit" wraps it in `lm.master_weights`; parameters are then bfloat16.
       device: the GPU, which decides the attention.
       layers: see `Family.build`.
+      tiles: tokens in a slice of a decoder's layer, see `models.layers.Compute`.
 
     Raises:
       ValueError: an option is not accepted.
     """
-    for name, value in {"batch": batch, "tokens": tokens}.items():
+    for name, value in {"batch": batch, "tokens": tokens, "tiles": tiles}.items():
         if value is not None and not (isinstance(value, int) and 0 < value < 2**31):
             raise ValueError(
                 f"{name}: expected an integer from 1 to {2**31 - 1}, got {value!r:.40}"
@@ -154,6 +156,8 @@ def workload(
     usual = _SIZES[family.task][1]
     if tokens is not None and not usual:
         raise ValueError(f"tokens: expected None, because {family.name} takes images, got {tokens}")
+    if tiles is not None and family.task != "language-modelling":
+        raise ValueError(f"tiles: expected None, because {family.name} is no decoder, got {tiles}")
     tokens = tokens or usual
     # cuDNN's flash attention needs compute capability 8.0.
     known = lm.memory.get_device(device)
@@ -162,7 +166,8 @@ def workload(
     merged = method.startswith("lowmembp") and bool(family.norm_rules(config))
     is_24bit = master_weights == "24bit"
     param_dtype = jnp.dtype("bfloat16" if is_24bit else "float32")
-    compute = Compute(method, jnp.dtype(dtype), param_dtype, attention, merged, bits=bits)
+    dtypes = jnp.dtype(dtype), param_dtype
+    compute = Compute(method, *dtypes, attention, merged, bits=bits, tiles=tiles)
     model = family.build(config, compute, layers)
     arrays = abstract_batch(family.task, batch, tokens, config)
     params = jax.eval_shape(model.init, jax.random.key(0), *arrays.inputs)["params"]
