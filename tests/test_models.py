@@ -303,3 +303,22 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
     params = {"scale": np.float32([0, 2, 1e-30]), "bias": np.float32([1, 1, 0])}
     padding = swin.MergedPadding(Compute()).apply({"params": params}, 3)
     np.testing.assert_array_equal(padding, np.float32([0, -0.5, 0]))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("method", ["default", "compress+remat", "lowmembp"])
+def test_slices_of_tokens(name, method):
+    """A layer's parts on slices of 5 of 12 tokens: the same loss, gradients and parameters."""
+    config = TINY.get(name, FAMILIES[name].toy)
+    ids = jax.random.randint(jax.random.key(0), (2, 12), 0, config.vocab_size)
+    found = []
+    for tiles in (None, 5):
+        model = FAMILIES[name].build(config, Compute(method, tiles=tiles))
+        params = model.init(jax.random.key(1), ids)["params"]
+        run = lambda p, m=model: m.apply({"params": p}, ids, targets=ids) / ids.size  # noqa: E731
+        found.append((params, *quick_jit(jax.value_and_grad(run))(params)))
+    (params, loss, grads), (same, value, ours) = found
+    assert jax.tree.structure(params) == jax.tree.structure(same)
+    np.testing.assert_allclose(value, loss, rtol=1e-6)
+    assert lm.gradient_distance(ours, grads).error < (0.09 if method == "compress+remat" else 1e-5)

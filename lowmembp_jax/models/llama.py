@@ -66,6 +66,30 @@ def _norm(block: Block, name: str, *, merges: bool = True, **fields: Any) -> nn.
     return norm(block.config, block.compute, name=name, **fields)
 
 
+class _Scale(Block):
+    """The scale of an RMSNorm."""
+
+    @nn.compact
+    def __call__(self) -> Float[Array, " hidden"]:
+        dtype = self.compute.param_dtype
+        return self.param("scale", nn.initializers.ones, (self.config.hidden_size,), dtype)
+
+
+def _norm_of_slices(block: Block, name: str, x: Float[Array, "batch tokens hidden"]):
+    """Splits a norm for functions of slices: returns arrays to slice, and what norms the slices.
+
+    An RMSNorm of a slice is a product with a statistic, so no normalized x exists as a whole.
+    Inside `lm.compress`, a statistic that a slice computes would need x unrounded.
+    """
+    if block.config.is_gemma or block.compute.lowmembp or block.compute.checkpointed:
+        return (_norm(block, name)(x),), lambda y: y
+    scale = _Scale(block.config, block.compute, name=name)()
+    squares = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    rstd = jax.lax.rsqrt(squares + block.config.rms_norm_eps)
+    by = scale.astype(jnp.float32)[None, None]
+    return (x, rstd), lambda x, rstd: (x * (rstd * by)).astype(block.compute.dtype)
+
+
 class LlamaLayer(Block):
     """Self-attention and a gated MLP, each after a norm. `scanned`: whether it runs in a loop."""
 
@@ -95,8 +119,8 @@ class LlamaLayer(Block):
         def make(layer, features, name, **fields):
             return dense(self, features, name, use_bias=False, parent=layer, **fields)
 
-        def projected(layer, y):
-            found = []
+        def projected(layer, *given, norm=lambda y: y):
+            y, found = norm(*given), []
             for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
                 z = make(layer, (count, size), name)(y)
                 if config.normalizes_heads and name != "value":
@@ -110,11 +134,12 @@ class LlamaLayer(Block):
             norm = partial(_norm, self, "post_attention_norm", parent=layer)
             return x + (norm()(h) if config.is_gemma else h)
 
-        def mlp(layer, x, y):
+        def mlp(layer, x, *given, norm=lambda y: y):
+            y = norm(*given)
             gate, up = (make(layer, config.intermediate_size, name)(y) for name in ("gate", "up"))
             h = down(layer, gate, up)
-            norm = partial(_norm, self, "post_mlp_norm", parent=layer)
-            return x + (norm()(h) if config.is_gemma else h)
+            after = partial(_norm, self, "post_mlp_norm", parent=layer)
+            return x + (after()(h) if config.is_gemma else h)
 
         def down(layer, gate, up):
             h = gated(compute, gate, up, is_gelu=config.is_gemma)
@@ -122,10 +147,19 @@ class LlamaLayer(Block):
 
         if compute.lowmembp:  # saves gate and up, but not their product
             down = nn.remat(down, prevent_cse=not self.scanned)
+
+        def normed(name, x):
+            if compute.tiles is None:
+                return (_norm(self, name)(x),), lambda y: y
+            return _norm_of_slices(self, name, x)
+
         if compute.tiles is not None:
             tile = partial(lm.tile_module, axis=1, size=compute.tiles)
-            projected, attended, mlp = map(tile, (projected, attended, mlp))
-        q, k, v = projected(self, _norm(self, "norm1")(x))
+            attended = tile(attended)
+        else:
+            tile = lambda function: function  # noqa: E731
+        given, norm = normed("norm1", x)
+        q, k, v = tile(partial(projected, norm=norm))(self, *given)
         h = attention(
             *(rotate(q, rotation), rotate(k, rotation), v, compute.attention),
             causal=True,
@@ -134,7 +168,8 @@ class LlamaLayer(Block):
             window=window,
         )
         x = attended(self, x, h)
-        return mlp(self, x, _norm(self, "pre_mlp_norm" if config.is_gemma else "norm2")(x))
+        given, norm = normed("pre_mlp_norm" if config.is_gemma else "norm2", x)
+        return tile(partial(mlp, norm=norm))(self, x, *given)
 
 
 class Llama(Model):
