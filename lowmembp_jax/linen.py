@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -180,6 +180,7 @@ def compress_module(
     policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: Any = True,
+    offload: Literal["pinned_host"] | None = None,
     methods: Iterable[str] | None = None,
 ) -> Any:
     """Wraps a linen module class, as `nn.remat` does, so that `lm.compress` compresses its call.
@@ -197,7 +198,7 @@ def compress_module(
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced; 0 is `self`, as in `nn.remat`.
         Arguments that are neither arrays nor floats are never traced.
-      prevent_cse: see `lm.compress`.
+      prevent_cse, offload: see `lm.compress`.
       methods: names of the methods to compress, `__call__` by default; ignored for a function.
 
     Returns:
@@ -209,9 +210,9 @@ def compress_module(
     if target is None:
         return lambda target: compress_module(
             target, dtype=dtype, policy=policy, static_argnums=static_argnums,
-            prevent_cse=prevent_cse, methods=methods,
+            prevent_cse=prevent_cse, offload=offload, methods=methods,
         )  # fmt: skip
-    options = check_options("compress_module", dtype, policy, prevent_cse)
+    options = check_options("compress_module", dtype, policy, prevent_cse, offload)
     name = f"lm.compress_module({getattr(target, '__name__', type(target).__name__)})"
 
     def call(run, args, kwargs, static, _):

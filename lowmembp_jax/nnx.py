@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 from flax.nnx import extract
@@ -117,6 +117,7 @@ def compress(
     policy: Callable[..., Any] | None = products_saveable,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: Any = True,
+    offload: Literal["pinned_host"] | None = None,
 ) -> Any:
     """Compresses a function of NNX modules and other arguments, as `lm.compress` does.
 
@@ -137,7 +138,7 @@ def compress(
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced. Arguments that are neither arrays
         nor floats are never traced.
-      prevent_cse: see `lm.compress`.
+      prevent_cse, offload: see `lm.compress`.
 
     Raises:
       ValueError, TypeError: see `lm.compress`.
@@ -145,9 +146,9 @@ def compress(
     if function is None:
         return functools.partial(
             compress, dtype=dtype, policy=policy, static_argnums=static_argnums,
-            prevent_cse=prevent_cse,
+            prevent_cse=prevent_cse, offload=offload,
         )  # fmt: skip
-    options = compression.check_options("nnx.compress", dtype, policy, prevent_cse)
+    options = compression.check_options("nnx.compress", dtype, policy, prevent_cse, offload)
     name = f"lm.nnx.compress({getattr(function, '__name__', type(function).__name__)})"
 
     def stored(pure):

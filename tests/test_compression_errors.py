@@ -71,16 +71,15 @@ def test_a_name_of_which_nothing_is_kept_is_said():
     gradients(lm.compress(block, dtype=dtype, policy=named), p, x)
 
 
-def test_a_policy_that_offloads_is_refused():
-    """The arrays would be rounded by the host's CPU."""
+def test_a_policy_that_offloads_elsewhere_is_refused():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["hidden"],
         offload_src="device",
-        offload_dst="pinned_host",
+        offload_dst="unpinned_host",
     )
     run = lm.compress(block, policy=policy)
-    with pytest.raises(ValueError, match="offloads a result of name to 'pinned_host'"):
+    with pytest.raises(ValueError, match="offloads a result of name from 'device' to 'unpinned_h"):
         gradients(run, params(), normal(32, 64))
 
 

@@ -217,10 +217,10 @@ def _shard_map_outside(params, x):
     return jax.shard_map(part, mesh=MESH, in_specs=(P(), P("d")), out_specs=P())(params, x)
 
 
-def _offloading(p, x):
+def _offloading(p, x, to="pinned_host"):
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
-        offload_src="device", offload_dst="pinned_host",
+        offload_src="device", offload_dst=to,
     )  # fmt: skip
     return jax.checkpoint(layer, policy=policy)(p, x)
 
@@ -272,7 +272,12 @@ FORMS = {
     "nn.scan": Form(*linen(Scanned())),
     "nn.scan_dots": Form(*linen(Scanned(DOTS))),
     "nn.remat_scan": Form(*linen(RematScan())),
-    "offload": Form(unrolled(_offloading), left="its policy offloads", taken=False),
+    "offload": Form(unrolled(_offloading)),
+    "offload_elsewhere": Form(
+        unrolled(functools.partial(_offloading, to="unpinned_host")),
+        left="its policy offloads to another memory",
+        taken=False,
+    ),
     "token": Form(
         unrolled(jax.checkpoint(_with_token)), left="it has values that are not", taken=False
     ),

@@ -3,11 +3,11 @@
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from lowmembp_jax._arguments import as_items, is_inexact
+from lowmembp_jax._arguments import as_choice, as_items, is_inexact
 from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
@@ -26,9 +26,12 @@ class Options(NamedTuple):
     formats: Mapping[str | None, str | None]  # see `format_names`
     policy: Callable[..., Any]
     prevent_cse: bool
+    offload: bool
 
 
-def check_options(name: str, dtype: StorageFormat, policy: Any, prevent_cse: Any = True) -> Options:
+def check_options(
+    name: str, dtype: StorageFormat, policy: Any, prevent_cse: Any = True, offload: Any = None
+) -> Options:
     """Checks the options of the function `name`; raises the errors of `compress`."""
     formats = format_names(dtype, f"{name}: dtype")
     policy = jax.checkpoint_policies.nothing_saveable if policy is None else policy
@@ -38,7 +41,9 @@ def check_options(name: str, dtype: StorageFormat, policy: Any, prevent_cse: Any
     if not barriers or not all(isinstance(one, bool) for one in barriers):
         found = repr(prevent_cse)
         raise TypeError(f"{name}: prevent_cse: expected a tree of True and False, got {found}")
-    return Options(formats, policy, any(barriers))
+    if offload is not None:
+        as_choice(offload, f"{name}: offload", ("pinned_host",))
+    return Options(formats, policy, any(barriers), offload is not None)
 
 
 def compress(
@@ -49,6 +54,7 @@ def compress(
     params_argnums: int | Sequence[int] = 0,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: Any = True,
+    offload: Literal["pinned_host"] | None = None,
 ) -> Callable[..., Any]:
     """Stores the residuals of `fun` in 8 bits; otherwise it behaves as `jax.checkpoint`.
 
@@ -94,6 +100,9 @@ def compress(
         that are neither arrays nor floats, such as `deterministic=True`, are never traced.
       prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside `lax.scan`. One True
         in a tree for the arguments counts for all of them.
+      offload: "pinned_host" moves each array that is stored to the host's memory, and back for the
+        backward. With `policy=None` this is first of all the activations among the arguments. A
+        policy that offloads does this for the results that it offloads.
 
     Returns:
       A function of the same arguments, with the values of `jax.checkpoint(fun, policy=policy)`. It
@@ -107,16 +116,17 @@ def compress(
       DeprecationWarning: `dtype` is a float8 dtype, which stands for a format without a scale.
 
     Raises:
-      ValueError: `dtype` is not a format; `policy` offloads (this error comes when `fun` is
-        differentiated); a position is out of range, or both static and a parameter.
+      ValueError: `dtype` is not a format; `policy` offloads to another memory than "pinned_host"
+        (this error comes when `fun` is differentiated); a position is out of range, or both static
+        and a parameter.
       TypeError: `fun` or `policy` is not callable; `fun` is a class or a Flax module.
       NotImplementedError: a second derivative is used.
     """
-    options = check_options("compress", dtype, policy, prevent_cse)
+    options = check_options("compress", dtype, policy, prevent_cse, offload)
     if fun is None:
         return functools.partial(
             compress, dtype=dtype, policy=policy, params_argnums=params_argnums,
-            static_argnums=static_argnums, prevent_cse=prevent_cse,
+            static_argnums=static_argnums, prevent_cse=prevent_cse, offload=offload,
         )  # fmt: skip
     _check_function(fun)
     params = positions("compress", "params_argnums", params_argnums)
@@ -251,7 +261,8 @@ def stored(
         key = is_param, is_exact(), is_for_tpu()
         if key not in hows:
             inputs = tuple(Input.PARAMETER if one else Input.ACTIVATION for one in is_param)
-            marker = Marker(options.policy, formats, owner)
+            offload = options.offload and not is_exact()
+            marker = Marker(options.policy, formats, owner, offload)
             hows[key] = How(marker, inputs, options.prevent_cse)
         return hows[key].bind(values, jaxpr)
 

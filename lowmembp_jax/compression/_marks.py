@@ -45,12 +45,14 @@ class Need(NamedTuple):
       name: the `checkpoint_name` that it gets later.
       saved: the policy saves it by this name.
       rows: the rows of the statistic of it that the backward needs.
+      host: the policy offloads it by this name.
     """
 
     level: int = NOT
     name: str | None = None
     saved: bool = False
     rows: Rows | None = None
+    host: bool = False
 
     def join(self, other: "Need") -> "Need":
         """Combines the needs of two readers; `other` reads later in the function."""
@@ -59,6 +61,7 @@ class Need(NamedTuple):
             self.name or other.name,
             self.saved or other.saved,
             self.rows or other.rows,
+            self.host or other.host,
         )
 
 
@@ -70,12 +73,14 @@ class Marker:
       policy: a policy of `jax.checkpoint`, which says which results are saved.
       formats: names of the formats by `checkpoint_name`; None is the key for all other arrays.
       owner: the function's name in errors.
+      offload: whether all stored arrays wait in the host's memory.
       seen: the `checkpoint_name`s of stored arrays.
     """
 
     policy: Callable[..., Any]
     formats: Mapping[str | None, str | None]
     owner: str
+    offload: bool = False
     seen: set[str] = field(default_factory=set)
 
     def __post_init__(self):
@@ -108,7 +113,8 @@ class Marker:
         for var, need, is_kept in zip(jaxpr.invars, inputs, kept, strict=True):
             if need.level and facts.of[var].lossy and not is_kept:
                 format = self.format(var, facts.of[var], need)
-                if format.storage is not None:  # unrounded, the argument is in memory anyway
+                # Unrounded, the argument is in memory anyway.
+                if format.storage is not None or format.host:
                     decisions.plan.stores[var] = format
         if unseen := self.formats.keys() - self.seen - {None} - _NAMED_EXACT.keys():
             warn(
@@ -127,7 +133,8 @@ class Marker:
         storage = self.formats.get(need.name if is_named else None)
         if not fact.lossy or (is_statistic and not is_named):
             storage = None
-        return Format.of(var.aval, storage, self.owner, need.rows, fact.unit)
+        host = self.offload or need.host
+        return Format.of(var.aval, storage, self.owner, need.rows, fact.unit, host)
 
 
 class _Decisions:
@@ -253,7 +260,7 @@ class _Decisions:
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
         needs += [Need(ROUNDED)] * (len(eqn.invars) - count)  # the tangents
         for atom, need in zip(eqn.invars, needs, strict=True):
-            self.need(atom, need._replace(name=None, saved=False))
+            self.need(atom, need._replace(name=None, saved=False, host=False))
 
     def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
         """Stores results, or needs the operands to recompute the results."""
@@ -276,8 +283,9 @@ class _Decisions:
                 rows = _before(need.rows, eqn, atom)
                 own = checkpoint_name_of(eqn)
                 saved = need.saved or (own is not None and number in self.facts.saved)
+                host = need.host or (own is not None and number in self.facts.offloaded)
                 name = own or need.name
-                new = Need(need.level, name, saved, rows) if need.level else Need(rows=rows)
+                new = Need(need.level, name, saved, rows, host) if need.level else Need(rows=rows)
                 self.need(atom, new)
             return
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
@@ -290,7 +298,8 @@ class _Decisions:
     def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
         """The format of a result, or None if it is recomputed."""
         name, fact = operation(eqn), self.facts.of[var]
-        exact = Format.of(var.aval, None, self.marker.owner)
+        exact = Format.of(var.aval, None, self.marker.owner, host=self.marker.offload)
+        need = need._replace(host=need.host or number in self.facts.offloaded)
         if _is_discrete(var):
             # Reductions are stored exactly, so a choice that depends on them alone comes out the
             # same when it is recomputed.
@@ -309,6 +318,7 @@ class _Decisions:
         if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
             return None
         if self.replaces_terms(eqn, read, need):
+            need = need._replace(host=need.host or any(map(self.is_offloaded, eqn.invars)))
             return self.marker.format(var, fact, need)
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
@@ -353,6 +363,17 @@ class _Decisions:
             if checkpoint_name_of(eqn) is not None:  # the name is for the term, not for the sum
                 return False
             atom = eqn.invars[0]
+        return False
+
+    def is_offloaded(self, atom: Any) -> bool:
+        """Whether the policy offloads an array, perhaps in another shape and dtype."""
+        while atom in self.made:
+            number = self.made[atom]
+            if number in self.facts.offloaded:
+                return True
+            if not rules.rule(self.jaxpr.eqns[number]).passes:
+                return False
+            atom = self.jaxpr.eqns[number].invars[0]
         return False
 
     def products(self, atom: Any) -> set[Any]:

@@ -66,6 +66,8 @@ def _encoding(
 
     def encode(x):
         stored = format.encode(x)
+        if format.host:
+            stored = jax.device_put(stored, jax.memory.Space.Host)
         if at and not format.is_exact:
             observe(number, at, x, stored[0], format.decode(stored, x.dtype))
         return [*[x] * times, *stored]
@@ -76,6 +78,8 @@ def _encoding(
 @functools.lru_cache(maxsize=4096)
 def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], mesh: Any):
     def decode(*stored):
+        if format.host:
+            stored = jax.device_put(stored, jax.memory.Space.Device)
         again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
         return [format.decode(each, dtype) for each in again]
 
@@ -96,7 +100,8 @@ def _split(saveable, unknown, instantiated, eqn):
         return eqn, eqn, [False] * times, [True] * times, [x] * is_new
     if format.storage == FORWARD:
         return eqn, None, [False] * times, [False] * times, []
-    if format.storage is None and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+    is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
+    if format.storage is None and not is_complex and not format.host:
         return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()
     number = observer()

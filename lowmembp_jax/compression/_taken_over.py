@@ -237,8 +237,8 @@ def _taken(
     sizes = (size for atom in atoms for size in getattr(atom.aval, "shape", ()))
     if not all(isinstance(size, int) for size in sizes):
         return eqn, _described(eqn, "its sizes are symbolic, so its bytes are not known")
-    if any(_offloads(policy, each) for each in every):
-        return eqn, _described(eqn, "its policy offloads")
+    if any(_offloads_elsewhere(policy, each) for each in every):
+        return eqn, _described(eqn, "its policy offloads to another memory than pinned_host")
     prevent_cse = eqn.params["prevent_cse"]
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)
     like = _how(jaxpr, given, policy, prevent_cse, settings)
@@ -279,9 +279,10 @@ def _policy(eqn: core.JaxprEqn) -> Callable[..., Any]:
     return eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
 
 
-def _offloads(policy: Callable[..., Any], eqn: core.JaxprEqn) -> bool:
+def _offloads_elsewhere(policy: Callable[..., Any], eqn: core.JaxprEqn) -> bool:
     answer = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
-    return isinstance(answer, Offloadable)
+    places = ("device", "pinned_host")
+    return isinstance(answer, Offloadable) and (answer.src, answer.dst) != places
 
 
 @weakref_lru_cache

@@ -87,11 +87,13 @@ class Facts(NamedTuple):
       of: the fact about each variable.
       inside: the facts of the bodies of its equations, by the equation's number.
       saved: numbers of the equations whose results the policy saves.
+      offloaded: those of them that wait in the host's memory.
     """
 
     of: dict[Any, Fact]
     inside: dict[int, list["Facts"]]
     saved: set[int]
+    offloaded: set[int]
 
     def read(self, eqn: core.JaxprEqn) -> list[Fact]:
         return [fact_of(self.of, atom) for atom in eqn.invars]
@@ -127,7 +129,7 @@ def find_facts(
     Args:
       exact: the variables that the backward needs exactly, including variables inside bodies.
     """
-    found = Facts({}, {}, set())
+    found = Facts({}, {}, set(), set())
     for var, fact in zip(jaxpr.invars, given, strict=True):
         found.of[var] = fact._replace(
             root=fact.root or Place.own(var), exact=fact.exact or var in exact
@@ -143,8 +145,11 @@ def find_facts(
                 f if f.root and f.root.of in roots else f._replace(root=None) for f in results
             ]
         else:
-            if is_saved := _saves(policy, eqn):
+            is_saved, is_offloaded = _answer(policy, eqn)
+            if is_saved:
                 found.saved.add(number)
+            if is_offloaded:
+                found.offloaded.add(number)
             read = found.read(eqn)
             results = _of_results(eqn, read, is_saved)
             if operation(eqn) == "eq" and _is_infinity(eqn.invars[1]):
@@ -171,7 +176,7 @@ def _inside(found: Facts, number: int, eqn, bodies, policy: Policy, exact) -> li
         for a, v in zip(jaxprs.operands(eqn), bodies[0].invars, strict=True)
     ]
     back = jaxprs.carried(eqn, bodies[0])
-    if eqn.primitive.name in ("checkpoint", "remat2") and _saves(policy, eqn):
+    if eqn.primitive.name in ("checkpoint", "remat2") and _answer(policy, eqn)[0]:
         # The policy saves what the function computes, so a `jax.checkpoint` inside keeps its own.
         policy = eqn.params["policy"] or jax.checkpoint_policies.nothing_saveable
     given = [
@@ -356,14 +361,18 @@ def _shifted(root: Place, above: frozenset[Place]) -> frozenset[int] | None:
     return None
 
 
-def _saves(policy: Policy, eqn: core.JaxprEqn) -> bool:
+def _answer(policy: Policy, eqn: core.JaxprEqn) -> tuple[bool, bool]:
+    """Whether the policy saves an equation's results, and whether it offloads them."""
     answer = policy(eqn.primitive, *(atom.aval for atom in eqn.invars), **eqn.params)
     if isinstance(answer, Offloadable):
-        raise ValueError(
-            f"compress: policy: expected a policy that saves or recomputes, got a policy that "
-            f"offloads a result of {eqn.primitive} to {answer.dst!r}; use jax.checkpoint to offload"
-        )
-    return answer not in (False, Recompute)
+        if (answer.src, answer.dst) != ("device", "pinned_host"):
+            raise ValueError(
+                f"compress: policy: expected a policy that offloads to 'pinned_host', "
+                f"got one that offloads a result of {eqn.primitive} from {answer.src!r} to "
+                f"{answer.dst!r}"
+            )
+        return True, True
+    return answer not in (False, Recompute), False
 
 
 def _size(atom: Any) -> Any:

@@ -168,17 +168,24 @@ class Format(NamedTuple):
       rows: the rows over which readers reduce the array, if "float8" stores it by row.
       unit: whether all elements are between 0 and 1, as in a softmax. float8 stores 256 times each
         element, and the integer formats store its square root.
+      host: whether the stored arrays wait in the host's memory, "pinned_host".
     """
 
     storage: str | None
     owner: str
     rows: Rows | None = None
     unit: bool = False
+    host: bool = False
 
     @classmethod
-    def of(cls, array: Any, storage: str | None, owner: str, rows=None, unit=False) -> "Format":
-        """Chooses the format of an array; exact if it is not floating or would not shrink."""
-        exact = cls(None, owner)
+    def of(
+        cls, array: Any, storage: str | None, owner: str, rows=None, unit=False, host=False
+    ) -> "Format":
+        """Chooses the format of an array; exact if it is not floating or would not shrink.
+
+        Booleans in 2 bits and single numbers stay on the device.
+        """
+        exact = cls(None, owner, host=host and array.shape != ())
         if array.dtype == bool:
             return cls(f"boolean in {least_integer(2)}", owner) if array.shape else exact
         if storage is None or not array.size or not array.shape:
@@ -191,7 +198,7 @@ class Format(NamedTuple):
             rows = None  # splitting a sharded axis would need a spec
         bits, own = FORMATS[storage].bits, array.size * jnp.finfo(array.dtype).bits
         kept = rows if storage == "float8" and rows and bits(array, rows) < own else None
-        return cls(storage, owner, kept, unit) if bits(array, kept) < own else exact
+        return cls(storage, owner, kept, unit, host) if bits(array, kept) < own else exact
 
     @property
     def is_exact(self) -> bool:

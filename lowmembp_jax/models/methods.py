@@ -17,11 +17,13 @@ class Method(NamedTuple):
         library's.
       layer: the wrapper around each layer.
       policy: the wrapper's policy as Python code; None for its default.
+      offload: whether `lm.compress_module` moves what it stores to the host's memory.
     """
 
     operators: Literal["flax", "checkpointed", "lowmembp"] = "flax"
     layer: Literal["plain", "remat", "compress"] = "plain"
     policy: str | None = None
+    offload: bool = False
 
     @property
     def code(self) -> str:
@@ -34,7 +36,8 @@ class Method(NamedTuple):
             lines.append(f"Block = nn.remat(Block{policy})")
         if self.layer == "compress":
             near = "" if self.operators == "lowmembp" else _NEAR
-            lines.append(f"Block = lm.compress_module(Block{policy}){near}")
+            moved = ', offload="pinned_host"' if self.offload else ""
+            lines.append(f"Block = lm.compress_module(Block{policy}{moved}){near}")
         if self.operators == "lowmembp":
             lines.append(_PATCH)
         return "\n".join(lines) or "# nothing to change"
@@ -45,7 +48,10 @@ class Method(NamedTuple):
 
         import lowmembp_jax as lm
 
-        return {} if self.policy is None else {"policy": eval(self.policy, {"jax": jax, "lm": lm})}
+        found = {"offload": "pinned_host"} if self.offload else {}
+        if self.policy is not None:
+            found["policy"] = eval(self.policy, {"jax": jax, "lm": lm})
+        return found
 
 
 _OFFLOAD = 'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")'
@@ -63,6 +69,7 @@ TABLE: dict[str, Method] = {
     "lowmembp+remat": Method("lowmembp", "remat", "lm.checkpoint_policy()"),
     "lowmembp+compress": Method("lowmembp", "compress", "lm.everything_saveable"),
     "offload": Method("flax", "remat", _OFFLOAD),
+    "compress+remat+offload": Method("flax", "compress", "None", offload=True),
 }
 
 METHODS: tuple[str, ...] = tuple(TABLE)

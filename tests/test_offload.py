@@ -1,0 +1,141 @@
+"""Offloading under lm.compress: arrays are encoded, then moved to the host's memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import lowmembp_jax as lm
+
+LAYERS, WIDTH, ROWS = 4, 64, 128
+keys = jax.random.split(jax.random.key(0), 3)
+
+
+def inputs(dtype=jnp.float32, width=WIDTH, rows=ROWS):
+    up = jax.random.normal(keys[0], (LAYERS, width, 4 * width), dtype) / 10
+    down = jax.random.normal(keys[1], (LAYERS, 4 * width, width), dtype) / 10
+    return (up, down), jax.random.normal(keys[2], (rows, width), dtype)
+
+
+def block(params, x):
+    x = checkpoint_name(x, "input")
+    h = checkpoint_name(jnp.tanh(x @ params[0]), "hidden")
+    return x + jax.nn.silu(h) @ params[1]
+
+
+def offload(*names):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+
+DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+def model(block, scanned):
+    def loss(params, x):
+        if scanned:
+            return jnp.mean(lax.scan(lambda h, p: (block(p, h), None), x, params)[0] ** 2)
+        for i in range(LAYERS):
+            x = block(jax.tree.map(lambda p, i=i: p[i], params), x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def on_host(loss, *args):
+    """The bytes that wait on the host."""
+    table = lm.memory.residuals(loss, *args, argnums=0)
+    return sum(row.bytes for row in table.rows if row.kind == "host")
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("policy", [offload("hidden"), DOTS], ids=["names", "dots"])
+def test_a_policy_that_offloads(policy, scanned):
+    """Half the bytes of jax.checkpoint in bfloat16, and the values of lm.compress."""
+    params, x = inputs(jnp.bfloat16, 256)
+    theirs, ours = (model(f(block, policy=policy), scanned) for f in (jax.checkpoint, lm.compress))
+    bytes_of = [on_host(f, params, x) for f in (theirs, ours)]
+    assert 0 < bytes_of[1] <= 0.53 * bytes_of[0]
+    params, x = inputs()
+    exact, ours = (model(f, scanned) for f in (block, lm.compress(block, policy=policy)))
+    got, want = (jax.jit(jax.grad(f))(params, x) for f in (ours, exact))
+    assert 1e-4 < lm.gradient_distance(got, want).error < 0.05
+    plain = model(lm.compress(block, policy=policy, dtype=None), scanned)
+    assert lm.gradient_distance(jax.jit(jax.grad(plain))(params, x), want).error < 1e-6
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_all_that_is_stored(scanned):
+    params, x = inputs()
+    run = lm.compress(block, policy=None, offload="pinned_host")
+    host = on_host(model(run, scanned), params, x)
+    inputs_in_8_bits = (LAYERS - 1 + scanned) * x.size  # the first one is the model's argument
+    assert inputs_in_8_bits <= host <= 1.3 * inputs_in_8_bits
+    got, want = (jax.jit(jax.grad(model(f, scanned)))(params, x) for f in (run, block))
+    assert 1e-4 < lm.gradient_distance(got, want).error < 0.05
+    with lm.exact():
+        assert not on_host(model(run, scanned), params, x)
+
+
+def test_a_checkpoint_that_offloads_is_taken_over():
+    params, x = inputs()
+    loss = model(jax.checkpoint(block, policy=offload("hidden")), True)
+    with lm.patch(checkpoint=True) as report:
+        host = on_host(loss, params, x)
+        grads = jax.jit(jax.grad(loss))(params, x)
+    assert 0 < host < 0.3 * LAYERS * 4 * x.nbytes
+    assert " -> " in str(report)
+    assert lm.gradient_distance(grads, jax.grad(loss)(params, x)).error < 0.05
+
+
+def test_modules():
+    import flax.linen as nn
+    from flax import nnx
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(WIDTH)(x)))
+
+    _, x = inputs()
+    module = lm.compress_module(Block, policy=None, offload="pinned_host")()
+    params = module.init(jax.random.key(0), x)
+    assert on_host(lambda p, x: jnp.sum(module.apply(p, jnp.tanh(module.apply(p, x)))), params, x)
+    linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    run = lm.nnx.compress(lambda m, x: jnp.tanh(m(x)), policy=None, offload="pinned_host")
+    assert on_host(lambda m, x: jnp.sum(run(m, run(m, x))), linear, x)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("scanned", [False, True])
+def test_memory_of_a_compiled_step(scanned):
+    """Compared with full remat whose inputs JAX offloads: half on the host, no more on the GPU."""
+    params, x = inputs(jnp.bfloat16, 256, 8192)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, x))
+
+    def sizes(block):
+        compiled = lm.memory.compile_for(jax.grad(model(block, scanned)), *shapes, device="h100")
+        found = compiled.memory_analysis()
+        return found.temp_size_in_bytes, found.host_temp_size_in_bytes
+
+    device, host = sizes(lm.compress(block, policy=None, offload="pinned_host"))
+    theirs, their_host = sizes(jax.checkpoint(block, policy=offload("input")))
+    assert 0 < host <= 0.53 * their_host
+    assert device <= 1.1 * theirs
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(lm.compress, block, offload="disk"), "compress: offload: expected 'pinned_host'"),
+        (partial(lm.nnx.compress, block, offload=True), "nnx.compress: offload: expected 'pinned"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
