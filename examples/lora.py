@@ -38,7 +38,12 @@ from lowmembp_jax.models.attention import choose_attention
 from lowmembp_jax.models.families import MODELS
 from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.methods import METHODS
-from lowmembp_jax.models.workload import abstract_batch, adamw_workload, make_loss
+from lowmembp_jax.models.workload import (
+    abstract_batch,
+    make_loss,
+    make_optimizer,
+    workload_of_loss,
+)
 
 Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
 Params = dict[str, Any]
@@ -195,7 +200,8 @@ def workload(
         return mean(combine(trained, frozen, dtype), batch)
 
     has_tokens = family.task != "image-classification"
-    return adamw_workload(loss, trained, frozen, arrays, tokens=batch * tokens if has_tokens else 0)
+    tokens = batch * tokens if has_tokens else 0
+    return workload_of_loss(loss, make_optimizer(), trained, frozen, arrays, tokens=tokens)
 
 
 workload.methods = METHODS

@@ -1,5 +1,7 @@
 """`lm.update_in_backward`: the results of optax, layer by layer and in place."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,3 +192,41 @@ def test_no_array_of_all_gradients_exists():
     assert ours.argument_size_in_bytes < 5.15 * count
     assert ours.alias_size_in_bytes > 5 * count
     assert ours.temp_size_in_bytes < 0.6 * count < 2 * count < sizes["all"].temp_size_in_bytes
+
+
+def test_a_list_of_layers():
+    """Layers that are not stacked, of different widths, and an embedding tied to the head."""
+    widths = [8, 16, 16, 8]
+    sizes = list(itertools.pairwise(widths))
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    params = [0.3 * jax.random.normal(k, s) for k, s in zip(keys, sizes, strict=True)]
+    table, ids = jax.random.normal(jax.random.key(1), (11, 8)), jnp.arange(6)
+    optimizer = optax.adamw(1e-2)
+    layers = lm.update_in_backward(lambda p, h: jnp.tanh(h @ p), optimizer)
+
+    def loss(params, table):
+        h = table[ids]
+        for p in params:
+            h = jnp.tanh(h @ p)
+        return jnp.sum(jnp.sin(h @ table.T))
+
+    def step(params, table, state):
+        h, embed_vjp = jax.vjp(lambda table: table[ids], table)
+        h, inputs = layers.forward(params, h)
+        dh, d_head = jax.grad(lambda h, t: jnp.sum(jnp.sin(h @ t.T)), (0, 1))(h, table)
+        params, state, dh = layers.backward(params, state, inputs, dh)
+        return params, state, d_head + embed_vjp(dh)[0]
+
+    with jax.numpy_dtype_promotion("standard"):
+        got, _, d_table = quick_jit(step)(params, table, layers.init(params))
+    grads, want = jax.grad(loss, (0, 1))(params, table)
+    np.testing.assert_allclose(d_table, want, atol=1e-5)
+    for one, p, g in zip(got, params, grads, strict=True):
+        with jax.numpy_dtype_promotion("standard"):
+            update, _ = optimizer.update(g, optimizer.init(p), p)
+        np.testing.assert_allclose(one, p + update, atol=1e-6)
+    with pytest.raises(ValueError, match="state: expected a list with 3 entries"):
+        layers.backward(params, [], [], table)
+    with pytest.raises(ValueError, match="combines"), jax.numpy_dtype_promotion("standard"):
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+        lm.update_in_backward(lambda p, h: h, clipped).init([{"a": table, "b": table}])

@@ -10,7 +10,7 @@ With the configs in `models.decoder_configs` it is also Qwen 3 (arXiv:2505.09388
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -182,23 +182,27 @@ class Llama(Model):
         self,
         input_ids: Int[Array, "batch tokens"],
         targets: Int[Array, "batch tokens"] | None = None,
+        *,
+        part: Literal["embed", "head"] | None = None,
     ) -> Float[Array, "..."]:
         """Returns the logits of each next token, `[batch, tokens, vocab_size]` float32.
 
         With `targets` it returns the sum of their cross-entropies, float32, and the logits are
-        never in memory. Negative targets do not count.
+        never in memory. Negative targets do not count. `part` is for steps that run the layers
+        themselves: "embed" returns the first layer's input, and "head" takes the last layer's
+        output instead of `input_ids`.
         """
         config = self.config
-        embedding = embed(self, config.vocab_size, "word_embeddings")
-        x = embedding(input_ids)
-        if config.is_gemma:
-            x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
-        rotations = partial(rotary_positions, input_ids.shape[1], config.head_size)
-        shared, each = (rotations(config.rope_theta, config.rope_scaling),), ()
-        if config.is_local is not None:
-            local_theta = config.rope_local_base_freq or config.rope_theta
-            shared, each = (*shared, rotations(local_theta)), (config.is_local,)
-        x = run_layers(self, LlamaLayer, x, *shared, each=each, scanned=self.scan_layers)
+        embedding, x = embed(self, config.vocab_size, "word_embeddings"), input_ids
+        if part != "head":
+            x = embedding(input_ids)
+            if config.is_gemma:
+                x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+        if part == "embed":
+            return x
+        if part is None:
+            shared, each = positions(config, x.shape[1])
+            x = run_layers(self, LlamaLayer, x, *shared, each=each, scanned=self.scan_layers)
         tied, cap = config.tie_word_embeddings, config.final_logit_softcapping
         x = _norm(self, "norm", merges=not tied)(x)
         head = dense(self, config.vocab_size, "lm_head", use_bias=False)
@@ -212,6 +216,17 @@ class Llama(Model):
         if tied:
             return loss(None, embedding=embedding.embedding.astype(x.dtype))
         return loss(head.variables["params"]["kernel"].astype(x.dtype))
+
+
+def positions(config: LlamaConfig, tokens: int) -> tuple[tuple[Rotation, ...], tuple[Any, ...]]:
+    """Returns the arguments that all layers share, and arrays with a row for each layer."""
+    rotations = partial(rotary_positions, tokens, config.head_size)
+    shared = (rotations(config.rope_theta, config.rope_scaling),)
+    if config.is_local is None:
+        return shared, ()
+    return (*shared, rotations(config.rope_local_base_freq or config.rope_theta)), (
+        config.is_local,
+    )
 
 
 #: Names of tensors in the checkpoints of all decoders, see `Family.hugging_face_name`.

@@ -1,7 +1,7 @@
 """Makes abstract training steps of the models for `lowmembp plan --model NAME`.
 
-A step is AdamW with float32 parameters, gradients clipped by their norm, and donated state.
-Parameters are only shapes, so this takes no memory.
+A step is AdamW with float32 parameters, gradients clipped by their norm, and donated state, unless
+options say otherwise. Parameters are only shapes, so this takes no memory.
 """
 
 import math
@@ -19,7 +19,8 @@ import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
 from lowmembp_jax.models.config_json import read_json
 from lowmembp_jax.models.families import FAMILIES, Family, Layers, Task, read_config
-from lowmembp_jax.models.layers import Compute
+from lowmembp_jax.models.layers import Compute, remat_layer
+from lowmembp_jax.models.llama import Llama, LlamaLayer, positions
 
 #: The default numbers of examples a step and of tokens an example, which is 0 for images.
 _SIZES: dict[Task, tuple[int, int]] = {
@@ -73,22 +74,36 @@ def clip_by_norm(most: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def adamw_workload(
+Bits = Literal["float32", "24bit", "16bit"]
+
+
+def make_optimizer(
+    name: Literal["adamw", "adafactor"] = "adamw",
+    *,
+    is_8bit: bool = False,
+    master_weights: Bits = "float32",
+    clips: bool = True,
+) -> optax.GradientTransformation:
+    """Makes an optimizer; `clips` scales gradients down by their global norm."""
+    optimizer = {"adamw": partial(optax.adamw, weight_decay=0.01), "adafactor": optax.adafactor}
+    made = optimizer[name](1e-3)
+    made = lm.compress_state(made) if is_8bit else made
+    made = optax.chain(clip_by_norm(1.0), made) if clips else made
+    bits = {"24bit": 24, "16bit": 16}.get(master_weights)
+    return made if bits is None else lm.master_weights(made, bits=bits)
+
+
+def workload_of_loss(
     loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
     params: Any,
     *rest: Any,
     tokens: int,
-    is_8bit: bool = False,
-    is_24bit: bool = False,
 ) -> lm.memory.Workload:
-    """Makes AdamW's step for `loss(params, *rest)`, whose last argument is the batch.
+    """Makes the step of an optimizer for `loss(params, *rest)`, whose last argument is the batch.
 
-    `tokens`: the tokens of the batch, or 0. `is_8bit` and `is_24bit` wrap AdamW in
-    `lm.compress_state` and `lm.master_weights`.
+    `tokens`: the tokens of the batch, or 0.
     """
-    adamw = optax.adamw(1e-3, weight_decay=0.01)
-    optimizer = optax.chain(clip_by_norm(1.0), lm.compress_state(adamw) if is_8bit else adamw)
-    optimizer = lm.master_weights(optimizer) if is_24bit else optimizer
 
     def step(params, opt_state, *rest):
         value, grads = jax.value_and_grad(loss)(params, *rest)
@@ -108,6 +123,59 @@ def adamw_workload(
     )
 
 
+def layerwise_workload(
+    model: Llama, optimizer: optax.GradientTransformation, params: Any, batch: Batch
+) -> lm.memory.Workload:
+    """Makes a step that updates each layer of a decoder inside the backward pass.
+
+    The embedding and the head are updated as soon as their gradients are known.
+    """
+    config, (ids,) = model.config, batch.inputs
+    layer = remat_layer(LlamaLayer, model.compute, scanned=True)(
+        config, model.compute, scanned=True
+    )
+    layers = lm.update_in_backward(
+        lambda p, h, *args: layer.apply({"params": p}, h, *args), optimizer
+    )
+    shared, _ = positions(config, ids.shape[1])
+
+    def update(rest, state, grads):
+        updates, state = optimizer.update(grads, state, rest)
+        return optax.apply_updates(rest, updates), state
+
+    def step(params, state, batch):
+        (stack, first, last), (stack_state, first_state, last_state) = params, state
+        (ids,), targets = batch.inputs, batch.labels
+        both = lambda first, last: {"params": {**first, **last}}  # noqa: E731
+        h, embed_vjp = jax.vjp(lambda p: model.apply(both(p, last), ids, part="embed"), first)
+        h, inputs = layers.forward(stack, h, *shared)
+
+        def head_loss(first, last, h):
+            return model.apply(both(first, last), h, targets, part="head") / targets.size
+
+        loss, head_vjp = jax.vjp(head_loss, first, last, h)
+        d_first, d_last, dh = head_vjp(jnp.ones_like(loss))
+        last, last_state = update(last, last_state, d_last)
+        # The layers wait until the head is updated, so that its gradient is not kept.
+        dh, last, last_state = jax.lax.optimization_barrier((dh, last, last_state))
+        stack, stack_state, dh = layers.backward(stack, stack_state, inputs, dh, *shared)
+        (d_embed,) = embed_vjp(dh)
+        if config.tie_word_embeddings:
+            d_embed = jax.tree.map(jnp.add, d_embed, d_first)
+        first, first_state = update(first, first_state, d_embed)
+        return (stack, first, last), (stack_state, first_state, last_state), loss
+
+    rest = dict(params)
+    stack, first = rest.pop("layers"), {"word_embeddings": rest.pop("word_embeddings")}
+    parts = (stack, first, rest)
+    inits = zip((layers.init, optimizer.init, optimizer.init), parts, strict=True)
+    state = tuple(jax.eval_shape(init, part) for init, part in inits)
+    return lm.memory.Workload(
+        step, (parts, state, batch), donate_argnums=(0, 1), in_shardings=(P(), P(), P("data")),
+        tokens=math.prod(ids.shape),
+    )  # fmt: skip
+
+
 def workload(
     family: Family,
     config: Any,
@@ -116,8 +184,10 @@ def workload(
     method: str = "default",
     tokens: int | None = None,
     dtype: str = "bfloat16",
+    optimizer: Literal["adamw", "adafactor"] = "adamw",
     optimizer_state: Literal["float32", "8bit"] = "float32",
-    master_weights: Literal["float32", "24bit"] = "float32",
+    master_weights: Bits = "float32",
+    update: Literal["end", "backward"] = "end",
     device: str = "h200",
     bits: int = 2,
     layers: Layers | None = None,
@@ -131,8 +201,11 @@ def workload(
       family, config: one of `FAMILIES`, and sizes such as one of its `configs`.
       batch, tokens: examples a step, and tokens a text. Image models take no `tokens`.
       method, dtype, bits: see `models.layers.Compute`.
-      optimizer_state: "8bit" wraps AdamW in `lm.compress_state`.
-      master_weights: "24bit" wraps it in `lm.master_weights`; parameters are then bfloat16.
+      optimizer_state: "8bit" wraps the optimizer in `lm.compress_state`.
+      master_weights: "24bit" and "16bit" wrap it in `lm.master_weights`; parameters are then
+        bfloat16.
+      update: "backward" updates each layer inside the backward pass, without clipping by the global
+        norm, see `lm.update_in_backward`. It is for decoders whose layers are scanned and alike.
       device: the GPU, which decides the attention.
       layers: see `Family.build`.
       tiles: tokens in a slice of a decoder's layer, see `models.layers.Compute`.
@@ -149,7 +222,9 @@ def workload(
         ("dtype", dtype, ("float32", "bfloat16", "float16")),
         ("bits", bits, (2, 4)),
         ("optimizer_state", optimizer_state, ("float32", "8bit")),
-        ("master_weights", master_weights, ("float32", "24bit")),
+        ("optimizer", optimizer, ("adamw", "adafactor")),
+        ("master_weights", master_weights, ("float32", "24bit", "16bit")),
+        ("update", update, ("end", "backward")),
     ):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
@@ -164,20 +239,28 @@ def workload(
     has_cudnn = isinstance(known, lm.memory.Device) and known.capability >= (8, 0)
     attention = choose_attention(config, dtype, has_cudnn)
     merged = method.startswith("lowmembp") and bool(family.norm_rules(config))
-    is_24bit = master_weights == "24bit"
-    param_dtype = jnp.dtype("bfloat16" if is_24bit else "float32")
+    param_dtype = jnp.dtype("float32" if master_weights == "float32" else "bfloat16")
     dtypes = jnp.dtype(dtype), param_dtype
     compute = Compute(method, *dtypes, attention, merged, bits=bits, tiles=tiles)
     model = family.build(config, compute, layers)
     arrays = abstract_batch(family.task, batch, tokens, config)
     params = jax.eval_shape(model.init, jax.random.key(0), *arrays.inputs)["params"]
-    return adamw_workload(
-        make_loss(family.task, model),
-        *(params, arrays),
-        tokens=batch * tokens,
+    is_backward = update == "backward"
+    made = make_optimizer(
+        optimizer,
         is_8bit=optimizer_state == "8bit",
-        is_24bit=is_24bit,
+        master_weights=master_weights,
+        clips=not is_backward,
     )
+    if is_backward:
+        if not (isinstance(model, Llama) and model.scan_layers and config.is_local is None):
+            raise ValueError(
+                f"update: expected 'end', because {family.name} has layers that are not scanned or "
+                f"not alike, got 'backward'"
+            )
+        return layerwise_workload(model, made, params, arrays)
+    loss = make_loss(family.task, model)
+    return workload_of_loss(loss, made, params, arrays, tokens=batch * tokens)
 
 
 def _of(family: Family, config: Any) -> Callable[..., lm.memory.Workload]:

@@ -1,7 +1,7 @@
 """Updates each layer inside the backward pass, so that all gradients never exist at once.
 
-Source: LOMO (arXiv:2306.09782) updates each parameter as soon as its gradient is known. Here the
-layers are stacked, and one loop runs over them from the last to the first.
+Source: LOMO (arXiv:2306.09782) updates each parameter as soon as its gradient is known. Here one
+loop runs over stacked layers from the last to the first, or the layers of a list follow each other.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Float
 
@@ -50,7 +51,8 @@ def update_in_backward(
 
     The forward pass saves the input of each layer. The backward pass goes through the layers from
     the last to the first. It recomputes one layer, and applies the optimizer to it before it goes
-    on. The results equal `jax.checkpoint` around each layer with an optax update afterwards.
+    on. The results equal `jax.checkpoint` around each layer with an optax update afterwards. If the
+    embedding is tied to the head, add its two gradients.
     Parameters and state change in place if `jax.jit` donates them.
 
     The optimizer sees one layer at a time, so its update cannot depend on all gradients. You cannot
@@ -64,7 +66,8 @@ def update_in_backward(
 
     Returns:
       `LayerwiseUpdates`. The argument `params` of its functions is a pytree of arrays
-      `[layers, ...]`, as `nn.scan` and `jax.vmap(init)` make it.
+      `[layers, ...]`, as `nn.scan` and `jax.vmap(init)` make it, or a list of layers, whose
+      parameters and `h` may differ in shape. Then state and inputs are lists as well.
 
     Raises:
       ValueError: `init` and `backward` raise it if the update of one parameter reads gradients or
@@ -83,11 +86,21 @@ def update_in_backward(
         )
 
     def init(params):
+        if isinstance(params, list):
+            for layer in params:
+                _check_optimizer(optimizer, _types(layer))
+            return list(map(optimizer.init, params))
         _count(params)
-        _check_optimizer(optimizer, params)
+        _check_optimizer(optimizer, _types(params, stacked=True))
         return jax.vmap(optimizer.init)(params)
 
     def forward(params, h, *constants):
+        if isinstance(params, list):
+            inputs = []
+            for layer in params:
+                inputs.append(h)
+                h = block(layer, h, *constants)
+            return h, inputs
         _count(params)
 
         def layer(h, params):
@@ -95,7 +108,32 @@ def update_in_backward(
 
         return lax.scan(layer, h, params)
 
+    def updated(params, state, h, dh, constants):
+        """Returns one layer's new parameters, its new state and the gradient of its input."""
+        _, vjp = jax.vjp(lambda p, h: block(p, h, *constants), params, h)
+        gradients, dh = vjp(dh)
+        # Otherwise XLA may transpose the stacks of parameters, as whole arrays, for the update.
+        gradients = jax.tree.map(_row_major, gradients)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, dh
+
+    def backward_list(params, state, inputs, dh, constants):
+        for name, given in (("state", state), ("inputs", inputs)):
+            if not isinstance(given, list) or len(given) != len(params):
+                raise ValueError(
+                    f"update_in_backward: {name}: expected a list with {len(params)} entries, one "
+                    f"for each layer, got {type(given).__name__}"
+                )
+        done = []
+        for layer in reversed(list(zip(params, state, inputs, strict=True))):
+            # The layer before waits until this one is updated, so that one gradient exists.
+            *new, dh = lax.optimization_barrier(updated(*layer, dh, constants))
+            done.insert(0, new)
+        return [p for p, _ in done], [s for _, s in done], dh
+
     def backward(params, state, inputs, dh, *constants):
+        if isinstance(params, list):
+            return backward_list(params, state, inputs, dh, constants)
         count = _count(params)
         for name, tree in (("state", state), ("inputs", inputs)):
             if any(x.shape[:1] != (count,) for x in jax.tree.leaves(tree)):
@@ -104,7 +142,7 @@ def update_in_backward(
                     f"each layer, got {jax.tree.map(lambda x: x.shape, tree)}"
                 )
         # The state may come from a checkpoint, without a call of `init`.
-        _check_optimizer(optimizer, params)
+        _check_optimizer(optimizer, _types(params, stacked=True))
 
         def layer(step, carry):
             params, state, dh = carry
@@ -118,11 +156,7 @@ def update_in_backward(
                     lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), stack, tree
                 )
 
-            here, state_here = at(params), at(state)
-            _, vjp = jax.vjp(lambda p, h: block(p, h, *constants), here, at(inputs))
-            gradients, dh = vjp(dh)
-            updates, new_state = optimizer.update(gradients, state_here, here)
-            new = optax.apply_updates(here, updates)
+            new, new_state, dh = updated(at(params), at(state), at(inputs), dh, constants)
             return put(params, new), put(state, new_state), dh
 
         return lax.fori_loop(0, count, layer, (params, state, dh))
@@ -142,9 +176,17 @@ def _count(params: Any) -> int:
     return sizes.pop()
 
 
-def _check_optimizer(optimizer: optax.GradientTransformation, params: Any) -> None:
+def _row_major(x: Any) -> Any:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 2 else x
+
+
+def _types(layer: Any, stacked: bool = False) -> Any:
+    """The shapes and dtypes of a layer, or of one of stacked layers."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[stacked:], x.dtype), layer)
+
+
+def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> None:
     """Raises ValueError if the optimizer accumulates gradients or combines two parameters."""
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
     state = jax.eval_shape(optimizer.init, layer)
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
     if any(isinstance(x, optax.MultiStepsState) for x in nodes):
