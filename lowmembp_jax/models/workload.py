@@ -19,8 +19,9 @@ import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
 from lowmembp_jax.models.config_json import read_json
 from lowmembp_jax.models.families import FAMILIES, Family, Layers, Task, read_config
-from lowmembp_jax.models.layers import Compute, remat_layer
+from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.llama import Llama, LlamaLayer, positions
+from lowmembp_jax.models.methods import TABLE
 
 #: The default numbers of examples a step and of tokens an example, which is 0 for images.
 _SIZES: dict[Task, tuple[int, int]] = {
@@ -130,13 +131,17 @@ def layerwise_workload(
 
     The embedding and the head are updated as soon as their gradients are known.
     """
-    config, (ids,) = model.config, batch.inputs
-    layer = remat_layer(LlamaLayer, model.compute, scanned=True)(
-        config, model.compute, scanned=True
-    )
-    layers = lm.update_in_backward(
-        lambda p, h, *args: layer.apply({"params": p}, h, *args), optimizer
-    )
+    config, compute, (ids,) = model.config, model.compute, batch.inputs
+    # The backward recomputes each layer anyway.
+    is_compressed = TABLE[compute.method].layer == "compress"
+    kind = lm.compress_module(LlamaLayer) if is_compressed else LlamaLayer
+    layer = kind(config, compute, scanned=True)
+
+    def block(params, h, *args) -> Any:
+        return layer.apply({"params": params}, h, *args)
+
+    stored = "float8" if is_compressed else None
+    layers = lm.update_in_backward(block, optimizer, dtype=stored)
     shared, _ = positions(config, ids.shape[1])
 
     def update(rest, state, grads):

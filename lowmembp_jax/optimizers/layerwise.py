@@ -5,6 +5,8 @@ loop runs over stacked layers from the last to the first, or the layers of a lis
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,9 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Float
+
+from lowmembp_jax.compression import StorageFormat
+from lowmembp_jax.compression.formats import Format, format_name
 
 
 class LayerwiseUpdates(NamedTuple):
@@ -31,8 +36,20 @@ class LayerwiseUpdates(NamedTuple):
     backward: Callable[..., tuple[Any, Any, Any]]
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["dtype"])
+@dataclass
+class _Stored:
+    """An input of a layer in another format, and its own dtype."""
+
+    arrays: tuple[Array, ...]
+    dtype: Any
+
+
 def update_in_backward(
-    block: Callable[..., Float[Array, "*shape"]], optimizer: optax.GradientTransformation
+    block: Callable[..., Float[Array, "*shape"]],
+    optimizer: optax.GradientTransformation,
+    *,
+    dtype: StorageFormat = None,
 ) -> LayerwiseUpdates:
     """Updates each layer inside the backward pass, so that only one layer's gradient exists.
 
@@ -63,6 +80,8 @@ def update_in_backward(
         `constants`, such as positions and masks, get no gradient.
       optimizer: any optax transformation that updates a parameter without the gradients of other
         parameters, such as `lm.master_weights(lm.compress_state(optax.adamw(1e-4)))`.
+      dtype: the format of `lm.compress` in which the layers' inputs are stored, such as "float8".
+        None stores them as they are, and the gradients are exact.
 
     Returns:
       `LayerwiseUpdates`. The argument `params` of its functions is a pytree of arrays
@@ -85,6 +104,24 @@ def update_in_backward(
             f"{optimizer!r}"
         )
 
+    storage = format_name(dtype, "update_in_backward: dtype")
+
+    def stored(h):
+        def encoded(x):
+            format = Format.of(jax.typeof(x), storage, "update_in_backward")
+            return x if format.storage is None else _Stored(format.encode(x), x.dtype)
+
+        return jax.tree.map(encoded, h)
+
+    def read(h):
+        def decoded(x):
+            if not isinstance(x, _Stored):
+                return x
+            format = Format(storage, "update_in_backward")
+            return format.decode(x.arrays, x.dtype)
+
+        return jax.tree.map(decoded, h, is_leaf=lambda x: isinstance(x, _Stored))
+
     def init(params):
         if isinstance(params, list):
             for layer in params:
@@ -98,19 +135,19 @@ def update_in_backward(
         if isinstance(params, list):
             inputs = []
             for layer in params:
-                inputs.append(h)
+                inputs.append(stored(h))
                 h = block(layer, h, *constants)
             return h, inputs
         _count(params)
 
         def layer(h, params):
-            return block(params, h, *constants), h
+            return block(params, h, *constants), stored(h)
 
         return lax.scan(layer, h, params)
 
     def updated(params, state, h, dh, constants):
         """Returns one layer's new parameters, its new state and the gradient of its input."""
-        _, vjp = jax.vjp(lambda p, h: block(p, h, *constants), params, h)
+        _, vjp = jax.vjp(lambda p, h: block(p, h, *constants), params, read(h))
         gradients, dh = vjp(dh)
         # Otherwise XLA may transpose the stacks of parameters, as whole arrays, for the update.
         gradients = jax.tree.map(_row_major, gradients)
