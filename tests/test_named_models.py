@@ -1,17 +1,22 @@
 """The models that `lowmembp plan --model NAME` plans, and their config.json."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.decoder_configs import CONFIGS
-from lowmembp_jax.models.workload import MODELS, of_config_json
+from lowmembp_jax.models.workload import MODELS, Batch, make_optimizer, of_config_json, workload
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
 #: As Google published it, without what concerns images and generation alone.
@@ -50,6 +55,9 @@ def test_every_model_by_name():
         ("llama-tiny", {"method": "magic"}, "method: expected one of default, .* got 'magic'"),
         ("swin-t", {"layers": "scan"}, "layers: expected one of unrolled for swin, got 'scan'"),
         ("llama-tiny", {"optimizer_state": "4bit"}, "optimizer_state: expected one of"),
+        ("llama-tiny", {"master_weights": "8bit"}, "master_weights: expected one of .*16bit"),
+        ("llama-tiny", {"tiles": 0}, "tiles: expected an integer from 1"),
+        ("vit-ti16", {"tiles": 8}, "tiles: expected None, because vit is no decoder"),
     ],
 )
 def test_bad_options(model, options, message):
@@ -70,6 +78,38 @@ def test_compressed_optimizer_state():
     small, large = MODELS["llama-tiny"](**options).args, MODELS["llama-tiny"]().args
     nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_update_in_the_backward(tied):
+    """The same parameters as after a step with all gradients, without clipping."""
+    family = FAMILIES["llama"]
+    config = dataclasses.replace(family.toy, tie_word_embeddings=tied, num_hidden_layers=2)
+    make = partial(workload, family, config, batch=2, tokens=8, dtype="float32", layers="scan")
+    work = make(update="backward")
+    keys = iter(jax.random.split(jax.random.key(0), 99))
+    draw = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # noqa: E731
+    stack, first, last = jax.tree.map(draw, work.args[0])
+    ids = jax.random.randint(next(keys), (2, 8), 0, config.vocab_size)
+    batch = Batch((ids,), ids)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.args[1])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        new, _, loss = jax.jit(work.step)((stack, first, last), zeros, batch)
+        params = {"layers": stack, **first, **last}
+        value, grads = jax.value_and_grad(make().loss)(params, batch)
+        optimizer = make_optimizer(clips=False)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        want = optax.apply_updates(params, updates)
+    assert float(loss) == pytest.approx(float(value), rel=1e-5)
+    got = {"layers": new[0], **new[1], **new[2]}
+    moved = [jax.tree.map(jnp.subtract, one, params) for one in (got, want)]
+    assert lm.gradient_distance(*moved).error < 2e-2  # the sign of a gradient near 0
+
+
+def test_updates_in_the_backward_are_for_equal_layers():
+    for name, options in (("gemma-2-2b", {}), ("llama-tiny", {"layers": "unrolled"})):
+        with pytest.raises(ValueError, match=r"update: expected .end., because .* not scanned or"):
+            MODELS[name](update="backward", **options)
 
 
 def written(folder, content):
