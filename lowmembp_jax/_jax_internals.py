@@ -36,6 +36,7 @@ from jax._src.state.types import AbstractRef
 
 # A cache that holds its first argument weakly, and that `jax.clear_caches` empties.
 from jax._src.util import weakref_lru_cache  # noqa: F401
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
@@ -46,12 +47,13 @@ WHOLE = rf"{SOURCE}(nn|cudnn|scipy|image)/|/jax/experimental/pallas/"
 FUNCTIONS = rf"{SOURCE}(numpy/|lax/(?!control_flow)|random)"
 
 
-def varying(*arrays: jax.Array) -> frozenset[str]:
-    """The axes of the mesh along which at least one array differs, inside shard_map.
+def varying(*arrays: Any) -> frozenset[str]:
+    """The axes of the mesh along which at least one array or type differs, inside shard_map.
 
     A custom VJP must sum the gradient of a parameter over the axes along which only x differs.
     """
-    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+    types = (a if isinstance(a, ShapedArray) else jax.typeof(a) for a in arrays)
+    return frozenset().union(*(type.manual_axis_type.varying for type in types))
 
 
 def operation(eqn: Any) -> str:

@@ -18,6 +18,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 
 from lowmembp_jax._arguments import call_custom_vjp, check_function, is_inexact
+from lowmembp_jax._jax_internals import varying
 from lowmembp_jax._tiling import explicit_spec
 from lowmembp_jax.compression import in_range, positions
 from lowmembp_jax.compression.jaxprs import without_consts
@@ -163,7 +164,7 @@ def _zeros(type: Any, axis: int, length: int) -> Any:
     spec = explicit_spec(type)
     sharding = None if spec is None else NamedSharding(type.sharding.mesh, spec)
     zeros = jnp.zeros(shape, type.dtype, out_sharding=sharding)
-    axes = tuple(type.manual_axis_type.varying)
+    axes = tuple(varying(type))
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
