@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import quick_jit
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,7 +36,7 @@ def loss(block, params=PARAMS, x=X):
 
 def both(block, *args, argnums=(0, 1)):
     run = lambda *args: jnp.sum(jnp.sin(block(*args)))  # noqa: E731
-    return jax.jit(jax.value_and_grad(run, argnums=argnums))(*args)
+    return quick_jit(jax.value_and_grad(run, argnums=argnums))(*args)
 
 
 def check(ours, plain, *args, argnums=(0, 1), atol=1e-6):
