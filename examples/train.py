@@ -82,8 +82,9 @@ class Config:
     norm_residual: NormResidual = "auto"  # output saves one array less in each norm of lowmembp.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # The computation's dtype.
     optimizer_state: Literal["float32", "8bit"] = "float32"  # How AdamW's state is stored.
-    master_weights: Literal["float32", "24bit"] = "float32"
-    """24bit stores the trained parameters in bfloat16 and 8 more bits in the optimizer's state."""
+    master_weights: Literal["float32", "24bit", "16bit"] = "float32"
+    """24bit and 16bit store the trained parameters in bfloat16. 24bit keeps 8 more bits of each in
+    the optimizer's state, and 16bit rounds updates at random."""
     learning_rate: float | None = None
     """Peak learning rate. Default: 5e-5 if all of a checkpoint is trained, else 1e-3."""
     warmup: float = 0.1  # The fraction of the steps in which the learning rate rises, 0 to 1.
@@ -211,7 +212,7 @@ def train(config: Config) -> None:
     part = training.own_part(mesh, config.batch_size // accumulate)
     batches = TrainingBatches(task.train, config.batch_size, config.seed, *part)
     steps = config.steps or max(1, round(config.epochs * batches.steps_per_epoch))
-    master = jnp.dtype("bfloat16" if config.master_weights == "24bit" else "float32")
+    master = jnp.dtype("float32" if config.master_weights == "float32" else "bfloat16")
     param_dtype = master if config.train == "full" else dtype
     attention = choose_attention(sizes, dtype, has_cudnn_attention(jax.devices()[0]))
     compute = Compute(
@@ -249,7 +250,7 @@ def train(config: Config) -> None:
         clip_norm=config.clip_norm,
         accumulate=accumulate,
         is_8bit=config.optimizer_state == "8bit",
-        is_24bit=config.master_weights == "24bit",
+        master_bits={"24bit": 24, "16bit": 16}.get(config.master_weights),
     )
     start = partial(training.init_state, optimizer=optimizer, dtype=dtype, param_dtype=master)
     abstract = jax.eval_shape(start, trained)

@@ -47,9 +47,12 @@ def make_optimizer(
     clip_norm: float = 1.0,
     accumulate: int = 1,
     is_8bit: bool = False,
-    is_24bit: bool = False,
+    master_bits: int | None = None,
 ) -> optax.GradientTransformation:
-    """Makes AdamW (arXiv:1711.05101). It takes one step every `accumulate` calls."""
+    """Makes AdamW (arXiv:1711.05101). It takes one step every `accumulate` calls.
+
+    `master_bits`: the bits of `lm.master_weights`.
+    """
 
     def is_matrix(path, _):
         # The path into an NNX variable ends with an entry that has no key.
@@ -60,7 +63,8 @@ def make_optimizer(
     adamw = optax.adamw(rate, weight_decay=weight_decay, mask=matrices)
     adamw = lm.compress_state(adamw) if is_8bit else adamw
     optimizer = optax.chain(clip_by_norm(clip_norm), adamw)
-    optimizer = lm.master_weights(optimizer) if is_24bit else optimizer
+    if master_bits is not None:
+        optimizer = lm.master_weights(optimizer, bits=master_bits)
     if accumulate > 1:
         optimizer = optax.MultiSteps(optimizer, accumulate).gradient_transformation()
     return optimizer

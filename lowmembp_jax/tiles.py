@@ -111,8 +111,8 @@ class _Slices:
     Attributes:
       jaxprs: the function on slices of `size`, and on the shorter last slice, if there are such
         slices. Their inputs are the values that they close over, and the other three groups.
-      starts: the places where the slices begin, and the number of the jaxpr, for each run of equal
-        slices.
+      axis, size: as in `tiled`.
+      length: the positions on the axis.
     """
 
     jaxprs: tuple[core.Jaxpr, ...]

@@ -36,7 +36,7 @@ def loss_fn(params, frozen, x):
 
 def trained(batches, dtype=jnp.float32, **options):
     optimizer = make_optimizer(1e-2, **options)
-    param_dtype = jnp.bfloat16 if options.get("is_24bit") else jnp.float32
+    param_dtype = jnp.bfloat16 if options.get("master_bits") else jnp.float32
     state = init_state(PARAMS, optimizer, dtype, param_dtype)
     step, metrics = jax.jit(make_step(loss_fn, optimizer)), None
     for batch in batches:
@@ -68,7 +68,7 @@ def test_accumulated_batches_are_one_batch():
     jax.tree.map(close, accumulated.params, state.params)
 
 
-@pytest.mark.parametrize("options", [{"is_8bit": True}, {"is_24bit": True}])
+@pytest.mark.parametrize("options", [{"is_8bit": True}, {"master_bits": 24}, {"master_bits": 16}])
 def test_compressed_optimizers_stay_near(options):
     state, _ = trained([X] * 5)
     near, _ = trained([X] * 5, **options)
