@@ -198,7 +198,8 @@ def compress_module(
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced; 0 is `self`, as in `nn.remat`.
         Arguments that are neither arrays nor floats are never traced.
-      prevent_cse, offload: see `lm.compress`.
+      prevent_cse: see `lm.compress`.
+      offload: see `lm.compress`.
       methods: names of the methods to compress, `__call__` by default; ignored for a function.
 
     Returns:
@@ -240,7 +241,8 @@ def tile_module(
     Args:
       target: a subclass of `nn.Module`, or a function of a module and other arguments. Without it,
         `tile_module` is a decorator with arguments.
-      axis, size: see `lm.tiled`.
+      axis: see `lm.tiled`.
+      size: see `lm.tiled`.
       static_argnums: positions of arguments that are not arrays; 0 is `self`.
       methods: names of the methods, `__call__` by default; ignored for a function.
 

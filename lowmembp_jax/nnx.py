@@ -138,7 +138,8 @@ def compress(
       policy: see `lm.compress`.
       static_argnums: positions of arguments that are not traced. Arguments that are neither arrays
         nor floats are never traced.
-      prevent_cse, offload: see `lm.compress`.
+      prevent_cse: see `lm.compress`.
+      offload: see `lm.compress`.
 
     Raises:
       ValueError, TypeError: see `lm.compress`.
@@ -175,7 +176,8 @@ def tile(
     Args:
       function: a function of modules and arrays, or a bound method of a module. Without it, `tile`
         is a decorator with arguments.
-      axis, size: see `lm.tiled`.
+      axis: see `lm.tiled`.
+      size: see `lm.tiled`.
       static_argnums: positions of arguments that are not arrays.
 
     Raises:
