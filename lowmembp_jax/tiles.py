@@ -133,15 +133,10 @@ class _Slices:
         return [lax.dynamic_slice_in_dim(x, start, size, self.along(x)) for x in arrays]
 
     def put(self, buffers: Sequence[Any], slices: Sequence[Any], start: Any) -> list[Any]:
-        pairs = zip(buffers, slices, strict=True)
         return [
             lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), start, self.along(x))
-            for x, part in pairs
+            for x, part in zip(buffers, slices, strict=True)
         ]
-
-    def buffers(self, types: Sequence[Any]) -> list[Any]:
-        """Zeros for the whole axis."""
-        return [_zeros(type, self.along(type), self.length) for type in types]
 
     def over(self, step: Callable[..., Any], carry: Any) -> Any:
         """Calls `step(carry, number of the jaxpr, start, size, number of the slice)`."""
@@ -180,7 +175,8 @@ def _by_slices(how: _Slices, inputs: _Inputs) -> list[Any]:
         own = _called(how.jaxprs[number], inputs.closed[number], inputs, cut, index)
         return how.put(results, own, start)
 
-    return how.over(step, how.buffers([var.aval for var in how.jaxprs[0].outvars]))
+    types: list[Any] = [var.aval for var in how.jaxprs[0].outvars]
+    return how.over(step, [_zeros(one, how.along(one), how.length) for one in types])
 
 
 @jax.tree_util.register_static
@@ -350,7 +346,7 @@ def _length(arrays: Sequence[jax.Array], axis: int, owner: str) -> int:
 
 
 class _Traced(NamedTuple):
-    """A function on slices of one size: its jaxpr, and its results, some of which are no arrays."""
+    """A function on slices of one size, and its results, some of which are no arrays."""
 
     jaxpr: core.Jaxpr
     closed: list[Any]

@@ -9,10 +9,9 @@ exact. Then the jaxpr is rewritten.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,45 +23,15 @@ from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operati
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
+from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import Plan, rewritten
 from lowmembp_jax.compression.facts import Fact, Facts, are_exact, fact_of, find_facts, of_any
 from lowmembp_jax.compression.formats import Format
 from lowmembp_jax.policies import NORM_AFFINE_OUTPUT, NORM_RSTD
 
-#: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
-#: stored in fewer bits, but it may be recomputed from rounded numbers.
-NOT, ROUNDED, WHOLE, EXACT = range(4)
 # The backward of a norm divides its output by its scale; rstd is a statistic.
 _NAMED_EXACT = {NORM_AFFINE_OUTPUT: None, NORM_RSTD: None}
-
-
-class Need(NamedTuple):
-    """How the backward needs a variable.
-
-    Attributes:
-      level: NOT, ROUNDED, WHOLE or EXACT.
-      name: the `checkpoint_name` that it gets later.
-      saved: the policy saves it by this name.
-      rows: the rows of the statistic of it that the backward needs.
-      host: the policy offloads it by this name.
-    """
-
-    level: int = NOT
-    name: str | None = None
-    saved: bool = False
-    rows: Rows | None = None
-    host: bool = False
-
-    def join(self, other: "Need") -> "Need":
-        """Combines the needs of two readers; `other` reads later in the function."""
-        return Need(
-            max(self.level, other.level),
-            self.name or other.name,
-            self.saved or other.saved,
-            self.rows or other.rows,
-            self.host or other.host,
-        )
 
 
 @dataclass
@@ -280,7 +249,7 @@ class _Decisions:
         if rules.rule(eqn).passes or operation(eqn) == "optimization_barrier":
             # Each result is the operand with the same number.
             for atom, need in zip(eqn.invars, rest, strict=False):
-                rows = _before(need.rows, eqn, atom)
+                rows = before(need.rows, eqn, atom)
                 own = checkpoint_name_of(eqn)
                 saved = need.saved or (own is not None and number in self.facts.saved)
                 host = need.host or (own is not None and number in self.facts.offloaded)
@@ -290,7 +259,7 @@ class _Decisions:
             return
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
         for atom, level in zip(eqn.invars, levels, strict=True):
-            rows = _before(rest[0].rows, eqn, atom)
+            rows = before(rest[0].rows, eqn, atom)
             if rules.rule(eqn).reduces and results[0].level:
                 rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
             self.need(atom, Need(EXACT if most == EXACT else level, rows=rows))
@@ -387,19 +356,6 @@ class _Decisions:
             return set()
         terms = (v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).term)
         return set().union(*map(self.products, terms))
-
-
-def _before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
-    """Converts rows of an elementwise equation's result to rows of its operand."""
-    if rows is None or not rules.rule(eqn).elementwise or isinstance(atom, core.Literal):
-        return None
-    if atom.aval.size != math.prod(rows.shape):
-        return None
-    if operation(eqn) == "transpose":
-        if rows.shape != eqn.outvars[0].aval.shape:
-            return None
-        return Rows(atom.aval.shape, tuple(eqn.params["permutation"][i] for i in rows.axes))
-    return rows
 
 
 def _narrows(eqn: Any, need: Need) -> bool:
