@@ -122,8 +122,8 @@ def adam(device: str, offload: bool) -> dict[str, float]:
     if not offload:
         return memory(device, GIB, jax.jit(step, donate_argnums=(0, 1)), params, state, x)
     state = jax.tree.map(lambda s: array(*s.shape, dtype=s.dtype, sharding=on_host), state)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(on_device, on_host))
-    return memory(device, GIB, jitted, params, state, x)
+    places = {"out_shardings": (on_device, on_host)}
+    return memory(device, GIB, jax.jit(step, donate_argnums=0), params, state, x, **places)
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:
