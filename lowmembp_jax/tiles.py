@@ -41,9 +41,12 @@ def tiled(
     projection does. A function that mixes positions, such as attention, gives other values, and
     this cannot be detected.
 
-    The backward keeps the arguments, and computes each slice again. So the intermediate results of
-    one slice are in memory, instead of those of the whole axis. The gradients of parameters add up
-    in float32 (float64 for float64).
+    The backward keeps the arguments, and computes each slice again, so only one slice's
+    intermediate results are in memory at a time. The gradients of parameters add up in float32
+    (float64 for float64).
+
+    Inside `lm.compress`, arguments are stored in 8 bits. A norm in `fun` would see rounded numbers,
+    so compute its statistic outside, and pass it as an activation.
 
     Args:
       fun: a function of parameters and activations. Without it, `tiled` is a decorator with
@@ -57,9 +60,9 @@ def tiled(
         numbers and strings, are never traced.
 
     Returns:
-      A function of the same arguments. Its values and gradients equal those of `fun`, up to the
-      order of sums. Random keys (`jax.random.key`) are folded with the number of the slice, so
-      that slices draw different numbers, which are not those of `fun`. A result that depends on no
+      A function of the same arguments, with the values and gradients of `fun`, up to the order of
+      sums. Random keys (`jax.random.key`) are folded with the number of the slice, so each slice
+      draws its own numbers, and `fun` alone would draw others. A result that depends on no
       activation is computed once. It composes with jit, vmap, scan, `jax.checkpoint`,
       `lm.compress` and shardings of the other axes.
 
@@ -346,7 +349,7 @@ def _length(arrays: Sequence[jax.Array], axis: int, owner: str) -> int:
 
 
 class _Traced(NamedTuple):
-    """A function on slices of one size, and its results, some of which are no arrays."""
+    """A function on slices of one size. `others` are its results that are not arrays."""
 
     jaxpr: core.Jaxpr
     closed: list[Any]
@@ -378,15 +381,18 @@ def _results(how: _Slices, traced: list[_Traced], groups: dict[str, Any], owner:
     for number in range(count):
         wanted = [i == number for i in range(count)]
         is_cut.append(any(partial_eval.dce_jaxpr(first.jaxpr, wanted)[1][-cuts:]))
-    avals: list[Any] = [var.aval for var in first.jaxpr.outvars]
-    for aval in itertools.compress(avals, is_cut):
-        shape = aval.shape
-        (_, _, size), *_ = how.sizes()
-        if not -len(shape) <= how.axis < len(shape) or shape[how.axis] != size:
-            raise ValueError(
-                f"{owner}: axis: expected results with the {size} positions of a slice on axis "
-                f"{how.axis}, got shape {shape}"
-            )
+    shapes: list[Any] = [[var.aval.shape for var in one.jaxpr.outvars] for one in traced]
+    for own, (_, _, size) in zip(shapes, how.sizes(), strict=True):
+        for like, shape in itertools.compress(zip(shapes[0], own, strict=True), is_cut):
+            wanted = list(like)
+            if has_axis := -len(like) <= how.axis < len(like):
+                wanted[how.axis] = size
+            if not has_axis or shape != tuple(wanted):
+                raise ValueError(
+                    f"{owner}: axis: expected results with the {size} positions of a slice on axis "
+                    f"{how.axis}, got shape {shape}"
+                    + (f", and {like} for the first slice" if own is not shapes[0] else "")
+                )
     once = part(first.jaxpr, [not one for one in is_cut])
     values = *first.closed, *groups["whole"], *groups["keys"]
     unused: list[Any] = [var.aval for var in once.invars[len(values) :]]

@@ -264,6 +264,14 @@ ERRORS = [
         lambda: CUT(lambda p, x: x.mean())(PARAMS, X),
         r"expected results with the 4 positions of a slice on axis 1, got shape \(\)",
     ),
+    (
+        lambda: CUT(lambda p, x: jnp.ones((8, 4, 1)) * x[:, :1])(PARAMS, X),
+        r"with the 2 pos.* axis 1, got shape \(8, 4, 16\), and \(8, 4, 16\) for the first slice",
+    ),
+    (
+        lambda: CUT(lambda p, x: x[:, :, : x.shape[1]])(PARAMS, X),
+        r"with the 2 pos.* axis 1, got shape \(8, 2, 2\), and \(8, 4, 4\) for the first slice",
+    ),
     (with_statistics, r"tile_module: axis: expected results with the 4 pos.*, got shape \(16,\)"),
     (lambda: lm.nnx.tile(3, axis=1, size=4), "nnx.tile: function: expected a function of a module"),
 ]
