@@ -81,13 +81,15 @@ def _norm_of_slices(block: Block, name: str, x: Float[Array, "batch tokens hidde
     An RMSNorm of a slice is a product with a statistic, so no normalized x exists as a whole.
     Inside `lm.compress`, a statistic that a slice computes would need x unrounded.
     """
-    if block.config.is_gemma or block.compute.lowmembp or block.compute.checkpointed:
+    compute = block.compute
+    is_whole = compute.tiles is None or compute.merged or compute.lowmembp or compute.checkpointed
+    if is_whole or block.config.is_gemma:
         return (_norm(block, name)(x),), lambda y: y
-    scale = _Scale(block.config, block.compute, name=name)()
+    scale = _Scale(block.config, compute, name=name)()
     squares = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
     rstd = jax.lax.rsqrt(squares + block.config.rms_norm_eps)
     by = scale.astype(jnp.float32)[None, None]
-    return (x, rstd), lambda x, rstd: (x * (rstd * by)).astype(block.compute.dtype)
+    return (x, rstd), lambda x, rstd: (x * (rstd * by)).astype(compute.dtype)
 
 
 class LlamaLayer(Block):
@@ -148,17 +150,12 @@ class LlamaLayer(Block):
         if compute.lowmembp:  # saves gate and up, but not their product
             down = nn.remat(down, prevent_cse=not self.scanned)
 
-        def normed(name, x):
+        def tile(function):
             if compute.tiles is None:
-                return (_norm(self, name)(x),), lambda y: y
-            return _norm_of_slices(self, name, x)
+                return function
+            return lm.tile_module(function, axis=1, size=compute.tiles)
 
-        if compute.tiles is not None:
-            tile = partial(lm.tile_module, axis=1, size=compute.tiles)
-            attended = tile(attended)
-        else:
-            tile = lambda function: function  # noqa: E731
-        given, norm = normed("norm1", x)
+        given, norm = _norm_of_slices(self, "norm1", x)
         q, k, v = tile(partial(projected, norm=norm))(self, *given)
         h = attention(
             *(rotate(q, rotation), rotate(k, rotation), v, compute.attention),
@@ -167,8 +164,9 @@ class LlamaLayer(Block):
             soft_cap=config.attn_logit_softcapping,
             window=window,
         )
-        x = attended(self, x, h)
-        given, norm = normed("pre_mlp_norm" if config.is_gemma else "norm2", x)
+        x = tile(attended)(self, x, h)
+        name = "pre_mlp_norm" if config.is_gemma else "norm2"
+        given, norm = _norm_of_slices(self, name, x)
         return tile(partial(mlp, norm=norm))(self, x, *given)
 
 

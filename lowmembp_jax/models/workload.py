@@ -129,10 +129,10 @@ def layerwise_workload(
 ) -> lm.memory.Workload:
     """Makes a step that updates each layer of a decoder inside the backward pass.
 
-    The embedding and the head are updated as soon as their gradients are known.
+    The embedding and the head are updated as soon as their gradients are known. The backward
+    recomputes each layer anyway; methods with `lm.compress` store the layers' inputs in 8 bits.
     """
     config, compute, (ids,) = model.config, model.compute, batch.inputs
-    # The backward recomputes each layer anyway.
     is_compressed = TABLE[compute.method].layer == "compress"
     kind = lm.compress_module(LlamaLayer) if is_compressed else LlamaLayer
     layer = kind(config, compute, scanned=True)
@@ -178,6 +178,7 @@ def layerwise_workload(
     return lm.memory.Workload(
         step, (parts, state, batch), donate_argnums=(0, 1), in_shardings=(P(), P(), P("data")),
         tokens=math.prod(ids.shape),
+        how=f"lm.update_in_backward(layer, optimizer, dtype={stored!r})",
     )  # fmt: skip
 
 
@@ -258,6 +259,11 @@ def workload(
         clips=not is_backward,
     )
     if is_backward:
+        if "offload" in method:
+            raise ValueError(
+                f"update: expected 'end', because the method {method!r} moves the layers' inputs "
+                f"to the host's memory, got 'backward'"
+            )
         if not (isinstance(model, Llama) and model.scan_layers and config.is_local is None):
             raise ValueError(
                 f"update: expected 'end', because {family.name} has layers that are not scanned or "
