@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ModelOptions:
     model: str
     """A name such as llama-3-8b, qwen3-8b, gemma-2-9b or vit-b16; or the path/to/config.json of a
-    Hugging Face model of these families, of which no code runs; or path/to/file.py:function, which
+    Hugging Face model of these families, which is only read; or path/to/file.py:function, which
     runs the file. The function may take method, batch and --options. It returns a step and the
     tuple of its abstract arguments."""
     batch: int | None = None

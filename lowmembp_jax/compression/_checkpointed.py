@@ -106,8 +106,8 @@ def compress(
 
     Returns:
       A function of the same arguments, with the values of `jax.checkpoint(fun, policy=policy)`. It
-      composes with jit, vmap, scan, `jax.checkpoint` and shardings. `jax.jvp` of it is exact. Of
-      nested ones, the outermost decides what is stored and how.
+      composes with jit, vmap, scan, `jax.checkpoint` and shardings. `jax.jvp` of it is exact. If
+      calls are nested, the outermost decides what is stored and how.
 
     Warns:
       UserWarning: every argument holds parameters, so nothing is stored in fewer bits; an argument

@@ -87,7 +87,7 @@ class Facts(NamedTuple):
       of: the fact about each variable.
       inside: the facts of the bodies of its equations, by the equation's number.
       saved: numbers of the equations whose results the policy saves.
-      offloaded: those of them that wait in the host's memory.
+      offloaded: the saved equations whose results wait in the host's memory.
     """
 
     of: dict[Any, Fact]
