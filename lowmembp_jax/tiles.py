@@ -381,7 +381,8 @@ def _results(how: _Slices, traced: list[_Traced], groups: dict[str, Any], owner:
     for number in range(count):
         wanted = [i == number for i in range(count)]
         is_cut.append(any(partial_eval.dce_jaxpr(first.jaxpr, wanted)[1][-cuts:]))
-    shapes: list[Any] = [[var.aval.shape for var in one.jaxpr.outvars] for one in traced]
+    avals: list[list[Any]] = [[var.aval for var in one.jaxpr.outvars] for one in traced]
+    shapes = [[aval.shape for aval in own] for own in avals]
     for own, (_, _, size) in zip(shapes, how.sizes(), strict=True):
         for like, shape in itertools.compress(zip(shapes[0], own, strict=True), is_cut):
             wanted = list(like)

@@ -117,11 +117,7 @@ def test_updates_in_the_backward_are_for_equal_layers():
 
 
 def test_tiles_keep_the_parameters_of_merged_norms():
-    family, dtypes, ids = (
-        FAMILIES["llama"],
-        [jnp.dtype("float32")] * 2,
-        jnp.zeros((1, 8), jnp.int32),
-    )
+    family, float32, ids = FAMILIES["llama"], jnp.dtype("float32"), jnp.zeros((1, 8), jnp.int32)
     shapes = []
     for tiles in (None, 4):
         compute = Compute("default", float32, float32, merged=True, tiles=tiles)
