@@ -208,12 +208,13 @@ class Llama(Model):
             logits = (embedding.attend(x) if tied else head(x)).astype(jnp.float32)
             return logits if cap is None else cap * jnp.tanh(logits / cap)
         # The loss casts the kernel to the dtype of x, as the modules do.
-        loss = partial(
-            lm.linear_cross_entropy, x, labels=targets, reduction="sum", logit_soft_cap=cap
-        )
+        loss = partial(lm.linear_cross_entropy, x, labels=targets, logit_soft_cap=cap)
+        # The head of a step without a gradient of all layers would be its peak. The loss of each
+        # token has less memory, and one product more.
+        loss = partial(loss, reduction="sum" if part is None else "none")
         if tied:
-            return loss(None, embedding=embedding.embedding.astype(x.dtype))
-        return loss(head.variables["params"]["kernel"].astype(x.dtype))
+            return loss(None, embedding=embedding.embedding.astype(x.dtype)).sum()
+        return loss(head.variables["params"]["kernel"].astype(x.dtype)).sum()
 
 
 def positions(config: LlamaConfig, tokens: int) -> tuple[tuple[Rotation, ...], tuple[Any, ...]]:

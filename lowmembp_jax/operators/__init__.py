@@ -11,6 +11,9 @@ from lowmembp_jax.operators.codes import unpack_2bit as unpack_2bit
 from lowmembp_jax.operators.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmembp_jax.operators.gated_units import geglu as geglu
 from lowmembp_jax.operators.gated_units import swiglu as swiglu
+from lowmembp_jax.operators.log_probs import LogProbs as LogProbs
+from lowmembp_jax.operators.log_probs import linear_divergence as linear_divergence
+from lowmembp_jax.operators.log_probs import linear_log_probs as linear_log_probs
 from lowmembp_jax.operators.norms import ms_layer_norm as ms_layer_norm
 from lowmembp_jax.operators.norms import ms_rms_norm as ms_rms_norm
 from lowmembp_jax.operators.step_fitting import derivative_error as derivative_error

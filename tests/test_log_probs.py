@@ -1,0 +1,333 @@
+"""lm.linear_log_probs and lm.linear_divergence against whole softmaxes in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import quick_jit
+from jax import lax
+from test_cross_entropy import assert_close, in_float64, normal
+
+import lowmembp_jax as lm
+
+FEATURES, VOCAB = 24, 300
+#: Two parts of the words, and some tiles of tokens.
+TILE = 4 * VOCAB * 7
+KINDS = ("kl", "reverse_kl", "jensen_shannon")
+
+
+def eighths(*shape, key=0, factor=1):
+    """Multiples of 1/8, whose products float32 has exactly. Then only the softmax rounds."""
+    return jnp.round(normal(*shape, key=key) * factor * 8) / 8
+
+
+def example(*tokens, vocab=VOCAB, factor=0.5):
+    """Hidden, kernel, labels and bias; a third of the labels are ignored."""
+    labels = jax.random.randint(jax.random.key(3), tokens, -vocab // 2, vocab)
+    kernel = eighths(FEATURES, vocab, key=1, factor=factor)
+    return eighths(*tokens, FEATURES), kernel, labels, eighths(vocab, key=2)
+
+
+def scaled(hidden, kernel, bias=None, temperature=1.0, logit_soft_cap=None):
+    z = hidden @ kernel
+    z = z if bias is None else z + jnp.expand_dims(bias, range(z.ndim - 1))
+    z = z if logit_soft_cap is None else logit_soft_cap * jnp.tanh(z / logit_soft_cap)
+    return jax.nn.log_softmax(z / temperature)
+
+
+def times(p, x):
+    """p x, without a NaN where the probability is 0 and its logarithm -infinity."""
+    return jnp.where(p == 0, 0, p * jnp.where(p == 0, 0, x))
+
+
+def plain(hidden, kernel, labels, **options):
+    log_p = scaled(hidden, kernel, **options)
+    own = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(times(jnp.exp(log_p), log_p), axis=-1)
+    return tuple(jnp.where(labels < 0, 0, x) for x in (own, entropy))
+
+
+def plain_divergence(hidden, kernel, other, other_kernel, kind="kl", other_bias=None, **options):
+    own = {name: options.pop(name, None) for name in ("bias",)}
+    log_p = scaled(hidden, kernel, **own, **options)
+    log_q = lax.stop_gradient(scaled(other, other_kernel, other_bias, **options))
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    if kind == "kl":
+        return jnp.sum(times(q, log_q - log_p), axis=-1)
+    if kind == "reverse_kl":
+        return jnp.sum(times(p, log_p - log_q), axis=-1)
+    log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2).astype(log_p.dtype)
+    return jnp.sum(times(p, log_p - log_m) + times(q, log_q - log_m), axis=-1) / 2
+
+
+def total(*found):
+    """One number, in which each element has another cotangent."""
+    return sum(
+        jnp.vdot(jnp.cos(i + jnp.arange(x.size, dtype=x.dtype)), x.ravel())
+        for i, x in enumerate(found)
+    )
+
+
+def check(hidden, kernel, labels, bias, tolerance=1e-6, tile_bytes=TILE, **options):
+    """Compares values and gradients with those of whole logits in float64."""
+
+    def of(function):
+        def run(hidden, kernel, bias):
+            found = function(hidden, kernel, labels, bias=bias, **options)
+            return total(*found), tuple(found)
+
+        return jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+
+    ours = functools.partial(lm.linear_log_probs, tile_bytes=tile_bytes)
+    found = quick_jit(of(ours))(hidden, kernel, bias)
+    want = in_float64(of(plain), hidden, kernel, bias)
+    assert_close(found[0][1], want[0][1], tolerance)
+    assert_close(found[1], want[1], tolerance)
+
+
+OPTIONS = {
+    "plain": {},
+    "cold": {"temperature": 0.1},
+    "hot": {"temperature": 10.0},
+    "capped": {"logit_soft_cap": 2.0, "temperature": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name):
+    check(*example(5, 9), **OPTIONS[name])
+
+
+@pytest.mark.parametrize("tokens", [(), (1,), (0,), (3, 0), (2, 3, 5)])
+@pytest.mark.parametrize("tile_bytes", [1, TILE, None])
+def test_shapes_of_tokens(tokens, tile_bytes):
+    check(*example(*tokens), tile_bytes=tile_bytes)
+
+
+def test_a_vocabulary_of_one_word():
+    hidden, kernel, _, bias = example(4, vocab=1)
+    found = lm.linear_log_probs(hidden, kernel, jnp.zeros(4, jnp.int32), bias=bias)
+    np.testing.assert_array_equal(found, np.zeros((2, 4)))
+    same = lm.linear_divergence(hidden, kernel, 2 * hidden, kernel, kind="kl")
+    np.testing.assert_array_equal(same, np.zeros(4))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_logits_of_large_deviation(temperature):
+    hidden, kernel, labels, bias = example(40, factor=6)
+    assert 25 < jnp.std(hidden @ kernel) < 35
+    check(hidden, kernel, labels, bias, temperature=temperature)
+
+
+def test_small_entropies_keep_their_digits():
+    """Of 1e-12, where 1 - p is lost in float32."""
+    z = jnp.array([[30.0, 0, 1], [0, 0, 0]])
+    found = lm.linear_log_probs(z, jnp.eye(3), jnp.zeros(2, jnp.int32))
+    want = in_float64(lambda z: plain(z, jnp.eye(3), jnp.zeros(2, int)), z)
+    np.testing.assert_allclose(
+        found.log_probs, [-np.log1p(np.exp(-29) + np.exp(-30)) * 1.0, -np.log(3)], rtol=1e-6
+    )
+    np.testing.assert_allclose(found.entropy[1], want[1][1], rtol=1e-6)
+    e = np.exp([-30.0, -29.0])
+    np.testing.assert_allclose(found.entropy[0], e.sum() + e @ [30, 29], rtol=1e-6)
+
+
+def test_excluded_words():
+    """Words of logit -infinity have no probability, and no gradient."""
+    hidden, kernel, labels, bias = example(9)
+    bias = bias.at[::3].set(-jnp.inf)
+    labels = jnp.where(labels % 3 == 0, 1, jnp.abs(labels))
+    check(hidden, kernel, labels, bias)
+    other, kept = 2 * hidden, np.isfinite(bias)
+    for kind in KINDS:
+
+        def ours(h, k, kind=kind):
+            both = {"bias": bias, "reference_bias": bias, "kind": kind}
+            return lm.linear_divergence(h, k, other, kernel, **both).sum()
+
+        def theirs(h, k, kind=kind):
+            b = bias[kept]
+            args = h, k[:, kept], other, kernel[:, kept], kind, b
+            return plain_divergence(*args, bias=b).sum()
+
+        found, want = (
+            quick_jit(jax.grad(f, argnums=(0, 1)))(hidden, kernel) for f in (ours, theirs)
+        )
+        assert_close(found, want, 1e-5)
+    one_sided = lm.linear_divergence(hidden, kernel, other, kernel, bias=bias, kind="kl")
+    assert jnp.isposinf(one_sided).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["plain", "hot", "capped"])
+def test_divergences(kind, name):
+    hidden, kernel, _, bias = example(5, 9)
+    other, other_kernel = eighths(5, 9, 16, key=5), eighths(16, VOCAB, key=6)
+    options = OPTIONS[name]
+
+    def of(function, **names):
+        def run(hidden, kernel, bias, other, other_kernel, other_bias):
+            found = function(
+                hidden, kernel, other, other_kernel, kind=kind, bias=bias, **options,
+                **{names["bias"]: other_bias},
+            )  # fmt: skip
+            return total(found), found
+
+        return jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+
+    args = hidden, kernel, bias, other, other_kernel, eighths(VOCAB, key=7)
+    ours = functools.partial(lm.linear_divergence, tile_bytes=2 * TILE)
+    found = quick_jit(of(ours, bias="reference_bias"))(*args)
+    want = in_float64(of(plain_divergence, bias="other_bias"), *args)
+    assert_close((found[0][1], found[1]), (want[0][1], want[1]), 2.5e-6)
+
+
+def test_a_model_does_not_diverge_from_itself():
+    hidden, kernel, _, _ = example(7)
+    for kind in KINDS:
+        ours = functools.partial(lm.linear_divergence, kind=kind)
+        value, slope = quick_jit(
+            jax.value_and_grad(lambda h, f=ours: f(h, kernel, hidden, kernel).sum())
+        )(hidden)
+        assert abs(value) < 1e-5 and jnp.abs(slope).max() < 1e-5
+    run = jax.grad(lambda r: lm.linear_divergence(hidden, kernel, r, kernel).sum())
+    assert not quick_jit(run)(2 * hidden).any()
+
+
+def test_optax_has_the_same_divergence():
+    hidden, kernel, _, _ = example(7)
+    q = jax.nn.softmax(2 * hidden @ kernel)
+    want = optax.losses.kl_divergence(jax.nn.log_softmax(hidden @ kernel), q)
+    assert_close(lm.linear_divergence(hidden, kernel, 2 * hidden, kernel), want, 1e-5)
+
+
+def test_masked_tokens_reach_nothing():
+    hidden, kernel, labels, _ = example(15)
+    hidden = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
+    valid = labels >= 0
+
+    def ours(h, k):
+        one = lm.linear_log_probs(h, k, labels, tile_bytes=TILE)
+        other = lm.linear_divergence(h, k, h, 2 * kernel, mask=valid, tile_bytes=TILE)
+        return total(*one, other)
+
+    dh, dk = quick_jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
+    assert not dh[~valid].any() and jnp.isfinite(dh).all() and jnp.isfinite(dk).all()
+
+
+@pytest.mark.parametrize("where", ["hidden", "kernel", "cotangent"])
+def test_nan_reaches_results_and_gradients(where):
+    hidden, kernel, labels, _ = example(6)
+    labels, factor = jnp.abs(labels), jnp.ones(6)
+    bad = {"hidden": hidden, "kernel": kernel, "cotangent": factor}
+    bad[where] = bad[where].reshape(-1).at[3].set(jnp.nan).reshape(bad[where].shape)
+    for pick in range(2):
+        run = lambda h, k, f, pick=pick: jnp.sum(f * lm.linear_log_probs(h, k, labels)[pick])  # noqa: E731
+        value, (dh, dk) = quick_jit(jax.value_and_grad(run, argnums=(0, 1)))(*bad.values())
+        assert jnp.isnan(value) and jnp.isnan(dh).any() and jnp.isnan(dk).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits(dtype):
+    hidden, kernel, labels, _ = example(5, 40)
+    args = hidden.astype(dtype), kernel.astype(dtype)
+
+    def of(function):
+        return jax.value_and_grad(lambda h, k: total(*function(h, k, labels)), argnums=(0, 1))
+
+    value, (dh, dk) = quick_jit(of(functools.partial(lm.linear_log_probs, tile_bytes=TILE)))(*args)
+    want = in_float64(of(plain), *args)
+    assert_close((value, dh, dk), (want[0], *want[1]), 1e-2)
+    assert (value.dtype, dh.dtype, dk.dtype) == (jnp.float32, dtype, dtype)
+
+
+def test_a_frozen_kernel_or_an_unused_entropy_costs_no_product():
+    hidden, kernel, labels, _ = example(14)
+    run = lambda h, k: lm.linear_log_probs(h, k, labels).log_probs.sum()  # noqa: E731
+    for argnums, count in (((0, 1), 4), (0, 3), (1, 3)):
+        text = str(jax.make_jaxpr(jax.grad(run, argnums=argnums))(hidden, kernel))
+        assert text.count("= dot_general") == count
+
+
+def test_vmap_scan_checkpoint_compress_and_embedding():
+    hidden, kernel, labels, _ = example(4, 8)
+
+    def ways(function):
+        one = lambda h, y: total(*function(h, kernel, y))  # noqa: E731
+        yield lambda h: jax.vmap(one)(h, labels).sum()
+        yield lambda h: lax.scan(lambda c, x: (c + one(*x), None), 0.0, (h, labels))[0]
+        yield lambda h: jax.checkpoint(one)(h[0], labels[0])
+        yield lambda h: total(*function(h, kernel, labels))
+
+    ours = functools.partial(lm.linear_log_probs, tile_bytes=TILE)
+    for run, want in zip(ways(ours), ways(plain), strict=True):
+        assert_close(*(quick_jit(jax.grad(f))(hidden) for f in (run, want)), 4e-6)
+    table = functools.partial(ours, kernel=None, labels=labels, embedding=kernel.T)
+    assert_close(quick_jit(table)(hidden), ours(hidden, kernel, labels))
+    block = lambda k, h: total(*ours(jnp.tanh(h), k, labels))  # noqa: E731
+    found, want = (quick_jit(jax.grad(f))(kernel, hidden) for f in (lm.compress(block), block))
+    assert lm.gradient_distance(found, want).error < 0.05
+
+
+def test_grpo_trains_a_bandit():
+    """GRPO with two samples per state trains a bandit to the best of 8 arms."""
+    rewards = jnp.linspace(0, 1, 8)
+    kernel, hidden = jnp.zeros((4, 8)), jnp.eye(4)
+
+    def step(kernel, key):
+        actions = jax.random.categorical(key, (hidden @ kernel)[:, None], shape=(4, 32))
+        gain = rewards[actions]
+        advantage = gain - gain.mean(axis=1, keepdims=True)
+        advantage /= gain.std(axis=1, keepdims=True) + 1e-4
+        states = jnp.broadcast_to(hidden[:, None], (4, 32, 4))
+
+        def loss(kernel):
+            found = lm.linear_log_probs(states, kernel, actions)
+            ratio = jnp.exp(found.log_probs - lax.stop_gradient(found.log_probs))
+            clipped = jnp.clip(ratio, 0.8, 1.2)
+            return -jnp.minimum(ratio * advantage, clipped * advantage).mean()
+
+        return kernel - 2.0 * jax.grad(loss)(kernel), None
+
+    kernel, _ = quick_jit(lambda k: lax.scan(step, k, jax.random.split(jax.random.key(0), 200)))(
+        kernel
+    )
+    assert (jax.nn.softmax(hidden @ kernel)[:, -1] > 0.9).all()
+
+
+BAD = [
+    ({"temperature": 0}, ValueError),
+    ({"temperature": "1"}, TypeError),
+    ({"labels": jnp.zeros(4)}, TypeError),
+    ({"kernel": None}, ValueError),
+    ({"tile_bytes": True}, ValueError),
+    ({"logit_soft_cap": -1}, ValueError),
+]
+BAD_DIVERGENCES = [
+    ({"kind": "js"}, ValueError),
+    ({"reference_hidden": jnp.zeros((3, FEATURES))}, ValueError),
+    ({"reference_kernel": jnp.zeros((FEATURES, 7))}, ValueError),
+    ({"reference_kernel": None}, ValueError),
+    ({"mask": jnp.zeros(4)}, TypeError),
+    ({"mask": jnp.zeros(3, bool)}, ValueError),
+    ({"reference_bias": jnp.zeros(3)}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("given", "error"), BAD + BAD_DIVERGENCES)
+def test_errors_name_the_argument(given, error):
+    hidden, kernel, labels, _ = example(4)
+    (name,) = given
+    args = {"hidden": hidden, "kernel": kernel}
+    if (given, error) in BAD:
+        function, rest = lm.linear_log_probs, {"labels": jnp.abs(labels)}
+    else:
+        function, rest = (
+            lm.linear_divergence,
+            {"reference_hidden": hidden, "reference_kernel": kernel},
+        )
+    with pytest.raises(error, match=rf"{function.__name__}: {name}\b"):
+        function(**args | rest | given)
