@@ -1,10 +1,11 @@
-"""Compares whole logits with `lm.linear_cross_entropy` for a large vocabulary.
+"""Compares whole logits with the losses of this library for a large vocabulary.
 
+    pip install jax-cce==0.1.0  # or leave its row out
     python examples/benchmarks/loss_memory.py
 
-compiles the loss for an H200. You need no GPU. It also trains a small LLaMA with either loss on the
-CPU. It writes the bytes that XLA assigns, FLOPs, roofline estimates of times, and the difference
-between the two trainings' losses to `results/loss_memory.json`, and prints a table.
+compiles the losses for an H200. You need no GPU. It also trains a small LLaMA with either loss on
+the CPU. It writes the bytes that XLA assigns, FLOPs, roofline estimates of times, and the
+difference between the two trainings' losses to `results/loss_memory.json`, and prints tables.
 """
 
 import os
@@ -25,7 +26,8 @@ from lowmembp_jax.models.llama import Llama, LlamaConfig
 
 OUTPUT = FOLDER / "loss_memory.json"
 DEVICE = "h200"
-TOKENS, FEATURES, VOCAB = 16384, 2048, 248320
+#: Tokens, features and words of the cross-entropy, and of log-probabilities and entropies.
+LARGE, REINFORCEMENT = (16384, 2048, 248320), (32768, 4096, 152064)
 STEPS = 100
 
 
@@ -49,19 +51,69 @@ def measure(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> dict[s
     }
 
 
-def alone(loss: str, is_trained: bool, vocab: int = VOCAB) -> dict[str, float]:
-    """Measures the loss and the gradients of hidden, and of the kernel if it is trained."""
+def cross_entropies() -> dict[str, Callable]:
+    """Functions of hidden `[tokens, features]`, the kernel and labels to the mean loss."""
+
+    def each(*args: Any) -> Any:
+        return lm.linear_cross_entropy(*args, reduction="none").mean()
+
+    found = {
+        "optax, whole logits": lambda hidden, kernel, labels: whole(hidden @ kernel, labels),
+        "lm.linear_cross_entropy": lm.linear_cross_entropy,
+        'lm.linear_cross_entropy(reduction="none").mean()': each,
+    }
+    try:
+        from jax_cce import linear_cross_entropy  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return found
+    return found | {"jax-cce": lambda h, kernel, labels: linear_cross_entropy(h, kernel.T, labels)}
+
+
+def whole_log_probs(hidden: Any, kernel: Any, labels: Any) -> Any:
+    log_p = jax.nn.log_softmax((hidden @ kernel).astype(jnp.float32))
+    own = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
+    return own, -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
+
+
+def one_number(function: Callable) -> Callable:
+    def loss(*args: Any) -> Any:
+        log_probs, entropy = function(*args)
+        return jnp.sum(log_probs * entropy)
+
+    return loss
+
+
+OF_TOKENS = {
+    "whole logits": one_number(whole_log_probs),
+    "lm.linear_log_probs": one_number(lm.linear_log_probs),
+}
+
+
+def measured(losses: dict[str, Callable], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Measures losses and the gradients of hidden, and of the kernel if it is trained."""
+    tokens, features, vocab = sizes
     array = jax.ShapeDtypeStruct
     args = (
-        array((TOKENS, FEATURES), jnp.bfloat16),
-        array((FEATURES, vocab), jnp.bfloat16),
-        array((TOKENS,), jnp.int32),
+        array((tokens, features), jnp.bfloat16),
+        array((features, vocab), jnp.bfloat16),
+        array((tokens,), jnp.int32),
     )
-    function = {
-        "whole logits": lambda hidden, kernel, labels: whole(hidden @ kernel, labels),
-        "linear_cross_entropy": lm.linear_cross_entropy,
-    }[loss]
-    return measure(jax.value_and_grad(function, argnums=(0, 1) if is_trained else 0), args)
+    rows = []
+    for is_trained in (True, False):
+        for name, loss in losses.items():
+            step = jax.value_and_grad(loss, argnums=(0, 1) if is_trained else 0)
+            rows.append({"loss": name, "kernel_is_trained": is_trained, **measure(step, args)})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    cells = [["loss", "kernel", "temporaries", "peak", "TFLOP", "time (estimate)"]]
+    for one in rows:
+        kernel = "trained" if one["kernel_is_trained"] else "frozen"
+        sizes = (f"{one[name] / GIB:.2f} GiB" for name in ("temporary_bytes", "peak_bytes"))
+        numbers = f"{one['flops'] / 1e12:.1f}", f"{one['estimated_ms']} ms"
+        cells.append([one["loss"], kernel, *sizes, *numbers])
+    return markdown(cells)
 
 
 def loss_of(model: Any, is_whole: bool, params: Any, ids: Any) -> Any:
@@ -90,17 +142,10 @@ def curve(is_whole: bool) -> Any:
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
-    results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "alone": rows}
-    cells = [["loss", "kernel", "temporaries", "TFLOP", "time (estimate)"]]
-    for is_trained in (True, False):
-        for loss in ("whole logits", "linear_cross_entropy"):
-            rows.append({"loss": loss, "kernel_is_trained": is_trained, **alone(loss, is_trained)})
-            write_json(OUTPUT, results)
-            one = rows[-1]
-            numbers = f"{one['temporary_bytes'] / GIB:.2f} GiB", f"{one['flops'] / 1e12:.1f}"
-            kernel = "trained" if is_trained else "frozen"
-            cells.append([loss, kernel, *numbers, f"{one['estimated_ms']} ms"])
+    results: dict[str, Any] = {"device": DEVICE, "versions": versions()}
+    results["alone"] = measured(cross_entropies(), LARGE)
+    results["log_probs"] = measured(OF_TOKENS, REINFORCEMENT)
+    write_json(OUTPUT, results)
     ours, theirs = curve(False), curve(True)
     results["curve"] = {
         "steps": STEPS,
@@ -109,7 +154,8 @@ def main() -> None:
         "largest_relative_difference": float(jnp.max(jnp.abs(ours - theirs) / theirs)),
     }
     write_json(OUTPUT, results)
-    print(markdown(cells), *results["curve"].items(), sep="\n")
+    print(table(results["alone"]), table(results["log_probs"]), sep="\n")
+    print(*results["curve"].items(), sep="\n")
 
 
 if __name__ == "__main__":

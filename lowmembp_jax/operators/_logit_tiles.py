@@ -225,8 +225,8 @@ def _sizes(spec: Spec, size: Any, features: int, words: int, dtype: Any, cuts_wo
     tile_bytes, parts = spec.tile_bytes, 1
     # Cutting words, hidden's gradient is a sum in float32; cutting tokens alone, the kernel's is.
     if cuts_words and isinstance(size, int) and size <= words:
-        # The kernel's sum takes an eighth of a tile, and logits a half.
-        most = max(128, tile_bytes // (8 * wide * max(1, features)) // 128 * 128)
+        # The sum for the kernel takes a quarter of a tile, and logits a half.
+        most = max(128, tile_bytes // (4 * wide * max(1, features)) // 128 * 128)
         if words > most:
             parts, words, tile_bytes = -(-words // most), most, tile_bytes // 2
     # Two tiles of float32 logits make one tile of 16-bit slopes. So the kernel's gradient is read
