@@ -21,6 +21,14 @@ class Tokens(NamedTuple):
     targets: Any
 
 
+class Sampled(NamedTuple):
+    ids: Any
+    labels: Any
+    old_log_probs: Any
+    reference_log_probs: Any
+    advantages: Any
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -85,8 +93,50 @@ def troubleshooting():
     assert jnp.allclose(done["metrics"], exact) and not jnp.allclose(step(x, x)[1], exact)
 
 
+def reinforcement_learning():
+    """GRPO trains a bandit to its optimum; the other objectives are those of whole logits."""
+    states, arms = jnp.eye(4), 8
+    reference = {"head": jax.random.normal(jax.random.key(1), (4, arms))}
+    labels = jnp.array([1, -1, 3, 0])
+    names = {"hidden": states, "head": reference["head"], "labels": labels, "optax": optax}
+    names |= {"teacher_hidden": 2 * states, "teacher_head": reference["head"]}
+    names |= {"body": lambda params, ids: states[ids], "reference": reference}
+    done = yield names
+
+    def step(params, key):
+        ids = jnp.broadcast_to(jnp.arange(4)[:, None], (4, 32))
+        actions = jax.random.categorical(key, params["head"][ids])
+        old = lm.linear_log_probs(states[ids], params["head"], actions).log_probs
+        gains = done["advantages"](actions / arms)
+        grads = jax.grad(done["grpo_loss"])(params, Sampled(ids, actions, old, old, gains))
+        return jax.tree.map(lambda p, g: p - 5 * g, params, grads), None
+
+    keys = jax.random.split(jax.random.key(0), 200)
+    params, _ = jax.jit(lambda p: jax.lax.scan(step, p, keys))({"head": jnp.zeros((4, arms))})
+    assert (jax.nn.softmax(params["head"])[:, -1] > 0.9).all()
+
+    log_p, log_q = jax.nn.log_softmax(params["head"]), jax.nn.log_softmax(reference["head"])
+    ids, valid = jnp.arange(4), labels >= 0
+    own = log_p[ids, labels]
+    batch = Sampled(ids, labels, own, own, jnp.linspace(-1, 1, 4))
+    entropy, kl = (jnp.sum(jnp.exp(log_p) * x, axis=1) for x in (-log_p, log_p - log_q))
+    each = jnp.where(valid, batch.advantages + 0.01 * entropy - 0.05 * kl, 0)
+    assert jnp.allclose(done["ppo_loss"](params, batch), -each.sum() / 3, rtol=1e-4)
+
+    pair = (ids[None], labels[None]), (ids[None], jnp.array([[2, 5, -1, 0]]))
+    margins = [jnp.where(y >= 0, (log_p - log_q)[x, y], 0).sum() for x, y in pair]
+    want = -jax.nn.log_sigmoid(0.1 * (margins[0] - margins[1]))
+    assert jnp.allclose(done["dpo_loss"](params, *pair), want, rtol=1e-4)
+
+    cold = jax.nn.log_softmax(params["head"] / 2), jax.nn.softmax(reference["head"] / 2)
+    want = jnp.where(valid, optax.losses.kl_divergence(*cold), 0).mean() * 4
+    assert jnp.allclose(done["distillation_loss"](params, batch), want, rtol=1e-4)
+
+
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("page", [full_tuning, lora, planner, troubleshooting])
+@pytest.mark.parametrize(
+    "page", [full_tuning, lora, planner, reinforcement_learning, troubleshooting]
+)
 def test_code_runs_as_it_is_written(page, jax_defaults):
     given = page()
     names = next(given)

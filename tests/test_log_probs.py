@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import quick_jit
 from jax import lax
@@ -197,13 +196,6 @@ def test_a_model_does_not_diverge_from_itself():
     assert not quick_jit(run)(2 * hidden).any()
 
 
-def test_optax_has_the_same_divergence():
-    hidden, kernel, _, _ = example(7)
-    q = jax.nn.softmax(2 * hidden @ kernel)
-    want = optax.losses.kl_divergence(jax.nn.log_softmax(hidden @ kernel), q)
-    assert_close(lm.linear_divergence(hidden, kernel, 2 * hidden, kernel), want, 1e-5)
-
-
 def test_masked_tokens_reach_nothing():
     hidden, kernel, labels, _ = example(15)
     hidden = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
@@ -270,32 +262,6 @@ def test_vmap_scan_checkpoint_compress_and_embedding():
     block = lambda k, h: total(*ours(jnp.tanh(h), k, labels))  # noqa: E731
     found, want = (quick_jit(jax.grad(f))(kernel, hidden) for f in (lm.compress(block), block))
     assert lm.gradient_distance(found, want).error < 0.05
-
-
-def test_grpo_trains_a_bandit():
-    """GRPO with two samples per state trains a bandit to the best of 8 arms."""
-    rewards = jnp.linspace(0, 1, 8)
-    kernel, hidden = jnp.zeros((4, 8)), jnp.eye(4)
-
-    def step(kernel, key):
-        actions = jax.random.categorical(key, (hidden @ kernel)[:, None], shape=(4, 32))
-        gain = rewards[actions]
-        advantage = gain - gain.mean(axis=1, keepdims=True)
-        advantage /= gain.std(axis=1, keepdims=True) + 1e-4
-        states = jnp.broadcast_to(hidden[:, None], (4, 32, 4))
-
-        def loss(kernel):
-            found = lm.linear_log_probs(states, kernel, actions)
-            ratio = jnp.exp(found.log_probs - lax.stop_gradient(found.log_probs))
-            clipped = jnp.clip(ratio, 0.8, 1.2)
-            return -jnp.minimum(ratio * advantage, clipped * advantage).mean()
-
-        return kernel - 2.0 * jax.grad(loss)(kernel), None
-
-    kernel, _ = quick_jit(lambda k: lax.scan(step, k, jax.random.split(jax.random.key(0), 200)))(
-        kernel
-    )
-    assert (jax.nn.softmax(hidden @ kernel)[:, -1] > 0.9).all()
 
 
 BAD = [
