@@ -17,7 +17,6 @@ from lowmembp_jax.memory.lowering.meshes import is_on_host
 _TOLD = 1e-3
 # Primitives between the sum and the logarithm of a logsumexp.
 _BETWEEN = {"abs", "broadcast_in_dim", "convert_element_type", "reshape", "squeeze"}
-_OURS = "linear_cross_entropy"
 
 
 def replicated(args: tuple[Any, ...], named: Sequence[Argument]) -> Iterator[str]:
@@ -94,8 +93,8 @@ def _vocabularies(jaxpr: Any, arguments: Iterable[Argument]) -> frozenset[int]:
     """Returns the sizes of the vocabularies that a step's losses reduce.
 
     A vocabulary is the last axis of an array that a logsumexp reduces. It is also an axis of a
-    matrix among the parameters, because attention has logsumexps over keys. A step that uses
-    `lm.linear_cross_entropy` has no vocabularies.
+    matrix among the parameters, because attention has logsumexps over keys. The tiles of
+    `lm.linear_cross_entropy` have none, because they take a logarithm of 1 + a sum.
     """
     axes = {
         size
@@ -105,8 +104,6 @@ def _vocabularies(jaxpr: Any, arguments: Iterable[Argument]) -> frozenset[int]:
     }
     bodies = [jaxpr]
     for eqn in every_equation(jaxpr):
-        if _OURS in str(eqn.source_info.name_stack):
-            return frozenset()
         bodies += [opened(value) for value in eqn.params.values() if is_jaxpr(value)]
     return frozenset(size for body in bodies for size in _reduced(body) if size in axes)
 

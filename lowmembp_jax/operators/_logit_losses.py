@@ -50,7 +50,7 @@ def _run(spec: Spec, arrays: Arrays, ct: dict[str, Array], known: dict[str, Arra
     of = [one for one, is_wanted in zip((axes[0], axes[1], "v"), wanted, strict=True) if is_wanted]
     found = () if known else ("", *[tokens] * len(spec.found))
     run = Partitioned(
-        partial(run_tiles, spec, given),
+        jax.named_scope(spec.name)(partial(run_tiles, spec, given)),  # for the planner's rows
         (*(getattr(axes, name) for name in fields), *[tokens] * (len(ct) + len(known))),
         (*found, *of),
         whole="m" if arrays.reference_hidden is None else "mn",

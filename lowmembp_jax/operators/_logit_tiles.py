@@ -257,11 +257,6 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
       For a forward, the sum of the weights times the losses, and `Spec.found` of each token. Then
       the wanted gradients (kernel and bias in float32, unless the words are cut).
     """
-    with jax.named_scope(spec.name):  # the planner finds the loss by this name
-        return _run_tiles(spec, given, arrays, over)
-
-
-def _run_tiles(spec: Spec, given: Any, arrays: Any, over: tuple[str, ...]):
     rest = iter(arrays)
     of_fields, ct, known = ({name: next(rest) for name in names} for names in given)
     whole = Arrays(**({"hidden": None, "kernel": None, "labels": None} | of_fields))
