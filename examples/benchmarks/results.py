@@ -10,18 +10,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
-_PACKAGES = (
-    "lowmembp_jax",
-    "jax",
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "flax",
-    "optax",
-    "qwix",
-    "triton",
-    "jax-triton",
-)
-_PACKAGES += ("nvidia-cudnn-cu12", "nvidia-cublas-cu12", "transformers")
+_PACKAGES = ("lowmembp_jax", "jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "qwix")
+_PACKAGES += ("triton", "jax-triton", "nvidia-cudnn-cu12", "nvidia-cublas-cu12", "transformers")
 
 
 def versions() -> dict[str, str]:
