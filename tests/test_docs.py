@@ -2,8 +2,10 @@
 
 import ast
 import doctest
+import json
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import jax
@@ -106,6 +108,25 @@ def test_every_public_name_is_on_the_api_page():
 
 def test_readme_length():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+RESULTS = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_of_this_version(path):
+    """What a page shows was measured with this version and a version of JAX that tests run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    versions = json.loads(path.read_text(encoding="utf-8"))["versions"]
+    assert versions["lowmembp_jax"] == project["version"]
+    assert versions["jax"] in ("0.10.2", "0.11.2", "0.12.0")
+
+
+@each_page
+def test_no_number_is_of_another_version(page):
+    prose = page.read_text(encoding="utf-8")
+    dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", prose)
+    assert not dates and not re.findall(r"(?:lowmembp_jax|[Vv]ersion) 0\.\d", prose)
 
 
 def test_the_pages_of_the_site():

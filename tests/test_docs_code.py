@@ -1,5 +1,6 @@
-"""The code of pages about training steps runs as it is written, with a small model."""
+"""The code of all pages that is not a doctest runs as it is written, with a small model."""
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from test_docs import ROOT, blocks
+from test_docs import ROOT, blocks, pages
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.tpus import TPUS
 
 F32 = jnp.float32
 
@@ -133,15 +136,117 @@ def reinforcement_learning():
     assert jnp.allclose(done["distillation_loss"](params, batch), want, rtol=1e-4)
 
 
+class Bert(nn.Module):
+    """A model with the paths that the pages name."""
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(2):
+            x = Block(name=f"bert/encoder/layer/{number}")(x)
+        return nn.Dense(16, name="lm_head")(nn.LayerNorm(dtype=F32)(x).astype(jnp.bfloat16))
+
+
+def common():
+    x, model = jnp.ones((4, 8, 16)), Bert()
+    variables = model.init(jax.random.key(0), x)
+    return {
+        **{"Block": Block, "Mlp": Block, "x": x, "h": x, "key": jax.random.key(1), "batch": x},
+        **{"block": jax.tree_util.Partial(lambda w, x, key=None: x @ w, jnp.eye(16)), "state": 0.0},
+        **{"params": variables, "loss_fn": lambda params: model.apply(params, x).sum()},
+    }
+
+
+def readme():
+    yield common()
+
+
+def activations():
+    class Around(nn.Module):
+        @nn.compact
+        def __call__(self, code, names):
+            names["self"] = self
+            exec(code, names)
+
+    run = lambda *args: Around().init(jax.random.key(0), *args)  # noqa: E731
+    done = yield common() | {"nn": nn, "features": 16, "hidden": 32, "run": run}
+    assert done["y"].shape == done["x"].shape
+
+
+def compress():
+    names = common()
+    done = yield names | {"equinox_block": names["block"], "block": lambda w, x: x @ w}
+    assert done["y"].shape == done["x"].shape and jnp.isfinite(done["loss"])
+
+
+def compress_measured():
+    parts = jnp.ones((3, 2, 8, 4))
+    names = {"checkpoint_name": checkpoint_name, "attention": lambda q, k, v: q + k * v}
+    names |= dict(zip("qkv", parts, strict=True)) | {"block": lambda w, x: x @ w}
+    done = yield names
+    assert jnp.allclose(done["block"](jnp.eye(4), parts[0]), parts[0])
+
+
+def frameworks():
+    def loss(params, batch):
+        return jax.checkpoint(lambda w, x: jnp.tanh(x @ w).sum())(params, batch)
+
+    names = {"loss": loss, "params": jnp.eye(16), "batch": jnp.ones((4, 16)), "state": jnp.eye(16)}
+    step = lambda state, batch: (state, jax.grad(loss)(state, batch))  # noqa: E731
+    done = yield names | {"train_step": jax.jit(step)}
+    assert "left alone" in str(done["report"]) and done["grads"].shape == (16, 16)
+
+
+def long_texts():
+    yield common() | {"mlp": lambda w, x: jnp.tanh(x @ w)}
+
+
+def loss():
+    hidden, kernel = jnp.ones((4, 16)), jnp.eye(16, 32)
+    names = {"hidden": hidden, "kernel": kernel, "table": kernel.T, "labels": jnp.arange(4)}
+    done = yield names
+    assert done["loss"] == lm.linear_cross_entropy(hidden, kernel, jnp.arange(4))
+
+
+def norms():
+    dense = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    attention = {name: dense for name in ("query", "key", "value")}
+    norm = {"scale": jnp.ones(4), "bias": jnp.ones(4)}
+    done = yield {"params": {"block_0": {"norm1": norm, "attention": attention}}}
+    assert not done["params"]["block_0"].get("norm1")
+
+
+def optimizer():
+    params = {"embed": jnp.eye(16), "head": jnp.eye(16), "layers": jnp.ones((3, 16, 16))}
+    names = {"optax": optax, "partial": functools.partial, "params": params, "batch": jnp.ones(16)}
+    names |= {"grads": jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)}
+    names |= {"block": lambda w, h: jnp.tanh(h @ w), "embed": lambda p, batch: batch @ p}
+    names |= {"head_loss": lambda p, h, batch: jnp.square(h @ p).mean()}
+    done = yield names
+    state = jax.jit(done["layers"].init)(done["params"]["layers"])
+    done["train_step"](done["params"], state, jnp.ones((2, 16), jnp.bfloat16))
+
+
+def tpus():
+    pytest.importorskip("libtpu")
+    mesh = jax.sharding.Mesh(TPUS["v6e"].topology(1).devices[:1], "x")
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct((128, 128), F32, sharding=sharding)]
+    done = yield {"step": lambda x: jax.grad(lambda x: lm.silu(x).sum())(x), "shapes": shapes}
+    assert done["compiled"].memory_analysis().temp_size_in_bytes >= 0
+
+
+compress_reference, kernels, patch = compress_measured, readme, readme
+PAGES = {page.stem for page in pages() if any(">>>" not in block for block in blocks(page))}
+
+
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize(
-    "page", [full_tuning, lora, planner, reinforcement_learning, troubleshooting]
-)
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_code_runs_as_it_is_written(page, jax_defaults):
-    given = page()
+    given = globals()[page.lower()]()
     names = next(given)
     names |= {"jax": jax, "jnp": jnp, "lm": lm, "nnx": nnx}
-    code = blocks(ROOT / "docs" / f"{page.__name__}.md")
-    exec(compile("\n".join(code), page.__name__, "exec"), names)
+    path = ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
+    code = [block for block in blocks(path) if ">>>" not in block]
+    names.pop("run", exec)(compile("\n".join(code), page, "exec"), names)
     with pytest.raises(StopIteration):
         given.send(names)
