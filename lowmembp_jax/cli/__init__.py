@@ -24,10 +24,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.cli._plan import PlanCommand
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "tyro")
@@ -42,16 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     import tyro
 
-    from lowmembp_jax.cli._commands import DevicesCommand, DiffCommand, ResidualsCommand
+    from lowmembp_jax.cli import _commands
 
-    commands = Annotated[
-        Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-        | Annotated[ResidualsCommand, tyro.conf.subcommand("residuals")]
-        | Annotated[DiffCommand, tyro.conf.subcommand("diff")]
-        | Annotated[DevicesCommand, tyro.conf.subcommand("devices")],
-        tyro.conf.OmitSubcommandPrefixes,
-    ]
-    command = tyro.cli(commands, args=arguments, description=__doc__, prog="lowmembp")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    commands = {
+        "plan": _commands.PlanCommand,
+        "residuals": _commands.ResidualsCommand,
+        "diff": _commands.DiffCommand,
+        "devices": _commands.DevicesCommand,
+    }
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, args=arguments, description=__doc__, prog="lowmembp"
+    )
     # JAX swallows a KeyboardInterrupt that Python raises inside its callbacks.
     before = signal.signal(signal.SIGINT, _interrupted)
     try:

@@ -1,13 +1,206 @@
-"""The short commands: `lowmembp residuals`, `lowmembp diff` and `lowmembp devices`."""
+"""The commands: `lowmembp plan`, `lowmembp residuals`, `lowmembp diff` and `lowmembp devices`.
 
+`lowmembp --help` imports this file, so it imports JAX only inside functions.
+"""
+
+import contextlib
 import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.cli._model import ModelOptions
-from lowmembp_jax.cli._output import check_output, print_report, write_text
+
+if TYPE_CHECKING:
+    from lowmembp_jax.cli._factories import Factory
+
+#: Exit statuses that scripts can rely on.
+FITS, DOES_NOT_FIT = 0, 3
+
+_IMAGES = (".png", ".svg", ".pdf")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """The options that name a model."""
+
+    model: str
+    """A name such as llama-3-8b, qwen3-8b, gemma-2-9b or vit-b16; or the path/to/config.json of a
+    Hugging Face model of these families, which is only read; or path/to/file.py:function, which
+    runs the file. The function may take method, batch and --options. It returns a step and the
+    tuple of its abstract arguments."""
+    batch: int | None = None
+    """Batch size on all devices together."""
+    options: tuple[str, ...] = ()
+    """More arguments of the model, such as tokens=2048."""
+
+    def load(self) -> "Factory":
+        from lowmembp_jax.cli._factories import load_factory
+
+        if self.batch is not None and self.batch < 1:
+            raise GivenError(f"--batch must be at least 1, got {self.batch}")
+        return load_factory(self.model)
+
+    def arguments(self) -> dict[str, int | str]:
+        """The arguments of the factory, without method and batch."""
+        given = _named_values("--options", self.options)
+        for key in {"batch", "method"}.intersection(given):
+            raise GivenError(f"--options: {key} has its own option: use --{key}")
+        return given
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCommand(ModelOptions):
+    """Compile a training step for a GPU or TPU and report its memory for each method: whether it
+    fits, and on GPUs which method that fits is the fastest."""
+
+    method: str | None = None
+    """One method for a detailed report, or several to compare, such as dots,compress. Default: all
+    methods of the model."""
+    device: str = "h200"
+    """A name from `lowmembp devices`, v5e, v5p, v6e or tpu7x (TPUs), or the path of your own target
+    description."""
+    devices: int = 1
+    """Number of GPUs: 1 to 8, or hosts of 8 up to 512 GPUs. They form the step's mesh. If the step
+    has none, they share the batch."""
+    parts: tuple[Literal["parameters", "optimizer_state", "batch", "gradients"], ...] = ()
+    """The part of each argument of the step, in order. Default: the planner reads it from the
+    program."""
+    budget: str | None = None
+    """Memory that the step may use on each GPU, such as 24GB or 22.5GiB. Default: the memory of
+    JAX's allocator, --memory-fraction of the device."""
+    memory_fraction: float = 0.75
+    """The value of XLA_CLIENT_MEM_FRACTION, such as 0.95. JAX's default is 0.75."""
+    link_bandwidth: str | None = None
+    """Bytes per second that each GPU sends to others, such as 50GB. Default: leave out the time on
+    the links."""
+    xla_flag: tuple[str, ...] = ()
+    """Options of XLA's compiler, such as xla_gpu_enable_latency_hiding_scheduler=False."""
+    largest_batch: bool = False
+    """Search for the largest batch that fits, with up to 8 plans per method. It is a multiple of 8,
+    or of the greatest common divisor of 8 and --batch."""
+    plot: Path | None = None
+    """Write a picture to a .png, .svg or .pdf: memory against estimated time for several methods,
+    the memory over the program for one method."""
+    timeline: Path | None = None
+    """With --method: write a picture of the memory over the program, by part, to a .png, .svg or
+    .pdf."""
+    json: Path | None = None
+    """Write all results as JSON, with every kernel; - is stdout, and then the table goes to
+    stderr."""
+    cache: bool = True
+    """Reuse plans of programs that were compiled before, from ~/.cache/lowmembp_jax."""
+
+    @property
+    def _one(self) -> str | None:
+        """The method, if there is only one."""
+        return None if self.method is None or "," in self.method else self.method
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        _check_output("--json", self.json)
+        _check_output("--plot", self.plot, _IMAGES)
+        _check_output("--timeline", self.timeline, _IMAGES)
+        if self.timeline is not None and self._one is None:
+            raise GivenError("--timeline needs one --method, because it draws one plan")
+        comparison, title = self._compare()
+        _print(self._report(comparison, title), self.json, _with_versions(comparison.to_dict()))
+        self._draw(comparison, f"{title}, {self.device}")
+        return FITS if comparison.fits else DOES_NOT_FIT
+
+    def _compare(self):
+        """Checks all options that it can before anything is traced, and plans the methods."""
+        import jax
+
+        from lowmembp_jax._sizes import as_bytes
+        from lowmembp_jax.memory.comparison import compare
+        from lowmembp_jax.memory.devices import COUNTS, TPUS, get_device, is_count
+
+        if self.plot is not None and self._one is None and self.device in TPUS:
+            raise GivenError("--plot draws memory against time, which is not estimated on TPUs")
+        if self.device in TPUS and self.devices not in (counts := TPUS[self.device].counts):
+            expected = ", ".join(map(str, counts))
+            raise GivenError(f"--devices must be one of {expected}, got {self.devices}")
+        if self.device not in TPUS and not is_count(self.devices):
+            raise GivenError(f"--devices must be {COUNTS}, got {self.devices}")
+        if self.devices > 1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+            with contextlib.suppress(RuntimeError):  # JAX is already running
+                # `jax.make_mesh` in the user's file needs as many devices.
+                jax.config.update("jax_num_cpu_devices", self.devices)
+        factory = self.load()
+        try:
+            get_device(self.device)
+            budget = as_bytes("--budget", self.budget)
+            bandwidth = as_bytes("--link-bandwidth", self.link_bandwidth)
+        except ValueError as error:
+            raise GivenError(str(error)) from error
+        batch = self.batch if self.batch is not None else factory.default_batch
+        if batch is not None and batch % self.devices:
+            raise GivenError(
+                f"--batch must be a multiple of --devices {self.devices}, which share it, "
+                f"got {batch}"
+            )
+        if self.largest_batch and batch is None:
+            raise GivenError(
+                f"--largest-batch: --batch is needed: the search for {self.model} starts there"
+            )
+        arguments = self.arguments()
+        if factory.takes("device"):
+            arguments.setdefault("device", self.device)
+        comparison = compare(
+            lambda method, batch: factory(method, batch, **arguments),
+            factory.methods if self.method is None else self.method.split(","),
+            batch=batch,
+            budget=budget,
+            find_largest_batch=self.largest_batch,
+            batch_multiple=math.lcm(math.gcd(batch or 8, 8), self.devices),
+            cache=self.cache,
+            device=self.device,
+            mesh=self.devices if self.devices > 1 else None,
+            parts=self.parts or None,
+            link_bandwidth=bandwidth,
+            memory_fraction=self.memory_fraction,
+            compiler_options=_named_values("--xla-flag", self.xla_flag),
+        )
+        size = None if batch is None else f"batch {batch}"
+        title = ", ".join(filter(None, (factory.name, size, *self.options)))
+        return comparison, title
+
+    def _draw(self, comparison, title: str) -> None:
+        from lowmembp_jax.memory.plot import plot_comparison, plot_timeline
+
+        for path in filter(None, (self.plot, self.timeline)):
+            if self._one is None:
+                plot_comparison(comparison, path, title)
+            else:
+                plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
+
+    def _report(self, comparison, title: str) -> str:
+        from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
+
+        if self._one is not None:
+            one = comparison[self._one]
+            lines = [f"{title}, {self._one}", str(one.plan)]
+            if one.largest_batch is not None:
+                lines.append(f"largest batch that fits: {one.largest_batch:,}")
+            return "\n".join(lines)
+        lines = [title, str(comparison)]
+        if comparison.fastest or not comparison.fits:  # the fastest on a TPU is not known
+            try:
+                lines += ["", str(fastest_of(comparison))]
+            except NothingFitsError as error:
+                lines += ["", str(error)]
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +217,7 @@ class ResidualsCommand(ModelOptions):
         """Returns the exit status."""
         from lowmembp_jax.memory.saved_residuals.residuals import NotALossError, residuals
 
-        check_output("--json", self.json)
+        _check_output("--json", self.json)
         workload = self.load()(self.method, self.batch, **self.arguments())
         function = workload.loss or workload.step
         args = workload.args if workload.loss_args is None else workload.loss_args
@@ -36,9 +229,7 @@ class ResidualsCommand(ModelOptions):
                 f"--model: {self.model} gives a training step: return the loss that it "
                 "differentiates and the loss's arguments, or a lm.memory.Workload with `loss`"
             ) from error
-        if self.json is not None:
-            write_text(self.json, table.to_json())
-        print_report(str(table), self.json)
+        _print(str(table), self.json, table.to_json())
         return 0
 
 
@@ -69,9 +260,8 @@ class DevicesCommand:
     def run(self) -> int:
         """Returns the exit status."""
         from lowmembp_jax._sizes import format_bytes
-        from lowmembp_jax.memory.devices import DEVICES, get_gpu
+        from lowmembp_jax.memory.devices import DEVICES, TPUS, get_gpu
         from lowmembp_jax.memory.report import aligned
-        from lowmembp_jax.memory.tpus import TPUS
 
         head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")
         head += ("bf16 or f16", "tf32", "products measured by")
@@ -95,3 +285,71 @@ class DevicesCommand:
         ]
         print("\n".join(["", *aligned(("name", "TPU", "usable"), *tpus, left=("name", "TPU"))]))
         return 0
+
+
+def _named_values(option: str, given: tuple[str, ...]) -> dict[str, int | str]:
+    """Parses the values of an option of the form name=value, by name.
+
+    Raises:
+      GivenError: a value has another form, or a name occurs twice.
+    """
+    found: dict[str, int | str] = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if not equals or not key.isidentifier():
+            raise GivenError(f"{option}: expected name=value, got {each!r}")
+        if key in found:
+            raise GivenError(f"{option}: {key} is given twice")
+        found[key] = int(value) if re.fullmatch(r"-?\d{1,18}", value) else value
+    return found
+
+
+def _is_stdout(path: Path) -> bool:
+    return str(path) in ("-", "/dev/stdout")
+
+
+def _check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Checks a path before minutes of compilation.
+
+    Raises:
+      GivenError: the path cannot be written or has a wrong suffix.
+    """
+    if path is None or (_is_stdout(path) and not suffixes):
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise GivenError(f"{option} must end in one of {', '.join(suffixes)}, got {path}")
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise GivenError(f"{option}: {path} is a folder")
+    if not folder.is_dir():
+        raise GivenError(f"{option}: {path}: there is no folder {folder}")
+    try:
+        if not path.exists():
+            tempfile.TemporaryFile(dir=folder).close()
+        elif not os.access(path, os.W_OK):
+            raise PermissionError
+    except OSError as error:
+        raise GivenError(f"{option}: {path} cannot be written") from error
+
+
+def _with_versions(data: dict[str, Any]) -> str:
+    """Formats data with the command line and the versions of the packages that computed it."""
+    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    names = [n for n in installed if n in ("lowmembp_jax", "flax") or n.startswith("jax")]
+    command = shlex.join(["lowmembp", *sys.argv[1:]])
+    versions = {name: installed[name] for name in sorted(names)}
+    return json.dumps({"command": command, "versions": versions, **data}, indent=1) + "\n"
+
+
+def _print(report: str, path: Path | None, as_json: str) -> None:
+    """Writes the JSON to `path` if it is given, and prints the report, to stderr if it is stdout.
+
+    An existing file is written into, so that links, FIFOs and devices remain.
+    """
+    where = sys.stdout
+    if path is not None and _is_stdout(path):
+        print(as_json, end="", flush=True)
+        where = sys.stderr
+    elif path is not None:
+        path.write_text(as_json)
+    print(report, file=where)

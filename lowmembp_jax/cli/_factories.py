@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lowmembp_jax.cli._python_files import NoSuchFunctionError, function_of_file
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.workload import (
     Workload,
@@ -124,38 +126,52 @@ def load_factory(model: str) -> Factory:
     Raises:
       WorkloadError: there is no such file, function or model.
     """
+    from lowmembp_jax.models.workload import MODELS, of_config_json
+
     if model.endswith(".json"):
-        return _config_json(model)
-    if ":" not in model:
-        return _named(model)
-    try:
-        return Factory(function_of_file("model", model), model)
-    except NoSuchFunctionError as error:
-        raise WorkloadError(str(error)) from error
-
-
-def named_models() -> Mapping[str, Callable[..., Any]]:
-    """The library's models by name."""
-    from lowmembp_jax.models.workload import MODELS
-
-    return MODELS
-
-
-def _config_json(path: str) -> Factory:
-    from lowmembp_jax.models.workload import of_config_json
-
-    try:
-        name, function = of_config_json(path)
-    except ValueError as error:
-        raise WorkloadError(f"--model: {error}") from error
-    return Factory(function, name, is_ours=True)
-
-
-def _named(model: str) -> Factory:
-    models = named_models()
-    if model in models:
-        return Factory(models[model], model, is_ours=True)
+        try:
+            name, function = of_config_json(model)
+        except ValueError as error:
+            raise WorkloadError(f"--model: {error}") from error
+        return Factory(function, name, is_ours=True)
+    if ":" in model:
+        return Factory(function_of_file(model), model)
+    if model in MODELS:
+        return Factory(MODELS[model], model, is_ours=True)
     raise WorkloadError(
-        f"--model: expected one of {', '.join(models)}, path/to/config.json or "
+        f"--model: expected one of {', '.join(MODELS)}, path/to/config.json or "
         f"path/to/file.py:function, got {model!r}"
     )
+
+
+def function_of_file(model: str) -> Callable[..., Any]:
+    """Loads the function that `path/to/file.py:function` names.
+
+    The file can import its neighbours, as with `python path/to/file.py`.
+
+    Raises:
+      WorkloadError: there is no such file or function, or the file is not Python. Errors that the
+        file itself raises pass through.
+    """
+    where, _, name = model.rpartition(":")
+    path = Path(where)
+    if not path.is_file():
+        raise WorkloadError(f"model: there is no file {path}")
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"model: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise WorkloadError(f"model: {error.filename}, line {error.lineno}: {error.msg}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        raise WorkloadError(
+            f"model: {path} has no function {name!r}; it has {', '.join(functions)}"
+        )
+    return function

@@ -14,7 +14,7 @@ from lora import add_lora, apply_lora, combine, fold_lora, partition
 from tiny_models import TINY, inputs
 
 import lowmembp_jax as lm
-from lowmembp_jax.cli._python_files import function_of_file
+from lowmembp_jax.cli._factories import function_of_file
 from lowmembp_jax.models import FAMILIES, Compute
 
 RANK, ALPHA = 4, 12.0
@@ -157,7 +157,7 @@ def test_errors():
 )
 def test_the_planners_factory(train):
     path = Path(lora.__file__)
-    make = function_of_file("--model", f"{path}:workload")
+    make = function_of_file(f"{path}:workload")
     work = make(model="llama-tiny", train=train, method="compress", batch=2, tokens=16)
     assert "compress" in make.methods
     trained, _, frozen, _ = work.args
