@@ -1,35 +1,34 @@
 """Checks and measures what needs a GPU, and writes one file of results.
 
-    python examples/benchmarks/on_gpu.py --output results/gpu --device h200 --minutes 10
+    python examples/benchmarks/on_gpu.py --output results/gpu --device h200
 
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
     measure/MODEL/METHOD      peak memory and time of a training step; needs --device
-    plan/MODEL/METHOD         the planner's numbers for the same step; needs no GPU
+    plan/MODEL/METHOD         the planner's numbers for the same step
 
-The program writes each record to `on_gpu.json` in --output at once. After --minutes it stops and
-prints which jobs are missing. Start it again with the same --output to continue. `--select` runs
-the jobs that start with one of the given texts. Another machine with the same JAX can make the
-plans in the same folder, with `--select plan`. `--smoke` runs tiny sizes on a CPU. Exit status 0
-means that everything ran and passed.
+The program writes `on_gpu.json` in --output after each job. Start it again with the same --output
+to run the jobs that are missing or failed. `--smoke` runs tiny sizes on a CPU. Exit status 0 means
+that everything ran and passed.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from results import MIB, markdown, versions, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 #: The steps: names of models, the batch and the tokens. The most informative come first.
 STEPS = {
@@ -39,7 +38,8 @@ STEPS = {
     "swin-t": {"batch": 64},
 }
 METHODS = ("default", "compress", "dots", "lowmembp", "lowmembp+compress", "full-remat")
-SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "attention": "xla"}}
+#: In float32, whose attention runs on a CPU.
+SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
@@ -99,25 +99,23 @@ def kernels(implementation: str, smoke: bool):
             yield record | {"errors": errors, "passed": passed}
 
 
-def _workload(model: str, method: str, device: str | None):
+def _workload(model: str, method: str, device: str):
     from lowmembp_jax.models.workload import MODELS
 
     sizes = SMOKE.get(model) or STEPS[model]
-    return MODELS[model](**sizes, method=method, device=device or "h200")
+    return MODELS[model](**sizes, method=method, device=device)
 
 
-def plan(model: str, method: str, device: str | None):
+def plan(model: str, method: str, device: str):
     """Yields the planner's numbers."""
     import lowmembp_jax as lm
 
     work = _workload(model, method, device)
-    planned = lm.memory.plan(
-        work.step, *work.args, device=device or "h200", donate=work.donate_argnums
-    )
+    planned = lm.memory.plan(work.step, *work.args, device=device, donate=work.donate_argnums)
     yield {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
 
 
-def measure(model: str, method: str, device: str | None, smoke: bool):
+def measure(model: str, method: str, device: str, smoke: bool):
     """Yields the memory and the time of the step on JAX's default device."""
     import jax
     import jax.numpy as jnp
@@ -165,47 +163,26 @@ def _seconds(compiled: Any) -> float:
     return max(1e-4, (compiled.cost_analysis() or {}).get("flops", 1e12) / 1e14)
 
 
-def jobs(options: argparse.Namespace) -> list[str]:
-    """The names of all jobs, the most important first."""
-    steps = SMOKE if options.smoke else STEPS
-    methods = METHODS[:2] if options.smoke else METHODS
-    pairs = [f"{model}/{method}" for model in steps for method in methods]
-    implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
-    names = [f"kernels/{name}" for name in implementations]
-    for stage in ("measure", "plan") if options.device or options.smoke else ():
-        names += [f"{stage}/{pair}" for pair in pairs]
-    return [n for n in names if not options.select or n.startswith(tuple(options.select))]
-
-
-def run_job(name: str, options: argparse.Namespace) -> None:
-    """Prints each record of a job as a line of JSON; runs in the job's own process."""
+def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
+    """Returns a job's records; runs in the job's own process."""
     stage, _, rest = name.partition("/")
+    if smoke or stage == "plan":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    if stage == "kernels":
+        return [*kernels(rest, smoke)]
     model, _, method = rest.partition("/")
-    found = {
-        "kernels": lambda: kernels(rest, options.smoke),
-        "plan": lambda: plan(model, method, options.device),
-        "measure": lambda: measure(model, method, options.device, options.smoke),
-    }[stage]()
-    for record in found:
-        print(json.dumps(record), flush=True)
+    if stage == "plan":
+        return [*plan(model, method, device or "h200")]
+    return [*measure(model, method, device or "h200", smoke)]
 
 
-def start(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+def start(*job: Any) -> dict[str, Any]:
     """Runs a job in a process; returns its status and its records."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    if options.smoke or name.startswith("plan"):
-        environment["JAX_PLATFORMS"] = "cpu"
-    command = [sys.executable, __file__, *sys.argv[1:], "--job", name]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return {"status": f"not done in {seconds:.0f} seconds", "records": []}
-    records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    last = done.stderr.strip().rpartition("\n")[2][-300:]
-    status = f"failed: exit code {done.returncode}: {last}" if done.returncode else "done"
-    return {"status": status, "records": records}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return {"status": "done", "records": pool.submit(run_job, *job).result()}
+        except Exception as error:  # also a process that died
+            return {"status": f"failed: {type(error).__name__}: {error}"[:300], "records": []}
 
 
 def tables(done: dict[str, Any]) -> str:
@@ -230,42 +207,32 @@ def tables(done: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--select", nargs="+", default=[], help="the first letters of jobs")
     parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job:
-        run_job(options.job, options)
-        return 0
-    if not (names := jobs(options)):
-        parser.error(f"--select: expected the first letters of a job, got {options.select}")
-    path, end = options.output / "on_gpu.json", time.monotonic() + 60 * options.minutes
+    steps, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
+    implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
+    names = [f"kernels/{name}" for name in implementations]
+    for stage in ("measure", "plan") if options.device or options.smoke else ():
+        names += [f"{stage}/{model}/{method}" for model in steps for method in methods]
+    path = options.output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
-    results |= {"versions": versions(), "command": " ".join(["python", *sys.argv])}
-    results["device"] = options.device
+    results |= {"versions": versions(), "device": options.device}
+    done = results["jobs"]
     for name in names:
-        left = end - time.monotonic()
-        if results["jobs"].get(name, {}).get("status") == "done" or left < 15:
+        if done.get(name, {}).get("status") == "done":
             continue
         began = time.monotonic()
-        results["jobs"][name] = start(name, options, left)
+        done[name] = start(name, options.device, options.smoke)
         write_json(path, results)
-        status = results["jobs"][name]["status"]
-        print(f"{name}: {status}, {time.monotonic() - began:.1f} s", flush=True)
-    done = results["jobs"]
+        print(f"{name}: {done[name]['status']}, {time.monotonic() - began:.1f} s", flush=True)
     print(tables(done))
-    missing = [name for name in names if done.get(name, {}).get("status") != "done"]
-    wrong = [
-        f"{name}: {record}"
-        for name in names
-        for record in done.get(name, {}).get("records", ())
-        if not record.get("passed", True)
-    ]
-    print(*wrong, *(f"missing: {name}" for name in missing), sep="\n")
-    print(f"{len(names) - len(missing)} of {len(names)} done, {len(wrong)} wrong: {path}")
-    return int(bool(missing or wrong))
+    failed = [name for name in names if done[name]["status"] != "done"]
+    records = [(name, record) for name in names for record in done[name]["records"]]
+    wrong = [f"{name}: {record}" for name, record in records if not record.get("passed", True)]
+    print(*wrong, *(f"failed: {name}" for name in failed), sep="\n")
+    print(f"{len(names) - len(failed)} of {len(names)} done, {len(wrong)} wrong: {path}")
+    return int(bool(failed or wrong))
 
 
 if __name__ == "__main__":

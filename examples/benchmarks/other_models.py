@@ -28,10 +28,12 @@ DEVICE = "h200"
 LAYERS, NARROW_LAYERS = 6, 4
 
 
-class Bottleneck(nn.Module):
-    """ResNet's bottleneck (He et al. 2016) with the GroupNorm of BiT (Kolesnikov et al. 2020)."""
-
+class Block(nn.Module):
     dtype: Any
+
+
+class Bottleneck(Block):
+    """ResNet's bottleneck (He et al. 2016) with the GroupNorm of BiT (Kolesnikov et al. 2020)."""
 
     @nn.compact
     def __call__(self, x):
@@ -42,10 +44,8 @@ class Bottleneck(nn.Module):
         return x + y
 
 
-class ConvNeXt(nn.Module):
+class ConvNeXt(Block):
     """ConvNeXt's block (Liu et al. 2022)."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
@@ -55,10 +55,8 @@ class ConvNeXt(nn.Module):
         return x + nn.Dense(width, dtype=self.dtype)(nn.gelu(y))
 
 
-class UNetBlock(nn.Module):
+class UNetBlock(Block):
     """The residual block of a diffusion model's U-Net (Ho et al. 2020)."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
@@ -69,10 +67,8 @@ class UNetBlock(nn.Module):
         return x + y
 
 
-class Recurrence(nn.Module):
+class Recurrence(Block):
     """A gated linear recurrence by `lax.associative_scan`, as in Griffin (De et al. 2024)."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
@@ -90,10 +86,8 @@ class Recurrence(nn.Module):
         return x + nn.Dense(x.shape[-1], dtype=self.dtype)(gate * state.astype(self.dtype))
 
 
-class Mixer(nn.Module):
+class Mixer(Block):
     """MLP-Mixer's block (Tolstikhin et al. 2021)."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
@@ -106,10 +100,8 @@ class Mixer(nn.Module):
         return x + mlp(nn.LayerNorm(dtype=self.dtype)(x), 4)
 
 
-class Experts(nn.Module):
+class Experts(Block):
     """Eight experts; each token goes to the expert with the largest score (Fedus et al. 2021)."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
@@ -130,19 +122,10 @@ class Experts(nn.Module):
 
 
 class Kind(NamedTuple):
-    """A kind of blocks.
-
-    Attributes:
-      block: the block's class.
-      shape: the input's shape for compilation.
-      narrow: the input's shape for the gradient's error.
-      scanned: whether `nn.scan` runs the blocks.
-    """
-
-    block: type[nn.Module]
-    shape: tuple[int, ...]
-    narrow: tuple[int, ...]
-    scanned: bool = False
+    block: type[Block]
+    shape: tuple[int, ...]  # of the input, for compilation
+    narrow: tuple[int, ...]  # of the input, for the gradient's error
+    scanned: bool = False  # whether `nn.scan` runs the blocks
 
 
 KINDS = {

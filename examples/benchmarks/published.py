@@ -7,7 +7,6 @@ table of docs/validation.md. You need no GPU. It takes 5 minutes on 2 cores.
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -156,22 +155,21 @@ def _gathering(work: lm.memory.Workload, mesh: Mesh) -> Any:
     return step
 
 
-def _on_8(work: lm.memory.Workload, device: str, gathers: bool, spec: P) -> dict[str, Any]:
-    """Returns arguments of the planner for FSDP over 8 GPUs."""
+def _on_8(work: lm.memory.Workload, device: str, gathers: bool, spec: P) -> tuple[Any, ...]:
+    """Returns step, arguments, mesh and options of the compiler for FSDP over 8 GPUs."""
     mesh = Mesh(np.array(lm.memory.topology(device, 8).devices), ("x",))
-    params, _, batch = work.args
-    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    step, (params, state, batch) = work.step, work.args
+    if gathers:
+        step = _gathering(work, mesh)
+        state = jax.eval_shape(optax.adamw(1e-3).init, params)
     own = divided((params, state), mesh)
     rows = jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)
-    step = _gathering(work, mesh) if gathers else work.step
-    arguments = (params, state if gathers else work.args[1], batch)
-    own = own if gathers else divided(arguments[:2], mesh)
-    return {
-        "step": step,
-        "args": arguments,
-        "shardings": {"in_shardings": (*own, rows), "out_shardings": (*own, None)},
-        "mesh": mesh,
+    options = {
+        "in_shardings": (*own, rows),
+        "out_shardings": (*own, None),
+        "compiler_options": NO_REMATERIALIZATION,
     }
+    return step, (params, state, batch), mesh, options
 
 
 def llama_fsdp(examples: int) -> dict[str, float]:
@@ -187,16 +185,9 @@ def llama_fsdp(examples: int) -> dict[str, float]:
     work = MODELS["llama-7b"](
         batch=8 * examples, method="products", tokens=tokens, device="h100", layers="unrolled"
     )
-    on = _on_8(work, "h100", True, P("x"))
-    plan = lm.memory.plan(
-        on["step"],
-        *on["args"],
-        device="h100",
-        donate=(0, 1),
-        link_bandwidth=NVLINK,
-        compiler_options=NO_REMATERIALIZATION,
-        **on["shardings"],
-    )
+    step, args, _, options = _on_8(work, "h100", True, P("x"))
+    options |= {"device": "h100", "donate": (0, 1), "link_bandwidth": NVLINK}
+    plan = lm.memory.plan(step, *args, **options)
     seconds = plan.cost.estimated_seconds
     parameters = sum(x.size for x in jax.tree.leaves(work.args[0]))
     # As in MaxText's `calculate_tflops_training_per_device`, half of the scores are masked.
@@ -216,7 +207,7 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
     how = {"batch": 1, "method": "products", "tokens": tokens, "device": "h200"}
     work = workload(FAMILIES["llama"], config, **how, layers=layers)
     # In a loop, XLA itself gathers the parameters layer by layer.
-    on = _on_8(work, "h200", layers == "unrolled", P())
+    step, args, mesh, options = _on_8(work, "h200", layers == "unrolled", P())
     own_part, of_one_gpu = P(None, "x", None, None), llama.attention
 
     def attention(q, k, v, implementation, **_):
@@ -226,145 +217,85 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
             return of_one_gpu(q, k, v, implementation)
 
         return jax.shard_map(
-            part, mesh=on["mesh"], in_specs=(own_part,) * 3, out_specs=own_part, check_vma=False
+            part, mesh=mesh, in_specs=(own_part,) * 3, out_specs=own_part, check_vma=False
         )(q, k, v)
 
     with mock.patch.object(llama, "attention", attention):
         compiled = lm.memory.compile_for(
-            on["step"],
-            *on["args"],
-            device="h200",
-            donate_argnums=(0, 1),
-            compiler_options=NO_REMATERIALIZATION,
-            **on["shardings"],
+            step, *args, device="h200", donate_argnums=(0, 1), **options
         )
     sizes = compiled.memory_analysis()
     assert sizes is not None
     return {"temporaries": sizes.temp_size_in_bytes / 1e9}
 
 
+#: Products of a layer's input, its weights and the gradient of its output.
+PRODUCTS: dict[str, Callable[..., jax.Array]] = {
+    "forward": lambda x, w, y: x @ w,
+    "gradient of the input": lambda x, w, y: y @ w.T,
+    "gradient of the weights": lambda x, w, y: x.T @ y,
+}
+
+
 def layer_products(device: str) -> dict[str, float]:
     """Returns milliseconds of TransformerEngine's products of a layer, in bfloat16."""
     tokens, sizes = 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
-    gpu = lm.memory.get_device(device)
-    found: dict[str, float] = defaultdict(float)
+    found = dict.fromkeys(PRODUCTS, 0.0)
     for terms, features in sizes:
-        x, w, y = (
-            array(*shape, dtype=jnp.bfloat16)
-            for shape in ((tokens, terms), (terms, features), (tokens, features))
-        )
-        for name, product, args in (
-            ("forward", lambda x, w: x @ w, (x, w)),
-            ("gradient of the input", lambda y, w: y @ w.T, (y, w)),
-            ("gradient of the weights", lambda x, y: x.T @ y, (x, y)),
-        ):
+        shapes = (tokens, terms), (terms, features), (tokens, features)
+        args = [array(*shape, dtype=jnp.bfloat16) for shape in shapes]
+        for name, product in PRODUCTS.items():
             compiled = lm.memory.compile_for(product, *args, device=device)
-            found[name] += 1e3 * lm.memory.cost(compiled, gpu).estimated_seconds
-    return dict(found)
+            cost = lm.memory.cost(compiled, lm.memory.get_device(device))
+            found[name] += 1e3 * cost.estimated_seconds
+    return found
 
 
 class Case(NamedTuple):
-    """A configuration with published measurements.
-
-    Attributes:
-      what: a description of the measured step.
-      gpu: the GPU of the measurement; "GPU" if the source does not name it.
-      source: a link.
-      unit: the unit of the numbers.
-      published: the published numbers, by quantity.
-      plan: plans the same quantities, and others.
-    """
+    """A configuration with published measurements."""
 
     what: str
-    gpu: str
-    source: str
+    gpu: str  # of the measurement; "GPU" if the source does not name it
+    source: str  # a link
     unit: str
-    published: dict[str, float]
-    plan: Callable[[], dict[str, float]]
+    published: dict[str, float]  # by quantity
+    plan: Callable[[], dict[str, float]]  # plans the same quantities, and others
 
 
-def _notebook(what: str, unit: str, published: tuple[float, float, float], plan) -> Case:
+def _notebook(what: str, unit: str, published: tuple[float, ...], plan: Any, offload: bool) -> Case:
     numbers = dict(zip(("temporaries", "arguments", "peak"), published, strict=True))
-    return Case(what, "GPU", _NOTEBOOK, unit, numbers, partial(plan, "a100-80gb"))
+    return Case(what, "GPU", _NOTEBOOK, unit, numbers, partial(plan, "a100-80gb", offload))
+
+
+def _products(gpu: str, device: str, *milliseconds: float) -> Case:
+    what = "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features"
+    numbers = dict(zip(PRODUCTS, milliseconds, strict=True))
+    return Case(what, gpu, _TE, "ms", numbers, partial(layer_products, device))
+
+
+def _context(what: str, temporaries: float, layers: Literal["scan", "unrolled"]) -> Case:
+    plan = partial(llama_context_parallel, layers)
+    return Case(what, "8 x H200", _XLA, "GB", {"temporaries": temporaries}, plan)
+
+
+def _fsdp(source: str, unit: str, published: dict[str, float], examples: int) -> Case:
+    what = f"Llama 2-7B, {examples} x 4,096 tokens a GPU, FSDP 8"
+    return Case(what, "8 x H100", source, unit, published, partial(llama_fsdp, examples))
 
 
 CASES = (
+    _notebook("scan of 10 layers, gradient", "MiB", (17.25, 20.25, 57.50), scan_of_layers, False),
     _notebook(
-        "scan of 10 layers, gradient",
-        "MiB",
-        (17.25, 20.25, 57.50),
-        partial(scan_of_layers, offload=False),
+        "the same, activations on the host", "MiB", (6.50, 20.25, 46.75), scan_of_layers, True
     ),
-    _notebook(
-        "the same, activations on the host",
-        "MiB",
-        (6.50, 20.25, 46.75),
-        partial(scan_of_layers, offload=True),
-    ),
-    _notebook(
-        "4 layers of 7,168 x 7,168, Adam",
-        "GiB",
-        (2.11, 2.49, 4.59),
-        partial(adam, offload=False),
-    ),
-    _notebook(
-        "the same, Adam's state on the host",
-        "GiB",
-        (1.91, 0.96, 2.87),
-        partial(adam, offload=True),
-    ),
-    Case(
-        "Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers",
-        "8 x H200",
-        _XLA,
-        "GB",
-        {"temporaries": 62.0},
-        partial(llama_context_parallel, "scan"),
-    ),
-    Case(
-        "the same, unrolled, without the latency-hiding scheduler",
-        "8 x H200",
-        _XLA,
-        "GB",
-        {"temporaries": 65.0},
-        partial(llama_context_parallel, "unrolled"),
-    ),
-    Case(
-        "Llama 2-7B, 2 x 4,096 tokens a GPU, FSDP 8",
-        "8 x H100",
-        _TOOLBOX,
-        "s",
-        {"step": 0.721},
-        partial(llama_fsdp, 2),
-    ),
-    Case(
-        "Llama 2-7B, 4 x 4,096 tokens a GPU, FSDP 8",
-        "8 x H100",
-        _MAXTEXT,
-        "TFLOP/s",
-        {"TFLOP/s": 492.0},
-        partial(llama_fsdp, 4),
-    ),
-    Case(
-        "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features",
-        "H200 NVL",
-        _TE,
-        "ms",
-        {
-            "forward": 10.653,
-            "gradient of the input": 10.813,
-            "gradient of the weights": 10.548,
-        },
-        partial(layer_products, "h200-nvl"),
-    ),
-    Case(
-        "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features",
-        "B300",
-        _TE,
-        "ms",
-        {"forward": 4.196, "gradient of the input": 4.290, "gradient of the weights": 4.272},
-        partial(layer_products, "b300"),
-    ),
+    _notebook("4 layers of 7,168 x 7,168, Adam", "GiB", (2.11, 2.49, 4.59), adam, False),
+    _notebook("the same, Adam's state on the host", "GiB", (1.91, 0.96, 2.87), adam, True),
+    _context("Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers", 62.0, "scan"),
+    _context("the same, unrolled, without the latency-hiding scheduler", 65.0, "unrolled"),
+    _fsdp(_TOOLBOX, "s", {"step": 0.721}, 2),
+    _fsdp(_MAXTEXT, "TFLOP/s", {"TFLOP/s": 492.0}, 4),
+    _products("H200 NVL", "h200-nvl", 10.653, 10.813, 10.548),
+    _products("B300", "b300", 4.196, 4.290, 4.272),
 )
 
 

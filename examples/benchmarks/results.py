@@ -1,7 +1,6 @@
 """What the benchmarks share: files of results, versions, and Markdown tables."""
 
 import json
-import math
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -29,17 +28,8 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     """Writes the whole file or nothing, so a reader never sees a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
     partial.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON lacks, by text."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def markdown(rows: list[list[str]]) -> str:

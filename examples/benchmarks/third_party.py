@@ -41,6 +41,8 @@ class Model(NamedTuple):
 _SIZES = {"hidden_size": 768, "num_hidden_layers": LAYERS, "num_attention_heads": 12}
 _ENCODER = {**_SIZES, "intermediate_size": 3072}
 _DECODER = {**_SIZES, "intermediate_size": 2112, "vocab_size": 32000}
+_NEO = {"hidden_size": 768, "num_layers": LAYERS, "num_heads": 12}
+_NEO |= {"attention_types": [[["global"], LAYERS]]}
 _IMAGES = {"image_size": 224, "patch_size": 14}
 MODELS = {
     "Bert": Model("encoder/layer/*", _ENCODER),
@@ -50,15 +52,7 @@ MODELS = {
     "ViT": Model("encoder/layer/*", {**_ENCODER, **_IMAGES}),
     "CLIPVision": Model("vision_model/encoder/layers/*", {**_ENCODER, **_IMAGES}),
     "GPT2": Model("h/*", {"n_embd": 768, "n_layer": LAYERS, "n_head": 12}),
-    "GPTNeo": Model(
-        "h/*",
-        {
-            "hidden_size": 768,
-            "num_layers": LAYERS,
-            "num_heads": 12,
-            "attention_types": [[["global"], LAYERS]],
-        },
-    ),
+    "GPTNeo": Model("h/*", _NEO),
     "OPT": Model("decoder/layers/*", {**_SIZES, "ffn_dim": 3072, "word_embed_proj_dim": 768}),
     "GPTJ": Model("h/*", {"n_embd": 768, "n_layer": LAYERS, "n_head": 12, "rotary_dim": 32}),
     "RobertaPreLayerNorm": Model("encoder/layer/*", _ENCODER),
@@ -77,21 +71,17 @@ TRAINED = ("full", "LoRA")
 _LORA = r".*/(query|value|q_proj|v_proj|q_lin|v_lin|q|v|c_attn)"
 
 
-def peak(name: str, train: str, method: str | None, shrink: int = 1) -> int:
-    """Returns the bytes beyond arguments and results that loss and gradients take.
-
-    `shrink` divides the batch.
-    """
+def peak(name: str, train: str, method: str | None) -> int:
+    """Returns the bytes beyond arguments and results that loss and gradients take."""
     kind = MODELS[name]
-    batch = kind.batch // shrink
     config = getattr(transformers, f"{name}Config")(**kind.sizes)
     build = getattr(transformers, f"Flax{name}Model")
     model = build(config, dtype=jnp.bfloat16, _do_init=False)
     if "image_size" in kind.sizes:
-        x: Any = jnp.zeros((batch, 3, 224, 224), jnp.bfloat16)
-        shape = (batch, 224, 224, 3)
+        x: Any = jnp.zeros((kind.batch, 3, 224, 224), jnp.bfloat16)
+        shape = (kind.batch, 224, 224, 3)
     else:
-        x, shape = jnp.zeros((batch, kind.tokens), jnp.int32), (1, 8)
+        x, shape = jnp.zeros((kind.batch, kind.tokens), jnp.int32), (1, 8)
     if train == "LoRA":
         provider = qwix.LoraProvider([qwix.LoraRule(module_path=_LORA, rank=8, alpha=16.0)])
         model._module = qwix.apply_lora_to_model(model.module, provider)
@@ -124,13 +114,8 @@ def peak(name: str, train: str, method: str | None, shrink: int = 1) -> int:
 
 
 def main() -> None:
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": DEVICE,
-        "versions": {**versions(), "transformers": transformers.__version__},
-        "layers": LAYERS,
-        "rows": {},
-    }
+    result: dict[str, Any] = {"device": DEVICE, "versions": versions(), "layers": LAYERS}
+    result["rows"] = {}
     for name in sys.argv[1:] or MODELS:
         for train in TRAINED:
             row = result["rows"].setdefault(name, {})[train] = {"plain": peak(name, train, None)}
