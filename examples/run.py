@@ -1,10 +1,10 @@
 """The folder of a run: results and a log as JSON, and checkpoints by Orbax."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
-import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -45,9 +45,11 @@ def command_line(kind: type[T], description: str | None = None) -> T:
     Raises:
       ValueError: a value is empty. As a path it would be the working directory.
     """
-    for before, given in zip(sys.argv, sys.argv[1:], strict=False):
-        option = given[:-1] if re.fullmatch(r"--[\w.-]+=", given) else before
-        if not given or option != before:
+    for option, value in itertools.pairwise(sys.argv):
+        name, equals, rest = value.partition("=")
+        if equals and name.startswith("--"):
+            option, value = name, rest
+        if not value:
             raise ValueError(f"{option}: expected a value, got an empty one")
     return tyro.cli(kind, description=description)
 

@@ -23,7 +23,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import checkpoints
 import jax
@@ -122,19 +122,12 @@ _RANGES = {
 }
 
 
-class _Read(NamedTuple):
-    """What a process reads from files."""
+def _read(config: Config) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
+    """Checks the options, and reads the files; raises ValueError, which begins with an option.
 
-    family: Family
-    sizes: Any
-    params: Any  # the checkpoint's, or None
-    task: Task
-    log: Log
-    run: dict[str, Any]  # its identity
-
-
-def _read(config: Config) -> _Read:
-    """Checks the options, and reads the files; raises ValueError, which begins with an option."""
+    Returns the family, sizes, a checkpoint's parameters or None, the data, the log, and the run's
+    identity.
+    """
     for name, (low, high) in _RANGES.items():
         value, option = getattr(config, name), f"--{name.replace('_', '-')}"
         if value is not None and not low <= value <= high:
@@ -176,7 +169,7 @@ def _read(config: Config) -> _Read:
         family, sizes, params = named("--checkpoint", load, source)
     arrays = [(part.inputs, part.labels) for part in (task.train, task.dev)]
     run = identity(_options(config, _MAY_CHANGE), arrays, params)
-    return _Read(family, sizes, params, task, log, run)
+    return family, sizes, params, task, log, run
 
 
 def _options(config: Config, leave_out: set[str]) -> dict[str, Any]:
@@ -200,7 +193,7 @@ def train(config: Config) -> None:
         read, error = _read(config), None
     except Exception as one:
         read, error = None, one
-    agree({"data": read and read.run["hash"]}, error)
+    agree({"data": read and read[-1]["hash"]}, error)
     family, sizes, params, task, log, run = read
     del read  # params is freed below
 
