@@ -46,10 +46,10 @@ class Setup(NamedTuple):
 
 TASKS = {
     "MiniLM, SST-2": Setup("bert", "full", 100, 16, 1e-4, 32),
-    "ViT, CIFAR-10": Setup("vit", "full", 200, 64, 1e-3),
-    "LLaMA, source text": Setup("llama", "full", 150, 16, 1e-3, 128),
-    "MiniLM, LoRA": Setup("bert", "lora-all", 100, 16, 1e-3, 32),
-    "Swin, CIFAR-10": Setup("swin", "full", 200, 64, 1e-3),
+    "ViT, CIFAR-10": Setup("vit", "full", 100, 64, 1e-3),
+    "LLaMA, source text": Setup("llama", "full", 75, 16, 1e-3, 128),
+    "MiniLM, LoRA": Setup("bert", "lora-all", 50, 16, 1e-3, 32),
+    "Swin, CIFAR-10": Setup("swin", "full", 100, 64, 1e-3),
 }
 
 
