@@ -9,8 +9,7 @@ from encoder import METHODS, UNIT, block_units, layers_of, training_step
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.layers import Compute
-from lowmembp_jax.models.llama import LlamaConfig, LlamaLayer
-from lowmembp_jax.models.rotary import rotary_positions
+from lowmembp_jax.models.llama import LlamaConfig, LlamaLayer, rotary_positions
 
 pytestmark = pytest.mark.gpu_compiler
 

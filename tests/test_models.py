@@ -18,7 +18,7 @@ from lowmembp_jax.models import FAMILIES, Compute, swin, vit
 from lowmembp_jax.models.attention import attention, choose_attention, has_cudnn_attention
 from lowmembp_jax.models.bert import BertClassifier, BertConfig, RobertaConfig
 from lowmembp_jax.models.families import MODELS
-from lowmembp_jax.models.windows import Windows, relative_position_index
+from lowmembp_jax.models.swin import Windows, relative_position_index
 
 WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windows(16, 11, 7, 3)]
 
