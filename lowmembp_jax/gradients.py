@@ -18,7 +18,7 @@ from lowmembp_jax._exactness import exact
 from lowmembp_jax._source_files import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
 from lowmembp_jax.memory.lowering.nnx_states import of_states
-from lowmembp_jax.memory.saved_residuals._trace import trained
+from lowmembp_jax.memory.saved_residuals.residuals import trained
 from lowmembp_jax.patching._patch import patch
 
 _GOOD = "(plain bfloat16: 0.01 to 0.03; errors of a few percent train as well as exact gradients)"

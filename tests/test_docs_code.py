@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from test_docs import ROOT, blocks, pages
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.tpus import TPUS
+from lowmembp_jax.memory.devices import TPUS
 
 F32 = jnp.float32
 

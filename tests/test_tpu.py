@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.tpus import TPUS
+from lowmembp_jax.memory.devices import TPUS
 
 pytest.importorskip("libtpu")
 MIB, WIDTH, FFN, ROWS, LAYERS = 2**20, 1024, 4096, (8, 512), 8

@@ -261,7 +261,7 @@ class DevicesCommand:
         """Returns the exit status."""
         from lowmembp_jax._sizes import format_bytes
         from lowmembp_jax.memory.devices import DEVICES, TPUS, get_gpu
-        from lowmembp_jax.memory.report import aligned
+        from lowmembp_jax.memory.result import aligned
 
         head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")
         head += ("bf16 or f16", "tf32", "products measured by")

@@ -10,7 +10,9 @@ from lowmembp_jax.memory.comparison import choose as choose
 from lowmembp_jax.memory.comparison import compare as compare
 from lowmembp_jax.memory.compilation import compile_for as compile_for
 from lowmembp_jax.memory.devices import DEVICES as DEVICES
+from lowmembp_jax.memory.devices import TPUS as TPUS
 from lowmembp_jax.memory.devices import Device as Device
+from lowmembp_jax.memory.devices import Tpu as Tpu
 from lowmembp_jax.memory.devices import get_device as get_device
 from lowmembp_jax.memory.devices import missing_wheels as missing_wheels
 from lowmembp_jax.memory.devices import topology as topology
@@ -25,7 +27,5 @@ from lowmembp_jax.memory.saved_residuals.residuals import residuals as residuals
 from lowmembp_jax.memory.saved_residuals.residuals import saved_bytes as saved_bytes
 from lowmembp_jax.memory.saved_residuals.table import Residual as Residual
 from lowmembp_jax.memory.saved_residuals.table import Residuals as Residuals
-from lowmembp_jax.memory.tpus import TPUS as TPUS
-from lowmembp_jax.memory.tpus import Tpu as Tpu
 from lowmembp_jax.memory.workload import Workload as Workload
 from lowmembp_jax.models.methods import METHODS as METHODS

@@ -1,11 +1,11 @@
 """Compares methods to save memory for one training step, and chooses the fastest that fits."""
 
+import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,7 @@ from lowmembp_jax.memory.largest_batch import largest_batch
 from lowmembp_jax.memory.lowering.meshes import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
-from lowmembp_jax.memory.report import aligned
-from lowmembp_jax.memory.result import WORK, Plan, explained, limit, work
+from lowmembp_jax.memory.result import WORK, Plan, aligned, explained, limit, work
 from lowmembp_jax.memory.workload import methods_of, workload_of
 from lowmembp_jax.models.methods import HOW
 from lowmembp_jax.patching._report import PatchReport
@@ -254,20 +253,18 @@ def compare(
     patched: dict[tuple[str, int | None], tuple[str, ...]] = {}  # notes
     largest: dict[str, int] = {}
 
-    def sizes(method: str) -> Iterator[int | None]:
-        """Yields batch sizes to plan, each when the plan of the previous one is done."""
-        yield batch
-        if not find_largest_batch:
-            return
-        search = largest_batch(plans[method, batch].limit, start=batch or 1, multiple=multiple)
-        try:
-            size = next(search)
-            while True:
-                if (method, size) not in plans:
-                    yield size
-                size = search.send(plans[method, size].peak)
-        except StopIteration as found:
-            largest[method] = found.value
+    def sizes(method: str) -> Generator[int | None, Plan, None]:
+        """Yields batch sizes to plan. Send it the plan of each."""
+        plan = yield batch
+        if find_largest_batch and batch is not None:
+            peak = None if batch % multiple else plan.peak
+            search = largest_batch(plan.limit, start=batch, multiple=multiple, peak=peak)
+            try:
+                size = next(search)
+                while True:
+                    size = search.send((yield size).peak)
+            except StopIteration as found:
+                largest[method] = found.value
 
     def lower(method: str, size: int | None) -> LoweredStep:
         made = workloads.get((method, size)) or workload_of(step_factory, method, size)
@@ -287,23 +284,23 @@ def compare(
         # Tracing stays in this thread, because the caller's contexts are thread-local. XLA mostly
         # uses one core for a program, so several programs compile in parallel.
         remaining = {method: sizes(method) for method in methods}
+        todo = [(method, next(search)) for method, search in remaining.items()]
         compiling: dict[Future[Plan], tuple[str, int | None]] = {}
-        ready = list(methods)
-        while ready or compiling:
-            for method in ready:
-                for size in itertools.islice(remaining[method], 1):
-                    if progress:
-                        name = method if size is None else f"{method}, batch {size}"
-                        print(f"planning {name}", file=sys.stderr, flush=True)
-                    compiling[pool.submit(plan_of, lower(method, size))] = method, size
+        while todo or compiling:
+            for method, size in todo:
+                if progress:
+                    name = method if size is None else f"{method}, batch {size}"
+                    print(f"planning {name}", file=sys.stderr, flush=True)
+                compiling[pool.submit(plan_of, lower(method, size))] = method, size
             done, _ = wait(compiling, return_when=FIRST_COMPLETED)
-            ready = []
+            todo = []
             for future in done:
-                key = compiling.pop(future)
+                key = method, _ = compiling.pop(future)
                 made = future.result()
                 notes = made.notes + patched.get(key, ())
                 plans[key] = dataclasses.replace(made, budget=most, notes=notes)
-                ready.append(key[0])
+                with contextlib.suppress(StopIteration):
+                    todo.append((method, remaining[method].send(plans[key])))
     finally:
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)

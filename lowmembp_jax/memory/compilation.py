@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from lowmembp_jax._jax_internals import without_compiler_options
+from lowmembp_jax.memory.devices import TPUS
 from lowmembp_jax.memory.lowering.lower import lower_for
 from lowmembp_jax.memory.lowering.meshes import MeshLike
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import StepError
-from lowmembp_jax.memory.tpus import TPUS
 
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _DUMPS = ("-buffer-assignment.txt", "-buffer-assignment-values.txt", "-live-range.txt")
@@ -116,8 +116,8 @@ def compile_for(
         field of an Equinox module, are constants.
       device: one of `lm.memory.DEVICES`, the name of a TPU ("v5e", "v5p", "v6e", "tpu7x"), or the
         path of a target description.
-      mesh: a mesh of 1 to 8 GPUs, or of hosts of 8 up to 512, such as `{"data": 8}`, see
-        `device_mesh`. Default: the mesh over which the arguments are sharded, or one GPU.
+      mesh: a mesh of 1 to 8 GPUs, or of hosts of 8 up to 512: `{"data": 8}`, a mesh of JAX, or a
+        number of GPUs. Default: the mesh over which the arguments are sharded, or one GPU.
       in_shardings: a pytree prefix of `args` with a `PartitionSpec` or `NamedSharding` at each
         leaf. None means the argument's own `NamedSharding`, or else replicated. Only the names of
         the axes count. The devices are replaced.

@@ -8,8 +8,7 @@ from typing import Any
 
 from lowmembp_jax._errors import GivenError
 from lowmembp_jax._sizes import format_bytes
-from lowmembp_jax.memory.report import aligned
-from lowmembp_jax.memory.result import PARTS, Plan
+from lowmembp_jax.memory.result import PARTS, Plan, aligned
 from lowmembp_jax.memory.scopes import layers_together
 
 _SHOWN = 15  # modules in the text

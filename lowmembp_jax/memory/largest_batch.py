@@ -7,7 +7,7 @@ _TIMES_APART = 32
 
 
 def largest_batch(
-    budget: int, *, start: int = 1, multiple: int = 1, most: int = 8
+    budget: int, *, start: int = 1, multiple: int = 1, most: int = 8, peak: int | None = None
 ) -> Generator[int, int, int]:
     """Searches for the largest batch whose peak is within a budget, by bisection.
 
@@ -15,13 +15,15 @@ def largest_batch(
     the known peaks guesses the next batch. The search then needs about 4 peaks instead of 10.
 
     This generator yields multiples of `multiple` from `start` on. Send it the peak of each. It
-    returns the largest batch that fits, or 0. After `most` peaks, larger batches may fit.
+    returns the largest batch that fits, or 0. After `most` peaks, larger batches may fit. `peak` is
+    the peak of `start`, if that is a multiple and its peak is known.
     """
     fits, misses = 0, None  # in multiples
     guess = max(1, start // multiple)
-    known: dict[int, int] = {}
+    known: dict[int, int] = {} if peak is None else {guess: peak}
     while len(known) < most and (misses is None or misses - fits > 1):
-        known[guess] = yield guess * multiple
+        if guess not in known:
+            known[guess] = yield guess * multiple
         if known[guess] <= budget:
             fits = guess
         else:

@@ -11,7 +11,7 @@ from lowmembp_jax.memory.classification.flow import follow
 from lowmembp_jax.memory.classification.parts import sort_into_parts
 from lowmembp_jax.memory.classification.peak import at_peak, total
 from lowmembp_jax.memory.compilation import compile_with_buffers
-from lowmembp_jax.memory.devices import Device, get_device
+from lowmembp_jax.memory.devices import Device, Tpu, get_device
 from lowmembp_jax.memory.lowering.arguments import Argument, arguments
 from lowmembp_jax.memory.lowering.lost_work import warn_of_lost_work
 from lowmembp_jax.memory.lowering.lower import Lowering, lower_for
@@ -29,7 +29,6 @@ from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
-from lowmembp_jax.memory.tpus import Tpu
 
 
 class LoweredStep(NamedTuple):

@@ -4,17 +4,15 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.classification.peak import LiveBuffer
-from lowmembp_jax.memory.devices import Device, get_device
+from lowmembp_jax.memory.devices import Device, Tpu, get_device
 from lowmembp_jax.memory.lowering.arguments import Part
-from lowmembp_jax.memory.report import aligned
 from lowmembp_jax.memory.roofline.totals import Cost
 from lowmembp_jax.memory.scopes import layers_together
-from lowmembp_jax.memory.tpus import Tpu
 
 #: Parts of a step's memory, in the order in which tables and plots show them.
 PARTS: tuple[str, ...] = get_args(Part)
@@ -183,6 +181,19 @@ class Plan:
             lines += [*aligned(("kernels", *WORK), *phases, step, left=("kernels",)), ""]
         lines += [*explained(self), *(f"note: {note}" for note in self.every_note)]
         return "\n".join(lines)
+
+
+def aligned(*table: Sequence[str], left: Iterable[str] = ()) -> list[str]:
+    """Returns the lines of a table. Only the columns in `left` are aligned to the left."""
+    left = {*left}
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if name in left else cell.rjust(width)
+            for cell, width, name in zip(row, widths, table[0], strict=True)
+        ).rstrip()
+        for row in table
+    ]
 
 
 #: The columns of `work`.

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from lowmembp_jax._jax_internals import lower_without_callbacks
 from lowmembp_jax._platform import target_platform
-from lowmembp_jax.memory.devices import get_gpu, says_how_to_install_cudnn
+from lowmembp_jax.memory.devices import TPUS, get_gpu, says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.meshes import (
     MeshLike,
     abstract_on,
@@ -25,7 +25,6 @@ from lowmembp_jax.memory.lowering.step_arguments import (
     close_over_constants,
     is_array,
 )
-from lowmembp_jax.memory.tpus import TPUS
 
 _COMPILER_OPTIONS = (
     "the step calls a function in jax.jit with compiler_options, and JAX uses only the options of "

@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from lowmembp_jax.memory.devices import COUNTS, is_count, topology
+from lowmembp_jax.memory.devices import COUNTS, TPUS, is_count, topology
 from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.step_arguments import StepError, is_array
-from lowmembp_jax.memory.tpus import TPUS
 
 #: Axis sizes by name; or a mesh of JAX, whose devices do not matter; or a number of GPUs. These
 #: GPUs form the mesh of the arguments, or else one axis "data".
@@ -30,13 +29,21 @@ def mesh_of(*trees: Any) -> Mesh | AbstractMesh | None:
     return None
 
 
-def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) -> Mesh:
-    """Makes a mesh of GPUs that this machine does not have.
+def planned_mesh(
+    device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
+) -> Mesh:
+    """Makes a mesh of GPUs that this machine does not have: the given one, or the arguments'.
 
     Raises:
       TypeError: the mesh has another type.
-      ValueError: the number of devices does not exist, see `topology`.
+      ValueError: the number of devices does not exist, or is not the number of the arguments' mesh.
     """
+    if isinstance(given, int) and found is not None and found.size != given:
+        sizes = dict(zip(found.axis_names, found.axis_sizes, strict=True))
+        raise StepError(
+            f"mesh: the arguments have the mesh {sizes}: expected {found.size} GPUs, got {given}"
+        )
+    mesh = found if given is None or (isinstance(given, int) and found is not None) else given
     if mesh is None:
         mesh = dict.fromkeys(_ONE_GPU, 1)
     if isinstance(mesh, int):
@@ -57,19 +64,6 @@ def device_mesh(device: str | os.PathLike[str], mesh: MeshLike | None = None) ->
         raise ValueError(f"mesh: expected {COUNTS} devices, got {shape} with {count}")
     devices = np.array(topology(device, count).devices[:count]).reshape(sizes)
     return Mesh(devices, names, axis_types=types)
-
-
-def planned_mesh(
-    device: str | os.PathLike[str], given: MeshLike | None, found: Mesh | AbstractMesh | None
-) -> Mesh:
-    """Makes the given mesh of GPUs, or else the mesh of the arguments."""
-    if isinstance(given, int) and found is not None and found.size != given:
-        sizes = dict(zip(found.axis_names, found.axis_sizes, strict=True))
-        raise StepError(
-            f"mesh: the arguments have the mesh {sizes}: expected {found.size} GPUs, got {given}"
-        )
-    is_open = given is None or isinstance(given, int)
-    return device_mesh(device, found if is_open and found is not None else given)
 
 
 def on_mesh(mesh: Mesh, sharding: Any, what: str) -> NamedSharding:

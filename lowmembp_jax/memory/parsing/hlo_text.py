@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lowmembp_jax._source_files import is_framework
@@ -143,38 +142,17 @@ class Program:
     not_understood: tuple[str, ...] = ()  # lines of the text that have an unknown form
 
 
-class _Sources:
-    """Source lines of instructions, from the tables before the program."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, dict[int, Any]] = {name: {} for name in _TABLES}
-
-    def add(self, table: str, row: re.Match[str]) -> None:
-        text = row[2]
-        if text is None:
-            text = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", row[3])}
-        self.tables[table][int(row[1])] = text
-
-    def _stack(self, frame: int) -> Iterator[tuple[str, int]]:
-        """File and line, innermost first."""
-        frames = self.tables["StackFrames"]
-        # XLA interns a parent before its child, and other texts must not loop. If the first frame
-        # is its own parent, all parents' numbers are one too high.
-        shift = frames.get(1, {}).get("parent_frame_id", 0)
-        while frame in frames:
-            location = self.tables["FileLocations"][frames[frame]["file_location_id"]]
-            yield self.tables["FileNames"][location["file_name_id"]], location["line"]
-            parent = frames[frame].get("parent_frame_id", 0) - shift
-            frame = parent if parent < frame else 0
-
-    @functools.cache  # noqa: B019  lives as long as one call of `parse`
-    def of_frame(self, frame: int) -> str:
-        users = (entry for entry in self._stack(frame) if not is_framework(entry[0]))
-        return next((f"{file}:{line}" for file, line in users), "")
-
-    def of(self, metadata: str) -> str:
-        found = re.search(r"stack_frame_id=(\d+)", metadata)
-        return self.of_frame(int(found[1])) if found else ""
+def _source_lines(tables: dict[str, dict[int, Any]]) -> dict[int, str]:
+    """Returns the innermost line of the user's code of each stack frame, from XLA's tables."""
+    frames, lines = tables["StackFrames"], {}
+    # If the first frame is its own parent, all parents' numbers are one too high.
+    shift = frames.get(1, {}).get("parent_frame_id", 0)
+    for frame, row in sorted(frames.items()):  # XLA interns a parent before its child
+        location = tables["FileLocations"][row["file_location_id"]]
+        file = tables["FileNames"][location["file_name_id"]]
+        outer = lines.get(row.get("parent_frame_id", 0) - shift, "")
+        lines[frame] = outer if is_framework(file) else f"{file}:{location['line']}"
+    return lines
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
@@ -186,7 +164,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _instruction(
-    line: re.Match[str], sources: _Sources, computations: dict[str, Computation]
+    line: re.Match[str], sources: dict[int, str], computations: dict[str, Computation]
 ) -> Instruction:
     _, name, shapes, opcode, rest = line.groups()
     end = _OPERANDS_END.search(rest)
@@ -194,6 +172,7 @@ def _instruction(
     found = _METADATA.search(attributes)
     metadata = found[1] if found else ""
     strings = dict(_STRING.findall(metadata))
+    frame = re.search(r"stack_frame_id=(\d+)", metadata)
     calls = tuple(
         name for called in _CALLS.findall(attributes) for name in _REFERENCE.findall(called)
     )
@@ -212,7 +191,7 @@ def _instruction(
         attributes=attributes,
         arguments=arguments,
         op_name=own_name or next(inner_names, ""),
-        source=sources.of(metadata),
+        source=sources.get(int(frame[1]), "") if frame else "",
     )
 
 
@@ -222,7 +201,9 @@ def parse(text: str) -> Program:
     Raises:
       ValueError: the text has no entry computation.
     """
-    sources, computations = _Sources(), {}
+    tables: dict[str, dict[int, Any]] = {name: {} for name in _TABLES}
+    computations: dict[str, Computation] = {}
+    sources: dict[int, str] = {}
     entry, table, name, root = None, None, "", ""
     odd: list[str] = []
     instructions: dict[str, Instruction] = {}
@@ -230,8 +211,10 @@ def parse(text: str) -> Program:
         if line in _TABLES:
             table = line
         elif table and (row := _TABLE_ROW.match(line)):
-            sources.add(table, row)
+            numbers = {key: int(x) for key, x in re.findall(r"(\w+)=(\d+)", row[3] or "")}
+            tables[table][int(row[1])] = numbers if row[2] is None else row[2]
         elif header := _HEADER.match(line):
+            sources = sources or _source_lines(tables)
             table, name, root, instructions = None, header[2], "", {}
             entry = name if header[1] else entry
         elif line.startswith("}"):

@@ -106,8 +106,8 @@ class Cost:
         costs = {name: Cost(tuple(kernels)) for name, kernels in parts.items()}
         return dict(sorted(costs.items(), key=lambda item: -item[1].estimated_seconds))
 
-    def to_dict(self, kernels: bool = True) -> dict[str, Any]:
-        """Returns the totals, also by phase and by kind, and with `kernels` every kernel."""
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the totals, also by phase and by kind, and every kernel."""
         names = (
             "launches", "bytes_read", "bytes_written", "bytes_moved", "link_bytes", "host_bytes",
             "flops", "estimated_seconds",
@@ -119,16 +119,15 @@ class Cost:
                 part: {name: getattr(cost, name) for name in names} for part, cost in parts
             }
         total["notes"] = list(self.notes)
-        if kernels:
-            total["kernels"] = [
-                dataclasses.asdict(kernel) | {"phase": kernel.phase, "module": kernel.module}
-                for kernel in self.kernels
-            ]
+        total["kernels"] = [
+            dataclasses.asdict(kernel) | {"phase": kernel.phase, "module": kernel.module}
+            for kernel in self.kernels
+        ]
         return total
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Cost":
-        """Inverts `to_dict` with every kernel."""
+        """Inverts `to_dict`."""
         names = [field.name for field in dataclasses.fields(Kernel)]
         kernels = [{key: one[key] for key in names if key in one} for one in data["kernels"]]
         return cls(tuple(Kernel(**kernel) for kernel in kernels), tuple(data["notes"]))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from lowmembp_jax.memory.report import aligned
+from lowmembp_jax.memory.result import aligned
 
 Kind = Literal["kept", "host", "argument", "constant", "unused"]
 
