@@ -119,31 +119,11 @@ def _donated(
     """The given arguments, or those that `jax.jit`, `nnx.jit` or `eqx.filter_jit` donates."""
     if given is not None:
         return given
-    if type(fn).__module__.startswith("equinox.") and hasattr(fn, "lower"):
-        return _donated_by_filter_jit(fn, args)
     if isinstance(fn, OfStates):
         fn, args = fn.function, fn.with_modules(args)
-    if not isinstance(fn, jax.stages.Wrapped):
+    is_equinox = type(fn).__module__.startswith("equinox.") and hasattr(fn, "lower")
+    if not is_equinox and not isinstance(fn, jax.stages.Wrapped):
         return ()
-    traced = fn.trace(*args)
-    by_argument, _ = getattr(traced, "traced", traced).args_info  # nnx.jit's trace holds JAX's
-    positions = list(range(len(args)))
-    if len(by_argument) < len(args):  # args_info has no static arguments
-        positions = [i for i in positions if any(map(is_array, jax.tree.leaves(args[i])))]
-    if len(by_argument) != len(positions):
-        raise StepError(
-            "donate: the jitted step has static arguments and other Python numbers, so the planner "
-            "cannot tell which arguments it donates: pass their positions"
-        )
-    return tuple(
-        position
-        for position, infos in zip(positions, by_argument, strict=True)
-        if any(info.donated for info in jax.tree.leaves(infos))
-    )
-
-
-def _donated_by_filter_jit(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Arguments that Equinox's function donates, from the `jax.jit` in its trace."""
     of_arrays, arrays = close_over_constants(fn, args)
     jaxpr = jax.make_jaxpr(of_arrays)(*arrays).jaxpr
     numbers = (number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg))
