@@ -218,6 +218,7 @@ def main() -> int:
     path = options.output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
     results |= {"versions": versions(), "device": options.device}
+    results["command"] = " ".join(["python", *sys.argv])
     done = results["jobs"]
     for name in names:
         if done.get(name, {}).get("status") == "done":
