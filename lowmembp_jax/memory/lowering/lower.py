@@ -23,7 +23,6 @@ from lowmembp_jax.memory.lowering.nnx_states import OfStates
 from lowmembp_jax.memory.lowering.step_arguments import (
     StepError,
     close_over_constants,
-    is_array,
 )
 
 _COMPILER_OPTIONS = (

@@ -90,27 +90,22 @@ def _kind(attributes: str, is_tpu: bool) -> Kind | None:
     return "output" if "maybe-live-out" in attributes else "temporary"
 
 
-class _Places(NamedTuple):
-    positions: list[Position]
-    uses: list[Position]
-
-
-def _places(text: str, odd: list[str]) -> dict[int, _Places]:
+def _places(text: str, odd: list[str]) -> dict[int, tuple[list[Position], list[Position]]]:
     """Parses each value's positions and uses, by number; adds lines of unknown form to `odd`."""
-    result: dict[int, _Places] = {}
-    place, into = _Places([], []), ""
+    result: dict[int, tuple[list[Position], list[Position]]] = {}
+    positions, uses, into = [], [], ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
-            place = result[int(header[1])] = _Places([], [])
+            positions, uses = result[int(header[1])] = [], []
         elif line in (" positions:", " uses:"):
             into = line
         elif _NOTHING.match(line):
             continue
         elif into == " positions:" and (found := _POSITION.match(line)):
-            place.positions.append(Position(found[1], found[2] or "{}"))
+            positions.append(Position(found[1], found[2] or "{}"))
         elif into == " uses:" and (found := _USE.match(line)):
             # For an operand of a loop or a tuple, this is the element that it becomes.
-            place.uses.append(Position(found[1], found[3] or f"{{{found[2]}}}"))
+            uses.append(Position(found[1], found[3] or f"{{{found[2]}}}"))
         else:
             odd.append(line)
     return result
@@ -163,8 +158,7 @@ def parse(assignment: str, values: str, live_ranges: str, is_tpu: bool = False) 
                     int(found[4]),
                     shapes[0] if shapes else None,
                     *ranges[definition],
-                    tuple(places[number].positions),
-                    tuple(places[number].uses),
+                    *map(tuple, places[number]),
                 )
             )
         elif not _HEADING.match(line):

@@ -39,7 +39,7 @@ class _Transfers:
         self._bandwidth = bandwidth  # of the device's own memory
         self._now = 0.0
         self._free: dict[str, float] = defaultdict(float)  # the end of the last transfer, by kind
-        self._running: dict[str, list[tuple[int, float]]] = {}  # index in `kernels` and end
+        self.running: dict[str, list[tuple[int, float]]] = {}  # index in `kernels` and end
 
     def run(self, *kernels: Kernel) -> None:
         """Runs kernels one after another."""
@@ -48,28 +48,22 @@ class _Transfers:
 
     def start(self, name: str, *kernels: Kernel) -> None:
         """Starts transfers that `end` waits for."""
-        self._running[name] = []
+        self.running[name] = []
         for kernel in kernels:
             own = kernel.bytes_moved / self._bandwidth + LAUNCH_SECONDS
             beside = max(kernel.estimated_seconds - own, 0.0)
             self.run(dataclasses.replace(kernel, estimated_seconds=own))
             end = max(self._now, self._free[kernel.kind]) + beside
             self._free[kernel.kind] = end
-            self._running[name].append((len(self.kernels) - 1, end))
+            self.running[name].append((len(self.kernels) - 1, end))
 
     def end(self, name: str) -> None:
         """Waits for the transfers that were started under this name, if any."""
-        for place, end in self._running.pop(name, ()):
+        for place, end in self.running.pop(name, ()):
             kernel, wait = self.kernels[place], max(end - self._now, 0.0)
             seconds = kernel.estimated_seconds + wait
             self.kernels[place] = dataclasses.replace(kernel, estimated_seconds=seconds)
             self._now += wait
-
-    def end_all(self) -> list[Kernel]:
-        """Waits for the transfers that the computation does not end itself."""
-        for name in tuple(self._running):
-            self.end(name)
-        return self.kernels
 
 
 class _Counter:
@@ -96,7 +90,9 @@ class _Counter:
                 transfers.start(instruction.name, *kernels)
             else:
                 transfers.run(*kernels)
-        return transfers.end_all()
+        for name in tuple(transfers.running):  # the computation does not end them itself
+            transfers.end(name)
+        return transfers.kernels
 
     def _kernels(self, computation: Computation, instruction: Instruction) -> Iterator[Kernel]:
         if instruction.opcode == "while":
