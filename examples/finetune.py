@@ -34,6 +34,7 @@ from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.plot import BLUE, GRAY, STYLE, is_ours
 from lowmembp_jax.models import FAMILIES, Compute
 from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
 from lowmembp_jax.models.bert import BertClassifier
@@ -231,15 +232,17 @@ def print_table(results: dict[str, Any]) -> None:
         print('pip install ".[planner]" (Linux) adds the peak memory on a GPU to the table.')
 
 
+@matplotlib.rc_context(STYLE)
 def plot(results: dict[str, Any], path: Path) -> None:
     """Writes a PNG with memory bars of the last measured size, and loss curves."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     size = results["memory"][-1]
-    parts = {"residual_bytes": ("residuals", "0.85"), "peak_bytes": ("peak on the GPU", "0.55")}
-    for offset, (part, (label, color)) in enumerate(parts.items()):
+    colors = [BLUE if is_ours(method) else GRAY for method in METHODS.values()]
+    parts = {"residual_bytes": ("residuals", 0.4), "peak_bytes": ("peak on the GPU", 0.9)}
+    for offset, (part, (label, alpha)) in enumerate(parts.items()):
         rows = [row + 0.4 * offset for row in range(len(size[part]))]
         widths = [count / 2**20 for count in size[part].values()]
-        if drawn := bars.barh(rows, widths, 0.4, edgecolor="black", color=color, label=label):
+        if drawn := bars.barh(rows, widths, 0.4, color=colors, alpha=alpha, label=label):
             bars.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=8)
     bars.set_yticks(range(len(METHODS)), [*METHODS])
     bars.invert_yaxis()
@@ -248,8 +251,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     bars.set_xlabel("memory of a training step [MiB]")
     bars.legend(fontsize=8)
     for (name, run), style in zip(results["runs"].items(), itertools.cycle(["-", "--", ":", "-."])):
+        color = BLUE if is_ours(METHODS[name]) else GRAY
         label = f"{name}, dev accuracy {run['accuracy']:.1%}"
-        curves.plot(run["train_losses"], style, color="black", label=label)
+        curves.plot(run["train_losses"], style, color=color, label=label)
     curves.set_xlabel("training step")
     curves.set_ylabel("cross-entropy of the step's batch [nats]")
     curves.legend(fontsize=8)

@@ -24,11 +24,23 @@ from matplotlib.figure import Figure
 from results import FOLDER, GIB, markdown, versions, write_json
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.plot import STYLE, draw_points
 
 OUTPUT, DEVICE = FOLDER / "compare.json", "h200"
-PICTURES = Path(__file__).parents[2] / "docs" / "compare"
+PICTURE = Path(__file__).parents[2] / "docs" / "compare" / "methods.svg"
 METHODS = ("default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress")
-_OURS = ("compress", "lowmembp")
+#: The steps and methods of the picture, and how it calls them.
+SHOWN = {
+    "ViT-B/16, 64, full": "ViT-B/16, 64 images, full tuning, on an H200",
+    "LLaMA-1B, 8 x 2048, full": "LLaMA-1B, 8 x 2,048 tokens, full tuning, on an H200",
+}
+LABELS = {
+    "default": "plain JAX",
+    "dots": "dots policy",
+    "full-remat": "full remat",
+    "compress": "lm.compress",
+    "compress+remat": "lm.compress over full remat",
+}
 
 
 class Step(NamedTuple):
@@ -87,29 +99,23 @@ def table(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def draw(results: dict[str, Any], model: str) -> None:
-    """Draws the peak of a model's steps against their time, a panel for each trained part."""
-    steps = [step for step in STEPS if step.model == model][:2]
-    figure = Figure(figsize=(5.5 * len(steps), 5.5), layout="constrained")
-    panels = figure.subplots(1, len(steps), sharey=True, squeeze=False)[0]
-    for axes, step in zip(panels, steps, strict=True):
-        for method, marker in zip(METHODS, "os^vDP", strict=True):
-            one = results["steps"][step.name][method]
-            ours = method.startswith(_OURS)  # filled and open markers differ without colour, too
-            style = {"color": "C0" if ours else "dimgray", "mfc": "C0" if ours else "white"}
-            point = 1e3 * one["estimated_seconds"], one["peak"] / GIB
-            axes.plot(*point, ls="", ms=9, marker=marker, label=method, **style)
-        axes.set_ylim(bottom=0)
-        axes.margins(0.15)
-        axes.grid(alpha=0.3)
-        axes.set_title(f"{step.name}: better is down and to the left", size=10)
-    figure.supxlabel("a training step, estimated for an H200 [ms]", size=10)
-    figure.supylabel("peak of all memory [GiB]", size=10)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    # These settings save text as text, and give the same file in every run.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lowmembp_jax"}):
-        PICTURES.mkdir(exist_ok=True)
-        figure.savefig(PICTURES / f"{model}.svg", metadata={"Date": None})
+@matplotlib.rc_context(STYLE)
+def draw(results: dict[str, Any]) -> None:
+    """Draws the peak against the time, a panel for each of two steps."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for axes, (step, title) in zip(figure.subplots(1, 2), SHOWN.items(), strict=True):
+        found = results["steps"][step]
+        points = {
+            label: (found[method]["peak"] / GIB, 1e3 * found[method]["estimated_seconds"])
+            for method, label in LABELS.items()
+        }
+        draw_points(axes, points)
+        axes.set_xlim(left=0)
+        axes.set_title(title, size=10)
+    figure.supxlabel("peak of all memory [GiB]", size=10)
+    figure.supylabel("a training step, estimated [ms]", size=10)
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def main() -> None:
@@ -119,7 +125,7 @@ def main() -> None:
         results["steps"][step.name] = plans(step)
         write_json(OUTPUT, results)
     print(markdown(table(results)))
-    draw(results, "vit-b16")
+    draw(results)
 
 
 if __name__ == "__main__":

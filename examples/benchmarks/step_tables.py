@@ -16,11 +16,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from results import FOLDER, markdown, versions, write_json
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.plot import BLUE, GRAY, STYLE
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "lowmembp_jax" / "operators" / "step_tables.py"
@@ -73,6 +75,7 @@ def tables(name: str) -> dict[str, lm.StepTable]:
     return found | {f"{bits} bits": lm.STEP_TABLES[name, bits] for bits in (2, 4)}
 
 
+@matplotlib.rc_context(STYLE)
 def draw(name: str) -> None:
     """Draws the derivative and the tables' steps."""
     x = np.linspace(-8, 8, 4001)
@@ -80,14 +83,14 @@ def draw(name: str) -> None:
         slope = np.asarray(jax.vmap(jax.grad(ACTIVATIONS[name]))(jnp.asarray(x)))
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(x, slope, color="black", label="derivative")
-    for label, one in tables(name).items():
+    axes.plot(x, slope, color=GRAY, linewidth=2, label="derivative")
+    for (label, one), style in zip(tables(name).items(), (":", "--", "-"), strict=True):
         steps = np.asarray(one.levels)[np.searchsorted(one.thresholds, x)]
-        axes.step(x, steps, linestyle="--", linewidth=1.2, label=label)
+        axes.step(x, steps, style, color=BLUE, linewidth=1.2, label=label)
     axes.set(xlabel="x", title=name)
-    axes.grid(alpha=0.3)
+    axes.grid()
     axes.legend()
-    figure.savefig(ROOT / "docs" / "activations" / f"{name}.svg")
+    figure.savefig(ROOT / "docs" / "activations" / f"{name}.svg", metadata={"Date": None})
 
 
 def main() -> None:
@@ -102,8 +105,7 @@ def main() -> None:
             rows.setdefault(name, {})[label] = errors
             cells.append([f"{name}, {label}", *(f"{error:.3f}" for error in errors)])
     write_json(FOLDER / "step_tables.json", {"versions": versions(), "errors": rows})
-    for name in ("gelu_erf", "silu", "mish"):
-        draw(name)
+    draw("gelu_erf")
     print(markdown(cells))
 
 

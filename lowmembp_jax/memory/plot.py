@@ -1,7 +1,10 @@
 """Draws plans: the memory of one plan over the program, and memory and time of several methods."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
 from lowmembp_jax._sizes import format_bytes
@@ -9,8 +12,36 @@ from lowmembp_jax.memory.comparison import Comparison, MethodPlan
 from lowmembp_jax.memory.result import PARTS, Plan
 
 _GIB = 2**30
+#: JAX's own methods, and text; this library's methods. Both can be read on light and dark pages.
+GRAY, BLUE = "#7d8590", "#2f81f7"
+#: matplotlib's settings for all pictures of the project. Text in a .svg stays text.
+STYLE = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), GRAY),
+    **dict.fromkeys(("xtick.color", "ytick.color"), GRAY),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+    **{"grid.alpha": 0.3, "legend.framealpha": 0, "svg.fonttype": "none"},
+    "svg.hashsalt": "lowmembp_jax",  # the same file in every run
+}
 
 
+def is_ours(method: str) -> bool:
+    """Whether a method is this library's."""
+    return any(name in method for name in ("compress", "lowmembp"))
+
+
+def draw_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Draws a labelled point for each method, this library's filled and blue."""
+    for method, point in points.items():
+        color = BLUE if is_ours(method) else GRAY
+        face = color if is_ours(method) else "none"
+        axes.plot(*point, "o", ms=8, color=color, markerfacecolor=face)
+        place = {"xytext": (6, -12 if is_ours(method) else 6), "textcoords": "offset points"}
+        axes.annotate(method, point, **place, color=color, fontsize=9, parse_math=False)
+    axes.margins(0.2)
+    axes.grid()
+
+
+@matplotlib.rc_context(STYLE)
 def plot_timeline(plan: Plan, path: Path, title: str) -> None:
     """Draws the memory of each part over the program's instructions, stacked."""
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -30,9 +61,9 @@ def plot_timeline(plan: Plan, path: Path, title: str) -> None:
         linewidth=0,
     )
     peak = max(plan.timeline, key=lambda row: sum(row[1:]))[0]
-    axes.plot(peak, plan.peak / _GIB, "kv", label=f"peak {format_bytes(plan.peak)}")
+    axes.plot(peak, plan.peak / _GIB, "v", color=BLUE, label=f"peak {format_bytes(plan.peak)}")
     if plan.limit < 1.5 * plan.peak:
-        axes.axhline(plan.limit / _GIB, color="black", linestyle="--", linewidth=1, label="limit")
+        axes.axhline(plan.limit / _GIB, color=GRAY, linestyle="--", linewidth=1, label="limit")
     axes.set(xlim=(times[0], max(times[-1], times[0] + 1)), ylim=0, ylabel="GiB on each device")
     axes.set_xlabel("instruction of the compiled program, in the order of its schedule")
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
@@ -55,25 +86,19 @@ def _memory_and_time(one: MethodPlan) -> tuple[float, float]:
     return one.plan.peak / _GIB, one.plan.estimated_seconds * 1e3
 
 
+@matplotlib.rc_context(STYLE)
 def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
     """Draws a point for each method, and a line through the methods of `pareto`."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    front = pareto(comparison)
-    axes.plot(*zip(*map(_memory_and_time, front), strict=True), color="0.6", linewidth=1, zorder=1)
-    for one in comparison:
-        memory, time = _memory_and_time(one)
-        face = "black" if one in front else "white"
-        axes.scatter(memory, time, facecolor=face, edgecolor="black", zorder=2)
-        place = {"xytext": (5, 5), "textcoords": "offset points"}
-        axes.annotate(one.method, (memory, time), **place, fontsize=9, parse_math=False)
+    front = map(_memory_and_time, pareto(comparison))
+    axes.plot(*zip(*front, strict=True), color=GRAY, linewidth=1, zorder=1)
+    draw_points(axes, {one.method: _memory_and_time(one) for one in comparison})
     limit = comparison.budget / _GIB
     largest = max(_memory_and_time(one)[0] for one in comparison)
     if limit < 2 * largest:  # a larger limit would squeeze the points together
-        axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="limit")
+        axes.axvline(limit, color=GRAY, linestyle="--", linewidth=1, label="limit")
         axes.legend(loc="upper right", fontsize=9)
-    axes.margins(0.15)
     axes.set(xlabel="peak, GiB on each device", ylabel="time of a step, ms (estimate)")
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
-    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
