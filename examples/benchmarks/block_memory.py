@@ -83,16 +83,13 @@ def main() -> None:
             row = measure(method, scan)
             rows.append(row)
             write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
-            cells.append(
-                [
-                    method,
-                    row["layers"],
-                    f"{row['units_of_a_block']:.2f}",
-                    f"{row['temporaries_of_4_blocks'] / MIB:.1f}",
-                    f"{row['units_moved_by_4_blocks']:.1f}",
-                    f"{row['estimated_seconds_of_4_blocks'] * 1e3:.3f}",
-                ]
+            numbers = (
+                f"{row['units_of_a_block']:.2f}",
+                f"{row['temporaries_of_4_blocks'] / MIB:.1f}",
+                f"{row['units_moved_by_4_blocks']:.1f}",
+                f"{row['estimated_seconds_of_4_blocks'] * 1e3:.3f}",
             )
+            cells.append([method, row["layers"], *numbers])
             print(*cells[-1], flush=True)
     print(markdown(cells))
 

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
-from lowmembp_jax.memory.workload import (
-    Workload,
-    WorkloadError,
-    as_workload,
-    methods_of,
-    says_which_methods,
-)
+from lowmembp_jax.memory.workload import Workload, WorkloadError, methods_of, workload_of
 from lowmembp_jax.models.methods import METHODS
 from lowmembp_jax.patching._patch import patch
 
@@ -78,7 +72,6 @@ class Factory:
                 f"method: {self.name} takes no argument `method`, so it can have only "
                 f"{', '.join(self.methods)} (with lm.patch), got {method!r}"
             )
-        options = {key: value for key, value in options.items() if value is not None}
         if batch is not None:
             options["batch"] = batch
         takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
@@ -91,8 +84,9 @@ class Factory:
         if "method" in names:
             options["method"] = method
         try:
-            with says_how_to_install_cudnn(), says_which_methods(method, self.name):
-                workload = as_workload(self.function(**options), self.name)
+            with says_how_to_install_cudnn():
+                make = lambda *_: self.function(**options)  # noqa: E731
+                workload = workload_of(make, method, batch, self.name)
         except ValueError as error:
             if self.is_ours:
                 raise WorkloadError(f"{self.name}: {error}") from error

@@ -2,9 +2,8 @@
 
 **Products.** `_CURVES` holds medians of XLA's own table of measured products, with 375 shapes for
 each GPU (openxla/xla, `xla/service/gpu/model/matmul_interpolator_data.h`, Apache-2.0). They are
-grouped by the power of two of their multiply-adds. `python examples/benchmarks/product_rates.py`
-makes the curves from the installed plugin. The curve of 8-bit floats on an H100 is missing, because
-XLA's numbers exceed the published rate.
+grouped by the power of two of their multiply-adds. The curve of 8-bit floats on an H100 is missing,
+because XLA's numbers exceed the published rate.
 
 XLA times one product at a time. In a training step, one large product follows another and the clock
 falls. TransformerEngine's forward products of a layer reach 0.90 of XLA's H100 rate on an H200 NVL

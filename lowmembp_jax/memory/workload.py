@@ -1,7 +1,7 @@
 """A training step with its abstract arguments, which the planner plans."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,42 +51,29 @@ def methods_of(step_factory: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(getattr(step_factory, "methods", METHODS))
 
 
-def workload_of(step_factory: Callable[..., Any], method: str, batch: int | None) -> Workload:
-    """Makes a factory's workload for a method and a batch size.
+def workload_of(
+    step_factory: Callable[..., Any], method: str, batch: int | None, name: str = "step_factory"
+) -> Workload:
+    """Makes a factory's workload for a method and a batch size; `name` is for errors.
 
     Raises:
       WorkloadError: the result is not a workload, or the factory does not know the method.
     """
-    with says_which_methods(method, "step_factory"):
-        return as_workload(step_factory(method, batch), "step_factory")
-
-
-@contextmanager
-def says_which_methods(method: str, factory: str) -> Iterator[None]:
-    """Runs a factory, which may look the method up in a dictionary.
-
-    Raises:
-      WorkloadError: instead of the KeyError of an unknown method.
-    """
     try:
-        yield
-    except KeyError as error:
+        made = step_factory(method, batch)
+    except KeyError as error:  # the factory may look the method up in a dictionary
         if error.args != (method,):
             raise
         raise WorkloadError(
-            f"method: {factory} raised a KeyError for {method!r}: expected a method that it knows. "
+            f"method: {name} raised a KeyError for {method!r}: expected a method that it knows. "
             "List its methods in methods=..., in --method a,b or in its attribute `methods`"
         ) from error
-
-
-def as_workload(made: Any, where: str) -> Workload:
-    """Makes a `Workload` of a pair of step and arguments; `where` is for the error."""
     if isinstance(made, Workload):
         return made
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         step, args = made
         return Workload(step, tuple(args) if isinstance(args, list | tuple) else (args,))
     raise WorkloadError(
-        f"{where} must return a lm.memory.Workload or a pair of a step and the tuple of its "
+        f"{name} must return a lm.memory.Workload or a pair of a step and the tuple of its "
         f"abstract arguments, got {type(made).__name__}"
     )

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
 from lowmembp_jax.memory.classification.parts import Buffer
@@ -74,10 +74,13 @@ def at_peak(
     temporaries = _inside(assignment, "temporary")
     time = peak_time(temporaries)
     pieces = _pieces(assignment, buffers, time)
-    live = list(_arguments(assignment, arguments, shapes))
-    always: Counter[str] = Counter()
-    for each in live:
-        always[each.part] += each.bytes
+    live = [
+        LiveBuffer(own.size, named.part, str(shape), named.name, "", "")
+        for own in assignment.allocations.values()
+        if own.parameter is not None
+        for named, shape in [(arguments[own.parameter], shapes[own.parameter])]
+    ]
+    always = _sizes(live)
     live += map(_live, pieces)
     # Temporaries include constants and the heap's free bytes at the peak.
     size = total(assignment, "argument", "output", "temporary", "constant")
@@ -121,7 +124,7 @@ def _pieces(assignment: BufferAssignment, buffers: Sequence[Buffer], time: int) 
     return found
 
 
-def _sizes(pieces: Iterable[_Piece]) -> Counter[str]:
+def _sizes(pieces: Iterable[_Piece | LiveBuffer]) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for piece in pieces:
         sizes[piece.part] += piece.bytes
@@ -145,16 +148,6 @@ def _live(piece: _Piece) -> LiveBuffer:
     op, module = op_name.rpartition("/")[2], module_path(op_name)
     text = "tuple" if shape is None else str(shape)
     return LiveBuffer(piece.bytes, piece.part, text, op, module, piece.buffer.source)
-
-
-def _arguments(
-    assignment: BufferAssignment, arguments: Sequence[Argument], shapes: Sequence[Shape]
-) -> Iterator[LiveBuffer]:
-    for allocation in assignment.allocations.values():
-        if allocation.parameter is not None:
-            argument = arguments[allocation.parameter]
-            shape = str(shapes[allocation.parameter])
-            yield LiveBuffer(allocation.size, argument.part, shape, argument.name, "", "")
 
 
 def total(assignment: BufferAssignment, *kinds: Kind) -> int:
