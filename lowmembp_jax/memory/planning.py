@@ -12,8 +12,7 @@ from lowmembp_jax.memory.classification.parts import sort_into_parts
 from lowmembp_jax.memory.classification.peak import at_peak, total
 from lowmembp_jax.memory.compilation import compile_with_buffers
 from lowmembp_jax.memory.devices import Device, Tpu, get_device
-from lowmembp_jax.memory.lowering.arguments import Argument, arguments
-from lowmembp_jax.memory.lowering.lost_work import warn_of_lost_work
+from lowmembp_jax.memory.lowering.arguments import Argument, arguments, warn_of_lost_work
 from lowmembp_jax.memory.lowering.lower import Lowering, lower_for
 from lowmembp_jax.memory.lowering.meshes import MeshLike, batch_shardings, mesh_of
 from lowmembp_jax.memory.lowering.nnx_states import of_states

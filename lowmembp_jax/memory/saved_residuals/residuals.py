@@ -17,8 +17,7 @@ from lowmembp_jax._errors import GivenTypeError
 from lowmembp_jax._sizes import array_bytes
 from lowmembp_jax._source_files import frames_of, users_line
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
-from lowmembp_jax.memory.lowering.arguments import is_variable
-from lowmembp_jax.memory.lowering.lost_work import has_backward, without_unused
+from lowmembp_jax.memory.lowering.arguments import has_backward, is_variable, without_unused
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import (
     argument_names,
