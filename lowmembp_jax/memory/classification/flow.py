@@ -103,15 +103,12 @@ class _Bits:
                     return (operands[0][instruction.index],)
             case "while":
                 return self._loop(instruction, operands[0])
-            case "call" | "async-start":
-                results = [
-                    self.run(self._program.computations[n], operands) for n in instruction.calls
-                ]
-                if results and len(results[0]) == count:
-                    return results[0]
-            case "conditional":
-                branches = zip(instruction.calls, operands[1:], strict=False)
-                results = [self.run(self._program.computations[n], [o]) for n, o in branches]
+            case "call" | "async-start" | "conditional":
+                given = [operands]
+                if instruction.opcode == "conditional":  # each branch has an operand of its own
+                    given = [[operand] for operand in operands[1:]]
+                calls = zip(instruction.calls, given, strict=False)
+                results = [self.run(self._program.computations[n], own) for n, own in calls]
                 if results and all(len(result) == count for result in results):
                     return tuple(map(_union, zip(*results, strict=True)))
             case opcode if opcode in _PASSED_ON and len(operands[0]) == count:

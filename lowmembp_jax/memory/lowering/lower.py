@@ -125,17 +125,17 @@ def _donated(
         return ()
     of_arrays, arrays = close_over_constants(fn, args)
     jaxpr = jax.make_jaxpr(of_arrays)(*arrays).jaxpr
-    numbers = (number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg))
-    position = dict(zip(map(id, jaxpr.invars), numbers, strict=True))
-    donated = {
-        id(operand)
+    numbers = [number for number, arg in enumerate(arrays) for _ in jax.tree.leaves(arg)]
+    donated = [
+        operand
         for equation in jaxpr.eqns
         for operand, is_donated in zip(
             equation.invars, equation.params.get("donated_invars", ()), strict=False
         )
         if is_donated
-    }
-    return tuple(sorted({position[operand] for operand in donated & position.keys()}))
+    ]
+    inputs = zip(numbers, jaxpr.invars, strict=True)
+    return tuple(sorted({number for number, var in inputs if var in donated}))
 
 
 def _refuse_missing_instructions(device: str | os.PathLike[str], lowered: jax.stages.Lowered):
