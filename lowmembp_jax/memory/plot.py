@@ -15,7 +15,7 @@ _GIB = 2**30
 #: JAX's own methods, and text; this library's methods. Both can be read on light and dark pages.
 GRAY, BLUE = "#7d8590", "#2f81f7"
 #: matplotlib's settings for all pictures of the project. Text in a .svg stays text.
-STYLE = {
+STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "grid.color"), GRAY),
     **dict.fromkeys(("xtick.color", "ytick.color"), GRAY),
     **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
