@@ -96,7 +96,7 @@ def linear_log_probs(
         temperature=_temperature(temperature, _LOG_PROBS),
     )
     loss, entropy = evaluate(spec, Arrays(h, table, labels, bias=bias))
-    return LogProbs(-loss, entropy)
+    return LogProbs(0 - loss, entropy)  # -loss would be -0 at ignored tokens
 
 
 def linear_divergence(
