@@ -295,12 +295,12 @@ def compare(
             done, _ = wait(compiling, return_when=FIRST_COMPLETED)
             todo = []
             for future in done:
-                key = method, _ = compiling.pop(future)
+                key = compiling.pop(future)
                 made = future.result()
                 notes = made.notes + patched.get(key, ())
                 plans[key] = dataclasses.replace(made, budget=most, notes=notes)
                 with contextlib.suppress(StopIteration):
-                    todo.append((method, remaining[method].send(plans[key])))
+                    todo.append((key[0], remaining[key[0]].send(plans[key])))
     finally:
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
