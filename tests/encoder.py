@@ -13,6 +13,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from helpers import temporaries
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -76,21 +77,13 @@ METHODS: dict[str, Method] = {
     "default": Method(_flax_norm, nn.gelu),
     "checkpointed norm and activation": Method(jax.checkpoint(_flax_norm), jax.checkpoint(nn.gelu)),
     "dots policy": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.dots_saveable)),
-    "full remat": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.nothing_saveable)),
     "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
     "compress": Method(_flax_norm, nn.gelu, _compress),
     "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype="int8")),
     "compress, its input alone": Method(
-        _flax_norm,
-        nn.gelu,
-        partial(_compress, policy=jax.checkpoint_policies.nothing_saveable),
+        _flax_norm, nn.gelu, partial(_compress, policy=jax.checkpoint_policies.nothing_saveable)
     ),
     "compress, attention in bfloat16": Method(_flax_norm, nn.gelu, _compress_but_attention),
-    "Mesa: all residuals, int8": Method(
-        jax.checkpoint(_flax_norm),
-        jax.checkpoint(nn.gelu),
-        partial(_compress, policy=lm.everything_saveable, dtype="int8"),
-    ),
     "lowmembp_jax": _ours,
     "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),
     "compress, lowmembp_jax": Method(
@@ -112,7 +105,7 @@ def dense(x, name: str, weights: dict):
     return y
 
 
-def block(method: Method, attention: str, x, parameters: tuple[dict, dict]):
+def block(method: Method, x, parameters: tuple[dict, dict]):
     """Applies one encoder block to x, [batch, tokens, hidden]; returns the same shape.
 
     `parameters` are the trained and the frozen parameters.
@@ -121,7 +114,7 @@ def block(method: Method, attention: str, x, parameters: tuple[dict, dict]):
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
     q, k, v = (checkpoint_name(dense(y, name, weights), "attention") for name in "qkv")
-    y = jax.nn.dot_product_attention(q, k, v, implementation=attention)
+    y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
     y = checkpoint_name(y, "attention")
     x = x + dense(y, "o", weights)
     y = method.norm(x)
@@ -152,29 +145,26 @@ def layers_of(weights: Any, layers: int, scan: bool) -> Any:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct((layers, *s.shape), s.dtype), weights)
 
 
-def training_step(
-    method: str,
-    train: Train,
-    scan: bool,
-    layers: int,
-    *,
-    rows: tuple[int, int] = (BATCH, TOKENS),
-    attention: str = "cudnn",
-):
+def loss_of_layers(run, weights: Any, x, scan: bool):
+    """Runs layers with the weights of `layers_of`."""
+    if scan:
+        x, _ = lax.scan(lambda x, each: (run(x, each), None), x, weights)
+    else:
+        for each in weights:
+            x = run(x, each)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def training_step(method: str, train: Train, scan: bool, layers: int):
     """Returns a function for the encoder's loss and gradients, and its abstract arguments."""
-    run = METHODS[method].wrap(partial(block, METHODS[method], attention))
-    layer = parameters(train)
+    run = METHODS[method].wrap(partial(block, METHODS[method]))
 
     def loss(trained, frozen, x):
-        if scan:
-            x, _ = lax.scan(lambda x, p: (run(x, p), None), x, (trained, frozen))
-        else:
-            for p in zip(trained, frozen, strict=True):
-                x = run(x, p)
-        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+        weights = (trained, frozen) if scan else zip(trained, frozen, strict=True)
+        return loss_of_layers(run, weights, x, scan)
 
-    trained, frozen = (layers_of(each, layers, scan) for each in layer)
-    x = jax.ShapeDtypeStruct((*rows, HIDDEN), DTYPE)
+    trained, frozen = (layers_of(each, layers, scan) for each in parameters(train))
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, HIDDEN), DTYPE)
     return jax.value_and_grad(loss), (trained, frozen, x)
 
 
@@ -184,8 +174,7 @@ def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_arg
     It excludes arguments and outputs.
     """
     step, abstract = training_step(method, train, scan, layers)
-    compiled = lm.memory.compile_for(step, *abstract, **compile_args)
-    return compiled.memory_analysis().temp_size_in_bytes
+    return temporaries(step, *abstract, **compile_args)
 
 
 def block_units(

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,12 @@ for _name, _op, _exact in (
 AS_PUBLISHED = Calibration({"bf16": Curve(1.0, (1.0,))}, bandwidth=1.0)
 
 
+def python(*arguments, **environment) -> subprocess.CompletedProcess:
+    """Runs Python in a process of its own."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     """An abstract array, for a program that is compiled and not run."""
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -51,10 +59,33 @@ def parts(plan: lm.memory.Plan) -> dict[str, int]:
     return {part: getattr(plan, part) for part in PARTS}
 
 
+def offload(*names: str, to: str = "pinned_host"):
+    """A policy that moves the arrays of these names to another memory."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names,
+        offload_src="device", offload_dst=to,
+    )  # fmt: skip
+
+
+def temporaries(function, *args, **options) -> int:
+    """Bytes of the temporaries of a compiled program at its peak."""
+    return lm.memory.compile_for(function, *args, **options).memory_analysis().temp_size_in_bytes
+
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="run by test_triton_kernels.py, with TRITON_INTERPRET=1"
 )
+
+
+def assert_close(got, want, rtol=1e-5, atol=1e-5):
+    """Compares trees of arrays."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), got, want)
+
+
+def assert_equal(got, want):
+    """Compares trees of arrays bit by bit."""
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def residuals(function, *args) -> list[tuple[str, tuple[int, ...]]]:

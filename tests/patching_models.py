@@ -1,12 +1,10 @@
 """What tests of lm.patch use: a model as third parties write it."""
 
 from collections.abc import Callable
-from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import gelu as captured_gelu
 from helpers import quick_jit, residuals
 
@@ -46,7 +44,3 @@ PARAMS = quick_jit(MODEL.init)(jax.random.key(0), X)
 
 def loss(params, x):
     return jnp.sum(jnp.sin(MODEL.apply(params, x)) * WEIGHTS)
-
-
-def assert_close(a, b, rtol=1e-5, atol=1e-5):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)

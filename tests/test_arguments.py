@@ -6,10 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from helpers import GELU_ERF
 
 import lowmembp_jax as lm
 
 X, ONES, KERNEL = jnp.ones((4, 8)), jnp.ones(8), jnp.ones((8, 16))
+PALLAS = {"implementation": "pallas_interpret"}
 TREE = {"norm": {"scale": ONES}, "dense": {"kernel": KERNEL}}
 
 
@@ -19,6 +22,10 @@ def block(params, x):
 
 def loss(params, x):
     return jnp.mean(block(params, x) ** 2)
+
+
+def root_of_positive(x):
+    return jnp.where(x > 0, jnp.sqrt(x), 0.0)
 
 
 FUNCTIONS = {
@@ -77,6 +84,82 @@ MEANINGFUL = {
     ("compress_checkpoints", "params_argnums"),
     ("compress_state", "min_size"), ("pack_2bit", "codes"), ("compress_module", "static_argnums"),
 }  # fmt: skip
+
+
+LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
+COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
+TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
+#: Calls of which an argument is wrong in a way of its own, and the words that name it.
+REFUSED = [
+    (lm.regelu2, ("x",), {}, TypeError, "x"),
+    (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x"),
+    (lm.gelu, (None,), {}, TypeError, "x"),
+    (lm.swiglu, (TWO, None), {}, TypeError, "up"),
+    (lm.ms_layer_norm, (None,), {}, TypeError, "x"),
+    (lm.pack_2bit, (None,), {}, TypeError, "codes"),
+    (lm.pack_2bit, (TWO,), {}, TypeError, "codes"),
+    (lm.unpack_2bit, (jnp.ones(3, int), 9), {}, TypeError, "packed"),
+    (lm.unpack_2bit, (jnp.ones(2, jnp.uint8), 9), {}, ValueError, "packed"),
+    (lm.unpack_2bit, (jnp.zeros(0, jnp.uint8), -1), {}, ValueError, "size"),
+    (lm.StepTable, ((1.0, 0.0), (0.0, 1.0, 2.0)), {}, ValueError, "thresholds"),
+    (lm.StepTable, ((1.0,) * 16, (0.0,) * 17), {}, ValueError, "thresholds"),
+    (lm.StepTable, ((1.0,), (0.0,)), {}, ValueError, "levels"),
+    (lm.StepTable, ((float("nan"),), (0.0, 1.0)), {}, ValueError, "thresholds"),
+    (lm.StepTable, ((1.0,), (0.0, float("inf"))), {}, ValueError, "levels"),
+    (lm.step_activation, (TWO, jnp.sum, TABLE), {}, ValueError, "function"),
+    (lm.step_activation, (TWO, jnp.tanh, TABLE), PALLAS, ValueError, "function"),
+    (lm.geglu, (ROWS, ROWS.astype(jnp.complex64)), {}, TypeError, "up:"),
+    (lm.geglu, (ROWS, ROWS[0]), {}, ValueError, "up:"),
+    (lm.geglu, (ROWS, ROWS), {"dtype": jnp.int16}, ValueError, "dtype:"),
+    (lm.ms_layer_norm, (ROWS, jnp.ones(3)), {}, ValueError, "scale"),
+    (lm.ms_layer_norm, (ROWS, None, ROWS), {}, ValueError, "bias"),
+    (lm.ms_layer_norm, (jnp.float32(1),), {}, ValueError, "x"),
+    (lm.ms_rms_norm, (ROWS.astype(jnp.complex64),), {}, TypeError, "x"),
+    (lm.ms_rms_norm, (ROWS,), {"dtype": jnp.int8}, TypeError, "dtype"),
+    (lm.ms_rms_norm, (ROWS,), {"mask": ROWS[0, :3] > 0}, ValueError, "mask"),
+    (lm.ms_rms_norm, (ROWS,), {"mask": ROWS[None] > 0}, ValueError, "mask"),
+    (lm.ms_rms_norm, (ROWS,), {"mask": ROWS > 0} | PALLAS, ValueError, "mask"),
+    (lm.fit_step_table, (GELU_ERF,), {"weight": [1.0, np.nan]}, ValueError, "weight"),
+    (lm.fit_step_table, (GELU_ERF,), {"weight": [1.0, 2.0]}, ValueError, "weight"),
+    (lm.fit_step_table, (jnp.log,), {}, ValueError, "function: .* value"),
+    (lm.fit_step_table, (root_of_positive,), {}, ValueError, "function: .* derivative"),
+    (lm.fit_step_table, (jnp.tanh,), {"objective": "function"}, ValueError, "function"),
+    (lm.fit_step_table, (jnp.square,), {"keep_limits": True}, ValueError, "keep_limits"),
+    (lm.patch, (), {"activations": False, "norms": False}, ValueError, "activations.*norms"),
+    (lm.patch, (), {"norm_dtype": jnp.int8}, TypeError, "norm_dtype"),
+    (lm.patch, (True,), {}, TypeError, "function: .*got True.*settings by name"),
+    (COMPRESS, (block,), {"dtype": jnp.float16}, ValueError, "dtype: .*int8.*, got .*float16"),
+    (COMPRESS, (block,), {"dtype": {"h": jnp.uint8}}, ValueError, r"dtype\['h'\]: expected"),
+    (COMPRESS, (block,), {"dtype": {3: "int8"}}, TypeError, "dtype: .*as keys, got 3"),
+    (COMPRESS, (block,), {"params_argnums": 1.0}, TypeError, "params_argnums: .*got 1.0"),
+    (COMPRESS, (block,), {"static_argnums": "x"}, TypeError, "static_argnums: .*got 'x'"),
+    (COMPRESS, (block,), {"static_argnums": True}, TypeError, "static_argnums: .*got True"),
+    (COMPRESS, (block,), {"offload": "disk"}, ValueError, "offload: expected 'pinned_host'"),
+    (COMPRESS, (nn.Dense,), {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+    (COMPRESS, (DENSE,), {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
+    (COMPRESS, (nnx.Linear,), {}, TypeError, r"NNX module Linear; .*lm.nnx.compress"),
+    (COMPRESS, (LINEAR,), {}, TypeError, r"NNX module Linear; .*lm.nnx.compress"),
+    (MODULE, (nn.Dense,), {"static_argnums": 0}, ValueError, "from 1 on .*got 0"),
+    (MODULE, (nn.Dense,), {"static_argnums": "x"}, TypeError, "compress_module: static_arg.*'x'"),
+    (MODULE, (nn.Dense,), {"dtype": jnp.int32}, ValueError, "int32"),
+    (MODULE, (nn.Dense,), {"methods": ["call"]}, ValueError, "methods of Dense, got 'call'"),
+    (NNX, (block,), {"static_argnums": 1.5}, TypeError, "nnx.*static_.*got 1.5"),
+    (NNX, (block,), {"dtype": jnp.float16}, ValueError, "dtype"),
+    (NNX, (block,), {"offload": True}, ValueError, "nnx.*offload: expected 'pinned_host'"),
+    (NNX, (LINEAR,), {}, TypeError, r"write lm.nnx.compress\(lambda module, x"),
+    (lm.compress_checkpoints, (block,), {"params_argnums": "a"}, TypeError, "params_argnums"),
+    (lm.compress_checkpoints, (nnx.Linear,), {}, TypeError, "fun: expected a function, such"),
+    (lm.gradient_fidelity, (3, TWO), {}, TypeError, "loss: expected a function, got 3"),
+    (lm.gradient_fidelity, (jnp.sum, TWO), {"bits": 2}, ValueError, "swapped: nothing"),
+    (lm.update_in_backward, (None, optax.sgd(1.0)), {}, TypeError, "block: expected a function"),
+    (lm.update_in_backward, (block, None), {}, TypeError, "optimizer: expected an optax"),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "options", "error", "words"), REFUSED)
+def test_errors_name_the_argument(function, args, options, error, words):
+    with pytest.raises(error, match=rf"\b{words}(?!\w)"):
+        function(*args, **options)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import residuals, saved_residuals
+from helpers import array, assert_close, offload, residuals, saved_residuals
 from jax import lax
 
 import lowmembp_jax as lm
@@ -15,11 +14,7 @@ def block(x, w1, w2):
     return x + h @ w2
 
 
-ARGS = (
-    jax.ShapeDtypeStruct((16, 128), jnp.float32),
-    jax.ShapeDtypeStruct((128, 512), jnp.float32),
-    jax.ShapeDtypeStruct((512, 128), jnp.float32),
-)
+ARGS = array(16, 128), array(128, 512), array(512, 128)
 
 
 def kept(policy):
@@ -30,20 +25,9 @@ def kept(policy):
     )
 
 
+OFFLOAD = offload(*lm.RESIDUAL_NAMES)
 OURS = ["float32(16, 1)", "float32(16, 128)", "uint2(16, 512)"]
 DOTS = jax.checkpoint_policies.dots_saveable
-
-
-def offload(*names, to="pinned_host"):
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=names,
-        offload_src="device",
-        offload_dst=to,
-    )
-
-
-OFFLOAD = offload(*lm.RESIDUAL_NAMES)
 
 
 def test_policies_keep_codes_norm_output_and_rstd_alone_and_compose():
@@ -121,8 +105,7 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     args = arrays()
     gradients = jax.jit(scanned(EVERY_POLICY[policy]))
     plain = jax.jit(scanned(jax.checkpoint_policies.everything_saveable))(*args)
-    for a, b in zip(gradients(*args), plain, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)
+    assert_close(gradients(*args), plain, rtol=1e-6)
     offloads = "<host>" in str(jax.make_jaxpr(gradients)(*args))
     assert offloads == ("offload" in policy)
 
@@ -137,12 +120,12 @@ def test_gradients_do_not_depend_on_the_policy(policy):
     ids=["matrix", "ragged", "convolution"],
 )
 def test_products_of_every_kind_are_kept(product, x, kernel, by_dots_policy):
-    arrays = jax.ShapeDtypeStruct(x, jnp.float32), jax.ShapeDtypeStruct(kernel, jnp.float32)
+    given = array(*x), array(*kernel)
 
     def kept(policy):
         block = jax.checkpoint(lambda *a: jnp.tanh(product(*a)), policy=policy)
-        shapes = [shape for _, shape in residuals(block, *arrays)]
-        return shapes.count(jax.eval_shape(product, *arrays).shape)
+        shapes = [shape for _, shape in residuals(block, *given)]
+        return shapes.count(jax.eval_shape(product, *given).shape)
 
     assert kept(lm.products_saveable) == 1
     assert kept(jax.checkpoint_policies.dots_saveable) == by_dots_policy

@@ -1,11 +1,17 @@
-"""The `lowmembp` command: what it prints, what it writes, and the words of its errors."""
+"""The `lowmembp` command: what it prints and writes, the words of its errors, and its process."""
 
 import importlib.metadata
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -101,7 +107,7 @@ def test_one_method_in_detail(run, tmp_path):
     assert status == 0
     for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
         assert text in out
-    for text in ("<!-- intermediates -->", "<!-- peak ", "<!-- GiB on each device -->"):
+    for text in (">intermediates</text>", ">peak ", ">GiB on each device</text>"):
         assert text in picture.read_text()
 
 
@@ -204,10 +210,7 @@ OPTIONS = {
         ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
-        (
-            "plan --model FILE:gelu",
-            "no function 'gelu'; it has abstract, mlp, checkpointed, loss_only, nnx_mlp",
-        ),
+        ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_"),
         ("plan --model FILE:text_argument", "step: mode: expected an array or a jax.Shape"),
         ("residuals --model FILE:text_argument", "residuals: mode must be an array"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
@@ -287,3 +290,72 @@ def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
     data = json.loads(out)
     assert data["fastest"] == "default" and data["versions"]["jax-cuda13-plugin"] == "1.2"
     assert {"jax", "jaxlib", "flax", "lowmembp_jax"} < set(data["versions"])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan"]])
+def test_help_and_usage_import_no_jax(arguments):
+    program = f"""
+import sys
+from lowmembp_jax.cli import main
+try:
+    main({arguments!r})
+finally:
+    heavy = {{"jax", "jaxlib", "flax", "numpy", "matplotlib"}} & set(sys.modules)
+    assert not heavy, heavy
+"""
+    out = python("-c", program)
+    assert out.returncode == (0 if "--help" in arguments else 2), out
+    assert "AssertionError" not in out.stderr
+    assert "lowmembp" in out.stdout + out.stderr
+
+
+def test_public_names_without_the_command():
+    program = """
+import sys, lowmembp_jax
+assert "jax" not in sys.modules
+assert set(lowmembp_jax.__all__) < set(dir(lowmembp_jax))
+for name in lowmembp_jax.__all__:
+    assert getattr(lowmembp_jax, name) is vars(lowmembp_jax)[name]
+from lowmembp_jax import *
+print(gelu, memory, nnx)
+try:
+    lowmembp_jax.nothing
+except AttributeError as error:
+    print(error)
+"""
+    out = python("-c", program)
+    assert "module 'lowmembp_jax' has no attribute 'nothing'" in out.stdout, out
+
+
+def test_platforms_that_are_not_there():
+    command = ("-m", "lowmembp_jax.cli", "residuals", "--model", f"{FILE}:loss_only")
+    out = python(*command, JAX_PLATFORMS="cuda")
+    assert out.returncode == 0, out.stderr
+    assert "Dense_0" in out.stdout
+
+
+@gpu_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
+def test_interrupt_while_xla_compiles(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    # A shell's background jobs ignore the signal, and so would their children.
+    program = f"""
+import signal, sys
+from lowmembp_jax.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(["plan", "--model", "{FILE}:mlp", "--options", "blocks=25"]))
+"""
+    own = os.environ | {"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not list(scratch.glob("lowmembp_jax-*/*")) and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 5
+    assert process.returncode == 130
+    assert err.endswith("lowmembp: error: interrupted\n")

@@ -36,13 +36,8 @@ def compiled(family, method):
     made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
     # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
     options = {} if jax.__version__.startswith("0.11.") else {"xla_gpu_autotune_level": 0}
-    program = lm.memory.compile_for(
-        made.step,
-        *made.args,
-        donate_argnums=made.donate_argnums,
-        keep_unused=True,
-        compiler_options=options,
-    )
+    given = {"donate_argnums": made.donate_argnums, "keep_unused": True}
+    program = lm.memory.compile_for(made.step, *made.args, compiler_options=options, **given)
     cost = lm.memory.cost(program, lm.memory.get_device("h200"))
     return Step(made.args, program.out_info, program.memory_analysis(), cost)
 
@@ -67,9 +62,8 @@ def test_combination(family, method):
     args, outputs, memory, cost = compiled(family, method)
     state = args[:2]
     # The state goes where it was, in place, and only the loss comes out beside it.
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), outputs[:2]) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (outputs[:2], state)]
+    assert kinds[0] == kinds[1]
     assert memory.alias_size_in_bytes == nbytes(state)
     assert memory.output_size_in_bytes - nbytes(state) < 4096
     attention = [kernel for kernel in cost.kernels if kernel.kind == "attention"]

@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import NOTHING, error
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.scipy.sparse.linalg import bicgstab, gmres
+from storage_cases import rms_norm as rms
 
 import lowmembp_jax as lm
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))
-POLICIES = [
-    lm.products_saveable,
-    lm.everything_saveable,
-    jax.checkpoint_policies.nothing_saveable,
-]
+POLICIES = [lm.products_saveable, lm.everything_saveable, NOTHING]
 SEEN = []
 
 
@@ -124,10 +122,6 @@ def gradients(function, *args):
     found = jax.value_and_grad(loss, argnums=(0, 1))(*args)
     jax.effects_barrier()
     return found
-
-
-def error(got, want):
-    return lm.gradient_distance(got, want).error
 
 
 @pytest.mark.sample(18)
@@ -255,10 +249,6 @@ def test_a_function_that_is_linear_in_an_argument(use, policy, dtype, jax_defaul
         same, got = gradients(transform(partial(use, compressed)), C, B)
         np.testing.assert_allclose(same, value, rtol=1e-5, atol=1e-5)
         assert error(got, want) < 1e-4  # c is a parameter, and a linear argument is not stored
-
-
-def rms(x):
-    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
 def mapped(w, x):

@@ -6,49 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import F8, NOTHING, block, gradients, normal, params
-from flax import nnx
+from helpers import offload
 
 import lowmembp_jax as lm
-
-LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
-COMPRESS = [
-    (block, {"dtype": jnp.float16}, ValueError, "dtype: expected .*int8.*, got .*float16"),
-    (block, {"dtype": "nonsense"}, ValueError, "dtype: .*got 'nonsense'"),
-    (block, {"dtype": {"h": jnp.uint8}}, ValueError, r"dtype\['h'\]: expected"),
-    (block, {"dtype": {3: "int8"}}, TypeError, "dtype: .*as keys, got 3"),
-    (block, {"policy": 3}, TypeError, "policy: expected a callable, got 3"),
-    (block, {"prevent_cse": 1}, TypeError, "prevent_cse: .*got 1"),
-    (block, {"params_argnums": 1.0}, TypeError, "params_argnums: .*got 1.0"),
-    (block, {"static_argnums": "x"}, TypeError, "static_argnums: .*got 'x'"),
-    (block, {"static_argnums": True}, TypeError, "static_argnums: .*got True"),
-    (nn.Dense, {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
-    (DENSE, {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
-    (nnx.Linear, {}, TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
-    (LINEAR, {}, TypeError, r"NNX module Linear; .*lm.nnx.compress\("),
-    (3, {}, TypeError, "fun: expected a function, got 3"),
-]
-MODULE = [
-    (nn.Dense, {"static_argnums": 0}, ValueError, "from 1 on .*got 0"),
-    (nn.Dense, {"static_argnums": "x"}, TypeError, "compress_module: static_argnums.*'x'"),
-    (3, {}, TypeError, "target: expected a class of modules, got 3"),
-    (nn.Dense, {"dtype": jnp.int32}, ValueError, "int32"),
-    (nn.Dense, {"methods": "__call__"}, TypeError, "methods: expected names .*got '__call__'"),
-    (nn.Dense, {"methods": ["call"]}, ValueError, "methods: expected methods of Dense, got 'call'"),
-]
-NNX = [
-    (block, {"static_argnums": 1.5}, TypeError, "nnx.*static_.*got 1.5"),
-    (block, {"dtype": jnp.float16}, ValueError, "dtype"),
-    (LINEAR, {}, TypeError, r"write lm.nnx.compress\(lambda module, x"),
-]
-EVERY = [(function, *case) for function, cases in (
-    (lm.compress, COMPRESS), (lm.compress_module, MODULE), (lm.nnx.compress, NNX)
-) for case in cases]  # fmt: skip
-
-
-@pytest.mark.parametrize(("function", "target", "options", "kind", "words"), EVERY)
-def test_errors_name_the_argument(function, target, options, kind, words):
-    with pytest.raises(kind, match=words):
-        function(target, **options)
 
 
 def test_a_static_argument_that_there_is_not():
@@ -72,13 +32,7 @@ def test_a_name_of_which_nothing_is_kept_is_said():
 
 
 def test_a_policy_that_offloads_elsewhere_is_refused():
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["hidden"],
-        offload_src="device",
-        offload_dst="unpinned_host",
-    )
-    run = lm.compress(block, policy=policy)
+    run = lm.compress(block, policy=offload("hidden", to="unpinned_host"))
     with pytest.raises(ValueError, match="offloads a result of name from 'device' to 'unpinned_h"):
         gradients(run, params(), normal(32, 64))
 

@@ -5,18 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import P
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import collectives
 
 import lowmembp_jax as lm
 from lowmembp_jax.optimizers.master_weights import _rounds_again
 
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # of optax
-        yield
+pytestmark = pytest.mark.usefixtures("mixed_dtypes")  # optax mixes dtypes
 
 
 def master(p, state, name):
@@ -34,10 +30,8 @@ def constant(value):
 
 
 def noise(number, like):
-    key = jax.random.key(number)
-    return jax.tree.map(
-        lambda p: jax.random.normal(key, p.shape, jnp.bfloat16).astype(p.dtype), like
-    )
+    drawn = lambda p: jax.random.normal(jax.random.key(number), p.shape, jnp.bfloat16)  # noqa: E731
+    return jax.tree.map(lambda p: drawn(p).astype(p.dtype), like)
 
 
 def train(optimizer, params, given, steps):
@@ -89,28 +83,24 @@ def test_16_bits_are_right_on_average(size):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_16_bits_do_not_depend_on_the_mesh_and_resume(kind):
     optimizer = lm.master_weights(lm.compress_state(optax.adam(0.1)), bits=16)
-    step = jax.jit(lambda g, s, p: optimizer.update(g, s, p))
+    step, first = jax.jit(lambda g, s, p: optimizer.update(g, s, p)), start(64, 1536)
 
-    def run(params, state, steps):
+    def run(params, state, steps, place=lambda x: x):
         for number in steps:
-            updates, state = step(noise(number, start(64, 1536)), state, params)
+            updates, state = step(place(noise(number, first)), state, params)
             params = optax.apply_updates(params, updates)
         return params, state
 
-    first = start(64, 1536)
     want, _ = run(first, optimizer.init(first), range(4))
     half = run(first, optimizer.init(first), range(2))
     resumed, _ = run(*jax.tree.map(np.asarray, half), range(2, 4))
     np.testing.assert_array_equal(resumed["w"], want["w"])
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     with jax.set_mesh(mesh):
-        params = jax.device_put(first, NamedSharding(mesh, P(None, "x")))
-        state = jax.jit(optimizer.init)(params)
-        for number in range(4):
-            given = jax.device_put(noise(number, first), NamedSharding(mesh, P(None, "x")))
-            updates, state = step(given, state, params)
-            params = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(np.asarray(params["w"]), np.asarray(want["w"]))
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "x")))  # noqa: E731
+        params = place(first)
+        over_mesh, _ = run(params, jax.jit(optimizer.init)(params), range(4), place)
+    np.testing.assert_array_equal(np.asarray(over_mesh["w"]), np.asarray(want["w"]))
 
 
 def test_the_optimizer_computes_in_float32():
@@ -218,10 +208,8 @@ def test_sharded_parameters_add_no_collective(kind, spec):
 @pytest.mark.parametrize("shape", [(1024, 2816), (8, 1024, 2816), (1024, 11008)])
 def test_an_update_is_computed_in_place(shape, bits):
     """Compiled for a GPU: no float32 array of the size of a parameter, stacked layers or not."""
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        lm.master_weights(lm.compress_state(optax.adamw(1e-4)), bits=bits),
-    )
+    ours = lm.master_weights(lm.compress_state(optax.adamw(1e-4)), bits=bits)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), ours)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     state = jax.eval_shape(optimizer.init, params)
 
@@ -229,9 +217,8 @@ def test_an_update_is_computed_in_place(shape, bits):
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    compiled = lm.memory.compile_for(
-        jax.jit(step, donate_argnums=(0, 1)), params, state, params, device="h100"
-    )
+    step = jax.jit(step, donate_argnums=(0, 1))
+    compiled = lm.memory.compile_for(step, params, state, params, device="h100")
     sizes, elements = compiled.memory_analysis(), np.prod(shape)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert nbytes <= (3.05 if bits == 24 else 2.05) * elements

@@ -2,9 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
-import subprocess
-import sys
 import textwrap
 from functools import partial
 from typing import Any
@@ -13,16 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import array, python
 from jax.experimental import io_callback
 
 import lowmembp_jax as lm
 
 gpu_compiler = pytest.mark.gpu_compiler
 
-X = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
-QKV = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-BYTES = 64 * 4096 * 2
-F32 = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+X, QKV = array(64, 4096, dtype=jnp.bfloat16), array(2, 128, 4, 64, dtype=jnp.bfloat16)
+BYTES, F32 = 64 * 4096 * 2, array(256, 256)
 SIZE = 256 * 256 * 4
 
 
@@ -70,7 +66,7 @@ def test_donation_and_a_target_of_the_users_own(tmp_path):
 
 
 @gpu_compiler
-def test_the_environment_is_left_as_it_was():
+def test_the_environment_is_left_as_it_was(monkeypatch):
     """JAX may have looked for CUDA before, and given it up: it starts without its plugin."""
     program = """
         import os, jax, jax.numpy as jnp
@@ -80,9 +76,9 @@ def test_the_environment_is_left_as_it_was():
         lm.memory.compile_for(lambda x: x + 1, jax.ShapeDtypeStruct((2,), jnp.float32))
         assert os.environ == before
     """
-    without = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    subprocess.run(command, env=without, check=True, timeout=240)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    done = python("-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_wheels_say_how_to_install_them(monkeypatch):
@@ -186,7 +182,8 @@ def test_static_arguments_of_a_jitted_step(static):
             x = x @ params
         return params + x
 
-    jitted = jax.jit(step, donate_argnums=1, **static)
+    options = {"xla_disable_hlo_passes": ""}  # makes the plan take the function out of its jit
+    jitted = jax.jit(step, donate_argnums=1, compiler_options=options, **static)
     plan = lm.memory.plan(jitted, 3, F32, F32)
     assert (plan.parameters, plan.batch) == (SIZE, SIZE)
     assert plan.outputs < 1000
@@ -195,6 +192,10 @@ def test_static_arguments_of_a_jitted_step(static):
 
 def nested_options(x):
     return jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})(x)
+
+
+def first(params, x):
+    return params
 
 
 LOWERED = jax.jit(jnp.sin).lower(1.0)
@@ -206,12 +207,8 @@ LOWERED = jax.jit(jnp.sin).lower(1.0)
         (lambda params, *, x: x, (F32,), r"1 arguments: missing a required .*'x'.*functools.part"),
         (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
         (nested_options, (F32,), "jax.jit with compiler_options, .* give that function itself"),
-        (lambda params, x: params, (F32, "a"), r"step: x: expected an array .*'a'.*static_arg"),
-        (
-            lambda params, x: params,
-            (F32, {"b": np.array(["a"])}),
-            r"step: x\['b'\]: expected an arr",
-        ),
+        (first, (F32, "a"), r"step: x: expected an array .*'a'.*static_arg"),
+        (first, (F32, {"b": np.array(["a"])}), r"step: x\['b'\]: expected an arr"),
         (LOWERED, (F32,), "step: .* got a Lowered"),
         (LOWERED.compile(), (F32,), "step: .* got a Compiled"),
     ],
@@ -236,9 +233,8 @@ def test_products_without_tiles(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", no_tiles)
     plan = lm.memory.plan(jnp.matmul, F32, F32)
-    assert plan.notes == (
-        "compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for a product",
-    )
+    (note,) = plan.notes
+    assert note.startswith("compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for")
     lm.memory.compile_for(jnp.matmul, F32, F32)
     assert tried == [None, False] * 2
     # Who asks for Triton's gets the error.

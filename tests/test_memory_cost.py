@@ -6,16 +6,12 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import AS_PUBLISHED
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-N = 4096 * 1024
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -116,30 +112,6 @@ def test_convolutions():
     one = 2 * 8 * 56 * 56 * 128 * 3 * 3 * 64
     assert [k.flops for k in total.kernels if k.kind == "convolution"] == [one] * 3
     assert total.flops == 3 * one
-
-
-def test_collectives_of_eight_devices():
-    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(4, 2), ("data", "model"))
-
-    def loss(w, x):
-        return jnp.mean(jnp.square(jnp.tanh(jax.lax.dot(x, w)).astype(F32)))
-
-    def sharded(spec, *shape):
-        return jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, spec))
-
-    w, x = sharded(P(), 4096, 1024), sharded(P(("data", "model")), 8192, 4096)
-    program = jax.jit(jax.grad(loss)).lower(w, x).compile()
-    total = lm.memory.cost(program, rates())
-    weight = 4096 * 1024 * 2
-    # One all-reduce, its start and its done.
-    assert total.by("kind")["collective"].bytes_moved == 2 * weight
-    assert total.link_bytes == 2 * 7 * weight // 8
-    assert total.flops == 2 * 2 * (8192 // 8) * 4096 * 1024  # of one device
-    assert total.notes == ("time on the links between devices is left out",)
-    linked = lm.memory.cost(program, rates(), link_bandwidth=1e9)
-    seconds = linked.by("kind")["collective"].estimated_seconds
-    assert seconds == pytest.approx(total.link_bytes / 1e9, rel=1e-2)
-    assert linked.notes == ()
 
 
 class Layer(nn.Module):

@@ -10,13 +10,8 @@ from helpers import AS_PUBLISHED
 from lowmembp_jax.memory.devices import get_device
 from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, Kernel, cost
 
-DEVICE = dataclasses.replace(
-    get_device("h200"),
-    bandwidth=1e12,
-    matrix_flops={"bf16": 1e15},
-    vector_flops=1e13,
-    calibration=AS_PUBLISHED,
-)
+RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e13}
+DEVICE = dataclasses.replace(get_device("h200"), **RATES, calibration=AS_PUBLISHED)
 MIB = 2**20
 
 X = "%x = f32[4,256] parameter(0)\n%i = s32[] parameter(1)\n"
@@ -193,10 +188,8 @@ def test_bytes_that_collectives_send(opcode, result, groups, sent, asynchronous)
         ROOT %d = {y} {opcode}-done(%s)"""
     else:
         entry = f"ROOT %d = {y} {opcode}(%x), {attributes}"
-    total, slow = (
-        counted(f"%x = {x} parameter(0)\n{entry}", link_bandwidth=bandwidth)
-        for bandwidth in (None, 1e3)
-    )
+    text = f"%x = {x} parameter(0)\n{entry}"
+    total, slow = (counted(text, link_bandwidth=bandwidth) for bandwidth in (None, 1e3))
     assert (total.bytes_read, total.bytes_written) == (4096, 4 * result)
     assert (total.link_bytes, total.launches) == (4096 * sent, 1)
     assert set(total.by("kind")) == {"collective"}
@@ -238,9 +231,8 @@ def test_a_transfer_runs_beside_kernels():
 
 def test_a_copy_to_the_host_runs_beside_kernels():
     host = "u8[1048576]{0:S(5)}"
-    start = (
-        f"%x = u8[1048576]{{0}} parameter(0)\n%s = ({host}, u8[1048576], u32[]) copy-start(%x)\n"
-    )
+    start = "%x = u8[1048576]{0} parameter(0)\n"
+    start += f"%s = ({host}, u8[1048576], u32[]) copy-start(%x)\n"
     end = f"ROOT %d = {host} copy-done(%s)\n"
     beside, alone = counted(start + BESIDE + end), counted(start + end)
     assert alone.host_bytes == beside.host_bytes == MIB

@@ -6,35 +6,29 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import Calibration, Curve
 
 # Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (f16;
-# TF32; 8-bit floats), float32 TFLOP/s without matrix units. No sparsity.
+# TF32; 8-bit floats), float32 TFLOP/s without matrix units; of some, TOP/s of int8
+# and TFLOP/s of float64. No sparsity.
 PUBLISHED = {
-    "t4": (16, 320, 65, None, None, 8.1),
-    "l4": (24, 300, 121, 60.5, 242.5, 30.3),
-    "rtx4090": (24, 1008, 165.2, 82.6, 330.3, 82.6),
-    "rtx6000pro": (96, 1792, 503.8, 251.9, 1007.6, 126),
-    "a6000": (48, 768, 154.8, 77.4, None, 38.7),
-    "a100-40gb": (40, 1555, 312, 156, None, 19.5),
-    "a100-80gb": (80, 2039, 312, 156, None, 19.5),
-    "h100": (80, 3350, 989.5, 494.5, 1979, 67),
-    "h200": (141, 4800, 989.5, 494.5, 1979, 67),
-    "h200-nvl": (141, 4800, 835.5, 417.5, 1671, 60),
-    "b200": (180, 7700, 2250, 1125, 4500, 75),
+    "t4": (16, 320, 65, None, None, 8.1, 130, 0.254),
+    "l4": (24, 300, 121, 60.5, 242.5, 30.3, None, None),
+    "rtx4090": (24, 1008, 165.2, 82.6, 330.3, 82.6, 660.6, 1.29),
+    "rtx6000pro": (96, 1792, 503.8, 251.9, 1007.6, 126, None, None),
+    "a6000": (48, 768, 154.8, 77.4, None, 38.7, None, None),
+    "a100-40gb": (40, 1555, 312, 156, None, 19.5, None, None),
+    "a100-80gb": (80, 2039, 312, 156, None, 19.5, 624, 19.5),
+    "h100": (80, 3350, 989.5, 494.5, 1979, 67, None, None),
+    "h200": (141, 4800, 989.5, 494.5, 1979, 67, 1979, 67),
+    "h200-nvl": (141, 4800, 835.5, 417.5, 1671, 60, None, None),
+    "b200": (180, 7700, 2250, 1125, 4500, 75, None, None),
     # XLA's description of it.
-    "b300": (288, 7936, 2375, 1188, 4750, 79.5),
-}
-# TOP/s of int8 and TFLOP/s of float64.
-OTHER_RATES = {
-    "h200": (1979, 67),
-    "a100-80gb": (624, 19.5),
-    "t4": (130, 0.254),
-    "rtx4090": (660.6, 1.29),
+    "b300": (288, 7936, 2375, 1188, 4750, 79.5, None, None),
 }
 
 
 @pytest.mark.parametrize("name", lm.memory.DEVICES)
 def test_numbers_are_those_published(name):
     device = lm.memory.get_device(name)
-    memory, bandwidth, half, tf32, eight, vector = PUBLISHED[name]
+    memory, bandwidth, half, tf32, eight, vector, int8, float64 = PUBLISHED[name]
     # "GB" of a card are 2^30 or 10^9 bytes, and some are set aside for error correction.
     assert 0.91 * memory * 1e9 < device.memory_bytes < memory * 2**30
     assert device.bandwidth == pytest.approx(bandwidth * 1e9, rel=0.005)
@@ -44,8 +38,7 @@ def test_numbers_are_those_published(name):
     for dtype, published in (("f32", tf32), ("f8e4m3fn", eight), ("f8e5m2", eight)):
         expected = None if published is None else pytest.approx(published * 1e12, rel=0.005)
         assert flops.get(dtype) == expected
-    if name in OTHER_RATES:
-        int8, float64 = OTHER_RATES[name]
+    if int8 is not None:
         assert flops["s8"] == flops["u8"] == pytest.approx(int8 * 1e12, rel=0.03)
         assert flops["f64"] == pytest.approx(float64 * 1e12, rel=0.03)
     assert device.vector_flops == pytest.approx(vector * 1e12, rel=0.01)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import P
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
@@ -19,8 +19,8 @@ WEIGHT, BATCH = WIDTH * WIDTH * 4, ROWS * WIDTH * 4
 W, X = (jax.ShapeDtypeStruct((n, WIDTH), jnp.float32) for n in (WIDTH, ROWS))
 
 
-def cpu_mesh(size=8, axis="dp", **options):
-    return Mesh(np.array(jax.devices()[:size]), (axis,), **options)
+def cpu_mesh(size=8, **options):
+    return Mesh(np.array(jax.devices()[:size]), ("dp",), **options)
 
 
 def placed(spec=None, size=8, kind=None):
@@ -123,11 +123,7 @@ TWO = {"dp": 2}
     ("step", "options", "message"),
     [
         (step, {"in_shardings": (P(), P("dp"))}, r"args\[1\] has .*'dp'.*no mesh was given: pass"),
-        (
-            step,
-            {"mesh": 4, "in_shardings": placed(P())},
-            r"mesh: .* {'dp': 8}: expected 8 .* got 4",
-        ),
+        (step, {"mesh": 4, "in_shardings": placed(P())}, "mesh: .* {'dp': 8}: expected 8 .* got 4"),
         (step, {"mesh": {"x": 4, "y": 3}}, r"mesh: .* 1 to 8, or .* {'x': 4, 'y': 3} with 12"),
         (step, {"mesh": TWO, "in_shardings": P("y")}, r"args\[0\] has .*'y'.* axes 'dp'"),
         (step, {"mesh": TWO, "in_shardings": (P(),)}, "in_shardings: .* prefix of the 2 arg"),

@@ -8,8 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import parts
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax import P, lax
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.lowering.arguments import arguments

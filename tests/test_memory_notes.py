@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import array
-from jax.sharding import PartitionSpec as P
+from jax import P
 
 import lowmembp_jax as lm
 

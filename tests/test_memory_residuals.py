@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import offload
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
@@ -128,17 +129,13 @@ def test_kinds_that_take_no_device_memory():
     def f(x, scale):
         return x * scale
 
-    f.defvjp(
-        lambda x, s: (x * s, (jnp.cos(x), jnp.sin(x))),
-        lambda res, g: (g * res[0], jnp.sum(g * res[1])),
-    )
+    saves = lambda x, s: (x * s, (jnp.cos(x), jnp.sin(x)))  # noqa: E731
+    f.defvjp(saves, lambda saved, g: (g * saved[0], jnp.sum(g * saved[1])))
     table = lm.memory.residuals(f, X, 1.0, argnums=0)
     assert [(r.kind, r.op) for r in table.rows] == [("kept", "cos"), ("unused", "sin")]
     assert table.total_bytes == 120
-    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["angles"]}
-    places = {"offload_src": "device", "offload_dst": "pinned_host"}
-    offload = jax.checkpoint_policies.save_and_offload_only_these_names(**names, **places)
-    g = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "angles")), policy=offload)
+    angles = lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "angles"))  # noqa: E731
+    g = jax.checkpoint(angles, policy=offload("angles"))
     (host,) = (r for r in lm.memory.residuals(g, X).rows if r.kind == "host")
     assert (host.op, host.bytes) == ("angles", 120)
 
@@ -186,9 +183,8 @@ class Net(nn.Module):
         block = nn.remat(Block, policy=self.policy, prevent_cse=False) if self.policy else Block
         if self.scan:
             body = lambda module, x: (module(x), None)  # noqa: E731
-            scanned = nn.scan(
-                body, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
-            )
+            stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            scanned = nn.scan(body, **stacked, length=self.layers)
             return scanned(block(self.ours, name="layer"), x)[0]
         for i in range(self.layers):
             x = block(self.ours, name=f"layer_{i}")(x)

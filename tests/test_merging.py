@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from helpers import assert_equal
+from jax import NamedSharding, P
 
 import lowmembp_jax as lm
 
@@ -42,7 +42,7 @@ def layers(*names):
 
 def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert_equal(a, b)
 
 
 def exactly(value: Fraction, dtype) -> float:
@@ -50,12 +50,8 @@ def exactly(value: Fraction, dtype) -> float:
     start = np.asarray(float(value)).astype(dtype)
     down, up = (np.asarray(np.nextafter(start, dtype(end))) for end in (-np.inf, np.inf))
     bits = f"u{start.itemsize}"
-    return float(
-        min(
-            (start, down, up),
-            key=lambda n: (abs(Fraction(float(n)) - value), int(n.view(bits)) & 1),
-        )
-    )
+    distance = lambda n: (abs(Fraction(float(n)) - value), int(n.view(bits)) & 1)  # noqa: E731
+    return float(min((start, down, up), key=distance))
 
 
 @pytest.mark.parametrize("norm_dtype", ["same", np.float32])
@@ -76,12 +72,9 @@ def test_one_rounding_after_float64(dtype, norm_dtype):
     assert dense["kernel"].dtype == dense["bias"].dtype == dtype
     fractions = np.vectorize(lambda v: Fraction(float(v)), otypes=[object])
     scale, bias, kernel, shift = map(fractions, (scale, bias, kernel, shift))
-    for given, expected in (
-        (dense["kernel"], scale[:, None] * kernel),
-        (dense["bias"], bias @ kernel + shift),
-    ):
-        expected = np.vectorize(lambda v: exactly(v, dtype), otypes=[float])(expected)
-        np.testing.assert_array_equal(given.astype(np.float64), expected)
+    for name, exact in {"kernel": scale[:, None] * kernel, "bias": bias @ kernel + shift}.items():
+        expected = np.vectorize(lambda v: exactly(v, dtype), otypes=[float])(exact)
+        np.testing.assert_array_equal(dense[name].astype(np.float64), expected)
 
 
 def test_ties_are_decided_in_float64():
@@ -361,7 +354,5 @@ def test_abstract_states():
     assert isinstance(bias, nnx.Param) and bias.get_value().shape == (2, 8)
     nnx.update(merged, new)
     assert jnp.shape(merged.blocks[3].up.bias) == (2, 8)
-    with pytest.raises(
-        ValueError, match=r"no module of that path.*nearest are \['blocks/\d+/norm'"
-    ):
+    with pytest.raises(ValueError, match=r"of that path.*nearest are \['blocks/\d+/norm'"):
         lm.merge_norm_affine(nnx.state(model), {"blocks/{i}/norm1": "blocks/{i}/up"})

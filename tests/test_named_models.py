@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import quick_jit
+from helpers import python, quick_jit
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -69,9 +67,8 @@ def test_bad_options(model, options, message):
 
 
 def test_layers():
-    scanned, unrolled = (
-        MODELS["llama-tiny"](layers=layers).args[0] for layers in ("scan", "unrolled")
-    )
+    make = MODELS["llama-tiny"]
+    scanned, unrolled = (make(layers=layers).args[0] for layers in ("scan", "unrolled"))
     assert "layers" in scanned and {"layer_0", "layer_1"} < unrolled.keys()
     assert jax.tree.structure(MODELS["llama-tiny"]().args[0]) == jax.tree.structure(scanned)
 
@@ -155,15 +152,9 @@ def test_the_text_model_of_gemma_3(tmp_path):
     ("change", "message"),
     [
         ({"model_type": "mixtral"}, "model_type: expected one of vit, .*, got 'mixtral'"),
-        ({"model_type": None}, "model_type: expected one of vit, .*, got None"),
         ({"architectures": ["LlamaModel"]}, "architectures: expected .'LlamaForCausalLM'., got"),
-        ({"attention_dropout": 0.1}, "attention_dropout: expected 0, got 0.1"),
-        (
-            {"quantization_config": {"load_in_4bit": True}},
-            "quantization_config: expected no such key, because llama has none here, got",
-        ),
+        ({"quantization_config": {}}, "quantization_config: expected no such key, because llama"),
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: expected .*yarn"),
     ],
 )
 def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, message):
@@ -179,11 +170,9 @@ def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "plan.json"
     command = "plan --model vit-ti16 --batch 2 --method lowmembp --device l4"
-    status = cli.main([*command.split(), "--json", str(out)])
-    assert status == 0
+    assert cli.main([*command.split(), "--json", str(out)]) == 0
     (one,) = json.loads(out.read_text())["methods"]
-    trained = MODELS["vit-ti16"](batch=2).args[0]
-    size = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    size = sum(leaf.size for leaf in jax.tree.leaves(MODELS["vit-ti16"](batch=2).args[0]))
     # Adam's two moments in float32, and what the update makes of them at the peak.
     assert one["plan"]["parts"]["optimizer_state"] == pytest.approx(8 * size, rel=0.03)
     # The residual streams of 12 layers lie somewhere below.
@@ -194,10 +183,8 @@ def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
 def test_residuals_of_a_model_by_name(capsys):
     totals = {}
     for method in ("default", "lowmembp"):
-        workload = MODELS["vit-ti16"](method=method, batch=2)
-        table = lm.memory.residuals(
-            workload.loss, *workload.loss_args, argnums=workload.loss_argnums
-        )
+        work = MODELS["vit-ti16"](method=method, batch=2)
+        table = lm.memory.residuals(work.loss, *work.loss_args, argnums=work.loss_argnums)
         totals[method] = table.total_bytes
     assert totals["lowmembp"] < totals["default"] / 2
 
@@ -213,9 +200,6 @@ w = MODELS["llama-13b"](method="lowmembp")
 plan = lm.memory.plan(w.step, *w.args, donate=w.donate_argnums)
 print(plan.parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180
-    )
-    parameters, memory = map(int, run.stdout.split())
+    parameters, memory = map(int, python("-c", code).stdout.split())
     assert parameters == pytest.approx(4e9 * 13.02, rel=0.01)
     assert memory < 8e9

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import only_interpreted, quick_jit, residuals, saved_residuals
+from helpers import array, only_interpreted, quick_jit, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -220,94 +220,46 @@ def test_a_mask_says_which_positions_count():
         np.testing.assert_array_equal(jnp.isnan(rows), jnp.arange(24).reshape(4, 6) // 6 == 2)
 
 
-LAYER, RMS, ONES = lm.ms_layer_norm, lm.ms_rms_norm, jnp.ones((2, 4))
-
-
-@pytest.mark.parametrize(
-    ("op", "args", "options", "error", "name"),
-    [
-        (LAYER, (ONES, jnp.ones(3)), {}, ValueError, "scale"),
-        (LAYER, (ONES, None, ONES), {}, ValueError, "bias"),
-        (LAYER, (jnp.float32(1),), {}, ValueError, "x"),
-        (RMS, (ONES.astype(jnp.complex64),), {}, TypeError, "x"),
-        (RMS, (ONES,), {"dtype": jnp.int8}, TypeError, "dtype"),
-        (RMS, (ONES,), {"residual": "x"}, ValueError, "residual"),
-        (RMS, (ONES,), {"epsilon": -1e-6}, ValueError, "epsilon"),
-        (LAYER, (ONES,), {"epsilon": np.nan}, ValueError, "epsilon"),
-        (RMS, (ONES,), {"implementation": "?"}, ValueError, "implementation"),
-        (RMS, (ONES,), {"mask": ONES[0, :3] > 0}, ValueError, "mask"),
-        (RMS, (ONES,), {"mask": ONES[None] > 0}, ValueError, "mask"),
-        (RMS, (ONES,), {"mask": ONES > 0, "implementation": "pallas"}, ValueError, "mask"),
-    ],
-)
-def test_errors_name_the_argument(op, args, options, error, name):
-    with pytest.raises(error, match=rf"\b{name}\b"):
-        op(*args, **options)
-
-
-# What is saved for the backward.
-X = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
-NARROW = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
-W = jax.ShapeDtypeStruct((1024, 8), jnp.bfloat16)
-SCALE = jax.ShapeDtypeStruct((1024,), jnp.float32)
-FROZEN = jnp.ones(1024)
-
-
-def kept(op, *args):
-    return sorted(residuals(op, *args))
-
-
-def wide(op, *args):
-    """Dtypes of the residuals of the shape of x."""
-    return [dtype for dtype, shape in kept(op, *args) if shape == X.shape]
-
-
-@each_op
-def test_residuals_are_output_and_rstd(name):
-    op = partial(OPS[name], dtype=jnp.bfloat16)
-    output = [("bfloat16", (16, 1024)), ("float32", (16, 1))]
-    assert kept(op, X) == output
-    assert [row for row in kept(lambda x: op(x, FROZEN), X) if row[1] != (1, 1024)] == output
-
-
-@each_op
-def test_a_wide_output_is_not_kept(name):
-    """Flax keeps x in front of a float32 norm of bfloat16, and the Dense behind it a cast."""
-    op = partial(OPS[name], dtype=jnp.float32)
-    for frozen in ((), (FROZEN,)):
-        assert wide(lambda x, f=frozen: op(x, *f), NARROW) == ["bfloat16"]
-
-
-@each_op
-def test_a_frozen_scale_keeps_what_the_next_dense_keeps(name):
-    assert len(wide(lambda x, w: OPS[name](x, FROZEN) @ w, NARROW, W)) == 1
-
-
-@each_op
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_trained_scale_keeps_x_where_the_output_is_no_narrower(name, dtype):
-    op = partial(OPS[name], dtype=dtype)
-    assert wide(op, NARROW, SCALE) == ["bfloat16"]
-    assert wide(op, X, SCALE) == [jnp.dtype(dtype).name]
-    # The very argument, and not a rounded copy.
-    sources = saved_residuals(lambda x, scale: op(x, scale), NARROW, SCALE)
-    assert "from the argument x" in [source for a, source in sources if a.shape == X.shape]
+F32, BF16 = "float32", "bfloat16"
+X, NARROW, W = array(16, 1024), array(16, 1024, dtype=BF16), array(1024, 8, dtype=BF16)
+FROZEN, TRAINED = jnp.ones(1024), array(1024)
 
 
 @each_op
 @pytest.mark.parametrize(
-    ("dtype", "with_scale", "residual", "arrays"),
+    ("x", "dtype", "scale", "residual", "dense", "saved"),
     [
-        (jnp.bfloat16, False, "normalized", 1),
-        (jnp.float32, False, "normalized", 2),  # a cast comes in between
-        (jnp.bfloat16, True, "normalized", 2),
-        (jnp.bfloat16, True, "output", 1),
+        (X, BF16, None, "auto", False, [BF16]),
+        (X, BF16, FROZEN, "auto", False, [BF16]),
+        # Flax saves x in front of a float32 norm of bfloat16, and the Dense behind it a cast.
+        (NARROW, F32, None, "auto", False, [BF16]),
+        (NARROW, F32, FROZEN, "auto", False, [BF16]),
+        # With a trained scale, it is x where the output is no narrower.
+        (NARROW, F32, TRAINED, "auto", False, [BF16]),
+        (NARROW, BF16, TRAINED, "auto", False, [BF16]),
+        (X, F32, TRAINED, "auto", False, [F32]),
+        (X, BF16, TRAINED, "auto", False, [BF16]),
+        # The next Dense needs the same array, except where a cast comes in between.
+        (NARROW, BF16, FROZEN, "auto", True, [BF16]),
+        (X, BF16, None, "normalized", True, [BF16]),
+        (X, F32, None, "normalized", True, [BF16, F32]),
+        (X, BF16, TRAINED, "normalized", True, [BF16, BF16]),
+        (X, BF16, TRAINED, "output", True, [BF16]),
     ],
 )
-def test_the_residual_is_the_array_that_the_next_dense_keeps(
-    name, dtype, with_scale, residual, arrays
-):
-    def layer(x, w, *scale):
-        return OPS[name](x, *scale, dtype=dtype, residual=residual).astype(jnp.bfloat16) @ w
+def test_what_is_saved(name, x, dtype, scale, residual, dense, saved):
+    """Arrays of the shape of x, and a number for each row."""
 
-    assert len(wide(layer, X, W, *[SCALE] * with_scale)) == arrays
+    def layer(x, w, *trained):
+        scales = (FROZEN,) if scale is FROZEN else trained
+        y = OPS[name](x, *scales, dtype=dtype, residual=residual)
+        return y.astype(BF16) @ w if dense else y
+
+    found = saved_residuals(layer, x, W, *[scale] * (scale is TRAINED))
+    large = [(str(aval.dtype), source) for aval, source in found if aval.shape == x.shape]
+    assert sorted(dtype for dtype, _ in large) == saved
+    assert (16, 1) in [aval.shape for aval, _ in found]
+    if scale is TRAINED and x is NARROW:  # the very argument, and not a rounded copy
+        assert "from the argument x" in [source for _, source in large]
+    if scale is not TRAINED and not dense:
+        assert {aval.shape for aval, _ in found} <= {(16, 1024), (16, 1), (1, 1024)}

@@ -1,10 +1,9 @@
 """Offloading under lm.compress: arrays are encoded, then moved to the host's memory."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import offload
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -24,13 +23,6 @@ def block(params, x):
     x = checkpoint_name(x, "input")
     h = checkpoint_name(jnp.tanh(x @ params[0]), "hidden")
     return x + jax.nn.silu(h) @ params[1]
-
-
-def offload(*names):
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=names,
-        offload_src="device", offload_dst="pinned_host",
-    )  # fmt: skip
 
 
 DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
@@ -127,15 +119,3 @@ def test_memory_of_a_compiled_step(scanned):
     theirs, their_host = sizes(jax.checkpoint(block, policy=offload("input")))
     assert 0 < host <= 0.53 * their_host
     assert device <= 1.1 * theirs
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(lm.compress, block, offload="disk"), "compress: offload: expected 'pinned_host'"),
-        (partial(lm.nnx.compress, block, offload=True), "nnx.compress: offload: expected 'pinned"),
-    ],
-)
-def test_errors(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -8,20 +8,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
+from helpers import assert_close, assert_equal
+from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import collectives
 from optax import contrib
 
 import lowmembp_jax as lm
 
-pytestmark = pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of optax
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning"),
+    pytest.mark.usefixtures("jax_defaults"),  # optax mixes dtypes
+]
 
 
 def normal(*shape, key=0):
@@ -34,11 +32,9 @@ PARAMS = {"kernel": normal(64, 256), "bias": jnp.ones(256)}
 def gradients(step, params=PARAMS):
     """Makes an array whose columns differ in size by a factor of 100."""
     keys = jax.random.split(jax.random.key(step), len(params))
-    return {
-        name: jax.random.normal(key, p.shape, p.dtype)
-        * jnp.logspace(-3, -1, p.shape[-1]).astype(p.dtype)
-        for key, (name, p) in zip(keys, params.items(), strict=True)
-    }
+    sizes = lambda p: jnp.logspace(-3, -1, p.shape[-1]).astype(p.dtype)  # noqa: E731
+    draw = lambda key, p: jax.random.normal(key, p.shape, p.dtype) * sizes(p)  # noqa: E731
+    return {name: draw(key, params[name]) for key, name in zip(keys, params, strict=True)}
 
 
 ADAM, MOMENTS = optax.adam(1e-3), {"mu": "int8", "nu": "uint8"}
@@ -98,8 +94,7 @@ def test_optimizers_of_optax(name):
         want, after = jax.jit(optimizer.update)(given, plain, params)
         got, state = jax.jit(ours.update)(given, state, params)
         # What is rounded is the state, after the update.
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+        assert_close(got, want, 1e-4, 1e-6)
         rounded = lm.decompress_state(state)
         assert jax.tree.structure(rounded) == jax.tree.structure(after)
         for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(after), strict=True):
@@ -144,12 +139,10 @@ def test_rounding_again_changes_nothing(optimizer):
     state = ours.init(PARAMS)
     for step in range(3):
         _, state = ours.update(gradients(step), state, PARAMS)
-    same = lm.compress_state(
-        optax.GradientTransformation(optimizer.init, lambda g, state, params=None: (g, state))
-    )
+    keeps = lambda gradients, state, params=None: (gradients, state)  # noqa: E731
+    same = lm.compress_state(optax.GradientTransformation(optimizer.init, keeps))
     _, after = jax.jit(same.update)(gradients(9), state, PARAMS)
-    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(after, state)
 
 
 def test_rows_without_gradient_do_not_drift():
@@ -172,7 +165,8 @@ def test_no_number_becomes_zero_and_the_mean_is_right():
     """A second moment changes by less than a code in a step."""
     params = {"w": jnp.zeros((256, 256))}
     ours = lm.compress_state(optax.rmsprop(1.0, decay=0.999, eps=0.0))
-    _, state = ours.update({"w": jnp.logspace(-8, 0, 256) * jnp.ones((256, 1))}, ours.init(params))
+    sizes = 10 ** jax.random.uniform(jax.random.key(0), (256, 256), minval=-8, maxval=0)
+    _, state = ours.update({"w": sizes}, ours.init(params))
     assert float(lm.decompress_state(state)[0].nu["w"].min()) > 0
 
     def step(state, _):
@@ -247,9 +241,8 @@ def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):
         mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
         with jax.set_mesh(mesh):
             sharded = jax.device_put(params, NamedSharding(mesh, spec))
-            assert jax.tree.map(jnp.shape, optimizer.init(sharded)) == jax.tree.map(
-                lambda a: a.shape, alone
-            )
+            shapes = jax.tree.map(jnp.shape, optimizer.init(sharded))
+            assert shapes == jax.tree.map(lambda a: a.shape, alone)
 
 
 def test_a_restored_state_is_equal_bit_by_bit(tmp_path):
@@ -262,10 +255,8 @@ def test_a_restored_state_is_equal_bit_by_bit(tmp_path):
         again = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
     by_flax = serialization.from_bytes(state, serialization.to_bytes(state))
     for restored in (again, by_flax):
-        assert jax.tree.structure(restored) == jax.tree.structure(state)
-        for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_array_equal(a, b)
+        assert_equal(restored, state)
+        assert_equal(*(jax.tree.map(lambda x: x.dtype.name, t) for t in (restored, state)))
 
 
 def test_an_optimizer_of_nnx():
@@ -318,16 +309,13 @@ def test_a_plain_state_is_encoded_and_decoded_again():
     for _ in range(3):
         _, state = plain.update(params, state, params)
     encoded = ours.init(params, state)
-    assert jax.tree.structure(encoded) == jax.tree.structure(ours.init(params))
-    assert [x.dtype for x in jax.tree.leaves(encoded)] == [
-        x.dtype for x in jax.tree.leaves(ours.init(params))
-    ]
+    kinds = [jax.tree.map(lambda x: x.dtype, each) for each in (encoded, ours.init(params))]
+    assert kinds[0] == kinds[1]
     want, _ = plain.update(params, state, params)
     got, _ = ours.update(params, encoded, params)
     assert lm.gradient_distance(got, want).error < 0.02
-    for one, exact in zip(
-        jax.tree.leaves(lm.decompress_state(encoded)), jax.tree.leaves(state), strict=True
-    ):
+    decoded = zip(*map(jax.tree.leaves, (lm.decompress_state(encoded), state)), strict=True)
+    for one, exact in decoded:
         np.testing.assert_allclose(one, exact, rtol=0.05, atol=0.02 * np.max(np.abs(exact)))
     with pytest.raises(ValueError, match="compress_state: state: expected the state of the plain"):
         ours.init(params, state[0])

@@ -117,24 +117,18 @@ def test_erfc_is_that_of_jax():
 def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     """Gradients of `norm_backward` from what `norm_forward` kept."""
     options = dict(center=center, cores=cores, interpret=True)
-    forward = norm_forward(
-        x, scale, bias, epsilon=1e-6, dtype=g.dtype, keep_normalized=not recover, **options
-    )
+    how = {"epsilon": 1e-6, "dtype": g.dtype, "keep_normalized": not recover}
+    forward = norm_forward(x, scale, bias, **how, **options)
     assert (forward.normalized is None) == recover
+    options |= {"x_dtype": x.dtype, "recover": recover}
     kept = forward.out if recover else forward.normalized
-    return norm_backward(
-        kept, forward.rstd, g, scale, bias, x_dtype=x.dtype, recover=recover, **options
-    )
+    return norm_backward(kept, forward.rstd, g, scale, bias, **options)
 
 
 @functools.partial(quick_jit, static_argnames=("center", "recover"))
 def expected_norm(x, g, *parameters, center, recover):
-    op = functools.partial(
-        lm.ms_layer_norm if center else lm.ms_rms_norm,
-        dtype=g.dtype,
-        residual="output" if recover else "normalized",
-        implementation="xla",
-    )
+    norm, residual = lm.ms_layer_norm if center else lm.ms_rms_norm, ("normalized", "output")
+    op = functools.partial(norm, dtype=g.dtype, residual=residual[recover], implementation="xla")
     return jax.vjp(op, x, *parameters)[1](g)
 
 

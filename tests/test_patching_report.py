@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from patching_models import MODEL, PARAMS, X, assert_close, loss
+from helpers import assert_close, temporaries
+from patching_models import MODEL, PARAMS, X, loss
 
 import lowmembp_jax as lm
 
@@ -54,11 +55,8 @@ class BlockLayerNorm(nn.Module):
 
 
 def test_what_is_not_swapped_runs_as_it_is_and_is_reported():
-    run = jax.jit(
-        jax.vmap(
-            lambda x: Skipped().init_with_output(jax.random.key(0), x)[0], 0, 0, axis_name="devices"
-        )
-    )
+    model = lambda x: Skipped().init_with_output(jax.random.key(0), x)[0]  # noqa: E731
+    run = jax.jit(jax.vmap(model, axis_name="devices"))
     expected = run(X)
     with lm.patch() as report:
         assert_close(run(X), expected)
@@ -220,8 +218,7 @@ def test_outputs_that_others_read_are_not_promised():
         return jnp.sum(jnp.square(x))
 
     def peak():
-        compiled = lm.memory.compile_for(jax.grad(lambda *args: loss(*args)), params, x)
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporaries(jax.grad(lambda *args: loss(*args)), params, x)
 
     plain = peak()
     with lm.patch() as report:

@@ -8,10 +8,9 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from helpers import residuals
+from helpers import assert_close, assert_equal, residuals
 from patching_models import PARAMS, Block, X, dtypes_kept, loss
 
 import lowmembp_jax as lm
@@ -39,10 +38,6 @@ EVERY_OP = {"layer_norm", "rms_norm", "gelu", "silu"}
 def codes_kept() -> int:
     """Counts the arrays of codes that a loss with three activations saves."""
     return dtypes_kept(loss, PARAMS, X).count("uint2")
-
-
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_nesting_inner_settings_win_and_outer_ones_return(mixed_dtypes):
@@ -218,12 +213,8 @@ def test_scanned_and_rematerialized_layers(remat):
         @nn.compact
         def __call__(self, x):
             cls = nn.remat(Block, policy=lm.checkpoint_policy()) if self.remat else Block
-            scan = nn.scan(
-                lambda block, x: (block(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-            )
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            scan = nn.scan(lambda block, x: (block(x), None), **axes, length=3)
             return scan(cls(name="layers"), x)[0]
 
     plain, model = Scanned(False), Scanned(remat)
@@ -231,7 +222,7 @@ def test_scanned_and_rematerialized_layers(remat):
     expected = plain.apply(params, X)
     with lm.patch() as report:
         assert_equal(model.init(jax.random.key(0), X), params)
-        np.testing.assert_allclose(model.apply(params, X), expected, 1e-5, 1e-5)
+        assert_close(model.apply(params, X), expected)
         kept = residuals(lambda p: jnp.sum(model.apply(p, X)), params)
     assert [shape for dtype, shape in kept if dtype == "uint2"] == [(3, 3, 16)]
     assert report.swapped == {"layer_norm": ["layers/norm"], "gelu": ["layers"]}

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import error
 from helpers import quick_jit, saved_residuals
 
 import lowmembp_jax as lm
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("jax_defaults")  # Hugging Face's models mix dtypes
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(vocab_size=50, max_position_embeddings=32)
@@ -25,12 +27,6 @@ MODELS = {
     "Llama": SIZES,
 }
 BLOCKS = {"GPT2": "h/*", "Llama": "layers/*"}  # others have "encoder/layer/*"
-
-
-@pytest.fixture(autouse=True)
-def third_party_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def build(name, dtype=jnp.float32):
@@ -50,10 +46,6 @@ def bytes_kept(loss, params) -> float:
         for aval, source in saved_residuals(loss, params)
         if not source.startswith(("from the argument", "from a constant", "from a literal"))
     )
-
-
-def relative_error(tree, reference) -> float:
-    return lm.gradient_distance(tree, reference).error
 
 
 def test_the_patterns_of_the_docs_match_the_model_that_they_name():
@@ -105,11 +97,11 @@ def test_model(name):
         assert counts == {norm: 5, activation: 2} and report.skipped == {}
     # Hidden states are of size 1. Rounding only: both compute in float32.
     np.testing.assert_allclose(patched_hidden, hidden, rtol=0, atol=5e-6)
-    assert relative_error(norm_grads, grads) < 1e-5
+    assert error(norm_grads, grads) < 1e-5
     # A step in place of the slope is another gradient, by design: GPT-2's MLPs start out with
     # inputs so close to 0 that GELU's slope is 0.5 all over where the step's is not.
     if name != "Llama":
-        assert 1e-3 < relative_error(patched_grads, grads) < (0.6 if name == "GPT2" else 0.15)
+        assert 1e-3 < error(patched_grads, grads) < (0.6 if name == "GPT2" else 0.15)
     # Measured: 57 to 63%, Llama 70%. What attention keeps is as before.
     assert patched_bytes < (0.72 if name == "Llama" else 0.66) * plain_bytes
 
@@ -148,7 +140,7 @@ def test_compressed_blocks(name):
     places = [pattern.replace("*", str(i)) for i in range(2)]
     assert report.swapped == {"compress": places} and not report.skipped
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    assert 0 < relative_error(grads, exact) < 0.05
+    assert 0 < error(grads, exact) < 0.05
     assert kept < bytes_kept(loss, params) / 2
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import collectives
 from properties import arrays, call, dtypes, implementations, numbers, results, shapes, ways, wide
 

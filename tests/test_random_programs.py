@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import error
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from storage_cases import layer_norm
+from storage_cases import rms_norm as rms
 
 import lowmembp_jax as lm
 
@@ -27,15 +30,6 @@ POLICIES = (
     jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_only_these_names("kept"),
 )
-
-
-def rms(x):
-    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def layer_norm(x):
-    centered = x - jnp.mean(x, axis=-1, keepdims=True)
-    return centered / jnp.sqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + 1e-6)
 
 
 def attention(w, x):
@@ -180,10 +174,6 @@ def assert_same(got, want, told):
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=told)
 
 
-def relative(got, want):
-    return lm.gradient_distance(got, want).error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(50))
 def test_a_random_program(number, jax_defaults):
@@ -206,11 +196,9 @@ def test_a_random_program(number, jax_defaults):
             y = CALLS[call](transformed, ws, x)
             return jnp.sum(y.astype(jnp.float32) * (weights if y.ndim == 3 else weights[0])), y
 
-        step = jax.jit(
-            jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
-            compiler_options={"xla_allow_excess_precision": False},
-        )
-        (_, y), gradients = step(*given)
+        step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        options = {"xla_allow_excess_precision": False}
+        (_, y), gradients = jax.jit(step, compiler_options=options)(*given)
         return y, gradients
 
     y, want = run(jax.checkpoint(function, policy=policy), ws, x)
@@ -219,12 +207,12 @@ def test_a_random_program(number, jax_defaults):
     params = {"params_argnums": 0 if is_param else ()}
     same, exact = run(lm.compress(function, policy=policy, dtype=None, **params), ws, x)
     assert_same(same, y, told)
-    assert relative(exact, want) < (1e-4 if dtype == jnp.float32 else 0.03), told
+    assert error(exact, want) < (1e-4 if dtype == jnp.float32 else 0.03), told
     noisy = []
     for _ in range(3):
         near = [a * (1 + 0.02 * normal(*a.shape)) for a in (ws, x)]
-        noisy.append(relative(run(function, *near)[1], want))
+        noisy.append(error(run(function, *near)[1], want))
     for storage in ("float8", "int8"):
         same, rounded = run(lm.compress(function, policy=policy, dtype=storage, **params), ws, x)
         assert_same(same, y, told)
-        assert relative(rounded, want) < 0.05 + 3 * max(noisy), (told, storage, noisy)
+        assert error(rounded, want) < 0.05 + 3 * max(noisy), (told, storage, noisy)

@@ -1,12 +1,10 @@
 """python -m lowmembp_jax.selftest: what it says of this installation, and of a broken one."""
 
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import pytest
+from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import selftest
@@ -14,12 +12,7 @@ from lowmembp_jax import selftest
 
 @pytest.mark.slow
 def test_passes_in_a_process_of_its_own():
-    done = subprocess.run(
-        [sys.executable, "-m", "lowmembp_jax.selftest"],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "lowmembp_jax.selftest", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == [*selftest.checks(), "planner"]

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import array, assert_close
+from jax import P
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import collectives, exchanged
 
 import lowmembp_jax as lm
@@ -29,15 +30,15 @@ def flax_norm(module, x, *parameters):
         return module.apply({"params": tree}, x)
 
 
+def swiglu_of_one(x, **how):
+    return lm.swiglu(x, jnp.cos(x), **how)
+
+
 #: Ours, what Flax has, and how many parameters of [hidden] go in.
 OPS = {
     "regelu2": (lm.regelu2, nn.gelu, 0),
     "resilu2": (lm.resilu2, nn.silu, 0),
-    "swiglu": (
-        lambda x, **how: lm.swiglu(x, jnp.cos(x), **how),
-        lambda x: nn.silu(x) * jnp.cos(x),
-        0,
-    ),
+    "swiglu": (swiglu_of_one, lambda x: nn.silu(x) * jnp.cos(x), 0),
     "layer_norm": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 0),
     "layer_norm_affine": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 2),
     "rms_norm_affine": (lm.ms_rms_norm, partial(flax_norm, nn.RMSNorm()), 1),
@@ -54,10 +55,8 @@ each_case = pytest.mark.parametrize(("name", "split"), CASES)
 
 def arguments(count):
     keys = jax.random.split(jax.random.key(0), 1 + count)
-    return [
-        jax.random.normal(keys[0], SHAPE),
-        *(1 + jax.random.normal(key, SHAPE[-1:]) / 4 for key in keys[1:]),
-    ]
+    rows = [1 + jax.random.normal(key, SHAPE[-1:]) / 4 for key in keys[1:]]
+    return [jax.random.normal(keys[0], SHAPE), *rows]
 
 
 def gradients(op, *args):
@@ -68,9 +67,8 @@ def gradients(op, *args):
 def on_one_device(name, implementation):
     """The gradients that a mesh must give too."""
     ours, _, count = OPS[name]
-    return jax.jit(partial(gradients, partial(ours, implementation=implementation)))(
-        *arguments(count)
-    )
+    ours = partial(ours, implementation=implementation)
+    return jax.jit(partial(gradients, ours))(*arguments(count))
 
 
 def assert_adds_none(ours, baseline):
@@ -78,20 +76,25 @@ def assert_adds_none(ours, baseline):
     assert exchanged(ours) <= baseline, (exchanged(ours), baseline)
 
 
-def on_a_mesh(op, count, split, axis_type):
-    """The compiled program of the gradients, and its arguments."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        x, *rest = arguments(count)
-        sharded = [jax.device_put(x, NamedSharding(mesh, SPECS[split]))]
-        sharded += [jax.device_put(a, NamedSharding(mesh, P())) for a in rest]
-        return jax.jit(partial(gradients, op)).lower(*sharded).compile(), sharded
+def mapped_over(mesh, op, count, split, **options):
+    specs = (SPECS[split], *(P(),) * count)
+    return jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split], **options)
+
+
+def compiled(op, count, split, mesh, mapped=False):
+    """The gradients over a mesh, whose devices need not be there."""
+    shardings = [NamedSharding(mesh, spec) for spec in (SPECS[split], *(P(),) * count)]
+    arrays = [array(*SHAPE), *[array(SHAPE[-1])] * count]
+    given = [a.update(sharding=s) for a, s in zip(arrays, shardings, strict=True)]
+    op = mapped_over(mesh, op, count, split) if mapped else op
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(partial(gradients, op)).lower(*given).compile()
 
 
 @cache
-def collectives_of_flax(name, split, axis_type):
+def exchanged_by_flax(name, split, mesh, mapped=False):
     _, theirs, count = OPS[name]
-    return exchanged(on_a_mesh(theirs, count, split, axis_type)[0])
+    return exchanged(compiled(theirs, count, split, mesh, mapped))
 
 
 @pytest.mark.sample(9)
@@ -100,13 +103,14 @@ def collectives_of_flax(name, split, axis_type):
 @each_axis_type
 def test_meshes(name, split, axis_type, implementation):
     ours, _, count = OPS[name]
-    ours = partial(ours, implementation=implementation)
-    compiled, sharded = on_a_mesh(ours, count, split, axis_type)
-    got, want = compiled(*sharded), on_one_device(name, implementation)
-    assert_adds_none(compiled, collectives_of_flax(name, split, axis_type))
-    assert got[0].sharding.is_equivalent_to(sharded[0].sharding, 3)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    program = compiled(partial(ours, implementation=implementation), count, split, mesh)
+    assert_adds_none(program, exchanged_by_flax(name, split, mesh))
+    x, *rest = arguments(count)
+    x = jax.device_put(x, NamedSharding(mesh, SPECS[split]))
+    got = program(x, *jax.device_put(rest, NamedSharding(mesh, P())))
+    assert got[0].sharding.is_equivalent_to(x.sharding, 3)
+    assert_close(got, on_one_device(name, implementation), atol=2e-4)
 
 
 @each_axis_type
@@ -123,16 +127,15 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
         sharded += [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in args[1:]]
         # The sum of x and its norm needs the two sharded alike.
         got = jax.jit(partial(gradients, lambda x, *rest: x * 0 + ours(x, *rest)))(*sharded)
-    for a, b, argument in zip(got, want, sharded, strict=True):
-        if axis_type == AxisType.Explicit:
-            assert a.sharding.is_equivalent_to(argument.sharding, a.ndim)
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+    assert_close(got, want, atol=2e-4)
+    if axis_type == AxisType.Explicit:
+        pairs = zip(got, sharded, strict=True)
+        assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
 
 
 def mapped_over_8(op, count, split, check_vma):
-    mesh, spec = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), SPECS[split]
-    specs = (spec, *(P(),) * count)
-    return jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=check_vma)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    return mapped_over(mesh, op, count, split, check_vma=check_vma)
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
@@ -145,11 +148,10 @@ def test_inside_shard_map(name, split, check_vma, implementation):
     ours, _, count = OPS[name]
     args, want = arguments(count), on_one_device(name, implementation)
     mapped = mapped_over_8(partial(ours, implementation=implementation), count, split, check_vma)
-    compiled = jax.jit(partial(gradients, mapped)).lower(*args).compile()
+    program = jax.jit(partial(gradients, mapped)).lower(*args).compile()
     # Parameter gradients are summed over the devices once, in one collective.
-    assert exchanged(compiled) == ({"all-reduce": 4 * SHAPE[-1] * count} if count else {})
-    for a, b in zip(compiled(*args), want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
+    assert exchanged(program) == ({"all-reduce": 4 * SHAPE[-1] * count} if count else {})
+    assert_close(program(*args), want, atol=2e-4)
 
 
 @pytest.mark.sample(4)
@@ -165,26 +167,7 @@ def test_inside_shard_map_outside_jit(name, implementation):
     mapped = mapped_over_8(ours, count, "batch", implementation == "xla")
     args = arguments(count)
     np.testing.assert_allclose(mapped(*args), jax.jit(ours)(*args), rtol=1e-5, atol=1e-5)
-    got, want = gradients(mapped, *args), gradients(ours, *args)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-4)
-
-
-def compiled_for_eight_h200s(op, name, split, mapped):
-    count = OPS[name][2]
-    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, SPECS[split]))
-    row = jax.ShapeDtypeStruct(SHAPE[-1:], jnp.float32, sharding=NamedSharding(mesh, P()))
-    if mapped:
-        specs = (SPECS[split], *(P(),) * count)
-        op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split])
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(partial(gradients, op)).lower(x, *[row] * count).compile()
-
-
-@cache
-def collectives_of_flax_on_h200s(name, split, mapped):
-    return exchanged(compiled_for_eight_h200s(OPS[name][1], name, split, mapped))
+    assert_close(gradients(mapped, *args), gradients(ours, *args), atol=2e-4)
 
 
 @pytest.mark.sample(9)
@@ -200,16 +183,17 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
         library = pytest.importorskip("jax_triton.triton_lib").triton_kernel_call_lib
         # All that jax-triton 0.3 asks of a GPU.
         monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
-    program = compiled_for_eight_h200s(
-        partial(OPS[name][0], implementation=implementation), name, split, mapped
-    )
+    ours, _, count = OPS[name]
+    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
+    ours = partial(ours, implementation=implementation)
+    program = compiled(ours, count, split, mesh, mapped)
     text = program.as_text()
     family = "norm" if "norm" in name else "gated" if name == "swiglu" else "activation"
     if implementation == "pallas":
         assert all(f"lowmembp_{family}_{way}" in text for way in ("forward", "backward"))
     else:  # the kernels' names are in the calls' compressed bodies
         assert text.count('custom_call_target="triton_kernel_call') >= 2
-    assert_adds_none(program, collectives_of_flax_on_h200s(name, split, mapped))
+    assert_adds_none(program, exchanged_by_flax(name, split, mesh, mapped))
 
 
 def mesh_of_hosts(axis_type=AxisType.Auto):
@@ -252,9 +236,9 @@ def test_activations_of_any_width_exchange_nothing(implementation, kind):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         # Named, as JAX does not find the platform of an explicit mesh of devices not there.
         lowered = jax.jit(program).trace(arguments).lower(lowering_platforms=("cuda",))
-        compiled = lowered.compile()
-    assert not collectives(compiled)
-    for argument, results in zip(arguments, compiled.output_shardings, strict=True):
+        made = lowered.compile()
+    assert not collectives(made)
+    for argument, results in zip(arguments, made.output_shardings, strict=True):
         assert all(result.is_equivalent_to(argument.sharding, 3) for result in results), argument
 
 
@@ -265,15 +249,15 @@ def test_a_width_that_does_not_divide_by_the_devices():
     whole = NamedSharding(mesh, P())
     x = jax.ShapeDtypeStruct((4, 16, 1000), jnp.float32, sharding=whole)
 
-    def compiled(op):
+    def constrained(op):
         def split(x):
             return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS["hidden"]))
 
         run = partial(gradients, lambda x: split(op(split(x))))
         return jax.jit(run, out_shardings=whole).lower(x).compile()
 
-    plain = compiled(partial(nn.gelu, approximate=True))
-    assert_adds_none(compiled(lm.regelu2), exchanged(plain))
+    plain = constrained(partial(nn.gelu, approximate=True))
+    assert_adds_none(constrained(lm.regelu2), exchanged(plain))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
@@ -286,16 +270,13 @@ def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
     x = jax.device_put(x, NamedSharding(mesh, P(None, None, "x")))
     parameters = jax.device_put(parameters, NamedSharding(mesh, P()))
     got = jax.jit(partial(gradients, partial(ours, implementation=implementation)))(x, *parameters)
-    for one, other in zip(got, on_one_device(name, implementation), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    assert_close(got, on_one_device(name, implementation), atol=1e-4)
 
 
 def test_a_loss_with_explicit_axes_needs_no_set_mesh():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    hidden, kernel = (
-        jax.random.normal(jax.random.key(i), s) for i, s in ((0, (8, 64)), (1, (64, 96)))
-    )
-    labels = jnp.arange(8)
+    hidden = jax.random.normal(jax.random.key(0), (8, 64))
+    kernel, labels = jax.random.normal(jax.random.key(1), (64, 96)), jnp.arange(8)
     grad = jax.jit(jax.grad(lm.linear_cross_entropy))
     exact = grad(hidden, kernel, labels=labels)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import quick_jit
-from jax import lax
+from compression_models import error
+from helpers import offload, quick_jit
+from jax import P, lax
 from jax import remat as another_name
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 import lowmembp_jax as lm
 
 WIDTH, LAYERS = 32, 2
-KEYS = jax.random.split(jax.random.key(0), 3 * LAYERS)
+KEYS = jax.random.split(jax.random.key(0), 2 * LAYERS)
 X = jax.random.normal(jax.random.key(1), (16, WIDTH))
 NAMES = jax.checkpoint_policies.save_only_these_names("hidden")
 DOTS = jax.checkpoint_policies.dots_saveable
@@ -29,8 +29,8 @@ def _normal(key, *shape):
 
 
 PARAMS = [
-    {"a": _normal(KEYS[2 * i], WIDTH, 4 * WIDTH), "b": _normal(KEYS[2 * i + 1], 4 * WIDTH, WIDTH)}
-    for i in range(LAYERS)
+    {"a": _normal(a, WIDTH, 4 * WIDTH), "b": _normal(b, 4 * WIDTH, WIDTH)}
+    for a, b in KEYS.reshape(LAYERS, 2)
 ]
 STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
 
@@ -139,6 +139,11 @@ def _microbatches(params, x):
     return lax.scan(add, 0.0, x.reshape(2, 8, WIDTH))[0]
 
 
+def _in_bfloat16(*args):
+    args = jax.tree.map(lambda a: a.astype(jnp.bfloat16), args)
+    return unrolled(decorated)(*args).astype(jnp.float32)
+
+
 def _shared(params, x):
     """An encoder's output that each layer of a decoder reads."""
     encoded = jnp.tanh(x @ params["a"][0, :, :WIDTH])
@@ -218,11 +223,7 @@ def _shard_map_outside(params, x):
 
 
 def _offloading(p, x, to="pinned_host"):
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["hidden"],
-        offload_src="device", offload_dst=to,
-    )  # fmt: skip
-    return jax.checkpoint(layer, policy=policy)(p, x)
+    return jax.checkpoint(layer, policy=offload("hidden", to=to))(p, x)
 
 
 def _with_token(p, x):
@@ -250,17 +251,11 @@ FORMS = {
         unrolled(lambda p, x: jax.checkpoint(layer, prevent_cse=(True, False))(p, x))
     ),
     "around_a_scan": Form(_around_a_scan, STACKED),
-    "vmap": Form(
-        lambda params, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(params, x[:, None]))
-    ),
+    "vmap": Form(lambda p, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(p, x[:, None]))),
     "vmap_inside": Form(unrolled(lambda p, x: jax.vmap(decorated, (None, 0))(p, x[:, None])[:, 0])),
     "cond": Form(_in_cond, STACKED),
     "jit": Form(jax.jit(unrolled(jax.jit(decorated)))),
-    "bfloat16": Form(
-        lambda params, x: unrolled(decorated)(
-            jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), x.astype(jnp.bfloat16)
-        ).astype(jnp.float32)
-    ),
+    "bfloat16": Form(_in_bfloat16),
     "callback": Form(unrolled(jax.checkpoint(_callback))),
     "penalty": Form(_penalty),
     "maml": Form(_maml),
@@ -290,12 +285,6 @@ FORMS = {
 }
 
 
-def distance(got, want):
-    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-    error = sum(float(jnp.sum(jnp.square(a - b))) for a, b in pairs)
-    return (error / sum(float(jnp.sum(jnp.square(b))) for _, b in pairs)) ** 0.5
-
-
 def results(form):
     return quick_jit(jax.value_and_grad(form.loss))(form.params, X, **(form.kwargs or {}))
 
@@ -307,16 +296,14 @@ def test_every_form(name):
     with lm.patch(checkpoint=True) as report:
         own, patched = results(form)
     assert own == value
-    error = distance(patched, gradients)
-    found = [one for function in report.differentiated for one in function]
-    before, after = (
-        sum(getattr(one.saved, key) for one in found if one.saved) for key in ("before", "after")
-    )
+    distance = error(patched, gradients)
+    found = [one.saved for function in report.differentiated for one in function if one.saved]
+    before, after = sum(one.before for one in found), sum(one.after for one in found)
     assert after < before if form.taken else not before, str(report)
-    assert 1e-4 < error < 0.05 if form.taken else error == 0
+    assert 1e-4 < distance < 0.05 if form.taken else distance == 0
     assert form.left in str(report), str(report)
     again, exact = results(form)  # from JAX's cache
-    assert again == value and distance(exact, gradients) == 0
+    assert again == value and error(exact, gradients) == 0
 
 
 @pytest.mark.parametrize("name", ["keywords", "closed_over_params", "scan_dots", "nn.scan", "jit"])
@@ -327,10 +314,8 @@ def test_the_function(name):
         value, patched = results(form)
     taken = lm.compress_checkpoints(form.loss)
     own, gradients = results(form._replace(loss=taken))
-    assert own == value and distance(gradients, patched) < 1e-6
+    assert own == value and error(gradients, patched) < 1e-6
     assert taken(form.params, X, **kwargs) == pytest.approx(float(value), rel=1e-6)
-    before, after = (
-        lm.memory.saved_bytes(functools.partial(loss, **kwargs), form.params, X, argnums=0)
-        for loss in (form.loss, taken)
-    )
+    losses = (functools.partial(loss, **kwargs) for loss in (form.loss, taken))
+    before, after = (lm.memory.saved_bytes(f, form.params, X, argnums=0) for f in losses)
     assert after < before

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import error
 from flax import nnx
-from helpers import quick_jit
-from jax import lax
+from helpers import array, quick_jit, temporaries
+from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import exchanged
 
 import lowmembp_jax as lm
@@ -30,19 +30,16 @@ def mlp(params, x):
     return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
 
 
-def loss(block, params=PARAMS, x=X):
-    return jnp.sum(jnp.sin(block(params, jnp.tanh(x))))
+def check(ours, plain, *args):
+    """Compares the values of two functions, and the gradients of two arguments."""
 
+    def both(block):
+        run = lambda *args: jnp.sum(jnp.sin(block(*args)))  # noqa: E731
+        return quick_jit(jax.value_and_grad(run, argnums=(0, 1)))(*args)
 
-def both(block, *args, argnums=(0, 1)):
-    run = lambda *args: jnp.sum(jnp.sin(block(*args)))  # noqa: E731
-    return quick_jit(jax.value_and_grad(run, argnums=argnums))(*args)
-
-
-def check(ours, plain, *args, argnums=(0, 1), atol=1e-6):
-    (value, grads), (want, exact) = (both(f, *args, argnums=argnums) for f in (ours, plain))
+    (value, grads), (want, exact) = both(ours), both(plain)
     np.testing.assert_allclose(value, want, rtol=1e-5)
-    assert lm.gradient_distance(grads, exact).error < atol
+    assert error(grads, exact) < 1e-6
 
 
 @pytest.mark.parametrize("size", [1, 4, 11, 22, 50])
@@ -108,7 +105,7 @@ def test_compress_stores_the_argument_in_8_bits():
     saved = [lm.memory.saved_bytes(model(f), PARAMS, X, argnums=0) for f in (ours, plain)]
     assert saved[0] == saved[1]
     grads = [jax.grad(model(f))(PARAMS, X) for f in (ours, mlp)]
-    assert 1e-4 < lm.gradient_distance(*grads).error < 0.05
+    assert 1e-4 < error(*grads) < 0.05
 
 
 def test_update_in_backward():
@@ -120,7 +117,7 @@ def test_update_in_backward():
         layers = lm.update_in_backward(block, optax.sgd(0.1))
         h, inputs = layers.forward(stack, X)
         found.append(layers.backward(stack, layers.init(stack), inputs, jnp.cos(h))[0])
-    assert lm.gradient_distance(*found).error < 1e-6
+    assert error(*found) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -167,10 +164,7 @@ def test_shard_map():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
     def mapped(block):
-        def part(params, x):
-            return block(params, x)
-
-        return jax.shard_map(part, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+        return jax.shard_map(block, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
 
     check(mapped(CUT(mlp)), mapped(mlp), PARAMS, X)
 
@@ -180,18 +174,14 @@ def test_shard_map():
 def test_one_slice_is_in_memory(outer):
     """Compiled for a GPU: 32 slices take little more than the argument, and its gradient."""
     width, tokens = 256, 16_384
-    shapes = jax.ShapeDtypeStruct((width, 4 * width), jnp.bfloat16)
-    params = {"up": shapes, "down": jax.ShapeDtypeStruct(shapes.shape[::-1], jnp.bfloat16)}
-    x = jax.ShapeDtypeStruct((1, tokens, width), jnp.bfloat16)
+    shapes = (width, 4 * width), (4 * width, width), (1, tokens, width)
+    up, down, x = (array(*shape, dtype=jnp.bfloat16) for shape in shapes)
 
-    def temporaries(block):
+    def peak(block):
         grad = jax.grad(lambda p, x: jnp.sum(jnp.square(outer(block)(p, x))), (0, 1))
-        return lm.memory.compile_for(jax.jit(grad), params, x, device="h100")
+        return temporaries(grad, {"up": up, "down": down}, x, device="h100")
 
-    ours, plain = (
-        temporaries(f).memory_analysis().temp_size_in_bytes
-        for f in (lm.tiled(mlp, axis=1, size=512), mlp)
-    )
+    ours, plain = peak(lm.tiled(mlp, axis=1, size=512)), peak(mlp)
     whole = tokens * width * 2
     assert ours < 3.5 * whole < 8 * whole < plain
 
@@ -226,13 +216,11 @@ def test_nnx():
 
     module, run = Module(nnx.Rngs(0)), lm.nnx.tile(lambda m, x: m(x), axis=1, size=4)
     np.testing.assert_allclose(run(module, X), module(X), atol=1e-6)
-    np.testing.assert_allclose(
-        lm.nnx.tile(module.__call__, axis=1, size=4)(X), module(X), atol=1e-6
-    )
-    got, want = (
-        nnx.grad(lambda m, f=f: jnp.sum(jnp.sin(f(m, X))))(module) for f in (run, Module.__call__)
-    )
-    assert lm.gradient_distance(got, want).error < 1e-6
+    bound = lm.nnx.tile(module.__call__, axis=1, size=4)
+    np.testing.assert_allclose(bound(X), module(X), atol=1e-6)
+    loss = lambda m, f: jnp.sum(jnp.sin(f(m, X)))  # noqa: E731
+    got, want = (nnx.grad(loss)(module, f) for f in (run, Module.__call__))
+    assert error(got, want) < 1e-6
     module.drop.deterministic = False
     before = int(module.drop.rngs.count[...])
     run(module, X)
@@ -250,28 +238,21 @@ def with_statistics():
     return module.apply(module.init(jax.random.key(0), X), X, mutable=["batch_stats"])
 
 
+def cut(fun, *more):
+    return CUT(lambda _, *args: fun(*args))(PARAMS, X, *more)
+
+
+LAST = r"with the 2 pos.* axis 1, got shape \(8, {}\), and \(8, {}\) for the first slice"
 ERRORS = [
     (lambda: lm.tiled(mlp, axis=1.5, size=4), "tiled: axis: expected an integer, got 1.5"),
     (lambda: lm.tiled(mlp, axis=1, size=0), "tiled: size: expected a number from 1 on, got 0"),
     (lambda: lm.tiled(3, axis=1, size=4), "tiled: fun: expected a function, got 3"),
     (lambda: CUT(mlp)(PARAMS), "tiled: expected an activation, got parameters only"),
     (lambda: CUT(mlp)(PARAMS, X[0, 0]), r"axis: expected activations with an axis 1, got \(16,\)"),
-    (
-        lambda: CUT(lambda p, x, y: x)(PARAMS, X, X[:, :3]),
-        r"one length of axis 1, got \(8, 22, 16\), \(8, 3, 16\)",
-    ),
-    (
-        lambda: CUT(lambda p, x: x.mean())(PARAMS, X),
-        r"expected results with the 4 positions of a slice on axis 1, got shape \(\)",
-    ),
-    (
-        lambda: CUT(lambda p, x: jnp.ones((8, 4, 1)) * x[:, :1])(PARAMS, X),
-        r"with the 2 pos.* axis 1, got shape \(8, 4, 16\), and \(8, 4, 16\) for the first slice",
-    ),
-    (
-        lambda: CUT(lambda p, x: x[:, :, : x.shape[1]])(PARAMS, X),
-        r"with the 2 pos.* axis 1, got shape \(8, 2, 2\), and \(8, 4, 4\) for the first slice",
-    ),
+    (lambda: cut(lambda x, y: x, X[:, :3]), r"one length of axis 1, got \(8, 22, 16\), \(8, 3, 16"),
+    (lambda: cut(lambda x: x.mean()), r"the 4 positions of a slice on axis 1, got shape \(\)"),
+    (lambda: cut(lambda x: jnp.ones((8, 4, 1)) * x[:, :1]), LAST.format("4, 16", "4, 16")),
+    (lambda: cut(lambda x: x[:, :, : x.shape[1]]), LAST.format("2, 2", "4, 4")),
     (with_statistics, r"tile_module: axis: expected results with the 4 pos.*, got shape \(16,\)"),
     (lambda: lm.nnx.tile(3, axis=1, size=4), "nnx.tile: function: expected a function of a module"),
 ]

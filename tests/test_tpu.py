@@ -3,6 +3,7 @@
 import functools
 import re
 
+import helpers
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,18 +14,12 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import TPUS
 
 pytest.importorskip("libtpu")
-MIB, WIDTH, FFN, ROWS, LAYERS = 2**20, 1024, 4096, (8, 512), 8
+WIDTH, FFN, ROWS, LAYERS = 1024, 4096, (8, 512), 8
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
-def shape(*sizes, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def temporaries(function, *args, device="v6e", donate=()):
-    """MiB of the temporaries of a program."""
-    compiled = lm.memory.compile_for(function, *args, device=device, donate_argnums=donate)
-    return compiled.memory_analysis().temp_size_in_bytes / MIB
+shape = functools.partial(helpers.array, dtype=jnp.bfloat16)
+temporaries = functools.partial(helpers.temporaries, device="v6e")
 
 
 def norm(x):
@@ -49,23 +44,19 @@ BLOCKS = tuple(shape(LAYERS, *size) for size in SIZES), shape(*ROWS, WIDTH)
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "limit"), [("v6e", 0.55), ("v5e", 0.58), ("tpu7x", 0.75)])
 def test_a_block_takes_half_of_what_the_dots_policy_takes(device, limit):
-    dots = jax.checkpoint_policies.dots_saveable
-    ours, best = (
-        temporaries(jax.grad(functools.partial(scanned, wrapped)), *BLOCKS, device=device)
-        for wrapped in (lm.compress(block), jax.checkpoint(block, policy=dots))
-    )
-    assert ours <= limit * best
+    def size(wrapped):
+        loss = functools.partial(scanned, wrapped)
+        return temporaries(jax.grad(loss), *BLOCKS, device=device)
 
-
-def dropout(h):
-    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h, 0)
+    best = size(jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable))
+    assert size(lm.compress(block)) <= limit * best
 
 
 ACTIVATIONS = {
     "lm.gelu": lm.gelu,
     "lm.silu": lm.silu,
     "relu": jax.nn.relu,
-    "dropout": dropout,
+    "dropout": lambda h: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, h.shape), h, 0),
     "booleans": lambda h: jnp.where(h > 0.3, jnp.tanh(h), jnp.square(h)),
 }
 
@@ -113,8 +104,9 @@ def adamw(optimizer):
 
 
 def test_an_update_of_a_state_in_8_bits_takes_less_than_one_array():
-    run = functools.partial(temporaries, donate=(0, 1))
-    assert run(*adamw(lm.compress_state(optax.adamw(1e-3)))) < 128 + run(*adamw(optax.adamw(1e-3)))
+    ours, plain = lm.compress_state(optax.adamw(1e-3)), optax.adamw(1e-3)
+    sizes = [temporaries(*adamw(one), donate_argnums=(0, 1)) for one in (ours, plain)]
+    assert sizes[0] < 128 * 2**20 + sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +118,8 @@ def test_the_loss_takes_less_than_whole_logits(tokens, limit):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     args = shape(tokens, 2048), shape(2048, 128_000), shape(tokens, dtype=jnp.int32)
-    ours, whole = (
-        temporaries(jax.grad(loss, (0, 1)), *args) for loss in (lm.linear_cross_entropy, plain)
-    )
+    grads = (jax.grad(loss, (0, 1)) for loss in (lm.linear_cross_entropy, plain))
+    ours, whole = (temporaries(grad, *args) for grad in grads)
     assert ours <= limit * whole
 
 
@@ -190,7 +181,6 @@ def test_a_mesh():
     mesh = {"data": 4}
     plan = lm.memory.plan(step, *SMALL, device="v5e", mesh=mesh, parts=("parameters", "batch"))
     assert plan.device_count == 4 and plan.batch == 2 * SMALL[1].size // 4
-    for name in TPUS:
-        assert len(lm.memory.topology(name, 8).devices) == 8
+    assert all(len(lm.memory.topology(name, 8).devices) == 8 for name in TPUS)
     with pytest.raises(ValueError, match=r"count: .* got 7"):
         lm.memory.topology("v5e", 7)

@@ -6,15 +6,12 @@ interpreter's: it rounds to bfloat16 towards zero, and its exp2 and rsqrt are ex
 
 import functools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import only_interpreted
+from helpers import only_interpreted, python
 
 activation = pytest.importorskip("pallas_kernels.triton.activation")
 normalization = pytest.importorskip("pallas_kernels.triton.normalization")
@@ -25,14 +22,9 @@ normalization = pytest.importorskip("pallas_kernels.triton.normalization")
 def test_triton(name):
     """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
     pytest.importorskip("torch")
-    file = str(Path(__file__).with_name(f"test_{name}.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file]
-    done = subprocess.run(
-        [*command, "-k", "TestTriton"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    file = Path(__file__).with_name(f"test_{name}.py")
+    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-k", "TestTriton")
+    done = python("-m", "pytest", *options, file, TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 

@@ -81,7 +81,7 @@ def test_a_text_task(write):
     assert task.classes == ("bad", "good") and task.train.labels.tolist() == [1, 0]
 
 
-def test_a_tokenizer(write, tmp_path):
+def test_a_tokenizer(write):
     task = load_task("text-classification", DataConfig(write(TEXTS)))
     path = write(task.tokenizer, "tokenizer.json")
     again = load_task("text-classification", DataConfig(write(TEXTS), tokenizer=path))

@@ -76,34 +76,27 @@ def test_nf4():
     _, params = with_lora("qlora-qv", "llama")
     plain, folded = flatten_dict(plain), flatten_dict(fold_lora(params, 0.0))
     quantized = {path: leaf for path, leaf in flatten_dict(params).items() if hasattr(leaf, "how")}
-    assert {path[-2] for path in quantized} == {*lora.DENSES} - {
-        "intermediate",
-        "output",
-        "reduction",
-    }
+    outside_attention = {"intermediate", "output", "reduction"}
+    assert {path[-2] for path in quantized} == {*lora.DENSES} - outside_attention
     for path, leaf in quantized.items():
         assert leaf.array.qvalue.dtype == jnp.uint4
         error = np.sqrt(np.mean((folded[path] - plain[path]) ** 2) / np.mean(plain[path] ** 2))
         assert 0.05 < error < 0.1, path
 
 
-@pytest.mark.parametrize(
-    "train", ["lora-qv", *(pytest.param("qlora-all", marks=pytest.mark.slow),)]
-)
+@pytest.mark.parametrize("train", ["lora-qv", pytest.param("qlora-all", marks=pytest.mark.slow)])
 def test_gradients_follow_from_the_weights(train):
     plain, _, _ = base("bert")
     model, params = with_lora(train, "bert")
     trained, frozen = partition(params, train)
 
-    def loss(trained):
-        logits = model.apply({"params": combine(trained, frozen, jnp.float32)}, *inputs("bert"))
-        return jnp.square(logits).sum()
+    def loss(model, params):
+        return jnp.square(model.apply({"params": params}, *inputs("bert"))).sum()
 
-    def plain_loss(params):
-        return jnp.square(plain.apply({"params": params}, *inputs("bert"))).sum()
-
-    got = flatten_dict(quick_jit(jax.grad(loss))(trained))
-    weights = flatten_dict(quick_jit(jax.grad(plain_loss))(fold_lora(params, ALPHA / RANK)))
+    of_lora = lambda trained: loss(model, combine(trained, frozen, jnp.float32))  # noqa: E731
+    got = flatten_dict(quick_jit(jax.grad(of_lora))(trained))
+    of_folded = quick_jit(jax.grad(functools.partial(loss, plain)))
+    weights = flatten_dict(of_folded(fold_lora(params, ALPHA / RANK)))
     path, leaves = ("bert", "layer_1", "query"), flatten_dict(params)
     dw = weights[(*path, "kernel")].reshape(64, -1)
     a, b = (leaves[(*path, f"kernel_lora_{part}")] for part in "ab")
@@ -152,9 +145,7 @@ def test_errors():
         tuned.apply({"params": jax.tree.map(np.asarray, params)}, *inputs("bert"))
 
 
-@pytest.mark.parametrize(
-    "train", ["lora-all", *(pytest.param("qlora-qv", marks=pytest.mark.slow),)]
-)
+@pytest.mark.parametrize("train", ["lora-all", pytest.param("qlora-qv", marks=pytest.mark.slow)])
 def test_the_planners_factory(train):
     path = Path(lora.__file__)
     make = function_of_file(f"{path}:workload")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import quick_jit
+from flax.traverse_util import flatten_dict
+from helpers import assert_equal, quick_jit
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import Compute, layers
@@ -145,17 +146,12 @@ def test_merged(name):
     """Parameters that merging leaves alone have the same gradients."""
     one = case(name)
     got, expected = one.gradients(Compute(merged=True)), one.gradients(Compute())
-    count = 0
-    for path, gradient in jax.tree_util.tree_leaves_with_path(got):
-        leaf, merged, want = one.params, one.merged, expected
-        for entry in path:
-            merged, leaf = merged[entry.key], leaf.get(entry.key) if leaf is not None else None
-            want = want.get(entry.key) if want is not None else None
-        # The padding of a merged Swin reads the norms that are kept.
-        if leaf is merged and "norm1" not in jax.tree_util.keystr(path):
-            count += 1
-            assert_close({path[-1].key: gradient}, {path[-1].key: want}, 2e-4)
-    assert count >= 3
+    got, expected, merged, plain = map(flatten_dict, (got, expected, one.merged, one.params))
+    # The padding of a merged Swin reads the norms that are kept.
+    same = [at for at in got if merged[at] is plain.get(at) and "norm1" not in at]
+    assert len(same) >= 3
+    for at in same:
+        assert_close({at[-1]: got[at]}, {at[-1]: expected[at]}, 2e-4)
     abstract = jax.eval_shape(one.build(Compute(merged=True)).init, jax.random.key(0), *one.inputs)
     specs = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)  # noqa: E731
     assert specs(one.merged) == specs(abstract["params"])
@@ -164,28 +160,8 @@ def test_merged(name):
 @pytest.mark.parametrize("name", ["bert", "roberta", "gemma2"])
 def test_nothing_to_merge(name):
     one = case(name)
-    jax.tree.map(np.testing.assert_array_equal, one.merged, one.params)
+    assert_equal(one.merged, one.params)
     assert not one.family.norm_rules(one.config)
-
-
-def test_merging_without_kept_padding_would_be_wrong():
-    one = case("swin_padded")
-    params = jax.tree.map(lambda x: x, one.merged)
-    for stage in ("stage_0", "stage_1"):
-        for layer in ("layer_0", "layer_1"):
-            norm = params[stage][layer]["norm1"]
-            norm["bias"] = np.zeros_like(norm["bias"])
-    apply = quick_jit(one.build(Compute(merged=True)).apply)
-    wrong = apply({"params": params}, *one.inputs)
-    assert np.abs(wrong - one.io["logits"]).max() > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_norm_residual_output(name):
-    one = case(name)
-    got = one.gradients(Compute("lowmembp", norm_residual="output"))
-    assert_close(got, one.gradients(Compute("lowmembp")))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import train
-from data import TrainingBatches
+from data import TrainingBatches, word_tokenizer
 from helpers import quick_jit
 from run import command_line, exit_status
 from safetensors.numpy import load_file
@@ -74,35 +74,34 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
         interrupt(patch, at=3)
         status, folder = run(*options)
         assert status == 130 and not (folder / "results.json").exists()
-    for changed, option in ((("--seed", "1"), "seed"), (("--steps", "7"), "steps")):
+
+    def refusal(*changed):
         assert run(*options, *changed, "--resume")[0] == 2
-        assert f"--resume: --{option}: expected the run's" in capsys.readouterr().err
+        return capsys.readouterr().err
+
+    for option, value in (("seed", "1"), ("steps", "7")):
+        assert f"--resume: --{option}: expected the run's" in refusal(f"--{option}", value)
     path = folder.parent / "train.tsv"
     path.write_text(TEXTS.replace("fine", "good", 1))
-    assert run(*options, "--resume")[0] == 2
-    assert "--resume: expected the run's data and tensors" in capsys.readouterr().err
+    assert "--resume: expected the run's data and tensors" in refusal()
     path.write_text(TEXTS)
     later = folder / "checkpoints" / "9999"
     later.mkdir()
-    assert run(*options, "--resume")[0] == 2
-    assert f"--resume: {later}: cannot be read: " in capsys.readouterr().err
+    assert f"--resume: {later}: cannot be read: " in refusal()
     shutil.copytree(folder / "checkpoints" / "2", later, dirs_exist_ok=True)
-    assert run(*options, "--resume")[0] == 2
-    assert f"--resume: {later}: expected the state of step 9999, found" in capsys.readouterr().err
+    assert f"--resume: {later}: expected the state of step 9999, found" in refusal()
     shutil.rmtree(later)
     records = (folder / "log.jsonl").read_text()
     (folder / "log.jsonl").write_text(f"{records}{'[' * 100_000}\n")
-    assert run(*options, "--resume")[0] == 2
-    assert re.search(r"--resume: .*log\.jsonl:\d+: expected a record", capsys.readouterr().err)
+    assert re.search(r"--resume: .*log\.jsonl:\d+: expected a record", refusal())
     (folder / "log.jsonl").write_text(records)
     export = folder.parent / "export"
     status, folder = run(*options, "--resume", "--export", export)
     assert status == 0 and "resuming" not in capsys.readouterr().err
     for kind in ("train", "dev"):
         for one, other in zip(log(folder, kind), log(whole[1], kind), strict=True):
-            assert one["step"] == other["step"] and one["loss"] == pytest.approx(
-                other["loss"], 1e-6
-            )
+            assert one["step"] == other["step"]
+            assert one["loss"] == pytest.approx(other["loss"], 1e-6)
     assert results(folder)["dev"] == pytest.approx(results(whole[1])["dev"], 1e-6)
     family, config, _ = checkpoints.load(export)
     assert family.name == "bert" and config.num_labels == 2
@@ -135,17 +134,8 @@ def test_an_exported_head_is_kept(run, tmp_path, capsys):
     ],
 )
 def test_resuming_on_another_mesh(run, monkeypatch, before, after, options):
-    options = (
-        "--data.sequence-length",
-        "8",
-        "--batch-size",
-        "16",
-        *FIXED,
-        *options,
-        "--steps",
-        "4",
-    )
-    options = (*options, "--checkpoint-every", "2")
+    sizes = "--data.sequence-length 8 --batch-size 16 --steps 4 --checkpoint-every 2"
+    options = (*sizes.split(), *FIXED, *options)
     status, whole = run(*options, "--mesh", *before, output="whole")
     assert status == 0
     with monkeypatch.context() as patch:
@@ -166,11 +156,8 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     if name in ("vit", "swin"):
         options += ["--data.train", save_images(tmp_path, train=16, test=4)]
     elif name == "llama":
-        tokenizer = make_tokenizer(tmp_path)
-        options += ["--data.sequence-length", "8", "--data.tokenizer", tokenizer]
-        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
-        options += ["--data.train", tmp_path / "text.txt"]
-    else:
+        options += plain_text(tmp_path)
+    if name not in ("vit", "swin"):
         options += ["--data.tokenizer", make_tokenizer(tmp_path), "--data.sequence-length", "8"]
     status, folder = run(*options)
     assert status == 0
@@ -183,9 +170,13 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     assert changed
 
 
-def make_tokenizer(folder):
-    from data import word_tokenizer
+def plain_text(folder):
+    """Options for a text to model."""
+    (folder / "text.txt").write_text("what a fine film\n" * 200)
+    return "--data.train", folder / "text.txt"
 
+
+def make_tokenizer(folder):
     path = folder / "tokenizer.json"
     path.write_text(word_tokenizer(TEXTS.split("\n")).to_str())
     return path
@@ -195,9 +186,7 @@ def make_tokenizer(folder):
 @pytest.mark.parametrize("model", ["llama-toy", "qwen3-toy", "gemma3_text-toy", "roberta-toy"])
 def test_new_models_in_float16(run, tmp_path, model):
     options = [*TINY_TEXT, "--model", model, "--dtype", "float16", "--steps", "3"]
-    if model != "roberta-toy":
-        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
-        options += ["--data.train", tmp_path / "text.txt"]
+    options += [] if model == "roberta-toy" else plain_text(tmp_path)
     status, folder = run(*options, "--log-every", "1")
     assert status == 0 and len(log(folder, "train")) == 3
     assert ("perplexity" in results(folder)["dev"]) == (model != "roberta-toy")
@@ -250,25 +239,31 @@ def test_a_small_vocabulary(run, capsys, tiny, tmp_path):
     assert "--data.tokenizer: expected at most 120 token ids" in capsys.readouterr().err
 
 
+def launch(options, *more, **given):
+    """Starts a process of its own."""
+    sizes = "--data.sequence-length 8 --batch-size 8"
+    command = [sys.executable, SCRIPT, *f"{sizes} {options}".split(), *more]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, **given)
+
+
+def one_of_two(port, number):
+    return f"--coordinator localhost:{port} --process-count 2 --process-index {number}"
+
+
 @pytest.mark.slow
 def test_killed_and_several_processes(tmp_path):
     """kill -9 after a checkpoint, then resume with two processes."""
     (tmp_path / "train.tsv").write_text(TEXTS)
-    options = ["--data.train", str(tmp_path / "train.tsv"), "--data.sequence-length", "8"]
-    options += ["--batch-size", "8", "--steps", "60", "--checkpoint-every", "5"]
-    command = [sys.executable, str(SCRIPT), *options, "--output", str(tmp_path / "run")]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, env=environment)
+    files = "--data.train", tmp_path / "train.tsv", "--output", tmp_path / "run"
+    process = launch(options := "--steps 60 --checkpoint-every 5", *files)
     folder = tmp_path / "run" / "checkpoints"
     until = time.time() + 240
     while not any(path.name.isdecimal() for path in folder.glob("*")) and time.time() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    place = ["--coordinator", "localhost:29871", "--process-count", "2", "--process-index"]
-    both = [
-        subprocess.Popen([*command, "--resume", *place, str(i)], env=environment) for i in (0, 1)
-    ]
+    both = [launch(f"{options} --resume {one_of_two(29871, i)}", *files) for i in (0, 1)]
     assert [process.wait(300) for process in both] == [0, 0]
     found = results(tmp_path / "run")
     assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")
@@ -286,8 +281,6 @@ def test_killed_and_several_processes(tmp_path):
 )
 def test_processes_that_differ(tmp_path, first, second, messages):
     """Each stops with one line. Before, they trained on, or waited for each other."""
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    place = ["--coordinator", "localhost:29873", "--process-count", "2", "--process-index"]
     both = []
     for number, options in enumerate((first, second)):
         folder = tmp_path / str(number)
@@ -295,14 +288,8 @@ def test_processes_that_differ(tmp_path, first, second, messages):
         (folder / "b.tsv").write_text(TEXTS.replace("fine", "good", number))
         if number:
             (folder / "a.tsv").write_text(TEXTS)
-        command = [sys.executable, str(SCRIPT), *options.split(), *place, str(number)]
-        command += ["--output", str(tmp_path / "run"), "--data.sequence-length", "8"]
-        command += ["--batch-size", "8", "--steps", "8"]
-        both.append(
-            subprocess.Popen(
-                command, env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
-            )
-        )
+        options = f"{options} --steps 8 --output {tmp_path / 'run'} {one_of_two(29873, number)}"
+        both.append(launch(options, cwd=folder, stderr=subprocess.PIPE, text=True))
     for process, message in zip(both, messages, strict=True):
         errors = process.communicate(timeout=300)[1].splitlines()
         assert process.returncode == 2 and message in errors[-1], errors

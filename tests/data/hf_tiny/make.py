@@ -43,92 +43,38 @@ from transformers import (
     ViTConfig,
 )
 
-_TEXT = {
-    "vocab_size": 120,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-}
-_IMAGE = {"image_size": 32, "num_labels": 5}
+_LAYERS = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
+_TEXT = {**_LAYERS, "vocab_size": 120}
+_BERT = {**_TEXT, "max_position_embeddings": 40, "num_labels": 3}
+_ROBERTA = {**_BERT, "max_position_embeddings": 42, "type_vocab_size": 1}
 _LLAMA = {**_TEXT, "max_position_embeddings": 64}
-_DECODER = {
-    **_TEXT,
-    "hidden_size": 24,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-}
+_GQA = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+_DECODER = {**_LLAMA, "hidden_size": 24, "intermediate_size": 40}
+_DECODER |= {"num_key_value_heads": 2, "head_dim": 8}
+_ROPE = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+_ROPE |= {"original_max_position_embeddings": 32}
+_ROTATED = {"tie_word_embeddings": True, "rope_theta": 100.0, "rope_scaling": _ROPE}
 _GEMMA = {**_DECODER, "query_pre_attn_scalar": 12, "sliding_window": 5}
+_SOFT_CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+_TWO_ROPES = {"rope_theta": 1000.0, "rope_local_base_freq": 10.0, "sliding_window_pattern": 2}
+_TWO_ROPES |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "num_hidden_layers": 3}
+_IMAGE = {"image_size": 32, "num_labels": 5}
 _SWIN = {"patch_size": 2, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_PADDED = {**_IMAGE, **_SWIN, "image_size": 18}
 
 #: Directory name -> architecture, config, seed.
 CASES = {
-    "bert": (
-        "BertForSequenceClassification",
-        BertConfig(**_TEXT, max_position_embeddings=40, num_labels=3),
-        1,
-    ),
-    "roberta": (
-        "RobertaForSequenceClassification",
-        RobertaConfig(**_TEXT, max_position_embeddings=42, type_vocab_size=1, num_labels=3),
-        2,
-    ),
+    "bert": ("BertForSequenceClassification", BertConfig(**_BERT), 1),
+    "roberta": ("RobertaForSequenceClassification", RobertaConfig(**_ROBERTA), 2),
     "llama": ("LlamaForCausalLM", LlamaConfig(**_LLAMA), 3),
-    "llama_gqa": (
-        "LlamaForCausalLM",
-        LlamaConfig(**_LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
-        4,
-    ),
-    "llama_rope": (
-        "LlamaForCausalLM",
-        LlamaConfig(
-            **_DECODER,
-            tie_word_embeddings=True,
-            rope_theta=100.0,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        ),
-        8,
-    ),
+    "llama_gqa": ("LlamaForCausalLM", LlamaConfig(**_LLAMA, **_GQA), 4),
+    "llama_rope": ("LlamaForCausalLM", LlamaConfig(**_DECODER, **_ROTATED), 8),
     "qwen3": ("Qwen3ForCausalLM", Qwen3Config(**_DECODER), 9),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        Gemma2Config(**_GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
-        10,
-    ),
-    "gemma3_text": (
-        "Gemma3ForCausalLM",
-        Gemma3TextConfig(
-            **{**_GEMMA, "num_hidden_layers": 3},
-            sliding_window_pattern=2,
-            rope_theta=1000.0,
-            rope_local_base_freq=10.0,
-            rope_scaling={"rope_type": "linear", "factor": 8.0},
-        ),
-        11,
-    ),
-    "vit": (
-        "ViTForImageClassification",
-        ViTConfig(
-            **_IMAGE,
-            patch_size=8,
-            **{name: size for name, size in _TEXT.items() if name != "vocab_size"},
-        ),
-        5,
-    ),
+    "gemma2": ("Gemma2ForCausalLM", Gemma2Config(**_GEMMA, **_SOFT_CAPS), 10),
+    "gemma3_text": ("Gemma3ForCausalLM", Gemma3TextConfig(**{**_GEMMA, **_TWO_ROPES}), 11),
+    "vit": ("ViTForImageClassification", ViTConfig(**_IMAGE, **_LAYERS, patch_size=8), 5),
     "swin": ("SwinForImageClassification", SwinConfig(**_IMAGE, **_SWIN, embed_dim=24), 6),
-    "swin_padded": (
-        "SwinForImageClassification",
-        SwinConfig(**{**_IMAGE, "image_size": 18}, **_SWIN, embed_dim=16),
-        7,
-    ),
+    "swin_padded": ("SwinForImageClassification", SwinConfig(**_PADDED, embed_dim=16), 7),
 }
 
 
@@ -139,10 +85,8 @@ def fill(model: torch.nn.Module, generator: np.random.Generator) -> None:
             value = generator.standard_normal(parameter.shape)
             if "norm" in name.lower() and parameter.ndim == 1:
                 # Gemma's norms multiply by 1 + scale.
-                is_scale = name.endswith("weight") and not model.config.model_type.startswith(
-                    "gemma"
-                )
-                value = 0.3 * value + (1.0 if is_scale else 0.0)
+                is_gemma = model.config.model_type.startswith("gemma")
+                value = 0.3 * value + (name.endswith("weight") and not is_gemma)
             elif parameter.ndim == 1:
                 value = 0.1 * value
             else:
