@@ -128,8 +128,8 @@ def cell(found: dict[str, list[dict[str, float]]], variant: str) -> str:
     if variant == base or variant not in losses:
         own = losses.get(variant)
         return "-" if own is None else f"{own.mean():.3f} ± {own.std(ddof=1):.3f}"
-    changes = losses[variant] - losses[base]
-    return f"{changes.mean():+.4f} ± {changes.std(ddof=1) / SEEDS**0.5:.4f}"
+    changes = losses[variant] - losses[base][: len(losses[variant])]
+    return f"{changes.mean():+.4f} ± {changes.std(ddof=1) / len(changes) ** 0.5:.4f}"
 
 
 def main() -> None:
