@@ -131,11 +131,16 @@ def linear_divergence(
     loss by its square. Dtypes, shardings and batches are as in `lm.linear_cross_entropy`.
 
     Args:
-      hidden, kernel, embedding, bias: the model, as in `lm.linear_log_probs`.
-      reference_hidden, reference_kernel, reference_embedding, reference_bias: the reference, which
-        may have another number of features and another dtype. Its kernel must be sharded over the
-        vocabulary as the model's.
+      hidden: `[*tokens, features]`, floating.
+      kernel: the model's, as in `lm.linear_log_probs`, or None.
+      reference_hidden: `[*tokens, reference_features]`, floating, of any dtype.
+      reference_kernel: the reference's, or None. It must be sharded over the vocabulary as the
+        model's.
       kind: the divergence.
+      embedding: `[vocab, features]`, instead of `kernel`.
+      bias: `[vocab]`, added to the model's logits.
+      reference_embedding: `[vocab, reference_features]`, instead of `reference_kernel`.
+      reference_bias: `[vocab]`, added to the reference's logits.
       temperature: divides both models' logits, after the soft cap. Above 0.
       logit_soft_cap: c in c tanh(logits / c), for both models. Above 0.
       mask: `[*tokens]`, booleans. The divergence of other tokens is 0, and their values reach
