@@ -345,7 +345,13 @@ def _length(arrays: Sequence[jax.Array], axis: int, owner: str) -> int:
         )
     if len(lengths := {x.shape[axis] for x in arrays}) > 1:
         raise ValueError(f"{owner}: axis: expected one length of axis {axis}, got {shapes}")
-    return lengths.pop()
+    length = lengths.pop()
+    if not isinstance(length, int):
+        raise ValueError(
+            f"{owner}: axis: expected a length that is known when the function is traced, got the "
+            f"symbolic dimension {length} of jax.export"
+        )
+    return length
 
 
 class _Traced(NamedTuple):

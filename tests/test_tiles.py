@@ -242,6 +242,11 @@ def cut(fun, *more):
     return CUT(lambda _, *args: fun(*args))(PARAMS, X, *more)
 
 
+def symbolic():
+    shape = jax.ShapeDtypeStruct((8, *jax.export.symbolic_shape("n"), 16), X.dtype)
+    jax.eval_shape(CUT(mlp), PARAMS, shape)
+
+
 LAST = r"with the 2 pos.* axis 1, got shape \(8, {}\), and \(8, {}\) for the first slice"
 ERRORS = [
     (lambda: lm.tiled(mlp, axis=1.5, size=4), "tiled: axis: expected an integer, got 1.5"),
@@ -253,6 +258,7 @@ ERRORS = [
     (lambda: cut(lambda x: x.mean()), r"the 4 positions of a slice on axis 1, got shape \(\)"),
     (lambda: cut(lambda x: jnp.ones((8, 4, 1)) * x[:, :1]), LAST.format("4, 16", "4, 16")),
     (lambda: cut(lambda x: x[:, :, : x.shape[1]]), LAST.format("2, 2", "4, 4")),
+    (symbolic, "axis: expected a length that is known .* got the symbolic dimension n"),
     (with_statistics, r"tile_module: axis: expected results with the 4 pos.*, got shape \(16,\)"),
     (lambda: lm.nnx.tile(3, axis=1, size=4), "nnx.tile: function: expected a function of a module"),
 ]
