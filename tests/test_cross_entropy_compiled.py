@@ -231,7 +231,7 @@ def test_log_probs_and_entropy_compiled(jax_defaults):
         return jnp.sum(found.log_probs * found.entropy)
 
     _, seconds, temporaries = planned(ours, args)
-    assert temporaries <= 2**30
+    assert temporaries <= 1.1 * 2**30
     plain_seconds, plain_temporaries = planned(plain_log_probs, args)[1:]
     assert plain_temporaries > 18 * 2**30
     assert seconds <= 1.45 * plain_seconds  # four products for three

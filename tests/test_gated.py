@@ -266,4 +266,4 @@ def test_an_mlp_keeps_its_input_gate_and_up(dtype, trained, units, scan):
     if trained == 3:
         down = jax.checkpoint(down, prevent_cse=not scan)
     fewer, more = (mlp_units(down, trained, layers, scan) for layers in (4, 6))
-    assert (more - fewer) / 2 <= units * 1.03
+    assert (more - fewer) / 2 <= units * 1.06

@@ -309,4 +309,4 @@ def test_the_saving_survives_xla(scan):
     plain = peak_bytes("dots policy", "full", scan, 4)
     with lm.patch(checkpoint=True):
         ours = peak_bytes("dots policy", "full", scan, 4)
-    assert ours < 0.65 * plain, (ours, plain)
+    assert ours < 0.7 * plain, (ours, plain)

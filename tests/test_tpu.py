@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from test_docs import ROOT, blocks
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.devices import TPUS
@@ -156,6 +157,15 @@ def test_a_plan():
     assert not any("not understood" in note for note in plan.notes)
     assert lm.memory.Plan.from_dict(plan.to_dict()) == plan
     assert "ms" not in str(plan).split() and "TPU v6e" in str(plan)
+
+
+def test_the_code_of_the_page():
+    mesh = jax.sharding.Mesh(TPUS["v6e"].topology(1).devices[:1], "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=sharding)]
+    names = {"jax": jax, "lm": lm, "step": jax.grad(lambda x: lm.silu(x).sum()), "shapes": shapes}
+    exec("\n".join(blocks(ROOT / "docs" / "tpus.md")), names)
+    assert names["compiled"].memory_analysis().output_size_in_bytes >= 4 * 128 * 128
 
 
 def test_a_step_that_a_tpu_cannot_hold_is_planned():
