@@ -89,7 +89,7 @@ MEANINGFUL = {
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
-#: Calls of which an argument is wrong in a way of its own, and the words that name it.
+#: Calls with one wrong argument, and the words of the error that name it.
 REFUSED = [
     (lm.regelu2, ("x",), {}, TypeError, "x"),
     (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x"),

@@ -60,7 +60,7 @@ def our_divergence(hidden, kernel, labels):
     return lm.linear_divergence(hidden, kernel, 2 * hidden, kernel, **options).sum()
 
 
-#: This library's losses and those of whole logits.
+#: This library's losses, and the same losses from whole logits.
 LOSSES = {
     "cross-entropy": (OURS, plain),
     "log-probs": (our_log_probs, plain_log_probs),
@@ -125,6 +125,32 @@ def test_no_collective_that_plain_jax_does_not_have(name, kind, loss_name):
     assert size["all-gather"] <= plain_size["all-gather"]
     if name == "tensor":  # numbers per token, and the gradient of hidden
         assert size.total() <= hidden.nbytes + 3 * labels.nbytes
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
+def test_words_that_are_sharded_are_also_cut(kind):
+    """Each device has 300 words, and its backward cuts them into three parts."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    kernel = jax.random.normal(keys[0], (FEATURES, 600)) / 3
+    labels = jax.random.randint(keys[1], (BATCH, TOKENS), -9, 600)
+    args, specs = (example()[0], kernel, labels), (P("data"), P(None, "model"), P("data"))
+    own = AxisType.Auto if kind == AxisType.Manual else kind
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(own,) * 2)
+
+    def loss(*args, **options):
+        found = lm.linear_log_probs(*args, tile_bytes=2**14, **options)
+        return jnp.sum(found.log_probs * found.entropy)
+
+    def local(*args):
+        return jax.lax.psum(loss(*args, axis_name="model"), "data")
+
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        manual = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+        found = jax.jit(gradient(manual if own != kind else loss))(*placed)
+    assert_close(found, quick_jit(gradient(plain_log_probs))(*args))
 
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

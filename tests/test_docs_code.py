@@ -96,7 +96,7 @@ def troubleshooting():
 
 
 def reinforcement_learning():
-    """GRPO trains a bandit to its optimum; the other objectives are those of whole logits."""
+    """GRPO trains a bandit to its optimum. The other objectives equal whole logits."""
     states, arms = jnp.eye(4), 8
     reference = {"head": jax.random.normal(jax.random.key(1), (4, arms))}
     labels = jnp.array([1, -1, 3, 0])

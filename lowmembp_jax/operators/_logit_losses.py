@@ -101,7 +101,7 @@ def _forward(spec: Spec, arrays: Arrays):
     like = [jnp.zeros((), x.dtype) for x in arrays[:2]]
     statistics = {name: numbers[name] for name in spec.statistics}
     again = (arrays, statistics) if not spec.summed or "logsumexp" in spec.results else None
-    kept = (gradients, size, numbers["loss"], like) if spec.summed else None
+    kept = (gradients, size, numbers["loss"]) if spec.summed else None
     return _values(spec, total, numbers), (again, kept, like)
 
 
@@ -116,7 +116,7 @@ def _backward(spec: Spec, residuals, cotangents):
     gradients: list[Any] = [None] * 3
     weights = None
     if kept is not None and "loss" in ct:
-        gradients, size, losses, _ = kept
+        gradients, size, losses = kept
         g = ct.pop("loss")
         gradients = [None if x is None else x.astype(g.dtype) * (g * size) for x in gradients]
         weights = losses * g if spec.wanted[3] else None

@@ -371,7 +371,7 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
 def _over_parts(
     spec: Spec, cut: _Sizes, whole: Arrays, place: Any, of_words: Callable, dh: Any, zeros: Callable
 ):
-    """Runs `of_words` for parts of the words, the last of which overlaps the one before it."""
+    """Runs `of_words` for each part of the words. The last part overlaps the one before it."""
     (over, first, vocab), width = place, cut.words
     axes = [0 if table else 1 for table in spec.tables]
     fields = {"kernel": axes[0], "bias": 0, "reference_kernel": axes[1], "reference_bias": 0}

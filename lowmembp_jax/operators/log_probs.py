@@ -2,7 +2,7 @@
 
 With s = (x K + b) / temperature and p = softmax(s), the log-probability of the label y is
 s_y - logsumexp(s), and the entropy is H = -sum p log p. Their gradients with respect to s are
-onehot(y) - p and -p (log p + H). The tiles are those of `linear_cross_entropy`.
+onehot(y) - p and -p (log p + H). They use the tiles of `linear_cross_entropy`.
 """
 
 import math
@@ -50,9 +50,9 @@ def linear_log_probs(
     """Computes the log-probabilities of labels, and entropies, without an array of logits.
 
     Both are what reinforcement learning needs for each token, and both are differentiable. Values
-    and gradients are exact: up to rounding, they equal those of whole float32 logits. The backward
-    computes the logits of each tile again, so a step takes four products instead of three. If the
-    entropy is not used, it costs no gradient.
+    and gradients are exact: up to rounding, they equal the results from whole float32 logits. The
+    backward computes the logits of each tile again, so a step takes four products instead of three.
+    If the entropy is not used, it costs no gradient.
 
     If the kernel is trained and has at least as many words as there are tokens, the backward also
     cuts the vocabulary. Then its largest temporary is the float32 sum of the gradient of hidden.
