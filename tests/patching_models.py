@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import gelu as captured_gelu
-from helpers import quick_jit, residuals
+from helpers import residuals
 
 X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 MODEL = Model()
 WEIGHTS = jax.random.normal(jax.random.key(1), X.shape)
-PARAMS = quick_jit(MODEL.init)(jax.random.key(0), X)
+PARAMS = jax.jit(MODEL.init)(jax.random.key(0), X)
 
 
 def loss(params, x):

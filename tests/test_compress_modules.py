@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from compression_models import error, normal
 from flax import nnx
-from helpers import assert_close, assert_equal, quick_jit
+from helpers import assert_close, assert_equal
 
 import lowmembp_jax as lm
 
@@ -42,15 +42,15 @@ class Model(nn.Module):
 def test_modules_have_the_names_variables_and_random_numbers_of_the_class():
     x, rngs = normal(4, 8, 64), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     plain, ours = Model(Block), Model(lm.compress_module(Block))
-    variables = quick_jit(plain.init)(rngs, x)
-    assert_equal(quick_jit(ours.init)(rngs, x), variables)
+    variables = jax.jit(plain.init)(rngs, x)
+    assert_equal(jax.jit(ours.init)(rngs, x), variables)
 
     def run(model, params):
         state = {"params": params, "batch_stats": variables["batch_stats"]}
         y, updated = model.apply(state, x, False, rngs=rngs, mutable=["batch_stats"])
         return jnp.sum(jnp.square(y)), (y, updated)
 
-    steps = [quick_jit(jax.grad(partial(run, model), has_aux=True)) for model in (ours, plain)]
+    steps = [jax.jit(jax.grad(partial(run, model), has_aux=True)) for model in (ours, plain)]
     (grads, aux), (want, want_aux) = (step(variables["params"]) for step in steps)
     assert_close(aux, want_aux)
     assert error(grads, want) < 0.05
@@ -101,7 +101,7 @@ def test_gradients_are_near_those_of_the_class(name):
     x = normal(2, 16, 16)
     ours = MODELS[name](lm.compress_module)
     plain = MODELS[name](lambda module, **_: module)
-    variables = quick_jit(plain.init)(jax.random.key(0), x)
+    variables = jax.jit(plain.init)(jax.random.key(0), x)
     shapes = jax.tree.map(jnp.shape, jax.eval_shape(ours.init, jax.random.key(0), x))
     assert shapes == jax.tree.map(jnp.shape, variables)
 
@@ -109,7 +109,7 @@ def test_gradients_are_near_those_of_the_class(name):
         return jnp.sum(jnp.square(jax.tree.leaves(model.apply(variables, x))[0]))
 
     got, want = (
-        quick_jit(jax.grad(partial(run, model), (0, 1)))(variables, x) for model in (ours, plain)
+        jax.jit(jax.grad(partial(run, model), (0, 1)))(variables, x) for model in (ours, plain)
     )
     assert 0 < error(got, want) < 0.08
 

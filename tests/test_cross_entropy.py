@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import quick_jit
 from jax import lax
 
 import lowmembp_jax as lm
@@ -53,7 +52,7 @@ def in_float64(function, *args, **kwargs):
     with jax.enable_x64(True):
         wide = lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
         args, kwargs = jax.tree.map(lambda x: wide(jnp.asarray(x)), (args, kwargs))
-        return jax.tree.map(np.asarray, quick_jit(function)(*args, **kwargs))
+        return jax.tree.map(np.asarray, jax.jit(function)(*args, **kwargs))
 
 
 def assert_close(got, want, tolerance=2e-6):
@@ -90,7 +89,7 @@ def check(
     gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     args = hidden, kernel, dict(rest)
     tiled = functools.partial(lm.linear_cross_entropy, tile_bytes=tile_bytes)
-    found = quick_jit(gradient(of(around(tiled), labels, **options)))(*args)
+    found = jax.jit(gradient(of(around(tiled), labels, **options)))(*args)
     want = in_float64(gradient(of(around(reference), labels, **options)), *args)
     assert_close(found[0], want[0])
     assert_close(found[1], want[1], tolerance)
@@ -105,7 +104,7 @@ def test_loss_and_gradients(name, reduction):
     rest = {"bias": bias, "weights": jnp.abs(normal(5, 9, key=4))}
     options = OPTIONS[name] | {"reduction": reduction}
     found = check(hidden, kernel, labels, rest=rest, **options)
-    assert_close(quick_jit(of(TILED, labels, **options))(hidden, kernel, rest), found[0])
+    assert_close(jax.jit(of(TILED, labels, **options))(hidden, kernel, rest), found[0])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float16", 2e-3)])
@@ -128,7 +127,7 @@ def test_float16_keeps_probabilities_below_its_range(factor):
         return lambda h, k: factor * loss(h, k, labels, reduction="none").sum()
 
     gradient = functools.partial(jax.grad, argnums=(0, 1))
-    dh, dk = quick_jit(gradient(scaled(lm.linear_cross_entropy)))(hidden, kernel)
+    dh, dk = jax.jit(gradient(scaled(lm.linear_cross_entropy)))(hidden, kernel)
     want = in_float64(gradient(scaled(reference)), hidden, kernel)
     assert_close(dh, want[0], 4e-3)
     if factor > 1:  # the others are below the range of their dtype
@@ -158,7 +157,7 @@ def test_an_embedding_is_not_transposed(how):
         return lm.linear_cross_entropy(hidden, None, labels, embedding=table)
 
     gradient = jax.grad(ours, argnums=(0, 1))
-    dh, dk = quick_jit(gradient)(hidden, kernel.T)
+    dh, dk = jax.jit(gradient)(hidden, kernel.T)
     exact = jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1))
     want = in_float64(exact, hidden, kernel)
     assert_close((dh, dk.T), want)
@@ -174,13 +173,13 @@ def test_results_beside_the_loss():
 
     def run(reduction):
         options = {"reduction": reduction, "return_logsumexp": True, "return_correct": True}
-        return quick_jit(lambda h, k: TILED(h, k, labels, **options))(hidden, kernel)
+        return jax.jit(lambda h, k: TILED(h, k, labels, **options))(hidden, kernel)
 
     logits = hidden @ kernel
     loss, lse, correct = run("mean")
     want = jnp.where(labels < 0, 0, jax.nn.logsumexp(logits, axis=-1))
     right = (jnp.argmax(logits, axis=-1) == labels) & (labels >= 0)
-    assert_close((loss, lse), (quick_jit(reference)(hidden, kernel, labels), want))
+    assert_close((loss, lse), (jax.jit(reference)(hidden, kernel, labels), want))
     assert correct == right.sum() and correct.dtype == jnp.int32 and correct >= 3
     np.testing.assert_array_equal(run("none")[2], right)
 
@@ -197,14 +196,14 @@ def test_the_logsumexp_is_differentiable(reduction):
         lse = jnp.where(labels < 0, 0, jax.nn.logsumexp(h @ k, axis=-1))
         return jnp.sum(reference(h, k, labels, reduction=reduction)) + jnp.sum(jnp.sin(lse))
 
-    found = quick_jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
+    found = jax.jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
     assert_close(found, in_float64(jax.grad(want, argnums=(0, 1)), hidden, kernel))
 
 
 def test_ignored_tokens_reach_nothing():
     hidden, kernel, labels, _ = example(15)
     hidden = jnp.where((labels < 0)[:, None], jnp.nan, hidden)
-    gradient = quick_jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=(0, 1)))
+    gradient = jax.jit(jax.value_and_grad(lm.linear_cross_entropy, argnums=(0, 1)))
     loss, (dh, dk) = gradient(hidden, kernel, labels)
     valid = labels >= 0
     want = gradient(hidden[valid], kernel, labels[valid])
@@ -217,9 +216,9 @@ def test_ignore_index():
     hidden, kernel, labels, _ = example(15)
     labels = jnp.abs(labels) % VOCAB
     labels = labels.at[:4].set(7)
-    loss = quick_jit(functools.partial(lm.linear_cross_entropy, ignore_index=7))
+    loss = jax.jit(functools.partial(lm.linear_cross_entropy, ignore_index=7))
     found = loss(hidden, kernel, labels)
-    assert_close(found, quick_jit(reference)(hidden, kernel, jnp.where(labels == 7, -1, labels)))
+    assert_close(found, jax.jit(reference)(hidden, kernel, jnp.where(labels == 7, -1, labels)))
 
 
 @pytest.mark.sample(4)
@@ -239,7 +238,7 @@ def test_nan_and_infinity_are_those_of_optax(where, value):
         return TILED(hidden, kernel, labels, bias=bias, reduction="sum")
 
     found, wanted = (
-        quick_jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*args.values()) for f in (ours, want)
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*args.values()) for f in (ours, want)
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -320,7 +319,7 @@ def test_vmap_over_kernels_and_gradients_per_example():
             a if one == 0 else a[0] for a, one in zip((hidden, kernels, labels), axes, strict=True)
         ]
         found, want = (
-            quick_jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=axes))(*args)
+            jax.jit(jax.vmap(jax.grad(f, argnums=(0, 1)), in_axes=axes))(*args)
             for f in (TILED, reference)
         )
         assert_close(found, want, 4e-6)
@@ -353,6 +352,6 @@ def test_compress(around):
         loss = functools.partial(ours, lm.compress(block))
     else:
         loss = lm.compress(functools.partial(ours, block))
-    found = quick_jit(jax.grad(loss))(params, hidden)
-    want = quick_jit(jax.grad(lambda p: reference(block(p, hidden), p["head"], labels)))(params)
+    found = jax.jit(jax.grad(loss))(params, hidden)
+    want = jax.jit(jax.grad(lambda p: reference(block(p, hidden), p["head"], labels)))(params)
     assert lm.gradient_distance(found, want).error < 0.05

@@ -11,7 +11,7 @@ from helpers import (
     array,
     assert_close,
     only_interpreted,
-    quick_jit,
+    optimized_jit,
     residuals,
     saved_residuals,
     temporaries,
@@ -55,7 +55,7 @@ def results(op, gate, up, g):
 
 def run(op, *args):
     """`results`, compiled."""
-    return quick_jit(partial(results, op))(*args)
+    return jax.jit(partial(results, op))(*args)
 
 
 def in_float64(name, *arrays):
@@ -84,7 +84,7 @@ class GatedUnits:
     def test_results_are_those_of_float64_rounded_once(self, name, dtype):
         gate = jnp.linspace(-12, 12, 2401).astype(dtype)
         _, up, g = normal(gate.shape, dtype)
-        got = jax.jit(partial(results, self.op(name)))(gate, up, g)
+        got = optimized_jit(partial(results, self.op(name)))(gate, up, g)
         want = in_float64(name, gate, up, g)
         rtol = float(jnp.finfo(dtype).eps) * self.rounding + 1e-6
         scales = (np.float64(up), np.float64(g) * np.float64(up), np.float64(g))
@@ -95,7 +95,7 @@ class GatedUnits:
             atol = 1e-5 * np.abs(scale) + 1e-7
             assert np.all(np.abs(np.float64(a) - exact) <= rtol * np.abs(exact) + atol)
         if self.rounding < 1:
-            plain = jax.jit(unfused(name))(gate, up).astype(dtype)
+            plain = optimized_jit(unfused(name))(gate, up).astype(dtype)
             assert ulps(got[0], plain, dtype) <= 1
 
     @each_op_in_a_dtype
@@ -135,7 +135,7 @@ class GatedUnits:
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
         op = self.op("swiglu")
         h, *gradients = run(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
-        np.testing.assert_array_equal(h, quick_jit(op)(gate, up))
+        np.testing.assert_array_equal(h, jax.jit(op)(gate, up))
         assert_close(tuple(gradients), run(op, *rounded, g)[1:], atol=1e-6)
 
 
@@ -159,7 +159,7 @@ def test_second_derivative(name):
 
     def second(op):
         hessian = jax.hessian(lambda gate, up: jnp.sum(op(gate, up) ** 2), argnums=(0, 1))
-        return quick_jit(hessian)(gate, up)
+        return jax.jit(hessian)(gate, up)
 
     assert_close(second(OPS[name][0]), second(unfused(name)), rtol=2e-5)
 

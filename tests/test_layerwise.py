@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, quick_jit
+from helpers import assert_close
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
@@ -71,7 +71,7 @@ def inputs():
 def test_steps_are_those_of_optax(name):
     optimizer = OPTIMIZERS[name]
     layers = lm.update_in_backward(block, optimizer)
-    ours, plain = quick_jit(one_step(layers)), quick_jit(reference(optimizer))
+    ours, plain = jax.jit(one_step(layers)), jax.jit(reference(optimizer))
     got = want = (stacked(), layers.init(stacked()))
     for _ in range(3):
         *got, dx = ours(*got, inputs())
@@ -87,8 +87,8 @@ def test_master_weights_and_constants():
     layers = lm.update_in_backward(block, optimizer)
     params, scale = stacked(jnp.bfloat16), jnp.bfloat16(0.5)
     given = params, layers.init(params), inputs().astype(jnp.bfloat16)
-    new, state, _ = quick_jit(one_step(layers))(*given, scale)
-    wanted, wanted_state, _ = quick_jit(reference(optimizer, scale))(*given)
+    new, state, _ = jax.jit(one_step(layers))(*given, scale)
+    wanted, wanted_state, _ = jax.jit(reference(optimizer, scale))(*given)
     assert jax.tree.structure(state) == jax.tree.structure(wanted_state)
     before, new, wanted = (np.float32(each["kernel"]) for each in (params, new, wanted))
     assert np.abs(new - before).mean() > 5e-4
@@ -202,7 +202,7 @@ def test_a_list_of_layers():
         return params, state, d_head + embed_vjp(dh)[0]
 
     with jax.numpy_dtype_promotion("standard"):
-        got, _, d_table = quick_jit(step)(params, table, layers.init(params))
+        got, _, d_table = jax.jit(step)(params, table, layers.init(params))
     grads, want = jax.grad(loss, (0, 1))(params, table)
     np.testing.assert_allclose(d_table, want, atol=1e-5)
     for one, p, g in zip(got, params, grads, strict=True):
@@ -229,7 +229,7 @@ def test_inputs_in_8_bits(is_list):
             h, kept = layers.forward(params, x)
             return layers.backward(params, layers.init(params), kept, h)[0], kept
 
-        new, kept = quick_jit(step)(params, inputs())
+        new, kept = jax.jit(step)(params, inputs())
         moved = jax.tree.map(jnp.subtract, new, params)
         found[dtype] = moved, sum(x.nbytes for x in jax.tree.leaves(kept))
     (exact, whole), (near, less) = found[None], found["float8"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, assert_equal, quick_jit, residuals, saved_residuals
+from helpers import assert_close, assert_equal, residuals, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -17,7 +17,7 @@ import lowmembp_jax as lm
 def linen(norm, x, **given):
     """Parameters of a linen norm, and its function of them, x and a mask."""
     module = norm(**given)
-    params = quick_jit(module.init)(jax.random.key(1), x)
+    params = jax.jit(module.init)(jax.random.key(1), x)
     return params, lambda params, x, mask: module.apply(params, x, mask=mask)
 
 
@@ -60,7 +60,7 @@ def compare(norm, given, x, tolerance, mask=None, **options):
     for kind, more in zip(kinds, (options, {}), strict=True):
         params, apply = build(kind, x, **given, **more)
 
-        @quick_jit
+        @jax.jit
         def run(params, x, apply=apply):
             y, vjp = jax.vjp(lambda params, x: apply(params, x, mask), params, x)
             return y, vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
@@ -138,7 +138,7 @@ def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
     build, ours, flax = NORMS[norm]
     x = data((5, 32), jnp.int32)
     pairs = (build(kind, x) for kind in (ours, flax))
-    y, expected = (quick_jit(partial(apply, mask=None))(params, x) for params, apply in pairs)
+    y, expected = (jax.jit(partial(apply, mask=None))(params, x) for params, apply in pairs)
     assert y.dtype == expected.dtype
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
@@ -236,7 +236,7 @@ LIFTS = {
 @pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
 def test_lifted(lift, ours, flax):
     x = data((4, 8))
-    inits = (quick_jit(lift(Layer)(norm=norm).init) for norm in (flax, ours))
+    inits = (jax.jit(lift(Layer)(norm=norm).init) for norm in (flax, ours))
     params, own = (init(jax.random.key(1), x, None) for init in inits)
     assert_same_parameters(own, params)
 
@@ -244,6 +244,6 @@ def test_lifted(lift, ours, flax):
         def loss(params, x):
             return jnp.sum(jnp.sin(lift(Layer)(norm=norm).apply(params, x, None)[0]))
 
-        return quick_jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
 
     assert_close(value_and_grads(ours), value_and_grads(flax), 1e-4, 1e-4)

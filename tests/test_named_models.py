@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import python, quick_jit
+from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -95,9 +95,9 @@ def test_an_update_in_the_backward(tied):
     batch = Batch((ids,), ids)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.args[1])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        new, _, loss = quick_jit(work.step)((stack, first, last), zeros, batch)
+        new, _, loss = jax.jit(work.step)((stack, first, last), zeros, batch)
         params = {"layers": stack, **first, **last}
-        value, grads = quick_jit(jax.value_and_grad(make().loss))(params, batch)
+        value, grads = jax.jit(jax.value_and_grad(make().loss))(params, batch)
         optimizer = make_optimizer(clips=False)
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
         want = optax.apply_updates(params, updates)
@@ -169,7 +169,7 @@ def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, mes
 def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "plan.json"
-    command = "plan --model vit-ti16 --batch 2 --method lowmembp --device l4"
+    command = "plan --model vit-ti16 --batch 2 --method lowmembp --device l4 --options layers=scan"
     assert cli.main([*command.split(), "--json", str(out)]) == 0
     (one,) = json.loads(out.read_text())["methods"]
     size = sum(leaf.size for leaf in jax.tree.leaves(MODELS["vit-ti16"](batch=2).args[0]))

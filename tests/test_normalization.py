@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, only_interpreted, quick_jit, saved_residuals
+from helpers import array, only_interpreted, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -53,7 +53,7 @@ def example(name, shape, x_dtype, dtype, with_affine):
     g = jax.random.normal(jax.random.key(1), shape).astype(dtype)
     args = (x, *(affine(name, shape[-1]) if with_affine else ()))
 
-    exact = quick_jit(partial(output_and_gradients, partial(reference, name)))
+    exact = jax.jit(partial(output_and_gradients, partial(reference, name)))
     with jax.enable_x64(True):
         wide = (np.asarray(a, np.float64) for a in (g, *args))
         return args, g, *jax.tree.map(np.asarray, exact(*wide))
@@ -80,7 +80,7 @@ class Norms:
     def test_output_and_gradients_against_float64(self, name, shape, x_dtype, dtype, residual):
         args, g, want_y, want = example(name, shape, x_dtype, dtype, residual is not None)
         op = self.op(name, dtype=dtype, residual=residual or "auto")
-        y, got = quick_jit(partial(output_and_gradients, op))(g, *args)
+        y, got = jax.jit(partial(output_and_gradients, op))(g, *args)
         assert y.dtype == dtype and y.shape == shape
         if not y.size:
             assert all(a.shape == b.shape for a, b in zip(got, args, strict=True))
@@ -108,13 +108,13 @@ class Norms:
         bias = jax.random.normal(jax.random.key(2), scale.shape)
         rest = (bias,)[: len(affine(name, 1)) - 1]
         op = lambda x: self.op(name)(x, scale, *rest)  # noqa: E731
-        dx = quick_jit(partial(output_and_gradients, op))(g, x)[1][0]
+        dx = jax.jit(partial(output_and_gradients, op))(g, x)[1][0]
         with jax.enable_x64(True):
             wide = partial(np.asarray, dtype=np.float64)
             given = (wide(scale), *(wide(p) for p in rest))
             y = np.asarray(reference(name, jnp.asarray(wide(x))))
             frozen = partial(lambda *p: reference(name, p[-1], *p[:-1]), *map(jnp.asarray, given))
-            run = quick_jit(partial(output_and_gradients, frozen))
+            run = jax.jit(partial(output_and_gradients, frozen))
             want = np.asarray(run(jnp.asarray(wide(g)), jnp.asarray(wide(x)))[1][0])
         eps, tiny = (float(getattr(jnp.finfo(dtype), at)) for at in ("eps", "tiny"))
         with np.errstate(divide="ignore"):
@@ -134,7 +134,7 @@ class Norms:
     @pytest.mark.parametrize("residual", ["normalized", "output"])
     def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
         x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
-        run = quick_jit(partial(output_and_gradients, self.op(name, residual=residual)))
+        run = jax.jit(partial(output_and_gradients, self.op(name, residual=residual)))
         ones, scale = jnp.ones_like(x), jnp.full(64, 1.5)
         y, (dx, d_scale) = run(ones, x, scale)
         others = jnp.array([0, 2])
@@ -160,7 +160,7 @@ class Norms:
         scale = scale if batched_scale else scale[0]
         one = partial(gradients, self.op(name))
         both = jax.vmap(jax.vmap(one, (0, None)), (0, 0 if batched_scale else None))
-        run, got = quick_jit(one), quick_jit(both)(x, scale)
+        run, got = jax.jit(one), jax.jit(both)(x, scale)
         for i in range(2):
             for j in range(2):
                 want = run(x[i, j], scale[i] if batched_scale else scale)
@@ -187,7 +187,7 @@ def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():
     scale = eps * jnp.array([0.3, -0.95, 1.05, -2.0, 1e7])
     x = jax.random.normal(jax.random.key(0), (9, 5))
     op = partial(lm.ms_layer_norm, residual="output")
-    d_scale = quick_jit(partial(gradients, op))(x, scale, jnp.ones(5))[1]
+    d_scale = jax.jit(partial(gradients, op))(x, scale, jnp.ones(5))[1]
     np.testing.assert_array_equal(jnp.isnan(d_scale), [True, True, False, False, False])
 
 
@@ -197,8 +197,8 @@ def test_second_order_is_exact(name):
         return jnp.sum(jnp.sin(norm(x)))
 
     x = jax.random.normal(jax.random.key(0), (3, 5))
-    want = quick_jit(jax.hessian(partial(loss, partial(reference, name))))(x)
-    got = quick_jit(jax.jacrev(jax.grad(partial(loss, OPS[name]))))(x)
+    want = jax.jit(jax.hessian(partial(loss, partial(reference, name))))(x)
+    got = jax.jit(jax.jacrev(jax.grad(partial(loss, OPS[name]))))(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 

@@ -45,6 +45,7 @@ def on_host(loss, *args):
     return sum(row.bytes for row in table.rows if row.kind == "host")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("policy", [offload("hidden"), DOTS], ids=["names", "dots"])
 def test_a_policy_that_offloads(policy, scanned):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, quick_jit
+from helpers import ACTIVATIONS
 
 import lowmembp_jax as lm
 from lowmembp_jax.operators.codes import encode
@@ -113,7 +113,7 @@ def test_erfc_is_that_of_jax():
     assert ulps[x[::10] < 4].max() < 11
 
 
-@functools.partial(quick_jit, static_argnames=("center", "recover", "cores"))
+@functools.partial(jax.jit, static_argnames=("center", "recover", "cores"))
 def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     """Gradients of `norm_backward` from what `norm_forward` kept."""
     options = dict(center=center, cores=cores, interpret=True)
@@ -125,7 +125,7 @@ def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     return norm_backward(kept, forward.rstd, g, scale, bias, **options)
 
 
-@functools.partial(quick_jit, static_argnames=("center", "recover"))
+@functools.partial(jax.jit, static_argnames=("center", "recover"))
 def expected_norm(x, g, *parameters, center, recover):
     norm, residual = lm.ms_layer_norm if center else lm.ms_rms_norm, ("normalized", "output")
     op = functools.partial(norm, dtype=g.dtype, residual=residual[recover], implementation="xla")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen import gelu as captured_gelu
-from helpers import assert_close, quick_jit
+from helpers import assert_close
 from patching_models import MODEL, PARAMS, Block, X, dtypes_kept, loss
 
 import lowmembp_jax as lm
@@ -204,9 +204,9 @@ def test_a_gate_is_left_exact_and_keeps_its_input(fused):
     def fn(params):
         return jnp.sum(model.apply(params, X) ** 2)
 
-    expected, plain = quick_jit(jax.grad(fn))(params), lm.memory.saved_bytes(fn, params)
+    expected, plain = jax.jit(jax.grad(fn))(params), lm.memory.saved_bytes(fn, params)
     with lm.patch() as report:
-        assert_close(quick_jit(jax.grad(fn))(params), expected)
+        assert_close(jax.jit(jax.grad(fn))(params), expected)
         assert lm.memory.saved_bytes(fn, params) < plain
     assert "multiplied by another Dense" in report.skipped["silu"][""]
 
@@ -271,15 +271,15 @@ class Foreign(nn.Module):
 def test_norms_are_known_by_what_they_compute(kind, op, dtype):
     model, x = Foreign(kind), X.astype(dtype)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        params = quick_jit(model.init)(jax.random.key(0), x)
+        params = jax.jit(model.init)(jax.random.key(0), x)
 
         def output_and_gradients(params, x):
             y, vjp = jax.vjp(model.apply, params, x)
             return y, vjp(jnp.cos(jnp.arange(24.0)).reshape(3, 8).astype(y.dtype))
 
-        plain = quick_jit(output_and_gradients)(params, x)
+        plain = jax.jit(output_and_gradients)(params, x)
         with lm.patch() as report:
-            patched = quick_jit(output_and_gradients)(params, x)
+            patched = jax.jit(output_and_gradients)(params, x)
     assert report.swapped == ({op: [""]} if op else {})
     assert patched[0].dtype == plain[0].dtype
     rtol = 2e-2 if dtype == "bfloat16" else 1e-4

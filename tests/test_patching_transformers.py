@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import quick_jit, saved_residuals
+from helpers import saved_residuals
 
 import lowmembp_jax as lm
 
@@ -70,7 +70,7 @@ def test_the_patterns_of_the_docs_match_the_model_that_they_name():
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name):
     model, init, x = build(name)
-    params = quick_jit(init)(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
     with lm.patch():
         patched_params = jax.eval_shape(init, jax.random.key(0))
     assert jax.eval_shape(init, jax.random.key(0)) == patched_params
@@ -79,7 +79,7 @@ def test_model(name):
         hidden = model(x, params=params, train=False).last_hidden_state
         return jnp.sum(hidden * jax.random.normal(jax.random.key(2), hidden.shape)), hidden
 
-    step = quick_jit(jax.value_and_grad(loss, has_aux=True))
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, hidden), grads = step(params)
     plain_bytes = bytes_kept(lambda p: loss(p)[0], params)
     with lm.patch() as report:
@@ -126,16 +126,16 @@ def test_bfloat16_llama_shares_its_norms():
 @pytest.mark.parametrize("name", MODELS)
 def test_compressed_blocks(name):
     model, init, x = build(name)
-    params = quick_jit(init)(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
 
     def loss(params):
         y = model(x, params=params)[0]
         return jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape))
 
-    want, exact = quick_jit(jax.value_and_grad(loss))(params)
+    want, exact = jax.jit(jax.value_and_grad(loss))(params)
     pattern = BLOCKS.get(name, "encoder/layer/*")
     with lm.patch(compress=pattern, compress_dtype=jnp.int8) as report:
-        got, grads = quick_jit(jax.value_and_grad(loss))(params)
+        got, grads = jax.jit(jax.value_and_grad(loss))(params)
         kept = bytes_kept(loss, params)
     places = [pattern.replace("*", str(i)) for i in range(2)]
     assert report.swapped == {"compress": places} and not report.skipped
@@ -146,7 +146,7 @@ def test_compressed_blocks(name):
 
 def test_patterns_match_names_one_by_one():
     model, init, x = build("Bert")
-    params = quick_jit(init)(jax.random.key(0))
+    params = jax.jit(init)(jax.random.key(0))
     with lm.patch(compress=["encoder/layer/1", "encoder/*"], norms=True) as report:
         jax.eval_shape(lambda p: model(x, params=p), params)
     assert report.swapped["compress"] == ["encoder/layer"]

@@ -154,7 +154,7 @@ def test_inside_shard_map(name, split, check_vma, implementation):
     assert_close(program(*args), want, atol=2e-4)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @each_implementation
 @pytest.mark.parametrize("name", [*OPS, "compress"])
 def test_inside_shard_map_outside_jit(name, implementation):
@@ -170,7 +170,7 @@ def test_inside_shard_map_outside_jit(name, implementation):
     assert_close(gradients(mapped, *args), gradients(ours, *args), atol=2e-4)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.gpu_compiler
 @each_case
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])

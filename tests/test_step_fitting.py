@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import GELU_ERF as GELU
-from helpers import quick_jit
 
 import lowmembp_jax as lm
 
@@ -28,7 +27,7 @@ def mean_slopes(table, function):
     """Means of the step function and of the derivative under N(0, 1), in float64."""
     x = np.linspace(-8, 8, 100_001)
     with jax.enable_x64(True):
-        d = np.asarray(quick_jit(jax.vmap(jax.grad(function)))(jnp.asarray(x)))
+        d = np.asarray(jax.jit(jax.vmap(jax.grad(function)))(jnp.asarray(x)))
     s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
     w = np.exp(-0.5 * np.square(x))
     return (w * s).sum() / w.sum(), (w * d).sum() / w.sum()
@@ -111,9 +110,9 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
     assert table.thresholds == thresholds
     np.testing.assert_allclose(table.levels, levels, rtol=1e-12)
     x = jnp.linspace(-9, 9, 4001)  # with 0
-    got = quick_jit(jax.grad(lambda x: lm.step_activation(x, function, table).sum()))(x)
+    got = jax.jit(jax.grad(lambda x: lm.step_activation(x, function, table).sum()))(x)
     if function is not jax.nn.leaky_relu:  # whose slope at 0 is 1 in JAX
-        np.testing.assert_array_equal(got, quick_jit(jax.grad(lambda x: function(x).sum()))(x))
+        np.testing.assert_array_equal(got, jax.jit(jax.grad(lambda x: function(x).sum()))(x))
 
 
 @pytest.mark.sample(3)

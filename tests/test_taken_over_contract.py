@@ -10,7 +10,7 @@ import pytest
 from compression_models import error
 from encoder import peak_bytes
 from flax import nnx
-from helpers import assert_close, quick_jit
+from helpers import assert_close
 from jax import NamedSharding, P, lax
 from meshes import exchanged
 
@@ -296,14 +296,14 @@ def test_no_collective_is_added(width):
     args = jax.device_put((params, jnp.ones((8, width))), (
         NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("data"))
     ))  # fmt: skip
-    plain = quick_jit(jax.grad(loss)).lower(*args).compile()
+    plain = jax.jit(jax.grad(loss)).lower(*args).compile()
     with lm.patch(checkpoint=True):
-        ours = quick_jit(jax.grad(loss)).lower(*args).compile()
+        ours = jax.jit(jax.grad(loss)).lower(*args).compile()
     assert exchanged(ours) == exchanged(plain)
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_saving_survives_xla(scan):
     """The peak of an encoder's training step on an H200."""
     plain = peak_bytes("dots policy", "full", scan, 4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compression_models import error
 from flax import nnx
-from helpers import array, quick_jit, temporaries
+from helpers import array, temporaries
 from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
 from meshes import exchanged
@@ -35,7 +35,7 @@ def check(ours, plain, *args):
 
     def both(block):
         run = lambda *args: jnp.sum(jnp.sin(block(*args)))  # noqa: E731
-        return quick_jit(jax.value_and_grad(run, argnums=(0, 1)))(*args)
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(*args)
 
     (value, grads), (want, exact) = both(ours), both(plain)
     np.testing.assert_allclose(value, want, rtol=1e-5)

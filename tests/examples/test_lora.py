@@ -9,7 +9,6 @@ import lora
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import quick_jit
 from lora import add_lora, apply_lora, combine, fold_lora, partition
 from tiny_models import TINY, inputs
 
@@ -30,7 +29,7 @@ def base(family, method="lowmembp", layers=None):
         path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
         for path, leaf in flatten_dict(abstract).items()
     }
-    return model, unflatten_dict(params), quick_jit(model.apply)
+    return model, unflatten_dict(params), jax.jit(model.apply)
 
 
 def with_lora(train, family, **fields):
@@ -46,7 +45,7 @@ def with_lora(train, family, **fields):
     return model, unflatten_dict(params)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "train", "fields"),
     [
@@ -60,7 +59,7 @@ def with_lora(train, family, **fields):
 )
 def test_output_is_the_folded_models(family, train, fields):
     model, params = with_lora(train, family, **fields)
-    got = quick_jit(model.apply)({"params": params}, *inputs(family))
+    got = jax.jit(model.apply)({"params": params}, *inputs(family))
     _, plain, apply = base(family, **fields)
     folded = fold_lora(params, ALPHA / RANK)
     assert jax.tree.structure(folded) == jax.tree.structure(plain)
@@ -94,8 +93,8 @@ def test_gradients_follow_from_the_weights(train):
         return jnp.square(model.apply({"params": params}, *inputs("bert"))).sum()
 
     of_lora = lambda trained: loss(model, combine(trained, frozen, jnp.float32))  # noqa: E731
-    got = flatten_dict(quick_jit(jax.grad(of_lora))(trained))
-    of_folded = quick_jit(jax.grad(functools.partial(loss, plain)))
+    got = flatten_dict(jax.jit(jax.grad(of_lora))(trained))
+    of_folded = jax.jit(jax.grad(functools.partial(loss, plain)))
     weights = flatten_dict(of_folded(fold_lora(params, ALPHA / RANK)))
     path, leaves = ("bert", "layer_1", "query"), flatten_dict(params)
     dw = weights[(*path, "kernel")].reshape(64, -1)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from helpers import quick_jit
 from run import command_line, exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
@@ -36,7 +35,6 @@ def run(tmp_path, monkeypatch):
         text = () if "--data.train" in options else ("--data.train", str(tmp_path / "train.tsv"))
         command = ["train.py", *text, "--output", str(folder), *map(str, options)]
         monkeypatch.setattr(sys, "argv", command)
-        monkeypatch.setattr(jax, "jit", quick_jit)
         return exit_status(lambda: train.train(command_line(train.Config))), folder
 
     return run

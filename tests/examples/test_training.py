@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from data import Batch
-from helpers import assert_close, assert_equal, quick_jit
+from helpers import assert_close, assert_equal
 from jax import P
 from training import (
     init_state,
@@ -95,8 +95,8 @@ def test_padding_does_not_count(name):
     is_text = family.task == "text-classification"
     labels = jnp.array([0, 1, -1, -1]) if is_text else ids.at[2:].set(-1)
     inputs = (ids, jnp.full(4, 8)) if is_text else (ids,)
-    params = quick_jit(model.init)(jax.random.key(1), *inputs)["params"]
-    loss = quick_jit(make_loss(family.task, model))
+    params = jax.jit(model.init)(jax.random.key(1), *inputs)["params"]
+    loss = jax.jit(make_loss(family.task, model))
     mean, totals = loss(params, {}, Batch(inputs, labels))
     alone, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
     assert totals[1] == own[1] == (2 if is_text else 16)
@@ -104,7 +104,7 @@ def test_padding_does_not_count(name):
     assert totals[2] == own[2]
     np.testing.assert_allclose(totals[0] / totals[1], mean, rtol=1e-6)
     if is_text:
-        logits = quick_jit(model.apply)({"params": params}, *inputs)[:2]
+        logits = jax.jit(model.apply)({"params": params}, *inputs)[:2]
         want = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:2]).mean()
         np.testing.assert_allclose(mean, want, rtol=1e-5)
 
