@@ -15,8 +15,11 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.calibration import Calibration, Curve
 from lowmembp_jax.memory.result import PARTS
 
+_OPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    _OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 #: `jax.jit` with users' options, see conftest.py, for results that agree to the last place.
-optimized_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3})
+optimized_jit = functools.partial(jax.jit, compiler_options=_OPTIMIZED)
 
 GELU_ERF = functools.partial(jax.nn.gelu, approximate=False)
 #: Our activations, the functions of `jax.nn` that they are exactly, and the tables of their slopes.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, assert_equal, optimized_jit, residuals, saved_residuals
+from helpers import assert_close, assert_equal, residuals, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -60,7 +60,7 @@ def compare(norm, given, x, tolerance, mask=None, **options):
     for kind, more in zip(kinds, (options, {}), strict=True):
         params, apply = build(kind, x, **given, **more)
 
-        @optimized_jit
+        @jax.jit
         def run(params, x, apply=apply):
             y, vjp = jax.vjp(lambda params, x: apply(params, x, mask), params, x)
             return y, vjp(jnp.cos(jnp.arange(y.size)).reshape(y.shape).astype(y.dtype))
