@@ -232,7 +232,7 @@ def solved(op, c, b):
     return lax.scan(step, b, None, length=2)[0]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", ["float8", None])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
@@ -280,7 +280,6 @@ def sharded(w_spec, x_spec, out_spec, w, x):
 SPEC = jax.sharding.PartitionSpec
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "product",
     [

@@ -280,7 +280,7 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
     np.testing.assert_array_equal(padding, np.float32([0, -0.5, 0]))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("method", ["default", "compress+remat", "lowmembp"])
 def test_slices_of_tokens(name, method):

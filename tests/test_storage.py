@@ -86,7 +86,7 @@ def activated(p, x):
     return x + jnp.tanh(x @ p["gate"]) @ p["down"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("block", [gated, activated])
 @pytest.mark.parametrize("size", [10, 30, 100, 300, 1000, 1e5])
 @pytest.mark.parametrize("kind", ["token", "channel", "element"])
