@@ -47,7 +47,10 @@ def pytest_collection_modifyitems(items):
             sampled.setdefault((key, mark.args[0]), []).append(item)
     for (_, count), cases in sampled.items():
         cases = [case for case in cases if case.get_closest_marker("slow") is None]
-        by_default = {i * len(cases) // count for i in range(count)}
+        # One case of each of `count` equal parts, at a varying place in it. Otherwise one parameter
+        # would often have the same value in all of them.
+        count = min(count, len(cases))
+        by_default = {int((i + i * 0.618 % 1) * len(cases) / count) for i in range(count)}
         for number in set(range(len(cases))) - by_default:
             cases[number].add_marker(pytest.mark.slow)
     if missing := lm.memory.missing_wheels():
