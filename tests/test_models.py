@@ -3,6 +3,7 @@
 tests/examples/test_pytorch.py compares them with PyTorch's.
 """
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import array, assert_close
-from tiny_models import TINY, inputs
+from tiny_models import TINY, TOKENS, inputs
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute, swin, vit
@@ -229,6 +230,19 @@ def test_models_have_the_published_sizes(name, millions):
         parts = [parts[part] for part in ("bert", "pooler", "roberta") if part in parts]
     total = sum(leaf.size for leaf in jax.tree.leaves(parts)) / 1e6
     assert total == pytest.approx(millions, abs=0.01)
+
+
+def test_only_words_add_every_token_to_a_table():
+    model = FAMILIES["bert"].build(TINY["bert"], Compute())
+    ids, lengths = inputs("bert")
+    params = model.init(jax.random.key(0), ids, lengths)["params"]
+
+    def loss(params):
+        return model.apply({"params": params}, ids, lengths).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    indices = re.findall(r"}\) : \(tensor<\w+>, tensor<(\w+)xi32>, ", text)  # of scatters
+    assert sorted(indices) == ["1x1x1", f"1x{TOKENS}x1", f"2x{TOKENS}x1"]
 
 
 def test_residuals_of_bert():

@@ -133,14 +133,13 @@ class Bert(Model):
                 f"Bert: input_ids: expected at most {config.max_tokens} tokens, the number of "
                 f"positions, got {input_ids.shape[1]}"
             )
-        types = jnp.zeros_like(input_ids) if token_types is None else token_types
+        # One row for all tokens: a sum is its gradient, and no scatter of every token into one row.
+        types = jnp.zeros((1, 1), input_ids.dtype) if token_types is None else token_types
         positions = jnp.arange(input_ids.shape[1])[None] + config.first_position
         positions = embed(self, config.max_position_embeddings, "position_embeddings")(positions)
-        x = (
-            embed(self, config.vocab_size, "word_embeddings")(input_ids)
-            + embed(self, config.type_vocab_size, "token_type_embeddings")(types)
-            + jnp.broadcast_to(positions, (*input_ids.shape, config.hidden_size))
-        )
+        x = embed(self, config.vocab_size, "word_embeddings")(input_ids)
+        x += embed(self, config.type_vocab_size, "token_type_embeddings")(types)
+        x += positions
         x = layer_norm(self, "embeddings_norm", merges=False)(x)
         return run_layers(self, BertLayer, x, lengths)
 
