@@ -5,15 +5,18 @@
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
+    alone/WHAT                the time of operators, losses and optimizers by themselves
     measure/MODEL/METHOD      peak memory and time of a training step; needs --device
     plan/MODEL/METHOD         the planner's numbers for the same step
 
 The program writes `on_gpu.json` in --output after each job. Start it again with the same --output
 to run the jobs that are missing or failed. `--smoke` runs tiny sizes on a CPU. Exit status 0 means
-that everything ran and passed.
+that everything ran and passed. With JAX_COMPILATION_CACHE_DIR, the jobs share what XLA's autotuner
+finds, and take a third of the time.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -21,12 +24,13 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from results import MIB, markdown, versions, write_json
+from results import GIB, MIB, markdown, versions, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
@@ -45,16 +49,12 @@ SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
 
-def kernels(implementation: str, smoke: bool):
-    """Yields a record for each kernel and dtype."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
+def operators() -> dict[str, tuple[Callable[..., Any], int, int]]:
+    """Operators, and how many arrays [rows, width] and parameters [width] they take."""
     import lowmembp_jax as lm
 
-    own, width = partial, 64 if smoke else 768
-    operators = {  # the number of arrays [rows, width], and of parameters [width]
+    own = partial
+    return {
         "gelu_tanh": (lm.gelu, 1, 0),
         "gelu_tanh, 4 bits": (own(lm.gelu, bits=4), 1, 0),
         "gelu_erf": (own(lm.gelu, approximate=False), 1, 0),
@@ -68,6 +68,13 @@ def kernels(implementation: str, smoke: bool):
         "geglu_erf": (own(lm.geglu, approximate=False), 2, 0),
     }
 
+
+def kernels(implementation: str, smoke: bool):
+    """Yields a record for each kernel and dtype."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
     def run(operator, poison, cotangent, *arrays):  # writes over the donated `poison`
         y, backward = jax.vjp(operator, *arrays)
         return [y, *backward(cotangent)]
@@ -79,8 +86,8 @@ def kernels(implementation: str, smoke: bool):
             yield np.linalg.norm(off) / np.linalg.norm(exact), abs(off).max() / abs(exact).max()
 
     seed = int(np.random.SeedSequence().generate_state(1)[0])
-    rng, rows = np.random.default_rng(seed), 16 if smoke else 253
-    for name, (operator, count, parameters) in operators.items():
+    rng, (rows, width) = np.random.default_rng(seed), (16, 64) if smoke else (253, 768)
+    for name, (operator, count, parameters) in operators().items():
         for dtype, bounds in TOLERANCES.items():
             # x reaches every threshold of the step tables; scales are in 1 to 3.
             drawn = [4 * rng.normal(size=(rows, width)) for _ in range(count + 1)]
@@ -126,51 +133,136 @@ def measure(model: str, method: str, device: str, smoke: bool):
     lowered, began = step.lower(*work.args), time.perf_counter()
     compiled = lowered.compile()  # before the arguments take memory
     compile_seconds = time.perf_counter() - began
-    drawn = 0.02 * np.random.default_rng(0).standard_normal(1_000_003, "float32")
-
     inputs = work.args[2].inputs[0]
 
-    def is_integer(like):
-        return jnp.issubdtype(like.dtype, jnp.integer)
-
     def array(path, like):
-        name = jax.tree_util.keystr(path)
-        if like.shape == inputs.shape:  # tokens, or images; a hot row of a table would be slow
-            values = np.resize(np.arange(1000) if is_integer(like) else drawn, like.shape)
-        elif is_integer(like):  # lengths of texts, labels, or counts
+        name, is_integer = jax.tree_util.keystr(path), jnp.issubdtype(like.dtype, jnp.integer)
+        if like.shape == inputs.shape and is_integer:  # every token is as often as any other
+            return jax.device_put(np.resize(np.arange(1000), like.shape).astype(like.dtype))
+        if is_integer:  # lengths of texts, labels, or counts
             is_length = name.startswith("[2].inputs")
-            values = np.full(like.shape, inputs.shape[1] if is_length else name.startswith("[2]"))
-        elif "scale" in name and name.startswith("[0]"):
-            values = np.ones(like.shape)
-        else:
-            values = np.zeros(like.shape) if name.startswith("[1]") else np.resize(drawn, like.shape)
-        return jax.device_put(values.astype(like.dtype))  # compiles nothing
+            return full(like, inputs.shape[1] if is_length else name.startswith("[2]"))
+        if name.startswith("[1]"):
+            return full(like, 0)
+        return full(like, 1) if "scale" in name and name.startswith("[0]") else drawn(like)
 
-    params, state, batch = jax.tree_util.tree_map_with_path(array, work.args)
+    *state, batch = jax.tree_util.tree_map_with_path(array, work.args)
     gpu, sizes = jax.devices()[0], compiled.memory_analysis()
-    before, losses = gpu.memory_stats(), []
-    for _ in range(2):
-        start = time.perf_counter()
-        params, state, loss = jax.block_until_ready(compiled(params, state, batch))
-        losses.append(float(loss))
-    calls = 1 if smoke else math.ceil(0.5 / (time.perf_counter() - start))
+    before = gpu.memory_stats()
+
+    def once():
+        *state[:], loss = compiled(*state, batch)
+        return loss
+
+    losses = [float(once()), float(once())]
     peak = (gpu.memory_stats() or {}).get("peak_bytes_in_use")
     is_hidden = peak is not None and peak <= before["peak_bytes_in_use"]  # compiling took more
-    times = []
-    for _ in range(1 if smoke else 7):
-        start = time.perf_counter()
-        for _ in range(calls):
-            params, state, loss = compiled(params, state, batch)
-        jax.block_until_ready(loss)
-        times.append((time.perf_counter() - start) / calls)
     yield {
         "peak": None if is_hidden else peak,
         "program_temporaries": sizes.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
         "losses": losses,
         "passed": all(map(math.isfinite, losses)),
-        "seconds": statistics.median(times),
+        "seconds": seconds(once, smoke),
     }
+
+
+def full(like: Any, value: float) -> Any:
+    """Makes an array without compiling anything."""
+    import jax
+    import numpy as np
+
+    return jax.device_put(np.full(like.shape, value).astype(like.dtype))
+
+
+def drawn(like: Any, deviation: float = 0.02) -> Any:
+    """Makes an array of normal random numbers, which repeat after a million."""
+    import jax
+    import numpy as np
+
+    values = deviation * np.random.default_rng(0).standard_normal(1_000_003, "float32")
+    return jax.device_put(np.resize(values, like.shape).astype(like.dtype))
+
+
+def seconds(run: Callable[[], Any], smoke: bool) -> float:
+    """Returns the median time of `run` in 7 rounds of half a second."""
+    import jax
+
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = 1 if smoke else math.ceil(0.5 / (time.perf_counter() - start))
+    times = []
+    for _ in range(1 if smoke else 7):
+        start, last = time.perf_counter(), None
+        for _ in range(calls):
+            last = run()
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def alone(what: str, smoke: bool):
+    """Yields the times of parts of a training step by themselves, in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from lowmembp_jax.models.workload import make_optimizer
+
+    def array(*shape, dtype=jnp.bfloat16, deviation=1.0):
+        return drawn(jax.ShapeDtypeStruct(shape, dtype), deviation)
+
+    if what == "operators":
+        for name, (operator, count, parameters) in operators().items():
+            rows, width = (64, 128) if smoke else (50432, 768 if parameters else 3072)
+            arrays = [array(rows, width) for _ in range(count)]
+            arrays += [array(width, dtype=jnp.float32) for _ in range(parameters)]
+            for implementation in ("xla",) if smoke else IMPLEMENTATIONS:
+                own = partial(operator, implementation=implementation)
+                forward = jax.jit(partial(jax.vjp, own))
+                y, pullback = forward(*arrays)
+                backward = partial(jax.jit(lambda pullback, y: pullback(y)), pullback, y)
+                record = {"name": name, "implementation": implementation}
+                record["forward_seconds"] = seconds(partial(forward, *arrays), smoke)
+                yield record | {"backward_seconds": seconds(backward, smoke)}
+    if what == "losses":
+        import loss_memory
+
+        for losses, sizes in (
+            (loss_memory.cross_entropies(), loss_memory.LARGE),
+            (loss_memory.OF_TOKENS, loss_memory.REINFORCEMENT),
+        ):
+            tokens, features, vocab = (64, 32, 500) if smoke else sizes
+            labels = jnp.arange(tokens, dtype=jnp.int32) * 7919 % vocab
+            args = array(tokens, features), array(features, vocab, deviation=0.02), labels
+            for (name, loss), is_trained in itertools.product(losses.items(), (True, False)):
+                argnums = (0, 1) if is_trained else 0
+                step = jax.jit(jax.value_and_grad(loss, argnums)).lower(*args).compile()
+                record = {"name": name, "kernel_is_trained": is_trained}
+                record["program_temporaries"] = step.memory_analysis().temp_size_in_bytes
+                yield record | {"seconds": seconds(partial(step, *args), smoke)}
+    if what == "optimizers":
+        for is_8bit, bits in itertools.product((False, True), ("float32", "24bit", "16bit")):
+            optimizer = make_optimizer(is_8bit=is_8bit, master_weights=bits, clips=False)
+            dtype = jnp.float32 if bits == "float32" else jnp.bfloat16
+            shapes = [(2, 64, 64)] if smoke else 3 * [(16, 2048, 8192)] + 4 * [(16, 2048, 2048)]
+            params = [array(*shape, dtype=dtype, deviation=0.02) for shape in shapes]
+            grads = [array(*shape, dtype=dtype, deviation=0.002) for shape in shapes]
+            state = [params, jax.jit(optimizer.init)(params)]
+            del params
+
+            @partial(jax.jit, donate_argnums=(0, 1))
+            def update(params, state, grads, optimizer=optimizer):
+                updates, state = optimizer.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            def once(state=state, grads=grads, update=update):
+                state[:] = update(*state, grads)
+                return state
+
+            yield {"is_8bit": is_8bit, "master_weights": bits, "seconds": seconds(once, smoke)}
+            state.clear()
 
 
 def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
@@ -180,6 +272,8 @@ def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
         os.environ["JAX_PLATFORMS"] = "cpu"
     if stage == "kernels":
         return [*kernels(rest, smoke)]
+    if stage == "alone":
+        return [*alone(rest, smoke)]
     model, _, method = rest.partition("/")
     if stage == "plan":
         return [*plan(model, method, device or "h200")]
@@ -196,22 +290,47 @@ def start(*job: Any) -> dict[str, Any]:
 
 
 def tables(done: dict[str, Any]) -> str:
-    """The checks by implementation, and the planned and measured steps."""
+    """The checks, the planned and measured steps, and the times of parts of a step."""
+
+    def records(stage: str) -> list[tuple[str, Any]]:
+        jobs = [(name.removeprefix(stage), job["records"]) for name, job in done.items()]
+        return [(name, one) for name, found in jobs if name not in done for one in found]
+
+    def beside(planned: float, measured: float | None, unit: float, digits: int) -> list[str]:
+        if measured is None:
+            return [f"{planned / unit:,.{digits}f}", "unknown", "unknown"]
+        both = [f"{one / unit:,.{digits}f}" for one in (planned, measured)]
+        return [*both, f"{100 * (planned / measured - 1):+.0f}%"]
+
+    def ms(one: dict[str, Any], key: str = "seconds") -> str:
+        return f"{1e3 * one[key]:.3g}"
+
     checks = [["implementation", "kernels passed", "largest relative error"]]
-    steps = [["training step", "planned MiB", "measured MiB", "estimated ms", "measured ms"]]
-    for name, job in done.items():
-        stage, _, rest = name.partition("/")
-        records = job["records"]
-        if stage == "kernels" and records:
-            passed = f"{sum(one['passed'] for one in records)} of {len(records)}"
-            checks.append([rest, passed, f"{max(one['errors'][0] for one in records):.1e}"])
-        planned = done.get(f"plan/{rest}", {}).get("records")
-        if stage == "measure" and records and planned:
-            (one,), (other,) = records, planned
-            peak = f"{one['peak'] / MIB:,.0f}" if one["peak"] else "unknown"
-            own = [f"{other['peak'] / MIB:,.0f}", peak, f"{1e3 * other['estimated_seconds']:.1f}"]
-            steps.append([rest, *own, f"{1e3 * one['seconds']:.1f}"])
-    return "\n".join(markdown(rows) for rows in (checks, steps) if rows[1:])
+    for name in dict.fromkeys(name for name, _ in records("kernels/")):
+        own = [one for other, one in records("kernels/") if other == name]
+        passed = f"{sum(one['passed'] for one in own)} of {len(own)}"
+        checks.append([name, passed, f"{max(one['errors'][0] for one in own):.1e}"])
+    memory, time = ("MiB planned", "measured", "difference"), ("ms estimated", "measured")
+    steps = [["step", *memory, *time, "difference"]]
+    for name, one in records("measure/"):
+        for other in done.get(f"plan/{name}", {"records": []})["records"]:
+            peaks = beside(other["peak"], one["peak"], MIB, 0)
+            times = beside(other["estimated_seconds"], one["seconds"], 1e-3, 1)
+            steps.append([name.replace("/", ", "), *peaks, *times])
+    operators = [["operator", "implementation", "forward, ms", "backward, ms"]]
+    for _, one in records("alone/operators"):
+        times = ms(one, "forward_seconds"), ms(one, "backward_seconds")
+        operators.append([one["name"], one["implementation"], *times])
+    losses = [["loss", "kernel", "temporaries, GiB", "ms"]]
+    for _, one in records("alone/losses"):
+        kernel = "trained" if one["kernel_is_trained"] else "frozen"
+        losses.append([one["name"], kernel, f"{one['program_temporaries'] / GIB:.2f}", ms(one)])
+    optimizers = [["state", "parameters", "ms"]]
+    for _, one in records("alone/optimizers"):
+        state = "8 bits" if one["is_8bit"] else "float32"
+        optimizers.append([state, one["master_weights"], ms(one)])
+    every = checks, steps, operators, losses, optimizers
+    return "\n".join(markdown(rows) for rows in every if rows[1:])
 
 
 def main() -> int:
@@ -223,6 +342,7 @@ def main() -> int:
     steps, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
     implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
     names = [f"kernels/{name}" for name in implementations]
+    names += [f"alone/{what}" for what in ("operators", "losses", "optimizers")]
     for stage in ("measure", "plan") if options.device or options.smoke else ():
         names += [f"{stage}/{model}/{method}" for model in steps for method in methods]
     path = options.output / "on_gpu.json"

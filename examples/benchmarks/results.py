@@ -9,8 +9,9 @@ from typing import Any
 
 FOLDER = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
-_PACKAGES = ("lowmembp_jax", "jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "qwix")
-_PACKAGES += ("triton", "jax-triton", "nvidia-cudnn-cu12", "nvidia-cublas-cu12", "transformers")
+_PACKAGES = ("lowmembp_jax", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
+_PACKAGES += ("optax", "qwix", "triton", "jax-triton", "nvidia-cudnn-cu12", "nvidia-cublas-cu12")
+_PACKAGES += ("transformers",)
 
 
 def versions() -> dict[str, str]:
