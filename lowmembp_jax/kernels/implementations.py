@@ -63,7 +63,7 @@ def choose_implementation(implementation: str | None) -> str:
     """Chooses the implementation: the argument, or the context's, the environment's, the default.
 
     The environment is read when a function is traced. The default is "xla" on every platform,
-    because no kernel has been measured on a GPU yet.
+    because no kernel has been measured inside a training step yet.
 
     Raises:
       ValueError, RuntimeError: see `check_implementation`.
