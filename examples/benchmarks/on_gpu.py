@@ -5,7 +5,7 @@
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
-    alone/WHAT                the time of operators, losses and optimizers by themselves
+    alone/WHAT                the times of an implementation's operators, of losses, of optimizers
     measure/MODEL/METHOD      peak memory and time of a training step; needs --device
     plan/MODEL/METHOD         the planner's numbers for the same step
 
@@ -42,6 +42,7 @@ STEPS = {
     "swin-t": {"batch": 64},
 }
 METHODS = ("default", "compress", "dots", "full-remat", "lowmembp", "lowmembp+compress")
+METHODS += ("lowmembp, pallas", "lowmembp, triton")  # with another implementation
 #: In float32, whose attention runs on a CPU.
 SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
@@ -110,7 +111,7 @@ def _workload(model: str, method: str, device: str):
     from lowmembp_jax.models.workload import MODELS
 
     sizes = SMOKE.get(model) or STEPS[model]
-    return MODELS[model](**sizes, method=method, device=device)
+    return MODELS[model](**sizes, method=method.partition(", ")[0], device=device)
 
 
 def plan(model: str, method: str, device: str):
@@ -128,9 +129,13 @@ def measure(model: str, method: str, device: str, smoke: bool):
     import jax.numpy as jnp
     import numpy as np
 
+    import lowmembp_jax as lm
+
     work = _workload(model, method, device)
     step = jax.jit(work.step, donate_argnums=work.donate_argnums)
-    lowered, began = step.lower(*work.args), time.perf_counter()
+    with lm.set_implementation(method.partition(", ")[2] or None):
+        lowered = step.lower(*work.args)
+    began = time.perf_counter()
     compiled = lowered.compile()  # before the arguments take memory
     compile_seconds = time.perf_counter() - began
     inputs = work.args[2].inputs[0]
@@ -213,19 +218,16 @@ def alone(what: str, smoke: bool):
     def array(*shape, dtype=jnp.bfloat16, deviation=1.0):
         return drawn(jax.ShapeDtypeStruct(shape, dtype), deviation)
 
-    if what == "operators":
+    if what in IMPLEMENTATIONS:
         for name, (operator, count, parameters) in operators().items():
             rows, width = (64, 128) if smoke else (50432, 768 if parameters else 3072)
             arrays = [array(rows, width) for _ in range(count)]
             arrays += [array(width, dtype=jnp.float32) for _ in range(parameters)]
-            for implementation in ("xla",) if smoke else IMPLEMENTATIONS:
-                own = partial(operator, implementation=implementation)
-                forward = jax.jit(partial(jax.vjp, own))
-                y, pullback = forward(*arrays)
-                backward = partial(jax.jit(lambda pullback, y: pullback(y)), pullback, y)
-                record = {"name": name, "implementation": implementation}
-                record["forward_seconds"] = seconds(partial(forward, *arrays), smoke)
-                yield record | {"backward_seconds": seconds(backward, smoke)}
+            forward = jax.jit(partial(jax.vjp, partial(operator, implementation=what)))
+            y, pullback = forward(*arrays)
+            backward = partial(jax.jit(lambda pullback, y: pullback(y)), pullback, y)
+            record = {"name": name, "forward_seconds": seconds(partial(forward, *arrays), smoke)}
+            yield record | {"backward_seconds": seconds(backward, smoke)}
     if what == "losses":
         import loss_memory
 
@@ -296,11 +298,10 @@ def tables(done: dict[str, Any]) -> str:
         jobs = [(name.removeprefix(stage), job["records"]) for name, job in done.items()]
         return [(name, one) for name, found in jobs if name not in done for one in found]
 
-    def beside(planned: float, measured: float | None, unit: float, digits: int) -> list[str]:
-        if measured is None:
-            return [f"{planned / unit:,.{digits}f}", "unknown", "unknown"]
-        both = [f"{one / unit:,.{digits}f}" for one in (planned, measured)]
-        return [*both, f"{100 * (planned / measured - 1):+.0f}%"]
+    def beside(unit: float, digits: int, *both: float | None) -> list[str]:
+        cells = ["unknown" if one is None else f"{one / unit:,.{digits}f}" for one in both]
+        planned, measured = both
+        return [*cells, f"{100 * (planned / measured - 1):+.0f}%" if all(both) else "unknown"]
 
     def ms(one: dict[str, Any], key: str = "seconds") -> str:
         return f"{1e3 * one[key]:.3g}"
@@ -313,14 +314,15 @@ def tables(done: dict[str, Any]) -> str:
     memory, time = ("MiB planned", "measured", "difference"), ("ms estimated", "measured")
     steps = [["step", *memory, *time, "difference"]]
     for name, one in records("measure/"):
-        for other in done.get(f"plan/{name}", {"records": []})["records"]:
-            peaks = beside(other["peak"], one["peak"], MIB, 0)
-            times = beside(other["estimated_seconds"], one["seconds"], 1e-3, 1)
-            steps.append([name.replace("/", ", "), *peaks, *times])
+        planned = done.get(f"plan/{name}", {}).get("records") or [{}]
+        peaks = beside(MIB, 0, planned[0].get("peak"), one["peak"])
+        times = beside(1e-3, 1, planned[0].get("estimated_seconds"), one["seconds"])
+        steps.append([name.replace("/", ", "), *peaks, *times])
     operators = [["operator", "implementation", "forward, ms", "backward, ms"]]
-    for _, one in records("alone/operators"):
-        times = ms(one, "forward_seconds"), ms(one, "backward_seconds")
-        operators.append([one["name"], one["implementation"], *times])
+    for what, one in records("alone/"):
+        if what in IMPLEMENTATIONS:
+            times = ms(one, "forward_seconds"), ms(one, "backward_seconds")
+            operators.append([one["name"], what, *times])
     losses = [["loss", "kernel", "temporaries, GiB", "ms"]]
     for _, one in records("alone/losses"):
         kernel = "trained" if one["kernel_is_trained"] else "frozen"
@@ -342,9 +344,12 @@ def main() -> int:
     steps, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
     implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
     names = [f"kernels/{name}" for name in implementations]
-    names += [f"alone/{what}" for what in ("operators", "losses", "optimizers")]
-    for stage in ("measure", "plan") if options.device or options.smoke else ():
-        names += [f"{stage}/{model}/{method}" for model in steps for method in methods]
+    timed = ("xla",) if options.smoke else IMPLEMENTATIONS
+    names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
+    if options.device or options.smoke:
+        each = [f"{model}/{method}" for model in steps for method in methods]
+        names += [f"measure/{name}" for name in each]
+        names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
     path = options.output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
     results |= {"versions": versions(), "device": options.device}
