@@ -68,9 +68,13 @@ class Case:
                 patch.setattr(layers, "gelu", slope)
             step = jax.jit(jax.value_and_grad(loss, has_aux=True))
             (value, logits), gradients = step(self.merged if compute.merged else self.params)
-        tolerance = 2e-5 if compute.dtype == jnp.float32 else 0.03
-        largest = max(1, np.abs(self.io["logits"]).max())
-        np.testing.assert_allclose(logits, self.io["logits"], rtol=0, atol=tolerance * largest)
+        exact, is_exact = self.io["logits"], compute.dtype == jnp.float32
+        tolerance = 2e-5 if is_exact else 0.03
+        if is_exact:
+            largest = max(1, np.abs(exact).max())
+            np.testing.assert_allclose(logits, exact, rtol=0, atol=tolerance * largest)
+        else:  # a single token's logits may be further off
+            assert np.linalg.norm(logits - exact) < tolerance * np.linalg.norm(exact)
         np.testing.assert_allclose(value, self.io["loss"], rtol=tolerance)
         return gradients
 
