@@ -341,6 +341,13 @@ def main() -> int:
     parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args()
+    if options.device:
+        from lowmembp_jax.memory import get_device
+
+        try:
+            get_device(options.device)
+        except ValueError as error:
+            parser.error(f"--device: {error}")
     steps, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
     implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
     names = [f"kernels/{name}" for name in implementations]
