@@ -78,11 +78,12 @@ def test_combination(family, method):
         matrix_flops(cost, phase) for phase in ("forward", "backward", "recomputation")
     )
     assert 1.95 < backward / forward < 2.1
+    # The norms of BERT and RoBERTa read the last product of a layer, and train their scales.
+    is_last_needed = family in ("bert", "roberta")
     least, most = {
         **dict.fromkeys(("dots", "products", "offload", "compress"), (0, 0.05)),
-        "full-remat": (0.6, 1.01),
-        "compress+remat": (0.6, 1.01),
-        "lowmembp+remat": (0.25, 0.8),
+        **dict.fromkeys(("full-remat", "compress+remat", "compress+remat+offload"), (0.6, 1.01)),
+        "lowmembp+remat": (0.25, 1.01 if is_last_needed else 0.8),
     }.get(method, (0, 0.07))
     assert least <= again / forward <= most
 
