@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
@@ -24,13 +25,7 @@ each_dtype = pytest.mark.parametrize("dtype", ERRORS)
 
 
 def params(key=0):
-    keys = jax.random.split(jax.random.key(key), 2)
-    up, down = jax.random.normal(keys[0], (64, 256)), jax.random.normal(keys[1], (256, 64))
-    return {"up": up / 8, "down": down / 16}
-
-
-def normal(*shape, key=7, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(key), shape).astype(dtype)
+    return {"up": normal(64, 256, key=key) / 8, "down": normal(256, 64, key=100 + key) / 16}
 
 
 def block(params, x):

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,25 @@ def python(*arguments, **environment) -> subprocess.CompletedProcess:
     """Runs Python in a process of its own."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+def normal(*shape: int, key: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    """Standard normal numbers from NumPy: `jax.random` compiles a program for each shape."""
+    return jnp.asarray(np.random.default_rng((key, *shape)).standard_normal(shape), dtype)
+
+
+def integers(*shape: int, low: int, high: int, key: int = 0) -> jax.Array:
+    """Numbers from `low` up to but not including `high`."""
+    return jnp.asarray(np.random.default_rng((key, *shape)).integers(low, high, shape), jnp.int32)
+
+
+def initial(module: Any, *inputs: Any) -> Any:
+    """Random variables of a Flax module, whose own `init` would compile its whole forward."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(0), *inputs))
+    drawn = (normal(*x.shape, key=key, dtype=x.dtype) for key, x in enumerate(leaves))
+    # Scales and biases are near 1, and products as large as their inputs.
+    near = [1 + 0.1 * x if x.ndim < 2 else x / x.shape[-2] ** 0.5 for x in drawn]
+    return jax.tree.unflatten(structure, near)
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

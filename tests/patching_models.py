@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen import gelu as captured_gelu
-from helpers import residuals
+from helpers import normal, residuals
 
 X = jnp.linspace(-8.0, 8.0, 24).reshape(3, 8)
 
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 MODEL = Model()
-WEIGHTS = jax.random.normal(jax.random.key(1), X.shape)
+WEIGHTS = normal(*X.shape, key=1)
 PARAMS = jax.jit(MODEL.init)(jax.random.key(0), X)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, only_interpreted, optimized_jit, residuals, ulps
+from helpers import ACTIVATIONS, normal, only_interpreted, optimized_jit, residuals, ulps
 from jax import lax
 
 import lowmembp_jax as lm
@@ -119,7 +119,7 @@ class StepActivations:
     def test_grad_of_remat_of_scan(self, policy):
         op = self.op("regelu2_tanh")
         body = jax.checkpoint(lambda x, _: (op(x * 1.5), None), policy=policy)
-        x = jax.random.normal(jax.random.key(3), (8, 64))
+        x = normal(8, 64, key=3)
         expected, y = jnp.ones_like(x), x
         for _ in range(3):
             slope = expected_slope(y * 1.5, lm.REGELU2_TABLE).astype(np.float32)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import array, assert_close, offload, residuals, saved_residuals
+from helpers import array, assert_close, normal, offload, residuals, saved_residuals
 from jax import lax
 
 import lowmembp_jax as lm
@@ -84,9 +84,8 @@ def scanned(policy):
 
 
 def arrays():
-    keys = jax.random.split(jax.random.key(0), 3)
     shapes = [ARGS[0].shape, *((3, *a.shape) for a in ARGS[1:])]
-    return [jax.random.normal(k, shape) / 8 for k, shape in zip(keys, shapes, strict=True)]
+    return [normal(*shape, key=key) / 8 for key, shape in enumerate(shapes)]
 
 
 EVERY_POLICY = {

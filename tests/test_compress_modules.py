@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import nnx_models
 import numpy as np
 import pytest
-from compression_models import error, normal
+from compression_models import error
 from flax import nnx
-from helpers import assert_close, assert_equal
+from helpers import assert_close, assert_equal, normal
 
 import lowmembp_jax as lm
 
@@ -115,7 +115,7 @@ def test_gradients_are_near_those_of_the_class(name):
 
 
 def data(shape, dtype=jnp.float32):
-    return (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(dtype)
+    return (normal(*shape) * 3 + 1).astype(dtype)
 
 
 @pytest.mark.sample(1)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import ERRORS, NOTHING, block, error, gradients, kept, loss, normal, params
-from helpers import assert_close
+from compression_models import ERRORS, NOTHING, block, error, gradients, kept, loss, params
+from helpers import assert_close, normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from compression_models import NOTHING, error, gradients, kept, normal
+from compression_models import NOTHING, error, gradients, kept
+from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 

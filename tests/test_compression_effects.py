@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import NOTHING, error
+from helpers import normal
 from jax import lax
 from jax.experimental import checkify, io_callback
 from jax.scipy.sparse.linalg import bicgstab, gmres
@@ -16,8 +17,8 @@ from storage_cases import rms_norm as rms
 
 import lowmembp_jax as lm
 
-W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
-X = jax.random.normal(jax.random.key(1), (8, 16))
+W = normal(16, 16) / 4
+X = normal(8, 16, key=1)
 POLICIES = [lm.products_saveable, lm.everything_saveable, NOTHING]
 SEEN = []
 
@@ -301,7 +302,7 @@ def test_a_norm_outside_a_loop_reads_a_product_inside(product):
 
 
 def test_hypot_with_everything_saveable():
-    x, y = (jax.random.normal(jax.random.key(i), (64, 64), jnp.bfloat16) for i in range(2))
+    x, y = (normal(64, 64, key=i, dtype=jnp.bfloat16) for i in range(2))
 
     def scaled(x, y):  # as JAX 0.12 computes it
         x, y = x * 1e18, y * 1e18
@@ -361,7 +362,7 @@ def test_clear_caches_frees_the_derivatives():
 )
 def test_an_activation_stores_its_input_in_8_bits(function):
     """Their derivatives have an exp, which may read rounded numbers only below 0."""
-    w, x = jnp.ones((64, 256)) / 64, jax.random.normal(jax.random.key(0), (128, 64))
+    w, x = jnp.ones((64, 256)) / 64, normal(128, 64)
 
     def saved(wrap):
         run = wrap(lambda w, x: function(x @ w) @ w.T)

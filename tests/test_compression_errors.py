@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import F8, NOTHING, block, gradients, normal, params
-from helpers import offload
+from compression_models import F8, NOTHING, block, gradients, params
+from helpers import normal, offload
 
 import lowmembp_jax as lm
 

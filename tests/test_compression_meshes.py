@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import NOTHING, error, is_scale, normal
+from compression_models import NOTHING, error, is_scale
+from helpers import normal
 from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from meshes import collectives, exchanged

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import F8, NOTHING, block, error, gradients, is_scale, kept, normal, params
+from compression_models import F8, NOTHING, block, error, gradients, is_scale, kept, params
+from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -322,7 +323,7 @@ def test_no_policy_saves_the_arguments_alone():
     def block(params, x):
         return jnp.tanh(jnp.tanh(x @ params) @ params)
 
-    params, x = jnp.eye(32), jax.random.normal(jax.random.key(0), (64, 32))
+    params, x = jnp.eye(32), normal(64, 32)
 
     def saved(block):
         return lm.memory.saved_bytes(lambda p, x: block(p, jnp.sin(x @ p)).sum(), params, x)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import integers, normal
 from jax import lax
 
 import lowmembp_jax as lm
@@ -18,13 +19,9 @@ TILE = 4 * VOCAB * 7
 TILED = functools.partial(lm.linear_cross_entropy, tile_bytes=TILE)
 
 
-def normal(*shape, key=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(key), shape).astype(dtype)
-
-
 def example(*tokens, dtype=jnp.float32, vocab=VOCAB):
     """Hidden, kernel, labels and bias; a third of the labels are ignored."""
-    labels = jax.random.randint(jax.random.key(3), tokens, -vocab // 2, vocab)
+    labels = integers(*tokens, low=-vocab // 2, high=vocab, key=3)
     hidden, kernel = normal(*tokens, FEATURES, dtype=dtype), normal(FEATURES, vocab, key=1) / 3
     return hidden, kernel.astype(dtype), labels, normal(vocab, key=2)
 

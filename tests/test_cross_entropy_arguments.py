@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import integers, normal
 
 import lowmembp_jax as lm
 
@@ -13,10 +14,8 @@ FEATURES, VOCAB = 24, 53
 
 def example(tokens):
     """Hidden, kernel and labels; a third of the labels are ignored."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (tokens, FEATURES))
-    kernel = jax.random.normal(keys[1], (FEATURES, VOCAB)) / 3
-    return hidden, kernel, jax.random.randint(keys[2], (tokens,), -VOCAB // 2, VOCAB)
+    hidden, kernel = normal(tokens, FEATURES), normal(FEATURES, VOCAB, key=1) / 3
+    return hidden, kernel, integers(tokens, low=-VOCAB // 2, high=VOCAB, key=2)
 
 
 def test_a_label_beyond_the_vocabulary():

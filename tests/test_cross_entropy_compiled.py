@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import integers, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import collectives, exchanged
@@ -30,10 +31,8 @@ def gradient(loss):
 
 
 def example():
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (BATCH, TOKENS, FEATURES))
-    kernel = jax.random.normal(keys[1], (FEATURES, VOCAB))
-    return hidden, kernel, jax.random.randint(keys[2], (BATCH, TOKENS), -9, VOCAB)
+    hidden, kernel = normal(BATCH, TOKENS, FEATURES), normal(FEATURES, VOCAB, key=1)
+    return hidden, kernel, integers(BATCH, TOKENS, low=-9, high=VOCAB, key=2)
 
 
 def plain_log_probs(hidden, kernel, labels):
@@ -129,9 +128,8 @@ def test_no_collective_that_plain_jax_does_not_have(name, kind, loss_name):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
 def test_words_that_are_sharded_are_also_cut(kind):
     """Each device has 300 words, and its backward cuts them into three parts."""
-    keys = jax.random.split(jax.random.key(0), 2)
-    kernel = jax.random.normal(keys[0], (FEATURES, 600)) / 3
-    labels = jax.random.randint(keys[1], (BATCH, TOKENS), -9, 600)
+    kernel = normal(FEATURES, 600) / 3
+    labels = integers(BATCH, TOKENS, low=-9, high=600, key=1)
     args, specs = (example()[0], kernel, labels), (P("data"), P(None, "model"), P("data"))
     own = AxisType.Auto if kind == AxisType.Manual else kind
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(own,) * 2)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from helpers import normal
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from test_docs import ROOT, blocks, pages
@@ -41,7 +42,7 @@ def full_tuning():
     model = nn.Sequential([nn.Embed(32, 16), Block()])
     ids = jnp.arange(24).reshape(4, 6)
     body = model.init(jax.random.key(0), ids)["params"]
-    params = {"body": body, "head": jax.random.normal(jax.random.key(1), (16, 32))}
+    params = {"body": body, "head": normal(16, 32, key=1)}
     step = yield {"model": model, "params": params, "batch": Tokens(ids, ids)}
     params, state, losses = step["params"], step["opt_state"], []
     for _ in range(5):
@@ -98,7 +99,7 @@ def troubleshooting():
 def reinforcement_learning():
     """GRPO trains a bandit to its optimum. The other objectives equal whole logits."""
     states, arms = jnp.eye(4), 8
-    reference = {"head": jax.random.normal(jax.random.key(1), (4, arms))}
+    reference = {"head": normal(4, arms, key=1)}
     labels = jnp.array([1, -1, 3, 0])
     names = {"hidden": states, "head": reference["head"], "labels": labels, "optax": optax}
     names |= {"teacher_hidden": 2 * states, "teacher_head": reference["head"]}

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax import lax
 
 import lowmembp_jax as lm
 
 pytestmark = pytest.mark.usefixtures("mixed_dtypes")
-W = jax.random.normal(jax.random.key(0), (6, 6)) / 2
-X = jax.random.normal(jax.random.key(1), (4, 6))
+W = normal(6, 6) / 2
+X = normal(4, 6, key=1)
 V = jnp.linspace(0.2, 2.0, 6)
 KEY = jax.random.key(2)
 

@@ -7,7 +7,7 @@ import nnx_models
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_equal
+from helpers import assert_equal, initial, normal
 
 import lowmembp_jax as lm
 
@@ -22,8 +22,8 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def problem():
-    x = jax.random.normal(jax.random.key(0), (256, 32))
-    params = Model().init(jax.random.key(1), x)["params"]
+    x = normal(256, 32)
+    params = initial(Model(), x)["params"]
     return lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2), params, x
 
 
@@ -118,7 +118,7 @@ def test_inside_exact_nothing_approximates(problem):
 
 
 def test_it_reports_what_each_stored_array_lost():
-    x = jax.random.normal(jax.random.key(0), (64, 32)).at[0, 0].set(jnp.inf)
+    x = normal(64, 32).at[0, 0].set(jnp.inf)
     x, p = x.at[1].mul(1000).at[0].set(1000), jnp.eye(32)
 
     def report(dtype):
@@ -137,7 +137,7 @@ def test_it_reports_what_each_stored_array_lost():
 
 @pytest.mark.slow
 def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
-    p, x = jnp.stack([jnp.eye(8)] * 3), jax.random.normal(jax.random.key(0), (16, 8))
+    p, x = jnp.stack([jnp.eye(8)] * 3), normal(16, 8)
 
     def normed(p, x):
         x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
@@ -157,7 +157,7 @@ def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
 
 def test_nnx_modules_with_states_and_random_numbers():
     model = nnx_models.Block(8, nnx.Rngs(0), rate=0.5)
-    loss, x = nnx_models.loss, jax.random.normal(jax.random.key(0), (16, 8))
+    loss, x = nnx_models.loss, normal(16, 8)
     before = nnx.state(nnx.clone(model), nnx.BatchStat)
     assert lm.gradient_fidelity(loss, model, x).error == 0
     found = lm.gradient_fidelity(loss, model, x, activations="gelu", bits=4)

@@ -10,6 +10,7 @@ from helpers import (
     GELU_ERF,
     array,
     assert_close,
+    normal,
     only_interpreted,
     optimized_jit,
     residuals,
@@ -64,10 +65,9 @@ def in_float64(name, *arrays):
         return [np.asarray(r) for r in run(unfused(name, "float64"), *wide)]
 
 
-def normal(shape, dtype="float32", scale=4.0):
+def inputs(shape, dtype="float32", scale=4.0):
     """gate, up and a cotangent."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [(scale * jax.random.normal(key, shape)).astype(dtype) for key in keys]
+    return [(scale * normal(*shape, key=key)).astype(dtype) for key in range(3)]
 
 
 class GatedUnits:
@@ -83,7 +83,7 @@ class GatedUnits:
     @each_op_in_a_dtype
     def test_results_are_those_of_float64_rounded_once(self, name, dtype):
         gate = jnp.linspace(-12, 12, 2401).astype(dtype)
-        _, up, g = normal(gate.shape, dtype)
+        _, up, g = inputs(gate.shape, dtype)
         got = optimized_jit(partial(results, self.op(name)))(gate, up, g)
         want = in_float64(name, gate, up, g)
         rtol = float(jnp.finfo(dtype).eps) * self.rounding + 1e-6
@@ -131,7 +131,7 @@ class GatedUnits:
     @pytest.mark.parametrize("width", [384, 33])
     def test_stored_in_8_bits(self, width):
         """The gradient of gate and up rounded to float8, whoever computes it."""
-        gate, up, g = normal((32, width), scale=1.0)
+        gate, up, g = inputs((32, width), scale=1.0)
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
         op = self.op("swiglu")
         h, *gradients = run(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
@@ -155,7 +155,7 @@ class TestTriton(GatedUnits):
 
 @each_op
 def test_second_derivative(name):
-    gate, up, _ = normal((5,), scale=1.0)
+    gate, up, _ = inputs((5,), scale=1.0)
 
     def second(op):
         hessian = jax.hessian(lambda gate, up: jnp.sum(op(gate, up) ** 2), argnums=(0, 1))
@@ -180,7 +180,7 @@ def test_second_derivative_that_is_not_there(options, words):
 @each_op
 def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):
-        arrays = [jnp.asarray(np.float64(a)) for a in normal((400,))]
+        arrays = [jnp.asarray(np.float64(a)) for a in inputs((400,))]
         got, want = (run(op, *arrays) for op in (OPS[name][0], unfused(name, "float64")))
         assert {x.dtype for x in got} == {jnp.dtype("float64")}
         assert_close(got, want, 1e-11, 1e-11)
@@ -189,7 +189,7 @@ def test_float64_is_computed_in_float64(name):
 def test_up_that_is_the_same_on_every_device():
     """Inside shard_map its gradient is summed over the devices, as in `silu(gate) * up`."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    gate, up, g = normal((8, 64))
+    gate, up, g = inputs((8, 64))
     mapped = partial(jax.shard_map, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
     got, want = (run(mapped(op), gate, up[:1], g) for op in (lm.swiglu, unfused("swiglu")))
     assert_close(got, want, atol=2e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close
+from helpers import assert_close, normal
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
@@ -32,7 +32,7 @@ def block(params, h, scale=None):
 
 
 def stacked(dtype=jnp.float32, layers=LAYERS, width=WIDTH):
-    kernel = 0.1 * jax.random.normal(jax.random.key(0), (layers, width, width))
+    kernel = 0.1 * normal(layers, width, width)
     return {"kernel": kernel.astype(dtype), "bias": jnp.zeros((layers, 1, width), dtype)}
 
 
@@ -62,7 +62,7 @@ def reference(optimizer, *constants):
 
 
 def inputs():
-    return jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    return normal(ROWS, WIDTH, key=1)
 
 
 @pytest.mark.sample(2)
@@ -182,9 +182,8 @@ def test_a_list_of_layers():
     """Layers that are not stacked, of different widths, and an embedding tied to the head."""
     widths = [8, 16, 16, 8]
     sizes = list(itertools.pairwise(widths))
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    params = [0.3 * jax.random.normal(k, s) for k, s in zip(keys, sizes, strict=True)]
-    table, ids = jax.random.normal(jax.random.key(1), (11, 8)), jnp.arange(6)
+    params = [0.3 * normal(*size, key=key) for key, size in enumerate(sizes)]
+    table, ids = normal(11, 8, key=9), jnp.arange(6)
     optimizer = optax.adamw(1e-2)
     layers = lm.update_in_backward(lambda p, h: jnp.tanh(h @ p), optimizer)
 

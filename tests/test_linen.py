@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, assert_equal, residuals, saved_residuals
+from helpers import assert_close, assert_equal, normal, residuals, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -41,7 +41,7 @@ RANDOM = {"scale_init": nn.initializers.normal(1.0), "bias_init": nn.initializer
 
 
 def data(shape, dtype=jnp.float32):
-    return (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(dtype)
+    return (normal(*shape) * 3 + 1).astype(dtype)
 
 
 def assert_same_parameters(ours, flax):
@@ -150,7 +150,7 @@ def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
 @pytest.mark.parametrize("masked", [None, (7, 32), (7, 1), (32,)])
 def test_gradients_in_float64(mixed_dtypes, norm, residual, axes, masked):
     with jax.enable_x64(True):
-        x = jax.random.normal(jax.random.key(0), (7, 32), jnp.float64)
+        x = normal(7, 32, dtype=jnp.float64)
         mask = None if masked is None else jax.random.bernoulli(jax.random.key(3), 0.6, masked)
         # A row without any position is NaN in both.
         given = {"param_dtype": jnp.float64, "reduction_axes": axes}

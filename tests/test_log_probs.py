@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import integers, normal
 from jax import lax
-from test_cross_entropy import assert_close, in_float64, normal
+from test_cross_entropy import assert_close, in_float64
 
 import lowmembp_jax as lm
 
@@ -24,7 +25,7 @@ def eighths(*shape, key=0, factor=1):
 
 def example(*tokens, vocab=VOCAB, factor=0.5):
     """Hidden, kernel, labels and bias; a third of the labels are ignored."""
-    labels = jax.random.randint(jax.random.key(3), tokens, -vocab // 2, vocab)
+    labels = integers(*tokens, low=-vocab // 2, high=vocab)
     kernel = eighths(FEATURES, vocab, key=1, factor=factor)
     return eighths(*tokens, FEATURES), kernel, labels, eighths(vocab, key=2)
 

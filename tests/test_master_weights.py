@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import optimized_jit
+from helpers import normal, optimized_jit
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 from meshes import collectives
@@ -23,7 +23,7 @@ def master(p, state, name):
 
 
 def start(*shape):
-    return {"w": jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)}
+    return {"w": normal(*shape).astype(jnp.bfloat16)}
 
 
 def constant(value):

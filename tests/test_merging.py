@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
-from helpers import assert_equal
+from helpers import assert_equal, normal
 from jax import NamedSharding, P
 
 import lowmembp_jax as lm
@@ -336,7 +336,7 @@ def test_the_merged_model_computes_the_same(wrt, up_bias):
     # The very tree of the merged model: an optimizer of its parameters fits.
     assert jax.tree.structure(new) == jax.tree.structure(nnx.state(merged, wrt))
     nnx.update(merged, new)
-    x = jax.random.normal(jax.random.key(1), (5, 8))
+    x = normal(5, 8, key=1)
     np.testing.assert_allclose(merged(x), model(x), rtol=2e-5, atol=2e-5)
     assert state["blocks"][11]["norm"]["scale"].shape == (8,)  # given back as it was
 

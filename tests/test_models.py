@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, assert_close
+from helpers import array, assert_close, initial, integers, normal
 from tiny_models import TINY, TOKENS, inputs
 
 import lowmembp_jax as lm
@@ -25,8 +25,7 @@ WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windo
 
 def qkv(kv_heads=4, dtype=jnp.float32):
     shapes = (2, 9, 4, 8), (2, 9, kv_heads, 8), (2, 9, kv_heads, 8)
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
+    return [normal(*shape, key=key, dtype=dtype) for key, shape in enumerate(shapes)]
 
 
 def plain_attention(
@@ -163,7 +162,7 @@ def test_even_tokens_for_cudnn(name, merged, monkeypatch):
         images, config = images[:, :14, :14], swin.SwinConfig(8, (2,), (2,), 3, patch_size=2)
     computes = [Compute(attention=kind, merged=merged) for kind in ("xla", "cudnn")]
     models = [FAMILIES[name].build(config, compute) for compute in computes]
-    params = jax.jit(models[0].init)(jax.random.key(0), images)["params"]
+    params = initial(models[0], images)["params"]
 
     def even(q, k, v, implementation, **kwargs):
         assert q.shape[1] % 2 == (implementation != "cudnn")
@@ -193,7 +192,7 @@ def test_inputs_that_do_not_fit(name, given, message):
 def test_padding_changes_nothing(pooling):
     model = BertClassifier(TINY["bert"], Compute(), pooling=pooling)
     ids = inputs("bert")[0][:1]
-    params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
+    params = initial(model, ids)["params"]
     apply = jax.jit(model.apply)
     padded = apply({"params": params}, ids, jnp.array([20], jnp.int32))
     alone = apply({"params": params}, ids[:, :20])
@@ -205,7 +204,7 @@ def test_the_last_positions_of_roberta():
     config = RobertaConfig(20, 16, 1, 2, 32, 12, 1)
     assert config.max_tokens == 10
     model, ids = FAMILIES["roberta"].build(config, Compute()), jnp.full((2, 10), 5, jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(0), ids)["params"]
+    params = initial(model, ids)["params"]
     grad = jax.jit(jax.grad(lambda params: model.apply({"params": params}, ids).sum()))(params)
     used = np.abs(grad["roberta"]["position_embeddings"]["embedding"]).sum(1) > 0
     np.testing.assert_array_equal(used, [False, False] + 10 * [True])
@@ -235,7 +234,7 @@ def test_models_have_the_published_sizes(name, millions):
 def test_only_words_add_every_token_to_a_table():
     model = FAMILIES["bert"].build(TINY["bert"], Compute())
     ids, lengths = inputs("bert")
-    params = model.init(jax.random.key(0), ids, lengths)["params"]
+    params = initial(model, ids, lengths)["params"]
 
     def loss(params):
         return model.apply({"params": params}, ids, lengths).sum()
@@ -300,11 +299,11 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
 def test_slices_of_tokens(name, method):
     """A layer's parts on slices of 5 of 12 tokens: the same loss, gradients and parameters."""
     config = TINY.get(name, FAMILIES[name].toy)
-    ids = jax.random.randint(jax.random.key(0), (2, 12), 0, config.vocab_size)
+    ids = integers(2, 12, low=0, high=config.vocab_size)
     found = []
     for tiles in (None, 5):
         model = FAMILIES[name].build(config, Compute(method, tiles=tiles))
-        params = model.init(jax.random.key(1), ids)["params"]
+        params = initial(model, ids)["params"]
         run = lambda p, m=model: m.apply({"params": p}, ids, targets=ids) / ids.size  # noqa: E731
         found.append((params, *jax.jit(jax.value_and_grad(run))(params)))
     (params, loss, grads), (same, value, ours) = found

@@ -1,6 +1,7 @@
 """The models that `lowmembp plan --model NAME` plans, and their config.json."""
 
 import dataclasses
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import python
+from helpers import integers, normal, python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
@@ -88,10 +89,10 @@ def test_an_update_in_the_backward(tied):
     config = dataclasses.replace(family.toy, tie_word_embeddings=tied, num_hidden_layers=2)
     make = partial(workload, family, config, batch=2, tokens=8, dtype="float32", layers="scan")
     work = make(update="backward")
-    keys = iter(jax.random.split(jax.random.key(0), 99))
-    draw = lambda x: 0.1 * jax.random.normal(next(keys), x.shape, x.dtype)  # noqa: E731
+    keys = itertools.count()
+    draw = lambda x: 0.1 * normal(*x.shape, key=next(keys), dtype=x.dtype)  # noqa: E731
     stack, first, last = jax.tree.map(draw, work.args[0])
-    ids = jax.random.randint(next(keys), (2, 8), 0, config.vocab_size)
+    ids = integers(2, 8, low=0, high=config.vocab_size)
     batch = Batch((ids,), ids)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.args[1])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

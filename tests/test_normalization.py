@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, only_interpreted, saved_residuals
+from helpers import array, normal, only_interpreted, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -27,9 +27,8 @@ each_op = pytest.mark.parametrize("name", OPS)
 
 def affine(name, width):
     """scale and, for LayerNorm, bias."""
-    keys = jax.random.split(jax.random.key(7))
-    scale = 1 + jnp.tanh(jax.random.normal(keys[0], (width,))) / 2
-    return (scale, jax.random.normal(keys[1], (width,)))[: 2 if name == "ms_layer_norm" else 1]
+    scale = 1 + jnp.tanh(normal(width, key=7)) / 2
+    return (scale, normal(width, key=8))[: 2 if name == "ms_layer_norm" else 1]
 
 
 def reference(name, x, *parameters):
@@ -49,8 +48,8 @@ def output_and_gradients(op, g, *args):
 @cache
 def example(name, shape, x_dtype, dtype, with_affine):
     """Arguments, cotangent, and the float64 output and gradients."""
-    x = (jax.random.normal(jax.random.key(0), shape) * 3 + 1).astype(x_dtype)
-    g = jax.random.normal(jax.random.key(1), shape).astype(dtype)
+    x = (normal(*shape) * 3 + 1).astype(x_dtype)
+    g = normal(*shape, key=1).astype(dtype)
     args = (x, *(affine(name, shape[-1]) if with_affine else ()))
 
     exact = jax.jit(partial(output_and_gradients, partial(reference, name)))
@@ -103,9 +102,9 @@ class Norms:
         """dx from the output is within the bound of the docstring, at any scale."""
         sizes = jnp.asarray(10.0 ** np.arange(-44.0, 4.0), jnp.float32)
         scale = jnp.concatenate([sizes, -sizes, jnp.zeros(4), jnp.linspace(-2, 2, 60)])
-        x = jax.random.normal(jax.random.key(0), (9, scale.size)).astype(dtype)
-        g = jax.random.normal(jax.random.key(1), x.shape).astype(dtype)
-        bias = jax.random.normal(jax.random.key(2), scale.shape)
+        x = normal(9, scale.size).astype(dtype)
+        g = normal(*x.shape, key=1).astype(dtype)
+        bias = normal(*scale.shape, key=2)
         rest = (bias,)[: len(affine(name, 1)) - 1]
         op = lambda x: self.op(name)(x, scale, *rest)  # noqa: E731
         dx = jax.jit(partial(output_and_gradients, op))(g, x)[1][0]
@@ -133,7 +132,7 @@ class Norms:
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
     @pytest.mark.parametrize("residual", ["normalized", "output"])
     def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
-        x = jax.random.normal(jax.random.key(0), (3, 64)).at[1, 7].set(bad)
+        x = normal(3, 64).at[1, 7].set(bad)
         run = jax.jit(partial(output_and_gradients, self.op(name, residual=residual)))
         ones, scale = jnp.ones_like(x), jnp.full(64, 1.5)
         y, (dx, d_scale) = run(ones, x, scale)
@@ -145,7 +144,7 @@ class Norms:
 
     @each_op
     def test_variance_of_a_shifted_row_does_not_cancel(self, name):
-        x = jax.random.normal(jax.random.key(0), (4, 512)) + 4096.0
+        x = normal(4, 512) + 4096.0
         with jax.enable_x64(True):
             want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
         np.testing.assert_allclose(self.op(name)(x), want, rtol=2e-3, atol=2e-3)
@@ -155,7 +154,7 @@ class Norms:
     @pytest.mark.parametrize("batched_scale", [False, True])
     def test_vmap(self, name, batched_scale):
         """Parameter gradients stay apart for each element of the batch."""
-        x = jax.random.normal(jax.random.key(0), (2, 2, 3, 48))
+        x = normal(2, 2, 3, 48)
         scale = 1 + jax.random.uniform(jax.random.key(1), (2, 48))
         scale = scale if batched_scale else scale[0]
         one = partial(gradients, self.op(name))
@@ -185,7 +184,7 @@ def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():
     """That is where eps abs(bias) >= abs(scale)."""
     eps = float(jnp.finfo(jnp.float32).eps)
     scale = eps * jnp.array([0.3, -0.95, 1.05, -2.0, 1e7])
-    x = jax.random.normal(jax.random.key(0), (9, 5))
+    x = normal(9, 5)
     op = partial(lm.ms_layer_norm, residual="output")
     d_scale = jax.jit(partial(gradients, op))(x, scale, jnp.ones(5))[1]
     np.testing.assert_array_equal(jnp.isnan(d_scale), [True, True, False, False, False])
@@ -196,7 +195,7 @@ def test_second_order_is_exact(name):
     def loss(norm, x):
         return jnp.sum(jnp.sin(norm(x)))
 
-    x = jax.random.normal(jax.random.key(0), (3, 5))
+    x = normal(3, 5)
     want = jax.jit(jax.hessian(partial(loss, partial(reference, name))))(x)
     got = jax.jit(jax.jacrev(jax.grad(partial(loss, OPS[name]))))(x)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
@@ -211,7 +210,7 @@ def test_forward_mode_names_the_operator(name):
 
 def test_a_mask_says_which_positions_count():
     """Where the statistics do not count x, even NaN has no effect; nothing counts: a row is NaN."""
-    x = jax.random.normal(jax.random.key(0), (4, 6))
+    x = normal(4, 6)
     mask = jnp.arange(6) < 4
     y = lm.ms_layer_norm(jnp.where(mask[None], x, jnp.nan), mask=mask)
     np.testing.assert_allclose(y[:, :4], lm.ms_layer_norm(x[:, :4]), rtol=1e-6, atol=1e-6)

@@ -3,20 +3,19 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import offload
+from helpers import initial, normal, offload
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
 LAYERS, WIDTH, ROWS = 4, 64, 128
-keys = jax.random.split(jax.random.key(0), 3)
 
 
 def inputs(dtype=jnp.float32, width=WIDTH, rows=ROWS):
-    up = jax.random.normal(keys[0], (LAYERS, width, 4 * width), dtype) / 10
-    down = jax.random.normal(keys[1], (LAYERS, 4 * width, width), dtype) / 10
-    return (up, down), jax.random.normal(keys[2], (rows, width), dtype)
+    up = normal(LAYERS, width, 4 * width, key=0, dtype=dtype) / 10
+    down = normal(LAYERS, 4 * width, width, key=1, dtype=dtype) / 10
+    return (up, down), normal(rows, width, key=2, dtype=dtype)
 
 
 def block(params, x):
@@ -97,7 +96,7 @@ def test_modules():
 
     _, x = inputs()
     module = lm.compress_module(Block, policy=None, offload="pinned_host")()
-    params = module.init(jax.random.key(0), x)
+    params = initial(module, x)
     assert on_host(lambda p, x: jnp.sum(module.apply(p, jnp.tanh(module.apply(p, x)))), params, x)
     linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     run = lm.nnx.compress(lambda m, x: jnp.tanh(m(x)), policy=None, offload="pinned_host")

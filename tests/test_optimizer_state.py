@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
-from helpers import assert_close, assert_equal
+from helpers import assert_close, assert_equal, normal
 from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 from meshes import collectives
@@ -20,10 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning"),
     pytest.mark.usefixtures("jax_defaults"),  # optax mixes dtypes
 ]
-
-
-def normal(*shape, key=0):
-    return jax.random.normal(jax.random.key(key), shape)
 
 
 PARAMS = {"kernel": normal(64, 256), "bias": jnp.ones(256)}
@@ -304,7 +300,7 @@ def test_a_state_inside_of_others_is_decompressed():
 
 
 def test_a_plain_state_is_encoded_and_decoded_again():
-    params = {"w": jax.random.normal(jax.random.key(0), (64, 128)), "b": jnp.ones(4)}
+    params = {"w": normal(64, 128), "b": jnp.ones(4)}
     plain, ours = optax.adamw(1e-2), lm.compress_state(optax.adamw(1e-2))
     state = plain.init(params)
     for _ in range(3):

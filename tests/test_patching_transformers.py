@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import saved_residuals
+from helpers import integers, normal, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -34,9 +34,9 @@ def build(name, dtype=jnp.float32):
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     model = getattr(transformers, f"Flax{name}Model")(config, dtype=dtype, _do_init=False)
     if name == "ViT":
-        x = jax.random.normal(jax.random.key(1), (2, 3, 16, 16))
+        x = normal(2, 3, 16, 16, key=1)
         return model, lambda key: model.init_weights(key, (2, 16, 16, 3)), x
-    x = jax.random.randint(jax.random.key(1), (2, 12), 2, 50)
+    x = integers(2, 12, low=2, high=50)
     return model, lambda key: model.init_weights(key, x.shape), x
 
 
@@ -77,7 +77,7 @@ def test_model(name):
 
     def loss(params):
         hidden = model(x, params=params, train=False).last_hidden_state
-        return jnp.sum(hidden * jax.random.normal(jax.random.key(2), hidden.shape)), hidden
+        return jnp.sum(hidden * normal(*hidden.shape, key=2)), hidden
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, hidden), grads = step(params)

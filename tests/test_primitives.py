@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
+from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
@@ -17,8 +18,8 @@ from lowmembp_jax.compression.jaxprs import every_equation
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 ROWS, WIDTH = 24, 16
-W = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 4
-X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+W = normal(WIDTH, WIDTH) / 4
+X = normal(ROWS, WIDTH, key=1)
 SQUARE = jnp.eye(WIDTH)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, assert_close
+from helpers import array, assert_close, normal
 from jax import P
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -54,9 +54,8 @@ each_case = pytest.mark.parametrize(("name", "split"), CASES)
 
 
 def arguments(count):
-    keys = jax.random.split(jax.random.key(0), 1 + count)
-    rows = [1 + jax.random.normal(key, SHAPE[-1:]) / 4 for key in keys[1:]]
-    return [jax.random.normal(keys[0], SHAPE), *rows]
+    rows = [1 + normal(SHAPE[-1], key=1 + key) / 4 for key in range(count)]
+    return [normal(*SHAPE), *rows]
 
 
 def gradients(op, *args):
@@ -275,8 +274,8 @@ def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
 
 def test_a_loss_with_explicit_axes_needs_no_set_mesh():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    hidden = jax.random.normal(jax.random.key(0), (8, 64))
-    kernel, labels = jax.random.normal(jax.random.key(1), (64, 96)), jnp.arange(8)
+    hidden = normal(8, 64)
+    kernel, labels = normal(64, 96, key=1), jnp.arange(8)
     grad = jax.jit(jax.grad(lm.linear_cross_entropy))
     exact = grad(hidden, kernel, labels=labels)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import storage_cases
-from compression_models import NOTHING, block, each_dtype, kept, loss, normal, params
-from helpers import assert_close, assert_equal
+from compression_models import NOTHING, block, each_dtype, kept, loss, params
+from helpers import assert_close, assert_equal, normal
 from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
 
@@ -25,7 +25,7 @@ def read_back(x, dtype="float8"):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(storage_cases.CASES))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
-    limit = 0.075 if "logits" in name else 0.05
+    limit = 0.075 if "logits" in name or "Cauchy" in name else 0.05
     assert storage_cases.error(name, "float8") < limit
 
 
@@ -67,7 +67,9 @@ def test_rows_whose_squares_leave_the_range_of_their_dtype(size, offset):
     ours = jax.grad(lambda both: jnp.sum(lm.compress(centered)(both[0], both[1] * x)) / size)
     exact = jax.grad(lambda both: jnp.sum(centered(both[0], both[1] * x)) / size)
     both = jnp.eye(64), 1.0
-    assert lm.gradient_distance(ours(both)[0], exact(both)[0]).error < 0.05
+    # Beside a bound for the spread, and not the spread, deviations are roots of 2 bits.
+    limit = 0.075 if offset else 0.05
+    assert lm.gradient_distance(ours(both)[0], exact(both)[0]).error < limit
 
 
 def test_a_constant_row_is_its_mean():
@@ -95,18 +97,19 @@ def test_one_large_token_channel_or_element(kind, size, block):
     shapes = {"gate": (256, 688), "up": (256, 688), "down": (688, 256)}
     p = {name: normal(*shape, key=i) / 16 for i, (name, shape) in enumerate(shapes.items())}
     p = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
-    target = normal(512, 256, key=5)
 
-    def gradient(run, x):
+    @partial(jax.jit, static_argnums=0)
+    def gradient(run, p, x, target):
         return jax.grad(lambda p: jnp.sum(run(p, x).astype(jnp.float32) * target))(p)
 
-    ours, exact = (jax.jit(partial(gradient, run)) for run in (lm.compress(block), block))
+    compressed, target = lm.compress(block), normal(512, 256, key=5)
     # Then tanh is flat but where a number is 1/100,000 of its row's largest: bfloat16 is 0.14 off.
     limit = 0.3 if (kind, size, block) == ("channel", 1e5, activated) else 0.05
     for token, channel in ((0, 0), (37, 5), (201, 255)):
         at = {"token": (token,), "channel": (slice(None), channel), "element": (token, channel)}
         x = normal(512, 256, key=7).at[at[kind]].mul(size).astype(jnp.bfloat16)
-        assert lm.gradient_distance(ours(x), exact(x)).error < limit, (token, channel)
+        ours, exact = (gradient(run, p, x, target) for run in (compressed, block))
+        assert lm.gradient_distance(ours, exact).error < limit, (token, channel)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import offload
+from helpers import initial, normal, offload
 from jax import P, lax
 from jax import remat as another_name
 from jax.ad_checkpoint import checkpoint_name
@@ -18,19 +18,18 @@ from jax.ad_checkpoint import checkpoint_name
 import lowmembp_jax as lm
 
 WIDTH, LAYERS = 32, 2
-KEYS = jax.random.split(jax.random.key(0), 2 * LAYERS)
-X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+X = normal(16, WIDTH, key=1)
 NAMES = jax.checkpoint_policies.save_only_these_names("hidden")
 DOTS = jax.checkpoint_policies.dots_saveable
 
 
 def _normal(key, *shape):
-    return jax.random.normal(key, shape) / np.sqrt(shape[0])
+    return normal(*shape, key=key) / np.sqrt(shape[0])
 
 
 PARAMS = [
-    {"a": _normal(a, WIDTH, 4 * WIDTH), "b": _normal(b, 4 * WIDTH, WIDTH)}
-    for a, b in KEYS.reshape(LAYERS, 2)
+    {"a": _normal(key, WIDTH, 4 * WIDTH), "b": _normal(key, 4 * WIDTH, WIDTH)}
+    for key in range(LAYERS)
 ]
 STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
 
@@ -193,8 +192,7 @@ class RematScan(nn.Module):
 
 
 def linen(module: nn.Module):
-    rngs = {"params": jax.random.key(3), "dropout": jax.random.key(4)}
-    variables = module.init(rngs, X)
+    variables = initial(module, X)
     own = {"dropout": jax.random.key(5)}
     return lambda params, x: module.apply(params, x, rngs=own), variables
 

@@ -10,15 +10,15 @@ import pytest
 from compression_models import error
 from encoder import peak_bytes
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, normal
 from jax import NamedSharding, P, lax
 from meshes import exchanged
 
 import lowmembp_jax as lm
 
 WIDTH = 32
-W = [jax.random.normal(key, (WIDTH, WIDTH)) / 6 for key in jax.random.split(jax.random.key(0), 4)]
-X = jax.random.normal(jax.random.key(1), (16, WIDTH))
+W = [normal(WIDTH, WIDTH, key=key) / 6 for key in range(4)]
+X = normal(16, WIDTH, key=1)
 
 
 @jax.checkpoint

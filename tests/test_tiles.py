@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from compression_models import error
 from flax import nnx
-from helpers import array, temporaries
+from helpers import array, normal, temporaries
 from jax import P, lax
 from jax.sharding import AxisType, NamedSharding
 from meshes import exchanged
@@ -17,12 +17,11 @@ from meshes import exchanged
 import lowmembp_jax as lm
 
 WIDTH, TOKENS = 16, 22
-keys = jax.random.split(jax.random.key(0), 3)
 PARAMS = {
-    "up": jax.random.normal(keys[0], (WIDTH, 3 * WIDTH)) / 4,
-    "down": jax.random.normal(keys[1], (3 * WIDTH, WIDTH)) / 7,
+    "up": normal(WIDTH, 3 * WIDTH, key=0) / 4,
+    "down": normal(3 * WIDTH, WIDTH, key=1) / 7,
 }
-X = jax.random.normal(keys[2], (8, TOKENS, WIDTH))
+X = normal(8, TOKENS, WIDTH, key=2)
 CUT = partial(lm.tiled, axis=1, size=4)
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from helpers import integers, normal
 
 from lowmembp_jax.models import bert, llama, swin, vit
 
@@ -21,9 +22,9 @@ TOKENS = 32
 
 def inputs(family: str, batch: int = 2, config=None) -> tuple[jax.Array, ...]:
     """What the model of the family is called with."""
-    config, key = config or TINY[family], jax.random.key(11)
+    config = config or TINY[family]
     if family in ("vit", "swin"):
-        return (jax.random.normal(key, (batch, config.image_size, config.image_size, 3)),)
-    ids = jax.random.randint(key, (batch, TOKENS), 0, config.vocab_size)
+        return (normal(batch, config.image_size, config.image_size, 3),)
+    ids = integers(batch, TOKENS, low=0, high=config.vocab_size)
     decoder = family not in ("bert", "roberta")
     return (ids,) if decoder else (ids, TOKENS - jnp.arange(batch, dtype=jnp.int32))

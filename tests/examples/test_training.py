@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from data import Batch
-from helpers import assert_close, assert_equal
+from helpers import assert_close, assert_equal, initial, integers, normal
 from jax import P
 from training import (
     init_state,
@@ -24,7 +24,7 @@ from lowmembp_jax.models import Compute
 from lowmembp_jax.models.families import MODELS
 
 PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(4, 3), "bias": jnp.zeros(3)}}
-X = jax.random.normal(jax.random.key(0), (8, 4))
+X = normal(8, 4)
 KEY = jax.tree_util.DictKey
 
 
@@ -91,11 +91,11 @@ def test_overflow_in_float16_is_skipped():
 def test_padding_does_not_count(name):
     family, config = MODELS[name]
     model = family.build(config, Compute())
-    ids = jax.random.randint(jax.random.key(0), (4, 8), 0, 99)
+    ids = integers(4, 8, low=0, high=99)
     is_text = family.task == "text-classification"
     labels = jnp.array([0, 1, -1, -1]) if is_text else ids.at[2:].set(-1)
     inputs = (ids, jnp.full(4, 8)) if is_text else (ids,)
-    params = jax.jit(model.init)(jax.random.key(1), *inputs)["params"]
+    params = initial(model, *inputs)["params"]
     loss = jax.jit(make_loss(family.task, model))
     mean, totals = loss(params, {}, Batch(inputs, labels))
     alone, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
