@@ -75,7 +75,7 @@ class StepActivations:
         rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
         np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
-    @pytest.mark.sample(14)
+    @pytest.mark.sample(7)
     @each_op
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
     def test_values_and_slopes_of_hard_numbers(self, name, dtype):

@@ -33,7 +33,7 @@ JAX_0_10 = jax.__version_info__ < (0, 11)
 EXTRA_IN_SCANS = 1.1 if (0, 11) <= jax.__version_info__ < (0, 12) else 0.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [4, pytest.param(12, marks=pytest.mark.slow)])
 @each_train
 @each_layout
@@ -132,6 +132,7 @@ def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, sca
     assert llama_units("compress", scan) <= 5.9
 
 
+@pytest.mark.sample(1)
 @each_layout
 def test_llama_block_keeps_no_product_of_gate_and_up(jax_defaults, scan):
     """Norm outputs 1 + 1, q, k, v, attention 4, gate and up 2.75 each; exact gradients."""

@@ -95,7 +95,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_near_those_of_the_class(name):
     x = normal(2, 16, 16)

@@ -21,7 +21,7 @@ P, Q = (normal(16, 16, key=key) / 4 for key in (0, 1))
 X = normal(32, 16)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [*ERRORS, None])
 @pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
 def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):
@@ -213,7 +213,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", ["float8", "int8", "int4", None])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_all_kinds(name, dtype):

@@ -140,7 +140,7 @@ FUNCTIONS = {
 } | {name: lambda p, x, f=f: f(x @ p["router"]) for name, f in OF_PRODUCT.items()}
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_backward_chooses_as_the_forward(name, policy):

@@ -125,7 +125,7 @@ def gradients(function, *args):
     return found
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("effect", EFFECTS)
@@ -233,7 +233,7 @@ def solved(op, c, b):
     return lax.scan(step, b, None, length=2)[0]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ["float8", None])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

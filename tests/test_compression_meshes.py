@@ -24,7 +24,7 @@ SPECS = P(None, None, "x"), P(None, "x"), P("x")
 NARROW = [((8, 16, 48), SPECS[0]), ((1, 8, 8), SPECS[0]), ((4, 24, 40), SPECS[1])]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("shape", "spec", "mode"),
     [
@@ -89,7 +89,7 @@ def softmax_over_a_mesh(p, x):
 SENT = r" (pmax|psum|psum_invariant|reduce_scatter|all_to_all|ppermute)\["
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["compress", "checkpoint"])
 @pytest.mark.parametrize(
     "part", [summed, scattered, to_experts, around_a_ring, softmax_over_a_mesh]

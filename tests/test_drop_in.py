@@ -172,7 +172,7 @@ def same(a, b):
 POLICIES = {"nothing": None, "products": lm.products_saveable}
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("policy", ["products", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_as_jax_checkpoint(name, policy):

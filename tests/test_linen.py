@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("norm", "given"), CASES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_field_means_what_it_means_in_flax(mixed_dtypes, norm, given, masked):
@@ -143,7 +143,7 @@ def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @each_norm
 @pytest.mark.parametrize("residual", ["normalized", "output"])
 @pytest.mark.parametrize("axes", [-1, (0, 1)])
@@ -231,7 +231,7 @@ LIFTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @linen_norms
 @pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
 def test_lifted(lift, ours, flax):

@@ -30,7 +30,7 @@ def cudnn_attention(x):
     return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @gpu_compiler
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device(device):

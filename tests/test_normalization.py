@@ -72,7 +72,7 @@ class Norms:
     def op(self, name, **options):
         return partial(OPS[name], implementation=self.implementation, **options)
 
-    @pytest.mark.sample(21)
+    @pytest.mark.sample(10)
     @each_op
     @pytest.mark.parametrize("residual", [None, "auto", "output"])
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype"), ARGUMENTS)
@@ -95,7 +95,7 @@ class Norms:
             # Sums over rows are in float32, in an order of the implementation's.
             assert error < (3 * max(eps, float(jnp.finfo(a.dtype).eps)) + 1e-6) * size
 
-    @pytest.mark.sample(6)
+    @pytest.mark.sample(3)
     @each_op
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_a_frozen_scale_near_zero(self, name, dtype):
@@ -149,7 +149,7 @@ class Norms:
             want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
         np.testing.assert_allclose(self.op(name)(x), want, rtol=2e-3, atol=2e-3)
 
-    @pytest.mark.sample(6)
+    @pytest.mark.sample(3)
     @each_op
     @pytest.mark.parametrize("batched_scale", [False, True])
     def test_vmap(self, name, batched_scale):

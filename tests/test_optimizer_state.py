@@ -72,7 +72,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax(name):
     optimizer, expected = OPTIMIZERS[name]
@@ -184,7 +184,7 @@ def test_nan_and_infinity_are_not_lost(value):
     assert is_nan[3, 5] and not is_nan[:3].any() and not is_nan[4:].any()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     "shape", [(7, 1031), (4096,), (3, 5, 512), (50, 129), (0, 4096), (4099, 3)]
@@ -224,7 +224,7 @@ def test_sharded_state_adds_no_collective(mode, spec, width):
         np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", [(64, 1536), (1009, 1013), (16, 344), (100_003,), (65_537, 2)])
 def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):

@@ -132,7 +132,7 @@ def expected_norm(x, g, *parameters, center, recover):
     return jax.vjp(op, x, *parameters)[1](g)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("rows", "width", "dtype"),
     [

@@ -87,7 +87,7 @@ def test_gated_units_compile(device, shape):
             assert_alone(device, name, run, *[(shape, dtype)] * arrays)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("device", GPUS)
 @pytest.mark.parametrize("shape", [(1024, 768), (7, 1023), (300, 16384)])
 def test_norms_compile(device, shape):

@@ -258,7 +258,7 @@ class Foreign(nn.Module):
                 "layer, no bias": y * weight, "layer twice": 2 * y * weight}[self.kind]  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "op"),
     [

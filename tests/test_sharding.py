@@ -96,7 +96,7 @@ def exchanged_by_flax(name, split, mesh, mapped=False):
     return exchanged(compiled(theirs, count, split, mesh, mapped))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @each_case
 @each_implementation
 @each_axis_type
@@ -138,7 +138,7 @@ def mapped_over_8(op, count, split, check_vma):
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @each_case
 @pytest.mark.parametrize(
     ("check_vma", "implementation"), [(True, "xla"), (False, "xla"), (False, "pallas_interpret")]
@@ -169,7 +169,7 @@ def test_inside_shard_map_outside_jit(name, implementation):
     assert_close(gradients(mapped, *args), gradients(ours, *args), atol=2e-4)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.gpu_compiler
 @each_case
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])

@@ -115,7 +115,7 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
         np.testing.assert_array_equal(got, jax.jit(jax.grad(lambda x: function(x).sum()))(x))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shipped_tables_are_the_fitted_ones(name):
     for bits in (2, 4):

@@ -22,7 +22,7 @@ def read_back(x, dtype="float8"):
     return jax.grad(lambda x: half(0.0, x).sum())(x)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(storage_cases.CASES))
 def test_the_default_is_right_at_any_scale_offset_and_tail(name):
     limit = 0.075 if "logits" in name or "Cauchy" in name else 0.05
@@ -43,7 +43,7 @@ def test_errors_of_the_docs(name, format, percent):
     assert 100 * storage_cases.error(name, format) == pytest.approx(percent, rel=0.1)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("exponent", [-30, -12, 0, 12, 30])
 @pytest.mark.parametrize("shape", [(1,), (7,), (96,), (1, 1), (5, 1), (33, 50), (2, 3, 64), (0, 4)])
 def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
@@ -88,7 +88,7 @@ def activated(p, x):
     return x + jnp.tanh(x @ p["gate"]) @ p["down"]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("block", [gated, activated])
 @pytest.mark.parametrize("size", [10, 30, 100, 300, 1000, 1e5])
 @pytest.mark.parametrize("kind", ["token", "channel", "element"])

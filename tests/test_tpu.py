@@ -63,7 +63,7 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["scan", "vmap"])
 @pytest.mark.parametrize("around", [lm.compress, jax.checkpoint])
 @pytest.mark.parametrize("name", ACTIVATIONS)

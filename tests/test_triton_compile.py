@@ -142,7 +142,7 @@ def _access_bytes(ptx):
     return [int(n or 1) * int(bits) // 8 for n, bits in plain] + [int(n, 0) for n in copies]
 
 
-@pytest.mark.sample(32)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("target", TARGETS, ids="sm_{}".format)
 @pytest.mark.parametrize("case", CASES)
 def test_no_spills_and_wide_accesses(case, target, tmp_path):

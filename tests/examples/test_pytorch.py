@@ -126,7 +126,7 @@ def test_gradients(name, layers):
     one.assert_pytorchs(one.gradients(Compute()))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", [name for name in METHODS[1:] if name not in LOWMEMBP])
 def test_methods(name, method):
@@ -134,7 +134,7 @@ def test_methods(name, method):
     case(name).assert_pytorchs(case(name).gradients(Compute(method, compress_dtype=None)))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("method", LOWMEMBP)
 @pytest.mark.parametrize("name", NAMES)
