@@ -52,12 +52,14 @@ def python(*arguments, **environment) -> subprocess.CompletedProcess:
 
 def normal(*shape: int, key: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     """Standard normal numbers from NumPy: `jax.random` compiles a program for each shape."""
-    return jnp.asarray(np.random.default_rng((key, *shape)).standard_normal(shape), dtype)
+    drawn = np.random.default_rng((key, *shape)).standard_normal(shape)
+    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))
 
 
 def integers(*shape: int, low: int, high: int, key: int = 0) -> jax.Array:
     """Numbers from `low` up to but not including `high`."""
-    return jnp.asarray(np.random.default_rng((key, *shape)).integers(low, high, shape), jnp.int32)
+    drawn = np.random.default_rng((key, *shape)).integers(low, high, shape, np.int32)
+    return jnp.asarray(drawn)
 
 
 def initial(module: Any, *inputs: Any) -> Any:
