@@ -213,7 +213,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("dtype", ["float8", "int8", "int4", None])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_all_kinds(name, dtype):

@@ -125,7 +125,7 @@ def gradients(function, *args):
     return found
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("effect", EFFECTS)

@@ -89,7 +89,7 @@ def softmax_over_a_mesh(p, x):
 SENT = r" (pmax|psum|psum_invariant|reduce_scatter|all_to_all|ppermute)\["
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mode", ["compress", "checkpoint"])
 @pytest.mark.parametrize(
     "part", [summed, scattered, to_experts, around_a_ring, softmax_over_a_mesh]

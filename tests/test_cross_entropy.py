@@ -93,7 +93,7 @@ def check(
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradients(name, reduction):

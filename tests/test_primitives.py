@@ -214,7 +214,7 @@ def loss(function, w, x):
     )
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(84)
 @pytest.mark.parametrize(
     ("dtype", "policy"),
     [

@@ -96,7 +96,7 @@ def exchanged_by_flax(name, split, mesh, mapped=False):
     return exchanged(compiled(theirs, count, split, mesh, mapped))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 @each_case
 @each_implementation
 @each_axis_type
