@@ -5,7 +5,7 @@
 
 Everything comes from the package index. The weights are MiniLM's (Wang et al. 2020,
 arXiv:2002.10957; 6 layers, 384 wide). The model learns which package of Python's standard library a
-docstring documents. This takes about 5 minutes on two CPU cores. One table shows accuracy, loss,
+docstring documents. This takes 5 to 10 minutes on two CPU cores. One table shows accuracy, loss,
 and the bytes saved for the backward pass; --output gets its numbers and a plot. After
 `pip install ".[planner]"` the table also shows the peak memory of a training step on a GPU. You
 need no GPU for that.

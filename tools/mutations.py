@@ -56,22 +56,11 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
         raise RuntimeError(f"{mutation.name}: {mutation.file} has `old` {count} times")
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     # With `-m ""` slow tests run too.
-    options = [
-        "-m",
-        "",
-        "-x",
-        "-q",
-        "-n0",
-        "-rfE",
-        "--tb=no",
-        "-p",
-        "no:cacheprovider",
-        "--durations=0",
-    ]
+    options = '-m "" -x -q -n0 -rfE --tb=no -p no:cacheprovider --durations=0'
     paths = [directory, os.environ.get("PYTHONPATH", "")]
     # Bytecode is told from its source by size and second.
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", *options, *shlex.split(mutation.tests)]
+    command = [sys.executable, "-m", "pytest", *shlex.split(options), *shlex.split(mutation.tests)]
     try:
         done = subprocess.run(
             command, cwd=directory, env=os.environ | own, capture_output=True, text=True
