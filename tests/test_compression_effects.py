@@ -281,6 +281,7 @@ def sharded(w_spec, x_spec, out_spec, w, x):
 SPEC = jax.sharding.PartitionSpec
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "product",
     [

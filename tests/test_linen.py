@@ -118,6 +118,7 @@ def test_every_field_means_what_it_means_in_flax(mixed_dtypes, norm, given, mask
 
 
 @each_norm
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("x_dtype", "dtype", "affine"),
     [

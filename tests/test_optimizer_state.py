@@ -159,14 +159,14 @@ def test_rows_without_gradient_do_not_drift():
 
 def test_no_number_becomes_zero_and_the_mean_is_right():
     """A second moment changes by less than a code in a step."""
-    params = {"w": jnp.zeros((256, 256))}
+    params = {"w": jnp.zeros((32, 256))}
     ours = lm.compress_state(optax.rmsprop(1.0, decay=0.999, eps=0.0))
-    sizes = 10 ** jax.random.uniform(jax.random.key(0), (256, 256), minval=-8, maxval=0)
+    sizes = 10 ** jax.random.uniform(jax.random.key(0), (32, 256), minval=-8, maxval=0)
     _, state = ours.update({"w": sizes}, ours.init(params))
     assert float(lm.decompress_state(state)[0].nu["w"].min()) > 0
 
     def step(state, _):
-        return ours.update({"w": 0.1 * jnp.ones((256, 256))}, state)[1], None
+        return ours.update({"w": 0.1 * jnp.ones((32, 256))}, state)[1], None
 
     state = jax.jit(lambda s: jax.lax.scan(step, s, length=3000)[0])(state)
     moments = lm.decompress_state(state)[0].nu["w"]
