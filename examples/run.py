@@ -124,7 +124,11 @@ def identity(options: dict[str, Any], *trees: Any) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Orbax's checkpoints of a training state, with the identity of their run."""
+    """Orbax's checkpoints of a training state, with the identity of their run.
+
+    Raises:
+      ValueError: the newest is another run's, or damaged.
+    """
 
     def __init__(self, folder: Path, run: dict[str, Any], keep: int):
         self._folder, self._run = folder.resolve(), {**run, "version": f"JAX {jax.__version__}"}
@@ -132,17 +136,11 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         #: Whether the machine is about to go, and this is the step to save. Call it at every step.
         self.reached_preemption = self._manager.reached_preemption
+        if (step := self._manager.latest_step()) is not None:
+            self._check(self._read(step, "run", ocp.args.JsonRestore()))
 
-    def restore(self, abstract: Any) -> Any:
-        """Returns the newest state, or None.
-
-        Raises:
-          ValueError: it is another run's, or damaged.
-        """
-        step, new = self._manager.latest_step(), self._run
-        if step is None:  # the run was killed before
-            return None
-        old = self._read(step, "run", ocp.args.JsonRestore())
+    def _check(self, old: dict[str, Any]) -> None:
+        new = self._run
         for name in sorted(old["options"] | new["options"]):
             was, now = (run["options"].get(name) for run in (old, new))
             if was != now:
@@ -152,6 +150,15 @@ class Checkpoints:
             raise ValueError("--resume: expected the run's data and tensors, but they have changed")
         if (was := old.get("version")) != new["version"] and jax.process_index() == 0:
             print(f"resuming with {new['version']} a run of {was}: its numbers may differ")
+
+    def restore(self, abstract: Any) -> Any:
+        """Returns the newest state, or None if the run was killed before the first.
+
+        Raises:
+          ValueError: it is damaged.
+        """
+        if (step := self._manager.latest_step()) is None:
+            return None
         state = self._read(step, "state", ocp.args.StandardRestore(abstract))
         if state.step != step:
             found = f"expected the state of step {step}, found step {state.step}"

@@ -217,6 +217,7 @@ def train(config: Config) -> None:
     )
     model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
+    saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # or another run's error
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
         params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
@@ -248,7 +249,6 @@ def train(config: Config) -> None:
     start = partial(training.init_state, optimizer=optimizer, dtype=dtype, param_dtype=master)
     abstract = jax.eval_shape(start, trained)
     parts = training.shardings(abstract, mesh)
-    saved = Checkpoints(config.output / "checkpoints", run, config.keep)
     array = lambda x, part: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=part)  # noqa: E731
     state = saved.restore(jax.tree.map(array, abstract, parts)) if config.resume else None
     if state is None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def run(tmp_path, monkeypatch):
         text = () if "--data.train" in options else ("--data.train", str(tmp_path / "train.tsv"))
         command = ["train.py", *text, "--output", str(folder), *map(str, options)]
         monkeypatch.setattr(sys, "argv", command)
-        return exit_status(lambda: train.train(command_line(train.Config))), folder
+        status = exit_status(lambda: train.train(command_line(train.Config)))
+        for thread in threading.enumerate():
+            if thread.name == "async_save":  # a process waits for Orbax when it ends
+                thread.join()
+        return status, folder
 
     return run
 
