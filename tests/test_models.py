@@ -304,7 +304,7 @@ def test_slices_of_tokens(name, method):
     found = []
     for tiles in (None, 5):
         model = FAMILIES[name].build(config, Compute(method, tiles=tiles))
-        params = initial(model, ids)["params"]
+        params = jax.jit(model.init)(jax.random.key(1), ids)["params"]
         run = lambda p, m=model: m.apply({"params": p}, ids, targets=ids) / ids.size  # noqa: E731
         found.append((params, *jax.jit(jax.value_and_grad(run))(params)))
     (params, loss, grads), (same, value, ours) = found
