@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
@@ -19,8 +18,8 @@ from lowmembp_jax.compression.jaxprs import every_equation
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 ROWS, WIDTH = 24, 16
 #: Drawn so that no sum of a function nearly cancels.
-W = normal(WIDTH, WIDTH, key=20) / 4
-X = normal(ROWS, WIDTH, key=21)
+W = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / 4
+X = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
 SQUARE = jnp.eye(WIDTH)
 
 
