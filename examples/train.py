@@ -217,7 +217,7 @@ def train(config: Config) -> None:
     )
     model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
-    saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # or another run's error
+    saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # before work is lost
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
         params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
