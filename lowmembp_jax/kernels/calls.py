@@ -65,7 +65,7 @@ def activation_forward(
         return y, codes.reshape(codes.size)[: x.size].reshape(x.shape)
 
     axes = ascii_lowercase[: x.ndim]
-    y, codes = Partitioned(local, (axes,), (axes, axes))(x)
+    y, codes = Partitioned(local, (axes,), (axes, axes), (None,))(x)
     return y, codes
 
 
@@ -87,7 +87,7 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
         return (kernel(packed, g),)
 
     axes = ascii_lowercase[: g.ndim]
-    return Partitioned(local, (axes, axes), (axes,))(codes, g)[0]
+    return Partitioned(local, (axes, axes), (axes,), (None, None))(codes, g)[0]
 
 
 def gated_forward(gate: Array, up: Array, function: str, implementation: str) -> Array:
@@ -96,7 +96,8 @@ def gated_forward(gate: Array, up: Array, function: str, implementation: str) ->
         _kernels(implementation).gated.gated_forward, implementation, function=function
     )
     axes = ascii_lowercase[: gate.ndim]
-    return Partitioned(lambda *arrays: (kernel(*arrays),), (axes, axes), (axes,))(gate, up)[0]
+    run = Partitioned(lambda *arrays: (kernel(*arrays),), (axes, axes), (axes,), (None, None))
+    return run(gate, up)[0]
 
 
 def gated_backward(
@@ -107,7 +108,7 @@ def gated_backward(
         _kernels(implementation).gated.gated_backward, implementation, function=function
     )
     axes = ascii_lowercase[: gate.ndim]
-    d_gate, d_up = Partitioned(kernel, (axes,) * 3, (axes,) * 2)(gate, up, g)
+    d_gate, d_up = Partitioned(kernel, (axes,) * 3, (axes,) * 2, (None,) * 3)(gate, up, g)
     return d_gate, d_up
 
 
@@ -143,6 +144,7 @@ def norm_forward(
         local,
         (axes, *("m" for there in given if there)),
         (axes, *(axes for _ in range(keeps)), axes[:-1]),
+        (None, *(None for there in given if there)),
         whole="m",
     )
     out, *normalized, rstd = run(x, *(p for p in (scale, bias) if p is not None))
@@ -176,7 +178,13 @@ def norm_backward(
 
     axes = _axes(kept.ndim)
     parameters = tuple("m" for there in given if there)
-    run = Partitioned(local, (axes, axes[:-1], axes, *parameters), (axes, *parameters), whole="m")
+    run = Partitioned(
+        local,
+        (axes, axes[:-1], axes, *parameters),
+        (axes, *parameters),
+        (0, 0, 0, *(None for _ in parameters)),
+        whole="m",
+    )
     dx, *sums = run(kept, rstd[..., 0], g, *(p for p in (scale, bias) if p is not None))
     rest = iter(sums)
     d_scale, d_bias = (next(rest) if there else None for there in given)

@@ -44,6 +44,8 @@ def _run(spec: Spec, arrays: Arrays, ct: dict[str, Array], known: dict[str, Arra
     matrices = ["vm" if table else "mv" for table in spec.tables]
     axes = Arrays(tokens + "m", matrices[0], tokens, tokens, "v", tokens + "n")
     axes = axes._replace(reference_kernel=matrices[1].replace("m", "n"), reference_bias="v")
+    # A negative label makes `run_tiles` ignore all other numbers of a token.
+    neutral = Arrays(None, 0, -1, None, 0, None, 0, 0)
     fields = {name: x for name, x in arrays._asdict().items() if x is not None}
     given = tuple(map(tuple, (fields, ct, known)))
     wanted = spec.wanted[:3]
@@ -53,6 +55,10 @@ def _run(spec: Spec, arrays: Arrays, ct: dict[str, Array], known: dict[str, Arra
         jax.named_scope(spec.name)(partial(run_tiles, spec, given)),  # for the planner's rows
         (*(getattr(axes, name) for name in fields), *[tokens] * (len(ct) + len(known))),
         (*found, *of),
+        (*(getattr(neutral, name) for name in fields), *[None] * (len(ct) + len(known))),
+        # Plain JAX sums these gradients in bfloat16, too. The range of float16 would be too small.
+        sums=(None,) * len(found)
+        + (jnp.bfloat16 if arrays.hidden.dtype == jnp.bfloat16 else None,) * len(of),
         whole="m" if arrays.reference_hidden is None else "mn",
         reduced="v",
         done=len(found),

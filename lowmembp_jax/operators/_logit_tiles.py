@@ -8,7 +8,7 @@ vocabulary exchange only numbers per token.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -82,13 +82,23 @@ def _times(p: Array, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Words:
-    """Some words of one device's part of the vocabulary: kernels, biases, and the first number."""
+    """Some words of one device's part of the vocabulary.
+
+    Attributes:
+      over: the axes of the mesh that split the vocabulary.
+      arrays: kernels and biases of these words.
+      first: the number of the first word.
+      all: the number of words on all devices.
+      counted: which of these words count, or None for all. Padding of the last shards does not, nor
+        do words that another part has.
+    """
 
     spec: Spec
     over: tuple[str, ...]
     arrays: Arrays
     first: Any
     all: int
+    counted: Array | None = None
 
     @property
     def count(self) -> int:
@@ -110,15 +120,19 @@ class _Words:
     def across(self, reduce: Any, x: Array) -> Array:
         return reduce(x, self.over) if self.over else x
 
+    def real(self, x: Array, other: float) -> Array:
+        """Replaces the numbers of words that do not count."""
+        return x if self.counted is None else jnp.where(self.counted[None], x, other)
+
     def sum(self, x: Array) -> Array:
-        return self.across(lax.psum, jnp.sum(x, axis=1))
+        return self.across(lax.psum, jnp.sum(self.real(x, 0), axis=1))
 
     def softmax(self, z: Array) -> tuple[Array, Array, Array, Array]:
         """Returns the largest logit of each row, and `most`, `rest` and `z - most`.
 
         The logsumexp is `most + rest`. `most` is the largest logit, or 0 if it is not finite.
         """
-        largest = self.across(lax.pmax, jnp.max(z, axis=1))
+        largest = self.across(lax.pmax, jnp.max(self.real(z, -jnp.inf), axis=1))
         is_finite = jnp.isfinite(largest)
         most = jnp.where(is_finite, largest, 0)
         u = z - most[:, None]
@@ -245,10 +259,15 @@ def _sizes(spec: Spec, size: Any, features: int, words: int, dtype: Any, cuts_wo
     return _Sizes(parts, words, steps, tiles, rows)
 
 
-def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, over: tuple):
+def run_tiles(
+    spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, over: tuple, length: int
+):
     """Computes losses and gradients for the tokens and words of one device.
 
+    Tokens with a negative label, and words from `length` on, affect nothing.
+
     Args:
+      over, length: see `Partitioned`; `length` is the number of words on all devices.
       given: the names of `arrays`: of some fields of `Arrays`, of some results whose cotangents
         they are, and of the statistics. Without statistics this is a forward, in which the
         cotangent of each loss is its weight.
@@ -266,7 +285,6 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
     cuts_words = not is_forward and spec.wanted[1]
     cut = _sizes(spec, size, features, count, h.dtype, cuts_words)
     rows, tiles, stride = cut.rows, cut.tiles, cut.rows * cut.tiles
-    vocab = count * math.prod(lax.axis_size(axis) for axis in over)
     first = lax.axis_index(over) * count if over else 0
     if is_forward:
         ct = {"loss": jnp.ones(shape, wide) if whole.weights is None else whole.weights}
@@ -295,8 +313,8 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
         valid = rows_of(labels, start, count)[:, None] >= 0
         return [jnp.where(valid, rows_of(x, start, count), 0) for x in hs]
 
-    def of_words(words: _Words, fresh: Any, dh: Any):
-        """Runs all tokens over some words; `fresh` tells which of them were in no part before."""
+    def of_words(words: _Words, dh: Any):
+        """Runs all tokens over some words."""
 
         def tile(g: Any, start: Any, offset: Any) -> tuple[Any, Any]:
             start = start + offset
@@ -312,8 +330,8 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
             if g is not None:
                 cts = {name: rows_of(x, start, rows).astype(wide) for name, x in ct.items()}
                 slopes = words.slopes(z, r, own, found, cts)
-                valid_words = valid[:, None] if fresh is None else valid[:, None] & fresh[None]
-                slopes = (jnp.where(valid_words, slopes, 0) * scale).astype(h.dtype)
+                slopes = words.real(jnp.where(valid[:, None], slopes, 0), 0)
+                slopes = (slopes * scale).astype(h.dtype)
                 g = slopes if tiles == 1 else lax.dynamic_update_slice_in_dim(g, slopes, offset, 0)
             if not is_forward:
                 return g, ()
@@ -352,11 +370,13 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
     # float32, and the range of float16 is too small
     dtype = h.dtype if cut.parts == 1 else wide
     dh = zeros((cut.steps * stride, features), dtype) if spec.wanted[0] else None
+    words = _Words(spec, over, whole, first, length)
+    if count * math.prod(lax.axis_size(axis) for axis in over) != length:
+        words = replace(words, counted=first + jnp.arange(count) < length)
     if cut.parts == 1:
-        words = _Words(spec, over, whole, first, vocab)
-        dh, others, found = of_words(words, None, dh)
+        dh, others, found = of_words(words, dh)
     else:
-        dh, others = _over_parts(spec, cut, whole, (over, first, vocab), of_words, dh, zeros)
+        dh, others = _over_parts(words, cut, of_words, dh, zeros)
         found = ()
     dh = None if dh is None else dh[:size].astype(h.dtype).reshape(*shape, features)
     gradients = [x for x in (dh, *others) if x is not None]
@@ -368,11 +388,9 @@ def run_tiles(spec: Spec, given: tuple[tuple[str, ...], ...], *arrays: Array, ov
     return (jnp.sum(total), *found.values(), *gradients)
 
 
-def _over_parts(
-    spec: Spec, cut: _Sizes, whole: Arrays, place: Any, of_words: Callable, dh: Any, zeros: Callable
-):
+def _over_parts(words: _Words, cut: _Sizes, of_words: Callable, dh: Any, zeros: Callable):
     """Runs `of_words` for each part of the words. The last part overlaps the one before it."""
-    (over, first, vocab), width = place, cut.words
+    spec, whole, width = words.spec, words.arrays, cut.words
     axes = [0 if table else 1 for table in spec.tables]
     fields = {"kernel": axes[0], "bias": 0, "reference_kernel": axes[1], "reference_bias": 0}
     count, wide = whole.kernel.shape[axes[0]], compute_dtype(whole.hidden.dtype)
@@ -386,8 +404,13 @@ def _over_parts(
             if (x := getattr(whole, name)) is not None
         }
         fresh = start + jnp.arange(width) >= begin
-        words = _Words(spec, over, whole._replace(**parts), first + start, vocab)
-        dh, (new_dk, new_db), _ = of_words(words, fresh, dh)
+        counted = (
+            fresh
+            if words.counted is None
+            else fresh & lax.dynamic_slice_in_dim(words.counted, start, width)
+        )
+        own = replace(words, arrays=whole._replace(**parts), first=words.first + start)
+        dh, (new_dk, new_db), _ = of_words(replace(own, counted=counted), dh)
         # XLA would move the rounding, and keep the whole sum in float32.
         new_dk = lax.optimization_barrier(new_dk.astype(dk.dtype))
 
