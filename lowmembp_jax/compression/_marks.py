@@ -291,7 +291,10 @@ class _Decisions:
             return self.marker.format(var, fact, need)
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
-        if is_softmax or (is_saved and (not rules.rule(eqn).passes or _narrows(eqn, need))):
+        # Another sharding may take a collective, which does not run again if the policy saves it.
+        is_moved = name in ("reshard", "sharding_constraint")
+        is_made = not rules.rule(eqn).passes or is_moved or _narrows(eqn, need)
+        if is_softmax or (is_saved and is_made):
             return self.marker.format(var, fact, need)
         if need.level == EXACT and fact.lossy and rules.rule(eqn).reduces:
             return exact

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -45,6 +47,27 @@ def with_whole_rows(run: Callable[..., Array], *arrays: Array | None) -> Array:
         return run(*arrays)
     y, spec = run(*map(whole, arrays)), jax.typeof(arrays[0]).sharding.spec
     return resharded(y, spec) if any(spec[-1:]) else y
+
+
+#: The identity, whose lowering for `jax.export` with several devices is an error.
+_not_exported_p = Primitive("lowmembp_not_exported")
+_not_exported_p.def_impl(lambda x: x)
+_not_exported_p.def_abstract_eval(lambda x: x)
+
+
+def _lower_not_exported(ctx, x):
+    context = ctx.module_context
+    devices = getattr(context.axis_context, "num_devices", 1)
+    if context.lowering_parameters.for_export and devices > 1:
+        raise NotImplementedError(
+            f"jax.export: expected a mesh with explicit axes, or `jax.shard_map`, around losses and "
+            f"kernels of lowmembp_jax for {devices} devices; JAX cannot export the "
+            f"`custom_partitioning` that meshes with automatic axes need"
+        )
+    return [x]
+
+
+mlir.register_lowering(_not_exported_p, _lower_not_exported)
 
 
 @dataclass(frozen=True)
@@ -242,4 +265,4 @@ class Partitioned:
             sharding_rule=self._rule(),
             need_replication_factors=tuple(self.whole),
         )
-        return run
+        return lambda first, *rest: run(_not_exported_p.bind(first), *rest)
