@@ -226,3 +226,46 @@ def test_rows_and_tiles_add_no_collective(norm, spec, width):
         assert added <= Counter({"all-reduce": over_shards})
         assert exchanged(ours).total() <= (1.02 if over_shards else 1) * exchanged(plain).total()
         assert error(ours(p, x), plain(p, x)) < 0.05
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_that_the_policy_saves_are_gathered_once(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+
+    def gathered(w):
+        whole = NamedSharding(mesh, P())
+        if kind == AxisType.Explicit:
+            return jax.sharding.reshard(w, whole)
+        return lax.with_sharding_constraint(w, whole)
+
+    def block(w, x):
+        return x + jnp.tanh(x @ gathered(w["up"])) @ gathered(w["down"])
+
+    policy = jax.checkpoint_policies.everything_saveable
+    with jax.set_mesh(mesh):
+        args = {"up": normal(32, 128), "down": normal(128, 32)}, normal(64, 32)
+        args = jax.device_put(args, NamedSharding(mesh, P("x")))
+
+        def gathers(block):
+            step = jax.jit(jax.grad(lambda w, x: jnp.sum(block(w, x) ** 2)))
+            return collectives(step.lower(*args).compile())
+
+        plain = gathers(jax.checkpoint(block, policy=policy))
+        assert plain["all-gather"] == 2
+        assert gathers(lm.compress(block, policy=policy)) == plain
+        again = gathers(jax.checkpoint(block, policy=lm.products_saveable))
+        assert gathers(lm.compress(block)) <= again
+
+
+def test_rows_that_the_devices_do_not_divide_exchange_a_byte_each():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P(None, "x"))
+
+    def block(w, x):
+        return jnp.tanh(lax.with_sharding_constraint(x, split)) @ w
+
+    def size(block):
+        step = jax.jit(jax.grad(lambda w, x: jnp.sum(block(w, x) ** 2), (0, 1)))
+        return exchanged(step.lower(normal(1001, 1001), normal(45, 1001)).compile()).total()
+
+    assert size(lm.compress(block)) <= size(jax.checkpoint(block)) + 2 * 45

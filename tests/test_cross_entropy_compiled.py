@@ -275,3 +275,19 @@ def test_export_with_a_symbolic_number_of_tokens(name):
     for batch, length in ((1, 1), (3, 5)):
         given = hidden[:batch, :length], kernel, labels[:batch, :length]
         assert_close(exported.call(*given), jax.jit(step)(*given))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
+def test_export_for_several_devices(kind):
+    args, specs = example(), (P("data"), P(), P("data"))
+    own = AxisType.Auto if kind == AxisType.Manual else kind
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(own,))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    step = jax.jit(gradient(OURS if kind == own else mapped))
+    placed = jax.device_put(args, tuple(NamedSharding(mesh, spec) for spec in specs))
+    if kind == AxisType.Auto:
+        with pytest.raises(NotImplementedError, match=r"explicit axes.*shard_map.*got automatic"):
+            jax.export.export(step)(*placed)
+    else:
+        with jax.set_mesh(mesh):
+            assert_close(jax.export.export(step)(*placed).call(*placed), expected())

@@ -60,9 +60,9 @@ def _lower_not_exported(ctx, x):
     devices = getattr(context.axis_context, "num_devices", 1)
     if context.lowering_parameters.for_export and devices > 1:
         raise NotImplementedError(
-            f"jax.export: expected a mesh with explicit axes, or `jax.shard_map`, around losses and "
-            f"kernels of lowmembp_jax for {devices} devices; JAX cannot export the "
-            f"`custom_partitioning` that meshes with automatic axes need"
+            f"jax.export: losses and kernels of lowmembp_jax: expected explicit axes of the mesh, "
+            f"or `jax.shard_map` around them, got automatic axes of {devices} devices, for which "
+            f"JAX cannot export `custom_partitioning`"
         )
     return [x]
 

@@ -93,7 +93,7 @@ class _Blocks(NamedTuple):
 
     @property
     def _is_padded(self) -> bool:
-        return self.count * self.size != self.shape[self.axis] // self.parts
+        return self.count * self.size != self._part
 
     @property
     def _is_tiled(self) -> bool:
@@ -106,36 +106,33 @@ class _Blocks(NamedTuple):
         y = split_axis(x, self.axis, size)
         return split_axis(y, self.axis - 1, 8) if self.axis else y  # a vector has no rows
 
-    def _padded(self, y: Array, like: Array) -> Array:
-        """Gives y the shape of the array with whole blocks, and the spec of `like`."""
-        size = self.parts * self.count * self.size
-        shape = (*self.shape[: self.axis], size, *self.shape[self.axis + 1 :])
-        return reshape(y, shape, explicit_spec(like))
+    @property
+    def _part(self) -> int:
+        return self.shape[self.axis] // self.parts
 
     def cut(self, x: Array) -> Array:
-        """Splits the axis into an axis of blocks and an axis of their elements, padded with 0."""
-        if self._is_tiled:
-            return self._tiles(x, _LANES)
+        """Splits the axis into an axis of blocks and an axis of their elements.
+
+        If the last block of a part has fewer elements, nothing is split.
+        """
         if self._is_padded:
-            y = split_axis(x, self.axis, self.shape[self.axis] // self.parts)
-            widths = [(0, 0, 0)] * y.ndim
-            widths[self.axis + 1] = 0, self.count * self.size - y.shape[self.axis + 1], 0
-            x = self._padded(lax.pad(y, jnp.zeros((), x.dtype), widths), like=x)
-        return split_axis(x, self.axis, self.size)
+            return x
+        return self._tiles(x, _LANES) if self._is_tiled else split_axis(x, self.axis, self.size)
 
     def joined(self, y: Array, like: Array) -> Array:
         """Undoes `cut`, for the spec of `like`."""
-        if self._is_padded:
-            y = split_axis(self._padded(y, like), self.axis, self.count * self.size)
-            y = lax.slice_in_dim(y, 0, self.shape[self.axis] // self.parts, axis=self.axis + 1)
         return reshape(y, self.shape, explicit_spec(like))
-
-    def elements(self, y: Array) -> int:
-        """The axis of a cut array that has the elements of a block."""
-        return self.axis + y.ndim - len(self.shape)
 
     def largest(self, y: Array, like: Array) -> Array:
         """The maximum of each block of a cut array, with blocks instead of elements on the axis."""
+        if self._is_padded:
+            y, axis = split_axis(y, self.axis, self._part), self.axis + 1
+            widths = [(0, 0, 0)] * y.ndim
+            widths[axis] = 0, self.count * self.size - self._part, 0
+            y = split_axis(lax.pad(y, jnp.zeros((), y.dtype), widths), axis, self.size)
+            shape = list(self.shape)
+            shape[self.axis] = self.parts * self.count
+            return reshape(jnp.max(y, axis + 1), tuple(shape), explicit_spec(like))
         largest = jnp.max(y, self.elements(y))
         if not self._is_tiled:
             return largest
@@ -145,9 +142,17 @@ class _Blocks(NamedTuple):
 
     def spread(self, scales: Array) -> Array:
         """Gives each block's scale the axes of a cut array."""
+        if self._is_padded:
+            y, axis = split_axis(scales, self.axis, self.count), self.axis + 1
+            y = lax.slice_in_dim(jnp.repeat(y, self.size, axis), 0, self._part, axis=axis)
+            return reshape(y, self.shape, explicit_spec(scales))
         if self._is_tiled:
             return self._tiles(jnp.repeat(scales, self.size // _LANES, axis=-1), 1)
         return jnp.expand_dims(scales, self.axis + 1)
+
+    def elements(self, y: Array) -> int:
+        """The axis of a cut array that has the elements of a block."""
+        return self.axis + y.ndim - len(self.shape)
 
 
 def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:
