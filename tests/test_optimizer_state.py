@@ -330,4 +330,4 @@ def test_an_update_has_no_temporaries_but_new_scales(width):
         return optax.apply_updates(params, updates), state
 
     size = temporaries(step, params, state, params, donate_argnums=(0, 1), device="h200")
-    assert size <= 2 * sum(4 * scales.size for scales in jax.tree.leaves(state.scales))
+    assert size <= 3 * sum(4 * scales.size for scales in jax.tree.leaves(state.scales))

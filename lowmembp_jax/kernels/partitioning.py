@@ -118,10 +118,10 @@ class Partitioned:
     def _batched(self, axis_size: int, batched: Sequence[bool], *args: Array):
         every = (True,) * len(self.outputs)
         if axis_size == 0:  # no grid of a kernel is empty
-            elements = (
+            elements = [
                 jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if b else a
                 for a, b in zip(args, batched, strict=True)
-            )
+            ]
             one = jax.eval_shape(self._local((), self._lengths(elements)), *elements)
             return tuple(jnp.zeros((0, *a.shape), a.dtype) for a in one), every
         new = next(letter for letter in "zyxwvuts" if letter not in "".join(self.inputs))
