@@ -90,7 +90,6 @@ class Partitioned:
       reduced: the name of an axis over whose shards `local` reduces by itself, or "". `local` then
         has the arguments `over`, the axes of the mesh that split this axis, and `length`, the
         number of its elements on all devices. It must not count padded elements.
-      sums: for each result the dtype in which devices sum it, or None for its own.
       done: the number of results, from the first on, that `local` has reduced over `reduced`.
       over: the value of `over` inside `shard_map`, where only the caller knows it.
     """
@@ -99,7 +98,6 @@ class Partitioned:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     neutral: tuple[float | None, ...]
-    sums: tuple[Any, ...] = ()
     whole: str = ""
     reduced: str = ""
     done: int = 0
@@ -161,10 +159,7 @@ class Partitioned:
         def summed_over_devices(place: int, result: Array) -> Array:
             axes = self.outputs[place] + (self.reduced if place < self.done else "")
             of_mesh = tuple(a for name in split if name not in axes for a in split[name])
-            if not of_mesh:
-                return result
-            dtype = self.sums[place] if self.sums else None
-            return lax.psum(result.astype(dtype or result.dtype), of_mesh).astype(result.dtype)
+            return lax.psum(result, of_mesh) if of_mesh else result
 
         def filled(x: Array, axes: str, neutral: float | None) -> Array:
             if neutral is None:

@@ -56,9 +56,6 @@ def _run(spec: Spec, arrays: Arrays, ct: dict[str, Array], known: dict[str, Arra
         (*(getattr(axes, name) for name in fields), *[tokens] * (len(ct) + len(known))),
         (*found, *of),
         (*(getattr(neutral, name) for name in fields), *[None] * (len(ct) + len(known))),
-        # Plain JAX sums these gradients in bfloat16, too. The range of float16 would be too small.
-        sums=(None,) * len(found)
-        + (jnp.bfloat16 if arrays.hidden.dtype == jnp.bfloat16 else None,) * len(of),
         whole="m" if arrays.reference_hidden is None else "mn",
         reduced="v",
         done=len(found),

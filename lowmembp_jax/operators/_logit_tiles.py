@@ -274,7 +274,8 @@ def run_tiles(
 
     Returns:
       For a forward, the sum of the weights times the losses, and `Spec.found` of each token. Then
-      the wanted gradients (kernel and bias in float32, unless the words are cut).
+      the wanted gradients: the bias' in float32, the others' in their dtype. The kernel's is in
+      float32 for float16, whose range would be too small.
     """
     rest = iter(arrays)
     of_fields, ct, known = ({name: next(rest) for name in names} for names in given)
@@ -374,7 +375,8 @@ def run_tiles(
     if count * math.prod(lax.axis_size(axis) for axis in over) != length:
         words = replace(words, counted=first + jnp.arange(count) < length)
     if cut.parts == 1:
-        dh, others, found = of_words(words, dh)
+        dh, (dk, db), found = of_words(words, dh)
+        others = [dk.astype(h.dtype) if h.dtype == jnp.bfloat16 and dk is not None else dk, db]
     else:
         dh, others = _over_parts(words, cut, of_words, dh, zeros)
         found = ()

@@ -57,9 +57,9 @@ def linear_cross_entropy(
 
     With reduction "mean" or "sum" the forward also computes the gradients, and the backward
     multiplies them by the cotangent. This takes three products, as many as plain JAX. The
-    residuals are the gradients of hidden, in its dtype, and of kernel, in float32. Unneeded
-    gradients, such as the gradient of a frozen kernel, are not computed. With reduction "none" the
-    backward recomputes each tile's logits, which is a fourth product.
+    residuals are the gradients of hidden and kernel, in their dtype. For float16, the kernel's is in
+    float32. Unneeded gradients, such as the gradient of a frozen kernel, are not computed. With
+    reduction "none" the backward recomputes each tile's logits, which is a fourth product.
 
     Sharded tokens and a sharded vocabulary stay sharded, under meshes with automatic or explicit
     axes and inside `jax.shard_map`. Devices that share the vocabulary exchange numbers per token
