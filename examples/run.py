@@ -1,15 +1,20 @@
 """The folder of a run: results and a log as JSON, and checkpoints by Orbax."""
 
+import contextlib
+import datetime
 import hashlib
 import itertools
 import json
 import math
 import os
+import platform
+import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +23,7 @@ import tyro
 from jax.experimental import multihost_utils
 
 T = TypeVar("T")
+_CLAIM = "running.txt"
 
 
 class Diverged(Exception):
@@ -90,13 +96,103 @@ def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
 def check_output(option: str, folder: Path, resume: bool = False) -> None:
     """Raises ValueError if the folder has files, or with `resume` if there is nothing to resume."""
     try:
-        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise ValueError(f"{option}: {folder}: {error.strerror}") from error
     if resume and "checkpoints" not in found:
         raise ValueError(f"--resume: expected a run with checkpoints in {folder}, found none")
-    if found and not resume:
+    if (found := sorted(found - {_CLAIM})) and not resume:
         raise ValueError(f"{option}: expected a new or an empty folder, found {folder / found[0]}")
+
+
+@contextlib.contextmanager
+def claimed(option: str, folder: Path, resume: bool = False) -> Iterator[None]:
+    """Keeps other runs out of a folder that `check_output` accepts. Process 0 claims it for all.
+
+    Raises:
+      ValueError: another run writes into the folder, or `check_output` refuses it.
+    """
+    file, made = None, [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        if jax.process_index() == 0:
+            try:
+                file = _claim(option, folder)
+            except OSError as error:
+                raise ValueError(f"{option}: {folder}: {error.strerror}") from error
+        check_output(option, folder, resume)
+        yield
+    finally:
+        if file is not None:
+            (folder / _CLAIM).unlink(missing_ok=True)
+            file.close()
+        with contextlib.suppress(OSError):  # a folder with files stays
+            for path in made:
+                path.rmdir()
+
+
+def _claim(option: str, folder: Path) -> BinaryIO:
+    """Creates the file that names this process, and locks it.
+
+    The system drops the lock of a dead process. Then another run on the same host takes over.
+    """
+    path, now = folder / _CLAIM, datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+    for _ in range(10):  # another run may be starting or ending
+        folder.mkdir(parents=True, exist_ok=True)
+        file = None
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                file = path.open("xb", buffering=0)
+                _lock(file, wait=True)
+            except FileExistsError:
+                file = _take_over(option, path)
+        if file is None:
+            time.sleep(0.1)
+            continue
+        try:
+            file.write(f"process {os.getpid()} on {platform.node()}, started {now}\n".encode())
+        except OSError:
+            path.unlink()
+            file.close()
+            raise
+        return file
+    found = f"expected the name of a process, found {reprlib.repr(path.read_bytes())}"
+    raise ValueError(f"{option}: {path}: {found}; if no run uses the folder, delete the file")
+
+
+def _take_over(option: str, path: Path) -> BinaryIO | None:
+    """Locks the file of a dead process. Returns None if the file is new, damaged, or deleted."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("r+b", buffering=0))
+        is_locked = _lock(file)
+        text = file.read().decode(errors="replace")
+        owner = re.fullmatch(r"(process \d+ on (.+), started .+)\n", text)
+        if owner is None:
+            return None
+        if not is_locked or owner[2] != platform.node():
+            advice = "wait for it, stop it, or choose another folder"
+            if is_locked is not False:
+                advice += f"; if it is dead, delete {path}"
+            raise ValueError(f"{option}: {path.parent}: in use by {owner[1]}; {advice}")
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return None
+        print(f"{path.parent}: taken over from {owner[1]}, which is dead")
+        file.seek(0)
+        file.truncate()
+        stack.pop_all()
+        return file
+
+
+def _lock(file: BinaryIO, wait: bool = False) -> bool | None:
+    """Returns whether this process has the file's lock now, or None if the system has no locks."""
+    try:
+        import fcntl  # Windows has none
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def write_json(path: Path, content: Any) -> None:

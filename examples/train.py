@@ -15,6 +15,7 @@ The run writes log.jsonl, checkpoints and results.json into --output. To continu
 announces that its machine is about to go.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -40,6 +41,7 @@ from run import (
     Log,
     agree,
     check_output,
+    claimed,
     command_line,
     exit_status,
     identity,
@@ -122,8 +124,12 @@ _RANGES = {
 }
 
 
-def _read(config: Config) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
-    """Checks the options, and reads the files; raises ValueError, which begins with an option.
+def _read(
+    config: Config, stack: contextlib.ExitStack
+) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
+    """Checks the options, claims --output until the stack ends, and reads the files.
+
+    Raises ValueError, which begins with an option.
 
     Returns the family, sizes, a checkpoint's parameters or None, the data, the log, and the run's
     identity.
@@ -135,7 +141,7 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
     if config.batch_size % config.accumulate:
         given = f"{config.accumulate}, got {config.batch_size}"
         raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
-    check_output("--output", config.output, config.resume)
+    stack.enter_context(claimed("--output", config.output, config.resume))
     if config.export is not None:
         check_output("--export", config.export)
     log = Log(config.output / "log.jsonl")
@@ -189,8 +195,13 @@ def train(config: Config) -> None:
         place = (config.coordinator, config.process_count, config.process_index)
         named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
     agree(_options(config, {"coordinator", "process_index"}))
+    with contextlib.ExitStack() as stack:
+        _train(config, stack)
+
+
+def _train(config: Config, stack: contextlib.ExitStack) -> None:
     try:
-        read, error = _read(config), None
+        read, error = _read(config, stack), None
     except Exception as one:
         read, error = None, one
     agree({"data": read and read[-1]["hash"]}, error)

@@ -1,7 +1,11 @@
 """train.py, as a user runs it: results, resuming, exports, meshes, and errors."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -17,7 +21,7 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from run import command_line, exit_status
+from run import claimed, command_line, exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -195,6 +199,87 @@ def test_new_models_in_float16(run, tmp_path, model):
     assert ("perplexity" in results(folder)["dev"]) == (model != "roberta-toy")
 
 
+def claim(folder, host, name="running.txt"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"process 1 on {host}, started 2026-01-01 00:00:00+00:00\n")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_use(tmp_path, resume):
+    folder = tmp_path / "new" / "run"
+    with claimed("--output", folder):
+        (folder / "checkpoints").mkdir()
+        owner = f"in use by process {os.getpid()} on {platform.node()}, started 2"
+        with pytest.raises(ValueError, match=f"--output: .*run: {owner}.*; wait for it, stop it"):
+            claimed("--output", folder, resume).__enter__()
+        (folder / "checkpoints").rmdir()
+    assert not folder.parent.exists()  # it has no files
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_claim_of_a_dead_process(tmp_path, capsys, error):
+    """Another process has its number, here 1."""
+    claim(tmp_path, platform.node())
+    with contextlib.suppress(KeyboardInterrupt), claimed("--output", tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / "running.txt").read_text()
+        (tmp_path / "results.json").touch()
+        if error:
+            raise error
+    assert "taken over from process 1 on" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_claims_that_cannot_be_checked(tmp_path, monkeypatch):
+    def refused(match):
+        with pytest.raises(ValueError, match=f"--output: .*{match}"):
+            claimed("--output", tmp_path).__enter__()
+
+    claim(tmp_path, "elsewhere")
+    refused("in use by process 1 on elsewhere, .*; if it is dead, delete .*running.txt")
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    for damaged in (b"", b"process 1", b"\xff" * 1000):
+        (tmp_path / "running.txt").write_bytes(damaged)
+        refused(r"running.txt: expected the name of a process, found b.*; if no run uses")
+    claim(tmp_path, platform.node())
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    refused("in use by process 1 on .*; if it is dead, delete")
+    (tmp_path / "running.txt").unlink()
+    with claimed("--output", tmp_path):
+        refused(f"in use by process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_one_of_many_runs_gets_the_folder(tmp_path, is_dead):
+    count, together, ended, owners, refusals = 8, threading.Barrier(8), threading.Event(), [], []
+
+    def start(folder):
+        together.wait()
+        try:
+            with claimed("--output", folder):
+                owners.append(folder)
+                ended.wait(60)
+        except ValueError as error:
+            refusals.append(str(error))
+        if len(refusals) == count - 1:
+            ended.set()
+
+    for number in range(10):
+        folder = tmp_path / str(number)
+        if is_dead:
+            claim(folder, platform.node())
+        threads = [threading.Thread(target=start, args=(folder,)) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert owners == [folder] and all("in use by process" in text for text in refusals)
+        owners.clear(), refusals.clear(), ended.clear()
+
+
 def test_a_loss_that_is_not_finite(run, capsys):
     options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
     status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")
@@ -297,3 +382,17 @@ def test_processes_that_differ(tmp_path, first, second, messages):
         errors = process.communicate(timeout=300)[1].splitlines()
         assert process.returncode == 2 and message in errors[-1], errors
         assert not any("Traceback" in line for line in errors)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once(tmp_path):
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    files = "--data.train", tmp_path / "train.tsv", "--output", tmp_path / "run"
+    options = "--steps 60 --checkpoint-every 5"
+    both = [launch(options, *files, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in both]
+    (_, won), (error, lost) = sorted(ends, key=lambda end: end[1])
+    assert (won, lost) == (0, 2) and results(tmp_path / "run")["steps"] == 60
+    assert "run: in use by process" in error.splitlines()[-1] and "Traceback" not in error
+    assert {*os.listdir(tmp_path / "run")} == {"checkpoints", "log.jsonl", "results.json"}
+    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"55", "60"}
