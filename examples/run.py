@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import platform
@@ -12,6 +13,7 @@ import re
 import reprlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -30,19 +32,33 @@ class Diverged(Exception):
     """The loss or the gradients are no longer finite."""
 
 
+class NotWritten(Exception):
+    """The system refuses to write a file of the run. The disk may be full."""
+
+
 def exit_status(command: Callable[[], Any]) -> int:
     """Runs a command and returns its exit status. A line on stderr says what was wrong."""
     try:
         command()
         return 0
-    except (Diverged, ValueError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith("--"):
+    except (Diverged, NotWritten) as error:
+        status, text = 1, f"error: {error}"
+    except ValueError as error:
+        if not str(error).startswith("--"):
             raise  # it is not about an option
-        status, text = (1 if isinstance(error, Diverged) else 2), f"error: {error}"
+        status, text = 2, f"error: {error}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     print(text, file=sys.stderr)
     return status
+
+
+def silence_threads() -> None:
+    """Silences the threads of Orbax and TensorStore; the main thread raises their errors."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = lambda _: None
 
 
 def command_line(kind: type[T], description: str | None = None) -> T:
@@ -195,6 +211,19 @@ def _lock(file: BinaryIO, wait: bool = False) -> bool | None:
     return True
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises NotWritten if the system refuses to write the file or folder."""
+    try:
+        yield
+    except Exception as error:  # Orbax and safetensors give the number in the error's text
+        found = re.search(r"os.error\D*(\d+)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number is None:
+            raise
+        raise NotWritten(f"{path}: cannot be written: {os.strerror(number)}") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes the file whole or not at all."""
     write_text(path, json.dumps(content, indent=2, default=str, allow_nan=False) + "\n")
@@ -202,12 +231,16 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with part.open("x") as file:  # a new file, never one that a link leads to
-        file.write(text)
-    os.replace(part, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        try:
+            with part.open("x") as file:  # a new file, never one that a link leads to
+                file.write(text)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def identity(options: dict[str, Any], *trees: Any) -> dict[str, Any]:
@@ -228,8 +261,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, run: dict[str, Any], keep: int):
         self._folder, self._run = folder.resolve(), {**run, "version": f"JAX {jax.__version__}"}
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        # No other run uses the folder, so an unfinished checkpoint is of a dead run.
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        with writing(self._folder):
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
         #: Whether the machine is about to go, and this is the step to save. Call it at every step.
         self.reached_preemption = self._manager.reached_preemption
         if (step := self._manager.latest_step()) is not None:
@@ -275,11 +310,17 @@ class Checkpoints:
         """Starts to write a checkpoint, unless there is one of this step."""
         if self._manager.latest_step() != step:
             state, run = ocp.args.StandardSave(state), ocp.args.JsonSave(self._run)
-            self._manager.save(step, args=ocp.args.Composite(state=state, run=run), force=True)
+            with writing(self._folder):
+                self._manager.save(step, args=ocp.args.Composite(state=state, run=run), force=True)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written."""
+        with writing(self._folder):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written."""
-        self._manager.wait_until_finished()
+        """Waits, and ends Orbax's threads."""
+        self.wait()
         self._manager.close()
 
 
@@ -311,7 +352,7 @@ class Log:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            with self._path.open("a") as file:
+            with writing(self._path), self._path.open("a") as file:
                 file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
 
 

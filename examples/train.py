@@ -17,7 +17,6 @@ announces that its machine is about to go.
 
 import contextlib
 import dataclasses
-import logging
 import math
 import shlex
 import sys
@@ -39,6 +38,7 @@ from run import (
     Checkpoints,
     Diverged,
     Log,
+    NotWritten,
     agree,
     check_output,
     claimed,
@@ -46,8 +46,10 @@ from run import (
     exit_status,
     identity,
     named,
+    silence_threads,
     summary,
     write_json,
+    writing,
 )
 from tqdm import tqdm
 
@@ -190,13 +192,22 @@ def train(config: Config) -> None:
     Raises:
       ValueError: an option, the data or the checkpoint cannot be used; it begins with the option.
       Diverged: the loss is no longer finite.
+      NotWritten: the system refuses to write a file; it says where --resume continues.
     """
     if config.coordinator is not None:
         place = (config.coordinator, config.process_count, config.process_index)
         named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
     agree(_options(config, {"coordinator", "process_index"}))
-    with contextlib.ExitStack() as stack:
-        _train(config, stack)
+    try:
+        with contextlib.ExitStack() as stack:
+            _train(config, stack)
+    except NotWritten as error:
+        names = [path.name for path in (config.output / "checkpoints").glob("*")]
+        step = max((int(name) for name in names if name.isdecimal()), default=0)
+        hint = f"--resume continues from step {step // config.accumulate}"
+        if not step:
+            hint = "no checkpoint is complete yet, --resume starts anew"
+        raise NotWritten(f"{error}; {hint}") from error
 
 
 def _train(config: Config, stack: contextlib.ExitStack) -> None:
@@ -229,6 +240,7 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
     model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
     saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # before work is lost
+    stack.callback(saved.close)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
         params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
@@ -292,6 +304,7 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
     # Train.
     begin = last = time.perf_counter()
     bar = tqdm(total=steps, initial=first, unit="step", disable=not is_first)
+    stack.callback(bar.close)
     for done in range(first + 1, steps + 1):
         rows = batches.at(done - 1)
         for index in range(accumulate):
@@ -311,7 +324,6 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
         if is_saved:
             saved.save(done * accumulate, state)
         if preempted:
-            saved.close()
             sys.exit(f"preempted at step {done}: checkpoint written, --resume continues")
         if done % config.evaluate_every == 0 and done < steps:
             log.write("dev", done, evaluate(done))
@@ -319,7 +331,7 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
     bar.close()
     dev = evaluate(steps)
     saved.save(steps * accumulate, state)
-    saved.close()
+    saved.wait()
 
     # Write the results before they are printed.
     if config.export is not None:
@@ -330,7 +342,8 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
         tuned = jax.tree.map(lambda x: x.astype(param_dtype), tuned)
         if is_first:
             save = partial(checkpoints.save, classes=task.classes, tokenizer=task.tokenizer)
-            save(config.export, family, sizes, tuned)
+            with writing(config.export):
+                save(config.export, family, sizes, tuned)
     path = config.output / "results.json"
     if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
         log.write("dev", steps, dev)
@@ -343,5 +356,5 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
+    silence_threads()
     sys.exit(exit_status(lambda: train(command_line(Config, __doc__))))

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from run import claimed, command_line, exit_status
+from run import NotWritten, claimed, command_line, exit_status, write_json
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -280,6 +281,40 @@ def test_one_of_many_runs_gets_the_folder(tmp_path, is_dead):
         owners.clear(), refusals.clear(), ended.clear()
 
 
+def test_a_full_disk(tmp_path):
+    """A file-size limit stands for it. Nothing is lost, and nothing is left behind."""
+    write_json(tmp_path / "one.json", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(NotWritten, match=r"one\.json: cannot be written: File too large"):
+            write_json(tmp_path / "one.json", 2)
+        with pytest.raises(ValueError, match=r"--output: .*new: File too large"):
+            claimed("--output", tmp_path / "new").__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["one.json"]
+    assert (tmp_path / "one.json").read_text() == "1\n"
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written(run, tmp_path, monkeypatch, capsys):
+    """A folder is in its place. The checkpoint before it is complete."""
+    batch = TrainingBatches.at
+
+    def at(self, step):
+        if step == 3:
+            (tmp_path / "run" / "log.jsonl").unlink()
+            (tmp_path / "run" / "log.jsonl").mkdir()
+        return batch(self, step)
+
+    monkeypatch.setattr(TrainingBatches, "at", at)
+    status, folder = run(*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 1 and "log.jsonl: cannot be written: Is a directory; --resume conti" in error
+    assert error.endswith("continues from step 2") and os.listdir(folder / "checkpoints") == ["2"]
+
+
 def test_a_loss_that_is_not_finite(run, capsys):
     options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
     status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")
@@ -396,3 +431,24 @@ def test_two_runs_at_once(tmp_path):
     assert "run: in use by process" in error.splitlines()[-1] and "Traceback" not in error
     assert {*os.listdir(tmp_path / "run")} == {"checkpoints", "log.jsonl", "results.json"}
     assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"55", "60"}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    """One line, and then the run resumes to the numbers of an uninterrupted one."""
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    files = "--data.train", tmp_path / "train.tsv", "--output"
+    options = "--steps 6 --checkpoint-every 2 --log-every 1"
+    process = launch(options, *files, tmp_path / "run", stderr=subprocess.PIPE, text=True)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    *before, error = process.communicate(timeout=300)[1].splitlines()
+    assert process.returncode == 1 and "checkpoints: cannot be written: File too large" in error
+    assert error.endswith("; no checkpoint is complete yet, --resume starts anew")
+    noise = ("Traceback", "Error", "Exception", "coroutine")
+    assert not any(word in line for line in before for word in noise), before
+    both = [launch(f"{options} --resume", *files, tmp_path / "run")]
+    both += [launch(options, *files, tmp_path / "whole")]
+    assert [process.wait(300) for process in both] == [0, 0]
+    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"4", "6"}
+    for key in ("dev", "steps", "options"):
+        assert results(tmp_path / "run")[key] == results(tmp_path / "whole")[key]
