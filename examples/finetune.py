@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, check_output, command_line, exit_status, named, write_json
+from run import Diverged, claimed, command_line, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -167,7 +167,6 @@ def run(config: Config) -> dict[str, Any]:
     if config.device not in lm.memory.DEVICES:
         known = ", ".join(lm.memory.DEVICES)
         raise ValueError(f"--device: expected one of {known}, got {config.device!r}")
-    check_output("--output", config.output)
     folder = config.checkpoint or minilm_folder()
     data = DataConfig(
         *(config.train, config.dev, folder / "tokenizer.json"), config.max_tokens, config.classes
@@ -262,8 +261,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main(config: Config) -> None:
-    results = run(config)
-    plot(results, config.output / "results.png")
+    with claimed("--output", config.output):
+        results = run(config)
+        plot(results, config.output / "results.png")
     print_table(results)
     print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
 

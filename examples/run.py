@@ -1,15 +1,22 @@
 """The folder of a run: results and a log as JSON, and checkpoints by Orbax."""
 
+import contextlib
+import datetime
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
+import platform
+import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import jax
 import numpy as np
@@ -18,10 +25,15 @@ import tyro
 from jax.experimental import multihost_utils
 
 T = TypeVar("T")
+_CLAIM = "running.txt"
 
 
 class Diverged(Exception):
     """The loss or the gradients are no longer finite."""
+
+
+class NotWritten(Exception):
+    """The system refuses to write a file of the run. The disk may be full."""
 
 
 def exit_status(command: Callable[[], Any]) -> int:
@@ -29,14 +41,24 @@ def exit_status(command: Callable[[], Any]) -> int:
     try:
         command()
         return 0
-    except (Diverged, ValueError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith("--"):
+    except (Diverged, NotWritten) as error:
+        status, text = 1, f"error: {error}"
+    except ValueError as error:
+        if not str(error).startswith("--"):
             raise  # it is not about an option
-        status, text = (1 if isinstance(error, Diverged) else 2), f"error: {error}"
+        status, text = 2, f"error: {error}"
     except KeyboardInterrupt:
         status, text = 130, "interrupted"
     print(text, file=sys.stderr)
     return status
+
+
+def silence_threads() -> None:
+    """Silences the threads of Orbax and TensorStore; the main thread raises their errors."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = lambda _: None
 
 
 def command_line(kind: type[T], description: str | None = None) -> T:
@@ -90,13 +112,116 @@ def named(option: str, function: Any, *args: Any, **kwargs: Any) -> Any:
 def check_output(option: str, folder: Path, resume: bool = False) -> None:
     """Raises ValueError if the folder has files, or with `resume` if there is nothing to resume."""
     try:
-        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise ValueError(f"{option}: {folder}: {error.strerror}") from error
     if resume and "checkpoints" not in found:
         raise ValueError(f"--resume: expected a run with checkpoints in {folder}, found none")
-    if found and not resume:
+    if (found := sorted(found - {_CLAIM})) and not resume:
         raise ValueError(f"{option}: expected a new or an empty folder, found {folder / found[0]}")
+
+
+@contextlib.contextmanager
+def claimed(option: str, folder: Path, resume: bool = False) -> Iterator[None]:
+    """Keeps other runs out of a folder that `check_output` accepts. Process 0 claims it for all.
+
+    Raises:
+      ValueError: another run writes into the folder, or `check_output` refuses it.
+    """
+    file, made = None, [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        if jax.process_index() == 0:
+            try:
+                file = _claim(option, folder)
+            except OSError as error:
+                raise ValueError(f"{option}: {folder}: {error.strerror}") from error
+        check_output(option, folder, resume)
+        yield
+    finally:
+        if file is not None:
+            (folder / _CLAIM).unlink(missing_ok=True)
+            file.close()
+        with contextlib.suppress(OSError):  # a folder with files stays
+            for path in made:
+                path.rmdir()
+
+
+def _claim(option: str, folder: Path) -> BinaryIO:
+    """Creates the file that names this process, and locks it.
+
+    The system drops the lock of a dead process. Then another run on the same host takes over.
+    """
+    path, now = folder / _CLAIM, datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+    for _ in range(10):  # another run may be starting or ending
+        folder.mkdir(parents=True, exist_ok=True)
+        file = None
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                file = path.open("xb", buffering=0)
+                _lock(file, wait=True)
+            except FileExistsError:
+                file = _take_over(option, path)
+        if file is None:
+            time.sleep(0.1)
+            continue
+        try:
+            file.write(f"process {os.getpid()} on {platform.node()}, started {now}\n".encode())
+        except OSError:
+            path.unlink()
+            file.close()
+            raise
+        return file
+    found = f"expected the name of a process, found {reprlib.repr(path.read_bytes())}"
+    raise ValueError(f"{option}: {path}: {found}; if no run uses the folder, delete the file")
+
+
+def _take_over(option: str, path: Path) -> BinaryIO | None:
+    """Locks the file of a dead process. Returns None if the file is new, damaged, or deleted."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("r+b", buffering=0))
+        is_locked = _lock(file)
+        text = file.read().decode(errors="replace")
+        owner = re.fullmatch(r"(process \d+ on (.+), started .+)\n", text)
+        if owner is None:
+            return None
+        if not is_locked or owner[2] != platform.node():
+            advice = "wait for it, stop it, or choose another folder"
+            if is_locked is not False:
+                advice += f"; if it is dead, delete {path}"
+            raise ValueError(f"{option}: {path.parent}: in use by {owner[1]}; {advice}")
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return None
+        print(f"{path.parent}: taken over from {owner[1]}, which is dead")
+        file.seek(0)
+        file.truncate()
+        stack.pop_all()
+        return file
+
+
+def _lock(file: BinaryIO, wait: bool = False) -> bool | None:
+    """Returns whether this process has the file's lock now, or None if the system has no locks."""
+    try:
+        import fcntl  # Windows has none
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises NotWritten if the system refuses to write the file or folder."""
+    try:
+        yield
+    except Exception as error:  # Orbax and safetensors give the number in the error's text
+        found = re.search(r"os.error\D*(\d+)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number is None:
+            raise
+        raise NotWritten(f"{path}: cannot be written: {os.strerror(number)}") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -106,12 +231,16 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes the file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with part.open("x") as file:  # a new file, never one that a link leads to
-        file.write(text)
-    os.replace(part, path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        try:
+            with part.open("x") as file:  # a new file, never one that a link leads to
+                file.write(text)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def identity(options: dict[str, Any], *trees: Any) -> dict[str, Any]:
@@ -132,8 +261,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, run: dict[str, Any], keep: int):
         self._folder, self._run = folder.resolve(), {**run, "version": f"JAX {jax.__version__}"}
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        # No other run uses the folder, so an unfinished checkpoint is of a dead run.
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        with writing(self._folder):
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
         #: Whether the machine is about to go, and this is the step to save. Call it at every step.
         self.reached_preemption = self._manager.reached_preemption
         if (step := self._manager.latest_step()) is not None:
@@ -179,11 +310,17 @@ class Checkpoints:
         """Starts to write a checkpoint, unless there is one of this step."""
         if self._manager.latest_step() != step:
             state, run = ocp.args.StandardSave(state), ocp.args.JsonSave(self._run)
-            self._manager.save(step, args=ocp.args.Composite(state=state, run=run), force=True)
+            with writing(self._folder):
+                self._manager.save(step, args=ocp.args.Composite(state=state, run=run), force=True)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is written."""
+        with writing(self._folder):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits until the last checkpoint is written."""
-        self._manager.wait_until_finished()
+        """Waits, and ends Orbax's threads."""
+        self.wait()
         self._manager.close()
 
 
@@ -215,7 +352,7 @@ class Log:
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            with self._path.open("a") as file:
+            with writing(self._path), self._path.open("a") as file:
                 file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
 
 

@@ -15,8 +15,8 @@ The run writes log.jsonl, checkpoints and results.json into --output. To continu
 announces that its machine is about to go.
 """
 
+import contextlib
 import dataclasses
-import logging
 import math
 import shlex
 import sys
@@ -38,14 +38,18 @@ from run import (
     Checkpoints,
     Diverged,
     Log,
+    NotWritten,
     agree,
     check_output,
+    claimed,
     command_line,
     exit_status,
     identity,
     named,
+    silence_threads,
     summary,
     write_json,
+    writing,
 )
 from tqdm import tqdm
 
@@ -122,8 +126,12 @@ _RANGES = {
 }
 
 
-def _read(config: Config) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
-    """Checks the options, and reads the files; raises ValueError, which begins with an option.
+def _read(
+    config: Config, stack: contextlib.ExitStack
+) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
+    """Checks the options, claims --output until the stack ends, and reads the files.
+
+    Raises ValueError, which begins with an option.
 
     Returns the family, sizes, a checkpoint's parameters or None, the data, the log, and the run's
     identity.
@@ -135,7 +143,7 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, Log, dict[str, Any]]:
     if config.batch_size % config.accumulate:
         given = f"{config.accumulate}, got {config.batch_size}"
         raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
-    check_output("--output", config.output, config.resume)
+    stack.enter_context(claimed("--output", config.output, config.resume))
     if config.export is not None:
         check_output("--export", config.export)
     log = Log(config.output / "log.jsonl")
@@ -184,13 +192,27 @@ def train(config: Config) -> None:
     Raises:
       ValueError: an option, the data or the checkpoint cannot be used; it begins with the option.
       Diverged: the loss is no longer finite.
+      NotWritten: the system refuses to write a file; it says where --resume continues.
     """
     if config.coordinator is not None:
         place = (config.coordinator, config.process_count, config.process_index)
         named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
     agree(_options(config, {"coordinator", "process_index"}))
     try:
-        read, error = _read(config), None
+        with contextlib.ExitStack() as stack:
+            _train(config, stack)
+    except NotWritten as error:
+        names = [path.name for path in (config.output / "checkpoints").glob("*")]
+        step = max((int(name) for name in names if name.isdecimal()), default=0)
+        hint = f"--resume continues from step {step // config.accumulate}"
+        if not step:
+            hint = "no checkpoint is complete yet, --resume starts anew"
+        raise NotWritten(f"{error}; {hint}") from error
+
+
+def _train(config: Config, stack: contextlib.ExitStack) -> None:
+    try:
+        read, error = _read(config, stack), None
     except Exception as one:
         read, error = None, one
     agree({"data": read and read[-1]["hash"]}, error)
@@ -218,6 +240,7 @@ def train(config: Config) -> None:
     model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
     saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # before work is lost
+    stack.callback(saved.close)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
         params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
@@ -281,6 +304,7 @@ def train(config: Config) -> None:
     # Train.
     begin = last = time.perf_counter()
     bar = tqdm(total=steps, initial=first, unit="step", disable=not is_first)
+    stack.callback(bar.close)
     for done in range(first + 1, steps + 1):
         rows = batches.at(done - 1)
         for index in range(accumulate):
@@ -300,7 +324,6 @@ def train(config: Config) -> None:
         if is_saved:
             saved.save(done * accumulate, state)
         if preempted:
-            saved.close()
             sys.exit(f"preempted at step {done}: checkpoint written, --resume continues")
         if done % config.evaluate_every == 0 and done < steps:
             log.write("dev", done, evaluate(done))
@@ -308,7 +331,7 @@ def train(config: Config) -> None:
     bar.close()
     dev = evaluate(steps)
     saved.save(steps * accumulate, state)
-    saved.close()
+    saved.wait()
 
     # Write the results before they are printed.
     if config.export is not None:
@@ -319,7 +342,8 @@ def train(config: Config) -> None:
         tuned = jax.tree.map(lambda x: x.astype(param_dtype), tuned)
         if is_first:
             save = partial(checkpoints.save, classes=task.classes, tokenizer=task.tokenizer)
-            save(config.export, family, sizes, tuned)
+            with writing(config.export):
+                save(config.export, family, sizes, tuned)
     path = config.output / "results.json"
     if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
         log.write("dev", steps, dev)
@@ -332,5 +356,5 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every checkpoint
+    silence_threads()
     sys.exit(exit_status(lambda: train(command_line(Config, __doc__))))

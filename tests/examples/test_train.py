@@ -1,8 +1,13 @@
 """train.py, as a user runs it: results, resuming, exports, meshes, and errors."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +22,7 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from run import command_line, exit_status
+from run import NotWritten, claimed, command_line, exit_status, write_json
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -195,6 +200,121 @@ def test_new_models_in_float16(run, tmp_path, model):
     assert ("perplexity" in results(folder)["dev"]) == (model != "roberta-toy")
 
 
+def claim(folder, host, name="running.txt"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"process 1 on {host}, started 2026-01-01 00:00:00+00:00\n")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_in_use(tmp_path, resume):
+    folder = tmp_path / "new" / "run"
+    with claimed("--output", folder):
+        (folder / "checkpoints").mkdir()
+        owner = f"in use by process {os.getpid()} on {platform.node()}, started 2"
+        with pytest.raises(ValueError, match=f"--output: .*run: {owner}.*; wait for it, stop it"):
+            claimed("--output", folder, resume).__enter__()
+        (folder / "checkpoints").rmdir()
+    assert not folder.parent.exists()  # it has no files
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_the_claim_of_a_dead_process(tmp_path, capsys, error):
+    """Another process has its number, here 1."""
+    claim(tmp_path, platform.node())
+    with contextlib.suppress(KeyboardInterrupt), claimed("--output", tmp_path):
+        assert f"process {os.getpid()} on " in (tmp_path / "running.txt").read_text()
+        (tmp_path / "results.json").touch()
+        if error:
+            raise error
+    assert "taken over from process 1 on" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == ["results.json"]
+
+
+def test_claims_that_cannot_be_checked(tmp_path, monkeypatch):
+    def refused(match):
+        with pytest.raises(ValueError, match=f"--output: .*{match}"):
+            claimed("--output", tmp_path).__enter__()
+
+    claim(tmp_path, "elsewhere")
+    refused("in use by process 1 on elsewhere, .*; if it is dead, delete .*running.txt")
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    for damaged in (b"", b"process 1", b"\xff" * 1000):
+        (tmp_path / "running.txt").write_bytes(damaged)
+        refused(r"running.txt: expected the name of a process, found b.*; if no run uses")
+    claim(tmp_path, platform.node())
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    refused("in use by process 1 on .*; if it is dead, delete")
+    (tmp_path / "running.txt").unlink()
+    with claimed("--output", tmp_path):
+        refused(f"in use by process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_one_of_many_runs_gets_the_folder(tmp_path, is_dead):
+    count, together, ended, owners, refusals = 8, threading.Barrier(8), threading.Event(), [], []
+
+    def start(folder):
+        together.wait()
+        try:
+            with claimed("--output", folder):
+                owners.append(folder)
+                ended.wait(60)
+        except ValueError as error:
+            refusals.append(str(error))
+        if len(refusals) == count - 1:
+            ended.set()
+
+    for number in range(10):
+        folder = tmp_path / str(number)
+        if is_dead:
+            claim(folder, platform.node())
+        threads = [threading.Thread(target=start, args=(folder,)) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert owners == [folder] and all("in use by process" in text for text in refusals)
+        owners.clear(), refusals.clear(), ended.clear()
+
+
+def test_a_full_disk(tmp_path):
+    """A file-size limit stands for it. Nothing is lost, and nothing is left behind."""
+    write_json(tmp_path / "one.json", 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(NotWritten, match=r"one\.json: cannot be written: File too large"):
+            write_json(tmp_path / "one.json", 2)
+        with pytest.raises(ValueError, match=r"--output: .*new: File too large"):
+            claimed("--output", tmp_path / "new").__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["one.json"]
+    assert (tmp_path / "one.json").read_text() == "1\n"
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written(run, tmp_path, monkeypatch, capsys):
+    """A folder is in its place. The checkpoint before it is complete."""
+    batch = TrainingBatches.at
+
+    def at(self, step):
+        if step == 3:
+            (tmp_path / "run" / "log.jsonl").unlink()
+            (tmp_path / "run" / "log.jsonl").mkdir()
+        return batch(self, step)
+
+    monkeypatch.setattr(TrainingBatches, "at", at)
+    status, folder = run(*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 1 and "log.jsonl: cannot be written: Is a directory; --resume conti" in error
+    assert error.endswith("continues from step 2") and os.listdir(folder / "checkpoints") == ["2"]
+
+
 def test_a_loss_that_is_not_finite(run, capsys):
     options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
     status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")
@@ -297,3 +417,38 @@ def test_processes_that_differ(tmp_path, first, second, messages):
         errors = process.communicate(timeout=300)[1].splitlines()
         assert process.returncode == 2 and message in errors[-1], errors
         assert not any("Traceback" in line for line in errors)
+
+
+@pytest.mark.slow
+def test_two_runs_at_once(tmp_path):
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    files = "--data.train", tmp_path / "train.tsv", "--output", tmp_path / "run"
+    options = "--steps 60 --checkpoint-every 5"
+    both = [launch(options, *files, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in both]
+    (_, won), (error, lost) = sorted(ends, key=lambda end: end[1])
+    assert (won, lost) == (0, 2) and results(tmp_path / "run")["steps"] == 60
+    assert "run: in use by process" in error.splitlines()[-1] and "Traceback" not in error
+    assert {*os.listdir(tmp_path / "run")} == {"checkpoints", "log.jsonl", "results.json"}
+    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"55", "60"}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written(tmp_path):
+    """One line, and then the run resumes to the numbers of an uninterrupted one."""
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    files = "--data.train", tmp_path / "train.tsv", "--output"
+    options = "--steps 6 --checkpoint-every 2 --log-every 1"
+    process = launch(options, *files, tmp_path / "run", stderr=subprocess.PIPE, text=True)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
+    *before, error = process.communicate(timeout=300)[1].splitlines()
+    assert process.returncode == 1 and "checkpoints: cannot be written: File too large" in error
+    assert error.endswith("; no checkpoint is complete yet, --resume starts anew")
+    noise = ("Traceback", "Error", "Exception", "coroutine")
+    assert not any(word in line for line in before for word in noise), before
+    both = [launch(f"{options} --resume", *files, tmp_path / "run")]
+    both += [launch(options, *files, tmp_path / "whole")]
+    assert [process.wait(300) for process in both] == [0, 0]
+    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"4", "6"}
+    for key in ("dev", "steps", "options"):
+        assert results(tmp_path / "run")[key] == results(tmp_path / "whole")[key]
