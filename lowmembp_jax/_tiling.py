@@ -66,6 +66,15 @@ def mesh_parts(array: Any) -> set[int]:
     return {math.prod(group) for group in itertools.chain(*groups)}
 
 
+def is_whole(array: Any, axes: tuple[int, ...]) -> bool:
+    """Whether no mesh splits these axes of an array, from its type."""
+    type = type_of(array)
+    if not type.sharding.mesh.axis_sizes:
+        return jax.device_count() == 1  # types do not show shardings that only `jax.jit` gets
+    spec = explicit_spec(type) or ()
+    return mesh_parts(type) <= {1} and not any(spec[axis] for axis in axes if axis < len(spec))
+
+
 def shared_size(array: Any) -> int:
     """The most elements of the last axis that no two devices share.
 

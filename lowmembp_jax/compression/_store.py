@@ -19,15 +19,17 @@ from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
 from lowmembp_jax._jax_internals import debug_callback_p, debug_print_p
 from lowmembp_jax.compression import jaxprs
+from lowmembp_jax.compression._bounds import bound_of, exponents_of, useful
 from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Format
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
+#: Its operands are x, and the exponents of the factors of x's bound if the format has `terms`.
 #: `times` is the number of results. All of them are x, and each is decoded from memory separately.
 store_p = core.Primitive("store")
 store_p.multiple_results = True
-store_p.def_impl(lambda x, *, format, times: [x] * times)
-store_p.def_abstract_eval(lambda x, *, format, times: [x] * times)
-mlir.register_lowering(store_p, lambda ctx, x, *, format, times: [x] * times)
+store_p.def_impl(lambda x, *_, format, times: [x] * times)
+store_p.def_abstract_eval(lambda x, *_, format, times: [x] * times)
+mlir.register_lowering(store_p, lambda ctx, x, *_, format, times: [x] * times)
 
 
 def _jvp(primals, tangents, *, format, times):
@@ -37,12 +39,19 @@ def _jvp(primals, tangents, *, format, times):
 
 
 def _batch(args, dims, **params):
-    return store_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params), [0] * params["times"]
+    [size] = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
+    # The exponents broadcast against x.
+    args = [
+        batching.bdim_at_front(x, d, size if i == 0 else 1)
+        for i, (x, d) in enumerate(zip(args, dims, strict=True))
+    ]
+    return store_p.bind(*args, **params), [0] * params["times"]
 
 
-def _transpose(cotangents, x, **params):
+def _transpose(cotangents, x, *exponents, **params):
     given = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
-    return [functools.reduce(ad.add_jaxvals, given) if given else ad.Zero(x.aval)]
+    ct = functools.reduce(ad.add_jaxvals, given) if given else ad.Zero(x.aval)
+    return [ct, *[None] * len(exponents)]
 
 
 ad.primitive_jvps[store_p] = _jvp
@@ -60,19 +69,19 @@ def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _encoding(
-    format: Format, times: int, aval: Any, mesh: Any, number: int, at: Place | None
+    format: Format, times: int, avals: tuple[Any, ...], mesh: Any, number: int, at: Place | None
 ) -> core.JaxprEqn:
     """Makes one call equation that returns x `times` times, and the stored arrays."""
 
-    def encode(x):
-        stored = format.encode(x)
+    def encode(x, *exponents):
+        stored = format.encode(x, *exponents)
         if format.host:
             stored = jax.device_put(stored, jax.memory.Space.Host)
         if at and not format.is_exact:
             observe(number, at, x, stored[0], format.decode(stored, x.dtype))
         return [*[x] * times, *stored]
 
-    return jax.make_jaxpr(jax.jit(encode))(aval).jaxpr.eqns[0]
+    return jax.make_jaxpr(jax.jit(encode))(*avals).jaxpr.eqns[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,13 +100,14 @@ def _split(saveable, unknown, instantiated, eqn):
 
     Returns both equations, which results are unknown, which are staged, and the residuals.
     """
-    [x], results, format = eqn.invars, eqn.outvars, eqn.params["format"]
+    (x, *_), results, format = eqn.invars, eqn.outvars, eqn.params["format"]
     times, aval = len(results), x.aval
     if unknown[0]:
         return None, eqn, [True] * times, [True] * times, []
     if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # an outer checkpoint
-        is_new = isinstance(x, core.Var) and not instantiated[0]
-        return eqn, eqn, [False] * times, [True] * times, [x] * is_new
+        pairs = zip(eqn.invars, instantiated, strict=True)
+        new = [v for v, one in pairs if isinstance(v, core.Var) and not one]
+        return eqn, eqn, [False] * times, [True] * times, new
     if format.storage == FORWARD:
         return eqn, None, [False] * times, [False] * times, []
     is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
@@ -105,11 +115,12 @@ def _split(saveable, unknown, instantiated, eqn):
         return eqn, None, [False] * times, [False] * times, []
     mesh = jax.sharding.get_abstract_mesh()
     number = observer()
-    known = _encoding(format, times, aval, mesh, number, place(eqn) if number else None)
+    avals = tuple(atom.aval for atom in eqn.invars)
+    known = _encoding(format, times, avals, mesh, number, place(eqn) if number else None)
     stored = [core.Var(var.aval) for var in known.outvars[times:]]
     staged = _decoding(format, times, aval.dtype, tuple(var.aval for var in stored), mesh)
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
-    known = known.replace(invars=[x], outvars=[*results, *stored], **own)
+    known = known.replace(invars=eqn.invars, outvars=[*results, *stored], **own)
     staged = staged.replace(invars=stored, outvars=results, **own)
     return known, staged, [False] * times, [True] * times, stored
 
@@ -142,16 +153,24 @@ class Plan:
 def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
     """Inserts the stores of a plan; readers of a stored array then read the result of `store`."""
     new, stored = [], dict[Any, Any]()
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    bounds = {var: bound_of(var, made) for var, one in plan.stores.items() if one.may_be_bounded}
+    bounds = useful({var: bound for var, bound in bounds.items() if bound})
 
-    def apply(primitive, var, **params):
+    def apply(primitive, var, *others, **params):
         result = core.Var(var.aval)
         like = jaxpr.eqns[0] if not new else new[-1]
         own = {"primitive": primitive, "params": params, "effects": set()}
-        new.append(like.replace(invars=[var], outvars=[result], **own))
+        new.append(like.replace(invars=[var, *others], outvars=[result], **own))
         return result
 
-    def store(var, format):
-        return apply(store_p, var, format=format, times=1)
+    def store(var, format, bound=None, like=None):
+        norms = exponents_of(bound, like) if bound else None
+        if norms is None:
+            return apply(store_p, var, format=format, times=1)
+        new.append(norms)
+        format = format._replace(terms=tuple(map(len, bound)))
+        return apply(store_p, var, *norms.outvars, format=format, times=1)
 
     def forward(atom):
         return store(atom, Format(FORWARD, "")) if isinstance(atom, core.Var) else atom
@@ -175,5 +194,5 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
             if var in plan.shared:
                 stored[var] = apply(lax.optimization_barrier_p, var)
             if var in plan.stores:
-                stored[var] = store(read(var), plan.stores[var])
+                stored[var] = store(read(var), plan.stores[var], bounds.get(var), eqn)
     return jaxpr.replace(eqns=new, outvars=[read(atom) for atom in jaxpr.outvars])

@@ -168,6 +168,8 @@ class Format(NamedTuple):
       rows: the rows over which readers reduce the array, if "float8" stores it by row.
       unit: whether all elements are between 0 and 1, as in a softmax. float8 stores 256 times each
         element, and the integer formats store its square root.
+      terms: the numbers of factors in the terms of the array's bound, if "float8" stores it by the
+        bound.
       host: whether the stored arrays wait in the host's memory, "pinned_host".
     """
 
@@ -176,6 +178,7 @@ class Format(NamedTuple):
     rows: Rows | None = None
     unit: bool = False
     host: bool = False
+    terms: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -205,8 +208,17 @@ class Format(NamedTuple):
         """Whether `decode(encode(x))` is x: for booleans in 2 bits and for unrounded arrays."""
         return self.storage in (None, FORWARD, *_BOOLEANS)
 
-    def encode(self, x: Array) -> tuple[Array, ...]:
-        """Returns the arrays to store. Its derivative raises NotImplementedError."""
+    @property
+    def may_be_bounded(self) -> bool:
+        """Whether a bound of the elements could replace the maxima of rows."""
+        return self.storage == "float8" and self.rows is None
+
+    def encode(self, x: Array, *exponents: Array) -> tuple[Array, ...]:
+        """Returns the arrays to store. Its derivative raises NotImplementedError.
+
+        Args:
+          exponents: of the factors of the bound, if there are `terms`.
+        """
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.real(x), lax.imag(x)  # JAX cannot save complex residuals
         if self.storage is None:
@@ -214,6 +226,9 @@ class Format(NamedTuple):
         if self.unit:
             x = x * 256 if self._is_float else jnp.sqrt(x)
         storage, message = _STORAGES[self.storage], f"{self.owner} {NO_SECOND_DERIVATIVE}"
+        if self.terms is not None:
+            encode = lambda x: (scaled_float8.encode_bounded(x, exponents, self.terms),)  # noqa: E731
+            return *undifferentiated(encode, message)(x), *exponents
         return undifferentiated(lambda x: storage.encode(x, self.rows), message)(x)
 
     def decode(self, stored: tuple[Array, ...], dtype: Any) -> Array:
@@ -222,6 +237,9 @@ class Format(NamedTuple):
             return lax.complex(*stored)
         if self.storage is None:
             return stored[0]
+        if self.terms is not None:
+            z, *exponents = stored
+            return scaled_float8.decode_bounded(z, tuple(exponents), self.terms, dtype)
         x = _STORAGES[self.storage].decode(tuple(stored), dtype, self.rows)
         if self.unit:
             x = x / 256 if self._is_float else jnp.square(x)

@@ -57,8 +57,8 @@ def linear_cross_entropy(
 
     With reduction "mean" or "sum" the forward also computes the gradients, and the backward
     multiplies them by the cotangent. This takes three products, as many as plain JAX. The
-    residuals are the gradients of hidden and kernel, in their dtype. For float16, the kernel's is in
-    float32. Unneeded gradients, such as the gradient of a frozen kernel, are not computed. With
+    residuals are the gradients of hidden and kernel, in their dtype. The kernel's is in float32 for
+    float16. Unneeded gradients, such as the gradient of a frozen kernel, are not computed. With
     reduction "none" the backward recomputes each tile's logits, which is a fourth product.
 
     Sharded tokens and a sharded vocabulary stay sharded, under meshes with automatic or explicit
