@@ -67,12 +67,15 @@ def mesh_parts(array: Any) -> set[int]:
 
 
 def is_whole(array: Any, axes: tuple[int, ...]) -> bool:
-    """Whether no mesh splits these axes of an array, from its type."""
-    type = type_of(array)
-    if not type.sharding.mesh.axis_sizes:
+    """Whether no mesh splits these axes of an array, from its type and the mesh of the context."""
+    spec = explicit_spec(array) or ()
+    if any(spec[axis] for axis in axes if axis < len(spec)):
+        return False
+    meshes = type_of(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if not any(mesh.axis_sizes for mesh in meshes):
         return jax.device_count() == 1  # types do not show shardings that only `jax.jit` gets
-    spec = explicit_spec(type) or ()
-    return mesh_parts(type) <= {1} and not any(spec[axis] for axis in axes if axis < len(spec))
+    sizes = (zip(mesh.axis_sizes, mesh.axis_types, strict=True) for mesh in meshes)
+    return all(size == 1 or kind != AxisType.Auto for size, kind in itertools.chain(*sizes))
 
 
 def shared_size(array: Any) -> int:

@@ -56,5 +56,5 @@ def kept(function, *args):
 
 
 def is_scale(array):
-    """Whether a residual holds scales, exponents or means: it ends in an axis of one element."""
-    return array.dtype in ("float32", "uint8") and array.shape[-1:] == (1,)
+    """Whether a residual holds scales, exponents or means: it has an axis of one element."""
+    return array.dtype in ("float32", "uint8") and 1 in array.shape

@@ -20,7 +20,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from lowmembp_jax._jax_internals import operation
-from lowmembp_jax._tiling import is_whole
+from lowmembp_jax._tiling import explicit_spec, is_whole
 from lowmembp_jax.compression import rules
 from lowmembp_jax.compression._scaled_float8 import exponents
 
@@ -54,6 +54,8 @@ def bound_of(atom: Any, made: Mapping[Any, core.JaxprEqn]) -> Bound | None:
     """
     if not isinstance(atom, core.Var) or atom not in made:
         return None
+    if not all(isinstance(n, int) for v in made[atom].invars for n in v.aval.shape):
+        return None  # a symbolic size of `jax.export`
     eqn = made[atom]
     shape, name = atom.aval.shape, operation(eqn)
     if name == "dot_general":
@@ -71,7 +73,7 @@ def bound_of(atom: Any, made: Mapping[Any, core.JaxprEqn]) -> Bound | None:
     elif name == "broadcast_in_dim" or eqn.params.get("dimensions"):
         return None
     elif old != shape:
-        change = _reshaping(old, shape)
+        change = None if explicit_spec(atom.aval) else _reshaping(old, shape)
     if bound is None or change is None:
         return None
     return tuple(tuple(factor.then(change) for factor in term) for term in bound)
