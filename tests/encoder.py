@@ -80,6 +80,7 @@ METHODS: dict[str, Method] = {
     "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
     "compress": Method(_flax_norm, nn.gelu, _compress),
     "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype="int8")),
+    "compress, for a loop": Method(_flax_norm, nn.gelu, partial(_compress, prevent_cse=False)),
     "compress, its input alone": Method(
         _flax_norm, nn.gelu, partial(_compress, policy=jax.checkpoint_policies.nothing_saveable)
     ),

@@ -100,6 +100,15 @@ def test_compressed_blocks_take_and_move_little(scan, mib, units):
     assert cost.bytes_moved < 4 * units * UNIT
 
 
+def test_a_loop_without_barriers_keeps_no_more_and_copies_no_slices():
+    """With barriers it moves 166.7 units a block, because slices of the stacks are copied."""
+    assert block_units("compress, for a loop", "full", True, (4, 8)) <= 5.15 + EXTRA_IN_SCANS
+    step, abstract = training_step("compress, for a loop", "full", True, 4)
+    compiled = lm.memory.compile_for(step, *abstract, device="h200")
+    cost = lm.memory.cost(compiled, lm.memory.get_device("h200"))
+    assert cost.bytes_moved < 4 * 163 * UNIT
+
+
 #: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,
 #: attention, its projection 0.5 each, gate and up 1.375 each.
 LLAMA = LlamaConfig(2048, 2, 16, 5632)

@@ -311,3 +311,14 @@ def test_slices_of_tokens(name, method):
     assert jax.tree.structure(params) == jax.tree.structure(same)
     np.testing.assert_allclose(value, loss, rtol=1e-6)
     assert lm.gradient_distance(ours, grads).error < (0.09 if method == "compress+remat" else 1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_only_unrolled_layers_have_barriers_around_stored_bytes(scan, mixed_dtypes):
+    compute = Compute("compress")
+    model = FAMILIES["llama"].build(TINY["llama"], compute, "scan" if scan else "unrolled")
+    params = initial(model, *inputs("llama"))["params"]
+    loss = lambda params: model.apply({"params": params}, *inputs("llama")).sum()  # noqa: E731
+    text = jax.jit(jax.grad(loss)).lower(params).as_text()
+    barriers = re.findall(r"stablehlo.optimization_barrier .*", text)
+    assert any("f8E4M3FN" in line for line in barriers) != scan

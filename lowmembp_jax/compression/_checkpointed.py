@@ -98,8 +98,9 @@ def compress(
         `static_argnums`; `()` if there are none.
       static_argnums: positions of arguments that are not traced, as in `jax.checkpoint`. Leaves
         that are neither arrays nor floats, such as `deterministic=True`, are never traced.
-      prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside `lax.scan`. One True
-        in a tree for the arguments counts for all of them.
+      prevent_cse: as in `jax.checkpoint`. False is safe, and faster, inside a `lax.scan` that is
+        not unrolled as a whole; elsewhere XLA would keep the arrays instead of their stored copies.
+        One True in a tree for the arguments counts for all of them.
       offload: "pinned_host" moves each array that is stored to the host's memory, and back for the
         backward. With `policy=None` this is first of all the activations among the arguments. A
         policy that offloads does this for the results that it offloads.

@@ -24,6 +24,7 @@ from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before
+from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import Plan, rewritten
 from lowmembp_jax.compression.facts import Fact, Facts, are_exact, fact_of, find_facts, of_any
@@ -91,7 +92,9 @@ class Marker:
                 f"{', '.join(sorted(map(repr, unseen)))}; use a policy that saves this name, and "
                 f"give the name to the array that the backward reads"
             )
-        return with_copies(rewritten(jaxpr, decisions.plan), [fact.linear for fact in given])
+        linear = [fact.linear for fact in given]
+        marked = with_copies(rewritten(jaxpr, decisions.plan), linear)
+        return with_recomputed(marked, [False] * len(linear))[0]
 
     def format(self, var: Any, fact: Fact, need: Need) -> Format:
         """The format of an array that the backward needs."""

@@ -89,6 +89,10 @@ def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], me
     def decode(*stored):
         if format.host:
             stored = jax.device_put(stored, jax.memory.Space.Device)
+        if len(stored) > 1:
+            # In a loop without the barriers of `jax.checkpoint`, XLA would otherwise decode in the
+            # kernel that reads from the stack, long before the numbers are needed.
+            stored = (stored[0], *lax.optimization_barrier(stored[1:]))
         again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
         return [format.decode(each, dtype) for each in again]
 

@@ -170,7 +170,8 @@ def remat_layer(
     """
     how = TABLE[compute.method]
     if how.layer == "compress":
-        return lm.compress_module(layer, dtype=compute.compress_dtype, **how.options())
+        dtype = compute.compress_dtype
+        return lm.compress_module(layer, dtype=dtype, prevent_cse=not scanned, **how.options())
     if how.layer == "remat":
         return nn.remat(layer, prevent_cse=not scanned, **how.options())
     return layer

@@ -1,0 +1,130 @@
+"""What the backward computes again from rounded numbers is computed to their precision."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_equal, normal
+from jax import lax
+
+import lowmembp_jax as lm
+
+EXACT = {"erf": math.erf, "erfc": math.erfc}
+#: The largest error of the approximate functions.
+PRECISION = 2.0**-14
+
+
+def again(function, x, **options):
+    """Computes `function(x)` in the backward of a compressed function that stores x."""
+
+    def scaled(scale, x):
+        return scale * function(x)
+
+    compressed = lm.compress(scaled, **options)
+    # Only differentiated arguments are rounded.
+    return jax.grad(lambda *args: compressed(*args).sum(), (0, 1))(jnp.ones_like(x), x)[0]
+
+
+def products(function):
+    """A function that stores a product and applies `function` to it."""
+    return lambda p, x: (function(x @ p) @ p.T).sum()
+
+
+def exact_again(function, *args) -> int:
+    """How many exact erf and erfc a step has, apart from that of the forward."""
+    text = jax.jit(jax.value_and_grad(function)).lower(*args).as_text()
+    return text.count("chlo.erf") - 1
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_within_the_precision(name, dtype):
+    # int8 stores 255 numbers for each scale: 51,000 different ones.
+    x = jnp.outer(jnp.geomspace(0.01, 40, 200), jnp.linspace(-1, 1, 255))
+    x = x.astype(dtype)
+    stored = again(lambda x: x, x, dtype="int8")
+    got = np.asarray(again(getattr(lax, name), x, dtype="int8"), np.float64)
+    want = np.vectorize(EXACT[name])(np.asarray(stored, np.float64))
+    rounding = jnp.finfo(dtype).eps * np.abs(want) / 2
+    assert np.all(np.abs(got - want) <= PRECISION + rounding)
+    assert np.any(got != np.asarray(getattr(lax, name)(stored), np.float64))
+    # The tails are exact, so GELU's are, too.
+    stored = np.asarray(stored)
+    assert set(got[stored > 4]) == {1.0 if name == "erf" else 0.0}
+    assert set(got[stored < -4]) == {-1.0 if name == "erf" else 2.0}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_numbers_that_are_not_finite(name):
+    x = jnp.array([[jnp.nan, 1.0, -3e38, 3e38]])
+    got = again(getattr(lax, name), x)
+    assert jnp.isnan(got[0, 0])
+    assert_equal(got[0, 2:], getattr(lax, name)(x)[0, 2:])
+
+
+def test_odd_near_zero():
+    x = jnp.geomspace(1e-6, 1e-2, 64)[None]
+    stored = again(lambda x: x, x)
+    got = again(lax.erf, x)
+    np.testing.assert_allclose(got, lax.erf(stored), rtol=2e-3, atol=2e-7)
+    assert_equal(again(lax.erf, -x), -got)
+
+
+GELU = functools.partial(jax.nn.gelu, approximate=False)
+#: Functions that store the operand of erfc, at several depths.
+DEEP = {
+    "inline": products(GELU),
+    "call": products(jax.jit(lambda h: GELU(h) * jnp.cumsum(h, 0))),
+    "product in a call": lambda p, x: (GELU(jnp.einsum("ij,jk->ik", x, p)) @ p.T).sum(),
+    "scan": lambda p, x: lax.scan(lambda c, _: (GELU(c @ p) @ p.T, None), x, length=2)[0].sum(),
+    "branch": lambda p, x: lax.cond(p[0, 0] > 0, products(GELU), lambda p, x: (x @ p).sum(), p, x),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_only_the_forward_is_exact(name):
+    p, x = normal(32, 64), normal(16, 32)
+    plain, ours = DEEP[name], lm.compress(DEEP[name])
+    assert exact_again(ours, p, x) == 0
+    assert_equal(jax.jit(ours)(p, x), jax.jit(plain)(p, x))
+    assert_equal(jax.jvp(ours, (p, x), (p, x)), jax.jvp(plain, (p, x), (p, x)))
+
+
+#: Options and arguments with which the backward reads exact numbers.
+KEPT = {
+    "dtype=None": ({"dtype": None}, normal(16, 32)),
+    "a name that is not rounded": ({"dtype": {"other": "float8"}}, normal(16, 32)),
+    "rows that would not shrink": ({}, normal(16, 1, dtype=jnp.bfloat16)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing is saved under the name")
+@pytest.mark.parametrize("name", KEPT)
+def test_exact_from_exact_numbers(name):
+    options, x = KEPT[name]
+    f, p = products(GELU), normal(x.shape[1], x.shape[1], dtype=x.dtype)
+    assert exact_again(lm.compress(f, **options), p, x) == exact_again(jax.checkpoint(f), p, x) == 1
+
+
+def test_float64_stays_exact():
+    with jax.enable_x64(True):
+        x = jnp.linspace(-3, 3, 64)[None]
+        assert_equal(again(lax.erf, x), lax.erf(again(lambda x: x, x)))
+
+
+def test_inside_a_checkpoint():
+    p, x = normal(32, 64), normal(16, 32)
+    f = lm.compress(products(GELU))
+    assert exact_again(jax.checkpoint(f), p, x) <= 1  # the forward, once more
+    assert_close(jax.grad(jax.checkpoint(f))(p, x), jax.grad(f)(p, x), atol=1e-3)
+
+
+def test_batched():
+    p, x = normal(32, 64), normal(4, 16, 32)
+    gradient = jax.grad(lm.compress(products(GELU)))
+    got = jax.vmap(gradient, (None, 0))(p, x)
+    want = jnp.stack([gradient(p, each) for each in x])
+    assert_close(got, want, atol=1e-3)
