@@ -22,12 +22,12 @@ STEPS = {
     "vit-b16": (
         {"batch": 64},
         Kernels(27, 1485 * MIB, 4767 * MILLION),
-        Kernels(46, 1645 * MIB, 7820 * MILLION, 7),
+        Kernels(41, 1426 * MIB, 7800 * MILLION, 5),
     ),
     "bert-base": (
         {"batch": 64, "tokens": 128},
         Kernels(26, 975 * MIB, 3200 * MILLION),
-        Kernels(47, 1158 * MIB, 5400 * MILLION, 7),
+        Kernels(41, 1010 * MIB, 5400 * MILLION, 5),
     ),
 }
 
