@@ -83,6 +83,10 @@ def test_the_error_is_that_of_float8(case):
     y = np.float64(x) @ np.float64(w) + b
     z = np.float64(stored(x, w, b))
 
+    x, w = np.float64(x), np.float64(w)
+    bound = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(w, axis=0) + np.abs(b)
+    assert np.all(np.abs(z - y) <= 1.001 * np.maximum(np.abs(y) / 16, bound / 2**15))
+
     def errors(axis=None):
         size = np.sqrt(np.sum(y**2, axis))
         return np.sqrt(np.sum((z - y) ** 2, axis)) / np.where(size > 0, size, 1)

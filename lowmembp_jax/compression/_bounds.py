@@ -22,7 +22,7 @@ from jaxtyping import Array
 from lowmembp_jax._jax_internals import operation
 from lowmembp_jax._tiling import explicit_spec, is_whole
 from lowmembp_jax.compression import rules
-from lowmembp_jax.compression._scaled_float8 import exponents
+from lowmembp_jax.compression._scaled_float8 import norms, shift_of
 
 
 class Factor(NamedTuple):
@@ -163,19 +163,24 @@ def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
     }
 
 
-def exponents_of(bound: Bound, like: core.JaxprEqn) -> core.JaxprEqn | None:
-    """An equation at the place of `like` whose results are the exponents of the factors.
+def norms_of(bound: Bound, like: core.JaxprEqn) -> core.JaxprEqn | None:
+    """An equation at the place of `like` whose results are the norms of the factors.
 
     None if norms vary along a part of axes that a reshape merges.
     """
     factors = [factor for term in bound for factor in term]
+    shifts = [
+        0 if place else shift_of(len(term), len(bound))
+        for term in bound
+        for place in range(len(term))
+    ]
 
-    def norms(*arrays):
-        pairs = zip(factors, arrays, strict=True)
-        return [factor.shaped(exponents(x, factor.axes)) for factor, x in pairs]
+    def compute(*arrays):
+        each = zip(factors, shifts, arrays, strict=True)
+        return [factor.shaped(norms(x, factor.axes, shift)) for factor, shift, x in each]
 
     try:
-        closed = jax.make_jaxpr(jax.jit(norms))(*(factor.of.aval for factor in factors))
+        closed = jax.make_jaxpr(jax.jit(compute))(*(factor.of.aval for factor in factors))
     except ValueError:
         return None
     [eqn] = closed.jaxpr.eqns

@@ -3,8 +3,8 @@
 An array has a power of two as the scale of each row of its last axis, computed from the exact
 maximum of the row and stored as an exponent of one byte. This is E8M0 of the OCP Microscaling
 Formats specification, with longer blocks. An array that its readers normalize is stored by the rows
-of the norm, without their mean if that is large. A product is stored by the exponents of norms of
-its operands, whose products bound each element (_bounds.py).
+of the norm, without their mean if that is large. A product is stored by norms of its operands that
+bound each element (_bounds.py).
 """
 
 import functools
@@ -140,10 +140,10 @@ def _decode_groups(stored: tuple[Array, ...], dtype: Any) -> Array:
     return _reshaped(jnp.clip(y, -most, most).astype(dtype), z.shape, like=z)
 
 
-def exponents(x: Array, axes: tuple[int, ...]) -> Array:
-    """The biased exponents of norms of x over `axes`: a norm is less than two to one more.
+def norms(x: Array, axes: tuple[int, ...], shift: int) -> Array:
+    """Powers of two that are above a quarter of the norms of x over `axes`, times 2^shift.
 
-    The exponent of a NaN or an infinity is the largest of a finite number.
+    They and their inverses are normal numbers. A kernel reads them without a computation.
     """
     y = jnp.abs(x.astype(compute_dtype(x.dtype)))
     info = jnp.finfo(y.dtype)
@@ -154,46 +154,47 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
         length = math.prod(x.shape[axis] for axis in axes)
         y = jnp.where(is_known, jnp.sqrt(square), largest * math.sqrt(length))
     bits = lax.bitcast_convert_type(y, f"int{info.bits}") >> info.nmant
-    return jnp.minimum(bits, 2 * info.maxexp - 2).astype(_exponents(x.dtype))
+    return _power(jnp.clip(bits + (shift - 1), 1, 2 * info.maxexp - 3), y.dtype)
 
 
-def _bounded(given: tuple[Array, ...], terms: tuple[int, ...], dtype: Any, inverse: bool) -> Array:
-    """The power of two by which elements are divided, or its inverse.
+def shift_of(count: int, terms: int) -> int:
+    """The shift of the first norm of a term, so that the bound is stored as 256 at the most.
 
-    It brings a bound, the sum of `terms` products of norms, to 256 at the most. All that can be is
-    computed from single norms, which takes no time. So both powers of each norm are normal numbers.
+    Args:
+      count: the number of norms in the term; each is less than four times its power of two.
+      terms: the number of terms.
     """
-    info, rest, powers = jnp.finfo(dtype), iter(given), []
+    return 2 * count + (terms - 1).bit_length() - 8
+
+
+def _bound(given: tuple[Array, ...], terms: tuple[int, ...], inverse: bool) -> Array:
+    """The power of two by which elements are divided, or its inverse."""
+    info, rest, products = jnp.finfo(given[0].dtype), iter(given), []
     for count in terms:
-        factors = []
-        for place in range(count):
-            # A norm is less than two to one more than its exponent, and the other norms are halved.
-            shift = -1 if place else 2 * count - 1 + (len(terms) - 1).bit_length() - 8
-            exponent = next(rest).astype(f"int{info.bits}") + shift
-            exponent = jnp.clip(exponent, 1, 2 * info.maxexp - 3)
-            factors.append(_power(2 * (info.maxexp - 1) - exponent if inverse else exponent, dtype))
-        powers.append(math.prod(factors[1:], start=factors[0]))
-    largest = functools.reduce(jnp.minimum if inverse else jnp.maximum, powers)
-    limits = 2.0 ** (8 - info.maxexp), 2.0 ** (info.maxexp - 8)
-    return jnp.clip(largest, *limits)
+        factors = [next(rest) for _ in range(count)]
+        if inverse:
+            bits = (lax.bitcast_convert_type(x, f"int{info.bits}") >> info.nmant for x in factors)
+            factors = [_power(2 * (info.maxexp - 1) - x, info.dtype) for x in bits]
+        products.append(math.prod(factors[1:], start=factors[0]))
+    bound = functools.reduce(jnp.minimum if inverse else jnp.maximum, products)
+    return jnp.clip(bound, 2.0 ** (8 - info.maxexp), 2.0 ** (info.maxexp - 8))
 
 
 def encode_bounded(x: Array, given: tuple[Array, ...], terms: tuple[int, ...]) -> Array:
-    """Divides x by a power of two from the exponents of norms, see `_bounds.Bound`.
+    """Divides x by a power of two that is above a bound of each element, see `_bounds.Bound`.
 
     Args:
-      given: for each factor of each term the exponents.
-      terms: the numbers of factors.
+      given: the `norms` of the bound's factors.
+      terms: the number of factors of each term.
     """
-    wide = compute_dtype(x.dtype)
-    return (x.astype(wide) * _bounded(given, terms, wide, inverse=True)).astype(_FLOAT8)
+    bound = _bound(given, terms, inverse=True)
+    return (x.astype(bound.dtype) * bound).astype(_FLOAT8)
 
 
 def decode_bounded(z: Array, given: tuple[Array, ...], terms: tuple[int, ...], dtype: Any) -> Array:
     """Undoes `encode_bounded`."""
-    wide, most = compute_dtype(dtype), float(jnp.finfo(dtype).max)
-    y = z.astype(wide) * _bounded(given, terms, wide, inverse=False)
-    return jnp.clip(y, -most, most).astype(dtype)
+    bound, most = _bound(given, terms, inverse=False), float(jnp.finfo(dtype).max)
+    return jnp.clip(z.astype(bound.dtype) * bound, -most, most).astype(dtype)
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], like: Array | None = None) -> Array:

@@ -19,11 +19,11 @@ from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
 from lowmembp_jax._jax_internals import debug_callback_p, debug_print_p
 from lowmembp_jax.compression import jaxprs
-from lowmembp_jax.compression._bounds import bound_of, exponents_of, useful
+from lowmembp_jax.compression._bounds import bound_of, norms_of, useful
 from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Format
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
-#: Its operands are x, and the exponents of the factors of x's bound if the format has `terms`.
+#: Its operands are x, and the norms that bound x if the format has `terms`.
 #: `times` is the number of results. All of them are x, and each is decoded from memory separately.
 store_p = core.Primitive("store")
 store_p.multiple_results = True
@@ -40,7 +40,7 @@ def _jvp(primals, tangents, *, format, times):
 
 def _batch(args, dims, **params):
     [size] = {x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None}
-    # The exponents broadcast against x.
+    # The norms broadcast against x.
     args = [
         batching.bdim_at_front(x, d, size if i == 0 else 1)
         for i, (x, d) in enumerate(zip(args, dims, strict=True))
@@ -48,10 +48,10 @@ def _batch(args, dims, **params):
     return store_p.bind(*args, **params), [0] * params["times"]
 
 
-def _transpose(cotangents, x, *exponents, **params):
+def _transpose(cotangents, x, *norms, **params):
     given = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
     ct = functools.reduce(ad.add_jaxvals, given) if given else ad.Zero(x.aval)
-    return [ct, *[None] * len(exponents)]
+    return [ct, *[None] * len(norms)]
 
 
 ad.primitive_jvps[store_p] = _jvp
@@ -73,8 +73,8 @@ def _encoding(
 ) -> core.JaxprEqn:
     """Makes one call equation that returns x `times` times, and the stored arrays."""
 
-    def encode(x, *exponents):
-        stored = format.encode(x, *exponents)
+    def encode(x, *norms):
+        stored = format.encode(x, *norms)
         if format.host:
             stored = jax.device_put(stored, jax.memory.Space.Host)
         if at and not format.is_exact:
@@ -169,7 +169,7 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
         return result
 
     def store(var, format, bound=None, like=None):
-        norms = exponents_of(bound, like) if bound else None
+        norms = norms_of(bound, like) if bound else None
         if norms is None:
             return apply(store_p, var, format=format, times=1)
         new.append(norms)

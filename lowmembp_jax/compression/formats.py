@@ -213,11 +213,11 @@ class Format(NamedTuple):
         """Whether a bound of the elements could replace the maxima of rows."""
         return self.storage == "float8" and self.rows is None
 
-    def encode(self, x: Array, *exponents: Array) -> tuple[Array, ...]:
+    def encode(self, x: Array, *norms: Array) -> tuple[Array, ...]:
         """Returns the arrays to store. Its derivative raises NotImplementedError.
 
         Args:
-          exponents: of the factors of the bound, if there are `terms`.
+          norms: the factors of the bound, if there are `terms`.
         """
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.real(x), lax.imag(x)  # JAX cannot save complex residuals
@@ -227,8 +227,8 @@ class Format(NamedTuple):
             x = x * 256 if self._is_float else jnp.sqrt(x)
         storage, message = _STORAGES[self.storage], f"{self.owner} {NO_SECOND_DERIVATIVE}"
         if self.terms is not None:
-            encode = lambda x: (scaled_float8.encode_bounded(x, exponents, self.terms),)  # noqa: E731
-            return *undifferentiated(encode, message)(x), *exponents
+            encode = lambda x: (scaled_float8.encode_bounded(x, norms, self.terms),)  # noqa: E731
+            return *undifferentiated(encode, message)(x), *norms
         return undifferentiated(lambda x: storage.encode(x, self.rows), message)(x)
 
     def decode(self, stored: tuple[Array, ...], dtype: Any) -> Array:
@@ -238,8 +238,8 @@ class Format(NamedTuple):
         if self.storage is None:
             return stored[0]
         if self.terms is not None:
-            z, *exponents = stored
-            return scaled_float8.decode_bounded(z, tuple(exponents), self.terms, dtype)
+            z, *norms = stored
+            return scaled_float8.decode_bounded(z, tuple(norms), self.terms, dtype)
         x = _STORAGES[self.storage].decode(tuple(stored), dtype, self.rows)
         if self.unit:
             x = x / 256 if self._is_float else jnp.square(x)
