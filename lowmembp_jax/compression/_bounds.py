@@ -46,13 +46,13 @@ class Factor(NamedTuple):
 Bound = tuple[tuple[Factor, ...], ...]
 
 
-def bound_of(atom: Any, made: Mapping[Any, core.JaxprEqn]) -> Bound | None:
+def bound_of(atom: Any, made: Mapping[Any, Any]) -> Bound | None:
     """The bound of a variable's elements, or None if no product makes it.
 
     Args:
       made: the equations of the jaxpr by their results.
     """
-    if not isinstance(atom, core.Var) or atom not in made:
+    if isinstance(atom, core.Literal) or atom not in made:
         return None
     if not all(isinstance(n, int) for v in made[atom].invars for n in v.aval.shape):
         return None  # a symbolic size of `jax.export`
@@ -79,7 +79,7 @@ def bound_of(atom: Any, made: Mapping[Any, core.JaxprEqn]) -> Bound | None:
     return tuple(tuple(factor.then(change) for factor in term) for term in bound)
 
 
-def _of_product(eqn: core.JaxprEqn) -> Bound | None:
+def _of_product(eqn: Any) -> Bound | None:
     (contracted, batch), (x, w) = eqn.params["dimension_numbers"], eqn.invars
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (x, w)):
         return None
@@ -90,7 +90,7 @@ def _of_product(eqn: core.JaxprEqn) -> Bound | None:
     factors = []
     for side, v in enumerate((x, w)):
         axes = tuple(contracted[side])
-        if not isinstance(v, core.Var) or not is_whole(v.aval, axes):
+        if isinstance(v, core.Literal) or not is_whole(v.aval, axes):
             return None
         kept = [i for i in range(v.aval.ndim) if i not in axes]
         order = [kept.index(i) for i in (*batch[side], *free[side])]
@@ -106,7 +106,7 @@ def _of_product(eqn: core.JaxprEqn) -> Bound | None:
 
 def _of_small(atom: Any, shape: tuple[int, ...], made: Mapping[Any, Any]) -> Bound | None:
     """The bound of an array that is broadcast to `shape`, such as a bias."""
-    if not isinstance(atom, core.Var) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+    if isinstance(atom, core.Literal) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
         return None
     if atom.aval.shape != shape:  # it has axes of size 1
         return ((Factor(atom, (), lambda x: x),),)
@@ -152,7 +152,7 @@ def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
     """
     saved, read = dict[Any, int](), dict[Any, int]()
     for var, bound in bounds.items():
-        first = max((factor.of for factor in bound[0]), key=lambda v: v.aval.size)
+        first: Any = max((factor.of for factor in bound[0]), key=lambda v: v.aval.size)
         others = [f.of for term in bound for f in term if f.of is not first]
         saved[first] = saved.get(first, 0) + 2 * var.aval.size
         read[first] = read.get(first, first.aval.size) + sum(v.aval.size for v in others)
@@ -163,7 +163,7 @@ def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
     }
 
 
-def norms_of(bound: Bound, like: core.JaxprEqn) -> core.JaxprEqn | None:
+def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
     """An equation at the place of `like` whose results are the norms of the factors.
 
     None if norms vary along a part of axes that a reshape merges.

@@ -170,7 +170,7 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
 
     def store(var, format, bound=None, like=None):
         norms = norms_of(bound, like) if bound else None
-        if norms is None:
+        if bound is None or norms is None:
             return apply(store_p, var, format=format, times=1)
         new.append(norms)
         format = format._replace(terms=tuple(map(len, bound)))

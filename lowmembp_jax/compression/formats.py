@@ -226,8 +226,8 @@ class Format(NamedTuple):
         if self.unit:
             x = x * 256 if self._is_float else jnp.sqrt(x)
         storage, message = _STORAGES[self.storage], f"{self.owner} {NO_SECOND_DERIVATIVE}"
-        if self.terms is not None:
-            encode = lambda x: (scaled_float8.encode_bounded(x, norms, self.terms),)  # noqa: E731
+        if terms := self.terms:
+            encode = lambda x: (scaled_float8.encode_bounded(x, norms, terms),)  # noqa: E731
             return *undifferentiated(encode, message)(x), *norms
         return undifferentiated(lambda x: storage.encode(x, self.rows), message)(x)
 
