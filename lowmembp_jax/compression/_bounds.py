@@ -150,17 +150,13 @@ def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
 
     The maximum of a row reads an array once more. Norms of an array are computed once.
     """
-    saved, read = dict[Any, int](), dict[Any, int]()
+    gain: dict[Any, int] = {}
     for var, bound in bounds.items():
         first: Any = max((factor.of for factor in bound[0]), key=lambda v: v.aval.size)
-        others = [f.of for term in bound for f in term if f.of is not first]
-        saved[first] = saved.get(first, 0) + 2 * var.aval.size
-        read[first] = read.get(first, first.aval.size) + sum(v.aval.size for v in others)
-    return {
-        var: bound
-        for var, bound in bounds.items()
-        if any(saved.get(f.of, 0) > read.get(f.of, 0) for f in bound[0])
-    }
+        others = [f.of.aval.size for term in bound for f in term if f.of is not first]
+        gain.setdefault(first, -first.aval.size)
+        gain[first] += 2 * var.aval.size - sum(others)
+    return {v: bound for v, bound in bounds.items() if any(gain.get(f.of, 0) > 0 for f in bound[0])}
 
 
 def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
