@@ -159,20 +159,25 @@ def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
     )
 
 
-def hashed_bits(
-    x: Float[Array, "*shape"], group: Float[Array, "..."], axis: int = -1
-) -> UInt32[Array, "*shape"]:
-    """Hashes each element's value, group and position on an axis as the end of MurmurHash3 does.
+def hashed_bits(x: Float[Array, "*shape"], group: Float[Array, "..."]) -> UInt32[Array, "*shape"]:
+    """Hashes each element's value, group and place as the end of MurmurHash3 does.
 
     `jax.random` would cost memory. XLA hoists bits that depend on no data out of a `lax.scan`, at
     full size. In unrolled layers it fuses all readers of them into one kernel at the end of the
-    forward. Positions are a constant for the same reason.
+    forward. Places are constants for the same reason.
     """
     value, salt = (lax.bitcast_convert_type(a.astype(jnp.float32), jnp.uint32) for a in (x, group))
     bits = (value * jnp.uint32(0x85EBCA6B) ^ salt) * jnp.uint32(0xC2B2AE35)
-    if x.ndim:
-        place = np.arange(x.shape[axis], dtype=np.uint32) * np.uint32(0x9E3779B1)
-        bits ^= lax.broadcast_in_dim(place, x.shape, (axis % x.ndim,))
+    for axis, size in enumerate(x.shape):
+        # An odd factor for each axis: equal rows must have different bits.
+        factor = np.uint32(0x9E3779B1 * (2 * (x.ndim - axis) - 1) % 2**32)
+        if isinstance(size, int):
+            place = lax.broadcast_in_dim(
+                np.arange(size, dtype=np.uint32) * factor, x.shape, (axis,)
+            )
+        else:  # a symbolic size of `jax.export`
+            place = lax.broadcasted_iota(jnp.uint32, x.shape, axis) * factor
+        bits ^= place
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return bits ^ (bits >> 16)

@@ -63,7 +63,8 @@ def test_no_update_is_lost(size):
     params, state = train(lm.master_weights(optax.sgd(1.0)), first, constant(size), steps)
     moved = np.asarray(first["w"], np.float64) - master(params["w"], state, "w")
     want = steps * float(jnp.bfloat16(size))
-    assert moved.mean() == pytest.approx(want, rel=0.05)
+    # float32 itself rounds the smallest updates of these weights to 1.04 to 1.05 of their size.
+    assert moved.mean() == pytest.approx(want, rel=0.03 if size > 1e-7 else 0.07)
     if size == 1e-3:
         np.testing.assert_allclose(moved, want, rtol=0.01)
 
@@ -226,3 +227,24 @@ def test_an_update_is_computed_in_place(shape, bits):
     # The clipped gradients.
     assert sizes.temp_size_in_bytes <= 2.12 * elements
     assert sizes.alias_size_in_bytes >= (5 if bits == 24 else 4) * elements
+
+
+@pytest.mark.parametrize("shape", [(65536,), (256, 256), (16, 64, 64)])
+def test_equal_numbers_are_rounded_independently(shape):
+    """Such as biases at 0 and scales at 1: the mean moves as it should, within 4 deviations."""
+    steps, move, unit = 64, 2.0**-12, 2.0**-7
+    optimizer = lm.master_weights(optax.sgd(1.0), bits=16)
+    p = jnp.ones(shape, jnp.bfloat16)
+    state, g = optimizer.init(p), jnp.full(shape, -move, jnp.bfloat16)
+
+    @jax.jit
+    def step(carry, _):
+        p, state = carry
+        updates, state = optimizer.update(g, state, p)
+        return (optax.apply_updates(p, updates), state), None
+
+    (p, _), _ = jax.lax.scan(step, (p, state), length=steps)
+    share = move / unit
+    deviation = unit * (steps * share * (1 - share) / p.size) ** 0.5
+    mean = np.asarray(p, np.float64).mean()
+    assert abs(mean - (1 + steps * move)) < 4 * deviation

@@ -200,7 +200,7 @@ def _encode(
     power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
-    chance = hashed_bits(y, scale, blocks.elements(y)).astype(y.dtype) * 2.0**-32
+    chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
     codes = low + (power > below + chance * (above - below))
     codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)

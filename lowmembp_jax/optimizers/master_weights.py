@@ -58,8 +58,8 @@ def _rounded(
 ) -> UInt32[Array, "*n"]:
     """Returns the upper bits of a number that is rounded up or down at random to them.
 
-    The random bits are a hash of the value, the step and the place on the last axis, so they do not
-    depend on the mesh, and a resumed run has the same.
+    The random bits are a hash of the value, the step and the place, so they do not depend on the
+    mesh, and a resumed run has the same.
     """
     lost = 32 - bits
     dropped = hashed_bits(master, count) >> (32 - lost)
