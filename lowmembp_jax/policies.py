@@ -16,7 +16,7 @@ NORM_RSTD = "lowmembp_norm_rstd"
 RESIDUAL_NAMES: tuple[str, ...] = (CODES, NORM_OUTPUT, NORM_AFFINE_OUTPUT, NORM_RSTD)
 
 
-def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
+def products_saveable(prim: Any, /, *_: Any, **__: Any) -> bool:
     """A `jax.checkpoint` policy that saves products and attention and recomputes the rest.
 
     It saves the results of matrix products (also ragged ones), convolutions and kernels, and the
@@ -33,7 +33,7 @@ def products_saveable(prim: Any, *_: Any, **__: Any) -> bool:
     return prim.name in RULES and RULES[prim.name].product
 
 
-def everything_saveable(prim: Any, *_: Any, **__: Any) -> bool:
+def everything_saveable(prim: Any, /, *_: Any, **__: Any) -> bool:
     """A policy for `lm.compress` that saves what JAX saves without `jax.checkpoint`.
 
     The backward pass recomputes only cheap operations such as casts and reshapes.
@@ -71,7 +71,7 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
             )
     keep_ours = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
-    def combined(prim, *args, **params):
+    def combined(prim, /, *args, **params):
         answers = [policy(prim, *args, **params) for policy in policies]
         kept = [Saveable if a is True else a for a in answers if a not in (False, Recompute)]
         if other := [answer for answer in kept if answer != kept[0]]:
@@ -80,7 +80,9 @@ def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:
                 f"{params.get('name', '')!r}: expected one answer besides Recompute, got "
                 f"{_name(kept[0])} and {_name(other[0])}"
             )
-        return kept[0] if kept else keep_ours(prim, *args, **params)
+        # JAX's policy does not accept every name of a parameter.
+        is_name = prim.name == "name" or "_prim" in params  # the latter under `jax_remat3`
+        return kept[0] if kept else is_name and keep_ours(prim, *args, **params)
 
     return combined
 

@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import error
 from helpers import normal
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, mlir
 
 import lowmembp_jax as lm
 
@@ -201,3 +204,46 @@ def test_barriers_of_some_arguments():
 
     assert barriers(True) == barriers(({"w": False}, True)) > barriers(False)
     assert barriers(False) == barriers((False, False))
+
+
+def test_parameters_of_primitives_have_any_name():
+    """Equinox has primitives with a parameter `prim`."""
+    named = core.Primitive("named")
+    named.def_impl(lambda x, **_: 2 * x)
+    named.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(named, mlir.lower_fun(lambda x, **_: 2 * x, multiple_results=False))
+    ad.deflinear2(named, lambda ct, x, **_: [2 * ct])
+    w, x = normal(8, 8), normal(4, 8, key=1)
+
+    def block(w, x):
+        y = named.bind(x @ w, prim=1, format=2, times=3, name=4, args=5, jaxpr=6, eqn=7)
+        return jnp.tanh(y) @ w
+
+    def gradient(fun):
+        return jax.grad(lambda w: jnp.sum(fun(w, x)))(w)
+
+    exact = gradient(block)
+    for policy in (lm.products_saveable, lm.everything_saveable, lm.checkpoint_policy(), None):
+        assert error(gradient(lm.compress(block, policy=policy)), exact) < 0.1
+    inner = jax.checkpoint(block)
+    assert error(gradient(lm.compress_checkpoints(lambda w, x: inner(w, x))), exact) < 0.1
+
+
+def test_keywords_of_a_module_have_any_name():
+    @jax.tree_util.register_static
+    class Module:
+        def __call__(self, x, *, module, fun):
+            return module * fun * jnp.sin(x)
+
+    x = normal(4)
+    np.testing.assert_array_equal(lm.compress(Module())(x, module=2, fun=3), 6 * jnp.sin(x))
+
+
+def test_without_jit_and_after_it():
+    """`jax.disable_jit` is for debugging."""
+    w, x = normal(16, 16), normal(32, 16, key=1)
+    block = lm.compress(lambda w, x: jax.nn.softmax(jax.nn.relu(x @ w)) @ w)
+    gradient = jax.grad(lambda w: jnp.sum(jnp.square(block(w, x))))
+    with jax.disable_jit():
+        found = gradient(w)
+    np.testing.assert_allclose(found, gradient(w), rtol=1e-4, atol=1e-5)

@@ -14,14 +14,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import Array
 
 from lowmembp_jax._jax_internals import operation
 from lowmembp_jax._tiling import explicit_spec, is_whole
-from lowmembp_jax.compression import rules
+from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._scaled_float8 import norms, shift_of
 
 
@@ -176,10 +175,9 @@ def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
         return [factor.shaped(norms(x, factor.axes, shift)) for factor, shift, x in each]
 
     try:
-        closed = jax.make_jaxpr(jax.jit(compute))(*(factor.of.aval for factor in factors))
+        eqn = jaxprs.call_of(compute, *(factor.of.aval for factor in factors))
     except ValueError:
         return None
-    [eqn] = closed.jaxpr.eqns
     own = {"source_info": like.source_info, "ctx": like.ctx}
     results = [core.Var(var.aval) for var in eqn.outvars]
     return eqn.replace(invars=[factor.of for factor in factors], outvars=results, **own)

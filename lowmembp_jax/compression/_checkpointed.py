@@ -176,7 +176,7 @@ def _check_function(fun: Any) -> None:
 def _of_pytree(module: Any, options: Options, static: Sequence[int]) -> Callable[..., Any]:
     """Compresses a callable pytree: its arrays are parameters, its arguments are activations."""
     call = stored(
-        lambda module, *args, **kwargs: module(*args, **kwargs),
+        lambda module, /, *args, **kwargs: module(*args, **kwargs),
         options,
         f"lm.compress({type(module).__name__})",
     )

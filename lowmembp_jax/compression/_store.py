@@ -59,7 +59,7 @@ ad.primitive_transposes[store_p] = _transpose
 batching.primitive_batchers[store_p] = _batch
 
 
-def only_stored(prim: Any, *_: Any, **__: Any) -> bool:
+def only_stored(prim: Any, /, *_: Any, **__: Any) -> bool:
     """A policy of `jax.checkpoint` that saves only the results of `store`.
 
     JAX runs debugging callbacks again in the backward, unless the policy saves them.
@@ -81,7 +81,7 @@ def _encoding(
             observe(number, at, x, stored[0], format.decode(stored, x.dtype))
         return [*[x] * times, *stored]
 
-    return jax.make_jaxpr(jax.jit(encode))(*avals).jaxpr.eqns[0]
+    return jaxprs.call_of(encode, *avals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,7 +96,7 @@ def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], me
         again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
         return [format.decode(each, dtype) for each in again]
 
-    return jax.make_jaxpr(jax.jit(decode))(*avals).jaxpr.eqns[0]
+    return jaxprs.call_of(decode, *avals)
 
 
 def _split(saveable, unknown, instantiated, eqn):

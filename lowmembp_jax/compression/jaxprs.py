@@ -28,6 +28,12 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
 
 
+def call_of(fun: Callable[..., Any], *avals: Any) -> core.JaxprEqn:
+    """The one equation of a call of `fun`."""
+    with jax.disable_jit(False):  # with which users debug
+        return jax.make_jaxpr(jax.jit(fun))(*avals).jaxpr.eqns[0]
+
+
 def opened(value: core.ClosedJaxpr | core.Jaxpr) -> core.Jaxpr:
     """The jaxpr without its constants."""
     return value.jaxpr if isinstance(value, core.ClosedJaxpr) else value

@@ -178,7 +178,7 @@ def _name(module: nn.Module) -> str:
 def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):
     """Calls the module again, inside `lm.compress` and in its own scope."""
 
-    def call(module, *args, **kwargs):
+    def call(module, /, *args, **kwargs):
         entry.compressing = entry.place  # modules inside are not compressed a second time
         try:
             return module(*args, **kwargs)
