@@ -121,7 +121,7 @@ def _split(saveable, unknown, instantiated, eqn):
     number = observer()
     avals = tuple(atom.aval for atom in eqn.invars)
     known = _encoding(format, times, avals, mesh, number, place(eqn) if number else None)
-    stored = [core.Var(var.aval) for var in known.outvars[times:]]
+    stored: list[Any] = [core.Var(var.aval) for var in known.outvars[times:]]
     staged = _decoding(format, times, aval.dtype, tuple(var.aval for var in stored), mesh)
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     known = known.replace(invars=eqn.invars, outvars=[*results, *stored], **own)
