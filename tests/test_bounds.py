@@ -86,13 +86,13 @@ def test_the_error_is_that_of_float8(case):
     x, w = np.float64(x), np.float64(w)
     bound = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(w, axis=0) + np.abs(b)
     if case not in ("tiny", "huge", "both tiny", "tiny and huge"):  # beyond the range of squares
-        assert np.all(np.abs(z - y) <= 1.001 * np.maximum(np.abs(y) / 16, bound / 2**15))
+        assert np.all(np.abs(z - y) <= 1.001 * np.maximum(np.abs(y) / 16, bound / 220_000))
 
     def errors(axis=None):
         size = np.sqrt(np.sum(y**2, axis))
         return np.sqrt(np.sum((z - y) ** 2, axis)) / np.where(size > 0, size, 1)
 
-    assert 0.02 < errors() < 0.029  # nothing is clipped, or the error would be large
+    assert 0.005 < errors() < 0.029  # nothing is clipped, or the error would be large
     assert np.median(errors(0)) < 0.0275
     assert np.median(errors(1)) < 0.0275
     assert np.max(errors(1)) <= 1 / 16

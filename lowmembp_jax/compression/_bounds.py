@@ -21,7 +21,7 @@ from jaxtyping import Array
 from lowmembp_jax._jax_internals import operation
 from lowmembp_jax._tiling import explicit_spec, is_whole
 from lowmembp_jax.compression import jaxprs, rules
-from lowmembp_jax.compression._scaled_float8 import norms, shift_of
+from lowmembp_jax.compression._scaled_float8 import factor_of, norms
 
 
 class Factor(NamedTuple):
@@ -164,15 +164,13 @@ def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
     None if norms vary along a part of axes that a reshape merges.
     """
     factors = [factor for term in bound for factor in term]
-    shifts = [
-        0 if place else shift_of(len(term), len(bound))
-        for term in bound
-        for place in range(len(term))
+    scales = [
+        factor_of(place, len(term), len(bound)) for term in bound for place in range(len(term))
     ]
 
     def compute(*arrays):
-        each = zip(factors, shifts, arrays, strict=True)
-        return [factor.shaped(norms(x, factor.axes, shift)) for factor, shift, x in each]
+        each = zip(factors, scales, arrays, strict=True)
+        return [factor.shaped(norms(x, factor.axes, scale)) for factor, scale, x in each]
 
     try:
         eqn = jaxprs.call_of(compute, *(factor.of.aval for factor in factors))

@@ -140,11 +140,8 @@ def _decode_groups(stored: tuple[Array, ...], dtype: Any) -> Array:
     return _reshaped(jnp.clip(y, -most, most).astype(dtype), z.shape, like=z)
 
 
-def norms(x: Array, axes: tuple[int, ...], shift: int) -> Array:
-    """Powers of two that are above a quarter of the norms of x over `axes`, times 2^shift.
-
-    They and their inverses are normal numbers. A kernel reads them without a computation.
-    """
+def norms(x: Array, axes: tuple[int, ...], factor: float) -> Array:
+    """The norms of x over `axes`, times `factor`; they and their inverses are normal numbers."""
     y = jnp.abs(x.astype(compute_dtype(x.dtype)))
     info = jnp.finfo(y.dtype)
     if axes:
@@ -153,35 +150,33 @@ def norms(x: Array, axes: tuple[int, ...], shift: int) -> Array:
         is_known = (square > info.tiny * 2.0**24) & (square < jnp.inf)
         length = math.prod(x.shape[axis] for axis in axes)
         y = jnp.where(is_known, jnp.sqrt(square), largest * math.sqrt(length))
-    bits = lax.bitcast_convert_type(y, f"int{info.bits}") >> info.nmant
-    return _power(jnp.clip(bits + (shift - 1), 1, 2 * info.maxexp - 3), y.dtype)
+    return jnp.clip(y * factor, 2.0**info.minexp, 2.0**-info.minexp)
 
 
-def shift_of(count: int, terms: int) -> int:
-    """The shift of the first norm of a term, so that the bound is stored as 256 at the most.
+def factor_of(place: int, count: int, terms: int) -> float:
+    """The factor of one norm in a term, so that the sum of the terms is at most the largest float8.
 
     Args:
-      count: the number of norms in the term; each is less than four times its power of two.
-      terms: the number of terms.
+      place: the place of the norm in its term.
+      count: the number of norms in the term.
+      terms: the number of terms. The sum is at most their number times the largest one.
     """
-    return 2 * count + (terms - 1).bit_length() - 8
+    # A fourth of the largest number has an inverse. Products are rounded to 8 bits at the least.
+    return 0.25 if place else 4.0 ** (count - 1) * terms * 1.01 / _MOST
 
 
 def _bound(given: tuple[Array, ...], terms: tuple[int, ...], inverse: bool) -> Array:
-    """The power of two by which elements are divided, or its inverse."""
+    """What elements are divided by, or its inverse."""
     info, rest, products = jnp.finfo(given[0].dtype), iter(given), []
     for count in terms:
-        factors = [next(rest) for _ in range(count)]
-        if inverse:
-            bits = (lax.bitcast_convert_type(x, f"int{info.bits}") >> info.nmant for x in factors)
-            factors = [_power(2 * (info.maxexp - 1) - x, info.dtype) for x in bits]
+        factors = [1 / next(rest) if inverse else next(rest) for _ in range(count)]
         products.append(math.prod(factors[1:], start=factors[0]))
     bound = functools.reduce(jnp.minimum if inverse else jnp.maximum, products)
     return jnp.clip(bound, 2.0 ** (8 - info.maxexp), 2.0 ** (info.maxexp - 8))
 
 
 def encode_bounded(x: Array, given: tuple[Array, ...], terms: tuple[int, ...]) -> Array:
-    """Divides x by a power of two that is above a bound of each element, see `_bounds.Bound`.
+    """Divides x by a bound of each element, see `_bounds.Bound`.
 
     Args:
       given: the `norms` of the bound's factors.
