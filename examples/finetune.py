@@ -301,10 +301,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
     parts = {"residual_bytes": "residuals", "peak_bytes": "peak on the GPU"}
     drawn = [part for part in parts if size[part]]
     for number, part in enumerate(drawn):
-        rows = [row + 0.4 * number for row in range(len(METHODS))]
+        height = 0.8 / len(drawn)
+        rows = [row + height * number for row in range(len(METHODS))]
         widths = [count / 2**20 for count in size[part].values()]
         fill = colors if part == "peak_bytes" else "none"
-        both = bars.barh(rows, widths, 0.36, color=fill, edgecolor=colors, label=parts[part])
+        both = bars.barh(
+            rows, widths, 0.9 * height, color=fill, edgecolor=colors, label=parts[part]
+        )
         bars.bar_label(both, fmt="{:,.0f}", padding=3, fontsize=8)
     bars.set_yticks([row + 0.2 * (len(drawn) - 1) for row in range(len(METHODS))], [*METHODS])
     bars.invert_yaxis()
@@ -313,7 +316,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     bars.set_xlabel("memory of a training step [MiB]")
     bars.legend(fontsize=8)
     # Equal losses cover each other, so later curves are thinner.
-    lines = zip((GRAY, BLUE, "#d97706", "#2da44e"), (7, 4.5, 2.5, 1), strict=True)
+    lines = zip((GRAY, BLUE, "#d97706", "#2da44e"), (5, 3.5, 2, 1), strict=True)
     for (name, run), (color, width) in zip(results["runs"].items(), lines, strict=True):
         label = f"{name}, dev accuracy {run['accuracy']:.1%}"
         curves.plot(run["train_losses"], color=color, linewidth=width, label=label)
