@@ -245,6 +245,7 @@ def run(config: Config) -> dict[str, Any]:
     steps = config.steps or round(config.epochs * (len(task.train) // config.batch_size))
     with progress(len(TRAINED) * steps, "step") as bar:
         for number, (name, method) in enumerate(TRAINED.items(), start=1):
+            bar.set_postfix_str("compiling", refresh=False)
             bar.set_description(f"{number} of {len(TRAINED)}: {name}")
             trained, losses = train(bar, loss_of(method), params, task, config, seconds)
             with timed(seconds, "evaluation"):
