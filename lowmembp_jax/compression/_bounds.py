@@ -6,8 +6,8 @@ Cauchy and Schwarz bound each element by the norms of a row of x and of a column
 
     |y[t, n]| <= |x[t]| |w[:, n]| + |b[n]|
 
-Then XLA encodes y in the kernel that makes it or that reads it first. The error is that of the
-maximum, because float8 is a floating format and typical numbers are 1/50 of the bound.
+Then XLA encodes y in the kernel that makes it or that reads it first. Typical numbers are 1/50 of
+the bound. Their error is that of the maximum, because float8 is a floating format.
 """
 
 import math
@@ -53,9 +53,9 @@ def bound_of(atom: Any, made: Mapping[Any, Any]) -> Bound | None:
     """
     if isinstance(atom, core.Literal) or atom not in made:
         return None
-    if not all(isinstance(n, int) for v in made[atom].invars for n in v.aval.shape):
-        return None  # a symbolic size of `jax.export`
     eqn = made[atom]
+    if not all(isinstance(n, int) for v in eqn.invars for n in getattr(v.aval, "shape", ())):
+        return None  # a symbolic size of `jax.export`
     shape, name = atom.aval.shape, operation(eqn)
     if name == "dot_general":
         return _of_product(eqn)
