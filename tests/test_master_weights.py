@@ -231,7 +231,7 @@ def test_an_update_is_computed_in_place(shape, bits):
 
 @pytest.mark.parametrize("shape", [(65536,), (256, 256), (16, 64, 64)])
 def test_equal_numbers_are_rounded_independently(shape):
-    """Such as biases at 0 and scales at 1: the mean moves as it should, within 4 deviations."""
+    """The mean of equal numbers, such as unit scales, is right within 4 standard errors."""
     steps, move, unit = 64, 2.0**-12, 2.0**-7
     optimizer = lm.master_weights(optax.sgd(1.0), bits=16)
     p = jnp.ones(shape, jnp.bfloat16)

@@ -34,7 +34,7 @@ def products(function):
 
 
 def exact_again(function, *args) -> int:
-    """How many exact erf and erfc a step has, apart from that of the forward."""
+    """Counts the exact erf and erfc that a step has in its backward."""
     text = jax.jit(jax.value_and_grad(function)).lower(*args).as_text()
     return text.count("chlo.erf") - 1
 
@@ -128,3 +128,11 @@ def test_batched():
     got = jax.vmap(gradient, (None, 0))(p, x)
     want = jnp.stack([gradient(p, each) for each in x])
     assert_close(got, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-8, 1e-30])
+def test_erf_of_small_numbers_keeps_its_relative_precision(size):
+    x = size * normal(8, 64)
+    stored = np.asarray(again(lambda x: x, x), np.float64)
+    got = np.asarray(again(lax.erf, x), np.float64)
+    np.testing.assert_allclose(got, np.vectorize(math.erf)(stored), rtol=2e-3)

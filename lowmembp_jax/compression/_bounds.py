@@ -7,7 +7,7 @@ Cauchy and Schwarz bound each element by the norms of a row of x and of a column
     |y[t, n]| <= |x[t]| |w[:, n]| + |b[n]|
 
 Then XLA encodes y in the kernel that makes it or that reads it first. Typical numbers are 1/50 of
-the bound. Their error is that of the maximum, because float8 is a floating format.
+the bound. float8 is a floating format, so it rounds them as well as with the row's maximum.
 """
 
 import math

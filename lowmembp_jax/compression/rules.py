@@ -11,8 +11,8 @@ functions also take more than 20 instructions, and stay:
   igamma and lgamma read exact numbers, so their results must be exact.
 - expm1 and log1p read rounded numbers only where their slope is at most 1. They are made for small
   operands, whose relative precision a shorter form would lose.
-- tanh, logistic, logaddexp and exp_neg_sq take 10 to 30 instructions, and XLA's time for them is
-  that of reading their operands.
+- tanh, logistic, logaddexp and exp_neg_sq take 10 to 30 instructions. Reading their operands takes
+  longer.
 - asinh and atan are in no activation that models use.
 """
 
