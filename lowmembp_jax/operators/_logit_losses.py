@@ -27,7 +27,8 @@ from lowmembp_jax._jax_internals import prim_requires_devices_during_lowering, v
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import array_mesh, resharded
 from lowmembp_jax.kernels.partitioning import Partitioned
-from lowmembp_jax.operators._logit_tiles import Arrays, Spec, run_tiles
+from lowmembp_jax.operators._logit_tiles import run_tiles
+from lowmembp_jax.operators._logit_words import Arrays, Spec
 
 _MOST = 2**31 - 1
 

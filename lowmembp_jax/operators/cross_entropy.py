@@ -25,7 +25,7 @@ from lowmembp_jax.operators._logit_losses import (
     checked_tile_bytes,
     evaluate,
 )
-from lowmembp_jax.operators._logit_tiles import Arrays, Spec
+from lowmembp_jax.operators._logit_words import Arrays, Spec
 
 Reduction = Literal["mean", "sum", "none"]
 _NAME = "linear_cross_entropy"

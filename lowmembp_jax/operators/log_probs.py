@@ -22,7 +22,7 @@ from lowmembp_jax.operators._logit_losses import (
     checked_tile_bytes,
     evaluate,
 )
-from lowmembp_jax.operators._logit_tiles import Arrays, Spec
+from lowmembp_jax.operators._logit_words import Arrays, Spec
 
 _LOG_PROBS, _DIVERGENCE = "linear_log_probs", "linear_divergence"
 
