@@ -86,7 +86,7 @@ class _Blocks(NamedTuple):
             parts = parts if parts % shards == 0 else shards
         part = size // parts
         least = -(-part // _BLOCK)
-        # XLA updates an array in place only if no block is padded.
+        # Blocks of one size are read without padding.
         whole = (n for n in range(max(least, 1), part // 64 + 1) if part % n == 0)
         count = next(whole, least)
         return cls(shape, axis, parts, count, -(-part // max(count, 1)))
