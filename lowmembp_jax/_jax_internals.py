@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from types import CellType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -162,20 +162,30 @@ def current_trace() -> Any:
     return core_internals.trace_ctx.trace
 
 
-def is_kept(trace: Any) -> bool:
-    """Whether something keeps arrays of a trace that has ended.
+def keeps_arrays(value: Any, trace: Any) -> bool:
+    """Whether functions in the parameters of an equation reach arrays of a trace that has ended.
 
-    The rule of a custom VJP keeps the trace itself, but no arrays.
+    A rule of a custom derivative may have them in its closure. Caches of JAX and of frameworks keep
+    arrays of ended traces as well, but nothing reads those again.
+
+    Args:
+      value: a parameter of an equation.
+      trace: the trace.
     """
-
-    def has_arrays() -> bool:
-        tracers = (o for o in gc.get_objects() if issubclass(type(o), core_internals.Tracer))
-        return any(tracer._trace is trace for tracer in tracers)
-
-    if not has_arrays():
-        return False
-    gc.collect()
-    return has_arrays()
+    todo, seen = [value], dict[int, Any]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | core.Jaxpr | core.ClosedJaxpr):
+            continue
+        seen[id(one)] = one
+        if issubclass(type(one), core_internals.Tracer):
+            if one._trace is trace:
+                return True
+        elif isinstance(one, FunctionType):  # without its globals
+            todo += [*(one.__closure__ or ()), one.__defaults__, one.__kwdefaults__, one.__dict__]
+        elif one is not trace:
+            todo += gc.get_referents(one)
+    return False
 
 
 def is_differentiated() -> bool:

@@ -166,7 +166,7 @@ def test_a_softmax_of_large_logits_is_computed_again_with_its_sum():
     p, q, x = normal(16, 16, key=0) / 4, normal(16, 16, key=1) / 4, normal(32, 16)
 
     def block(p, x):
-        return jax.nn.softmax(10 * (x @ p) @ q) @ q
+        return jax.nn.softmax(5 * (x @ p) @ q) @ q
 
     ours = lm.compress(block, policy=NOTHING)
     assert error(gradients(ours, p, x), gradients(block, p, x)) < 0.1

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compression_models import error
 from helpers import assert_close, assert_equal, normal
 from jax import lax
 
@@ -136,3 +137,28 @@ def test_erf_of_small_numbers_keeps_its_relative_precision(size):
     stored = np.asarray(again(lambda x: x, x), np.float64)
     got = np.asarray(again(lax.erf, x), np.float64)
     np.testing.assert_allclose(got, np.vectorize(math.erf)(stored), rtol=2e-3)
+
+
+Q = normal(16, 16, key=1) / 4
+OPTIONS = {}, {"policy": None}, {"policy": None, "dtype": "int8"}
+POLES = {
+    "tanh": jnp.tanh, "logistic": jax.nn.sigmoid, "tan": jnp.tan, "log": jnp.log,
+    "quotient": lambda z: z / (1 + z * z), "power": lambda z: z**2.5, "atan": jnp.arctan,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": None}, {"policy": None, "dtype": "int8"}], ids=str
+)
+@pytest.mark.parametrize("function", POLES)
+def test_complex_numbers_near_poles(function, options):
+    """Functions that are bounded on real numbers are not on complex ones."""
+
+    def block(q, x):
+        return POLES[function](jnp.tanh(x) @ (q + 1j * q.T)) @ q
+
+    def gradients(block):
+        return jax.grad(lambda q, x: jnp.sum(jnp.abs(block(q, x)) ** 2), (0, 1))(Q, normal(32, 16))
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert error(gradients(lm.compress(block, **options)), gradients(block)) < 0.05

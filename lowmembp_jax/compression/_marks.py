@@ -23,6 +23,7 @@ from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operati
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
+from lowmembp_jax.compression._differences import Differences
 from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before
 from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
@@ -125,6 +126,7 @@ class _Decisions:
             self.made |= dict.fromkeys(eqn.outvars, number)
             for var in set(jaxprs.variables(eqn)):
                 self.readers[var] = self.readers.get(var, 0) + 1
+        self.differences = Differences(jaxpr, self.made, facts, self.needs)
         self.read_elementwise = set[Any]()  # by the forward
         for eqn in reversed(jaxpr.eqns):
             rule = rules.rule(eqn)
@@ -226,7 +228,8 @@ class _Decisions:
         except Exception:  # the user's code may need the context in which it runs later
             needs = [Need(EXACT)] * count
         else:
-            given = [of_any([fact]) for fact in read[:count]] + [Fact(linear=True)] * len(real)
+            given = [of_any([fact])._replace(reduced=fact.reduced) for fact in read[:count]]
+            given += [Fact(linear=True)] * len(real)
             facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
@@ -237,11 +240,19 @@ class _Decisions:
     def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
         """Stores results, or needs the operands to recompute the results."""
         rest = [need._replace(level=NOT) for need in results]
+        is_difference = any(need.level for need in results) and self.differences.has(eqn, read)
+        rows_of = self.differences.rows_of_mean(eqn, read) if is_difference else None
+        cancels = is_difference and rows_of is None
+        may_store = self.may_store and self.marker.formats.get(None) is not None
+        needs_exact = cancels and not (may_store and self.differences.is_less_than_sources(eqn))
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Recomputed from rounded numbers, a choice could come out differently.
                 need = need._replace(level=EXACT if _is_discrete(var) else need.level)
-                format = self.stored(number, eqn, read, var, need)
+                if cancels and not needs_exact and need.level < EXACT and not are_exact(read):
+                    format = self.marker.format(var, self.facts.of[var], need)
+                else:
+                    format = self.stored(number, eqn, read, var, need)
                 if format is None or not self.may_store:
                     rest[i] = need
                 else:
@@ -261,8 +272,10 @@ class _Decisions:
                 self.need(atom, new)
             return
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
+        if most and needs_exact:
+            levels = [EXACT] * len(read)
         for atom, level in zip(eqn.invars, levels, strict=True):
-            rows = before(rest[0].rows, eqn, atom)
+            rows = before(rest[0].rows, eqn, atom) or rows_of
             if rules.rule(eqn).reduces and results[0].level:
                 rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
             self.need(atom, Need(EXACT if most == EXACT else level, rows=rows))

@@ -133,6 +133,9 @@ def take_over(
         if _is_checkpoint(eqn):
             eqn, one = _taken(eqn, given, settings)
             found.append(one)
+        elif eqn.primitive is remat_p:
+            # Its derivative is a part of the function, whose own derivative is the second one.
+            found.append(_described(eqn, "the function differentiates it itself"))
         elif eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             # Its derivative belongs to the function itself.
             inside = [e for body in jaxprs.bodies(eqn) for e in jaxprs.every_equation(body)]

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
-from lowmembp_jax._jax_internals import current_trace, is_kept
-from lowmembp_jax.compression.jaxprs import without_consts
+from lowmembp_jax._jax_internals import current_trace, keeps_arrays
+from lowmembp_jax.compression.jaxprs import every_equation, without_consts
 
 #: Runs a jaxpr: takes it, the values of its inputs, and which of them are parameters; returns the
 #: results.
@@ -56,7 +57,8 @@ def _hashable(value: Any) -> Any:
 
 
 def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, bool | int):
+    # A number of Python may decide something. One that is differentiated is a tracer here.
+    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return False
     try:
         jax.typeof(leaf)
@@ -129,7 +131,9 @@ def traced_call(
         arrays = [array for _, array, _ in given.values()]
         try:
             closed, (_, fixed) = traced(_Static(tree, places, values), *arrays)
-            if otherwise and (trace := last()) is not None and is_kept(trace):
+            params = (list(eqn.params.values()) for eqn in every_equation(closed.jaxpr))
+            trace = last() if otherwise else None
+            if trace is not None and any(keeps_arrays(each, trace) for each in params):
                 raise ValueError("it keeps arrays, as in a closure of a custom derivative")
         except Exception as error:
             if otherwise is None:

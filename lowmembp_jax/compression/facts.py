@@ -227,10 +227,11 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
         operation(eqn) == "mul" or (operation(eqn) == "div" and first.activation)
     )
     is_made = rule.passes or scales or operation(eqn) in ("add", "sub")
-    near = all(fact.at_hand or fact.reduced for fact in read if fact.lossy) and any(
+    near = (rule.elementwise or rule.passes) and any(
         fact.at_hand and _size(atom) == _size(eqn.outvars[0])
         for fact, atom in zip(read, eqn.invars, strict=True)
     )
+    near = near and all(fact.at_hand or fact.reduced for fact in read if fact.lossy)
     axes = _axes(eqn) if rule.passes else None
     shifted = first.shifted if operation(eqn) in ("exp", "exp2") else None
     if axes is not None and first.shifted is not None:

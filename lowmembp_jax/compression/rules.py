@@ -19,6 +19,7 @@ functions also take more than 20 instructions, and stay:
 import math
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
@@ -135,6 +136,9 @@ def may_round(eqn: core.JaxprEqn, operand: int, bounds: Interval) -> bool:
     if operation(eqn) == "integer_pow":
         return 0 <= eqn.params["y"] <= 4
     own = rule(eqn)
+    dtype = getattr(eqn.invars[operand].aval, "dtype", None)
+    if own.expensive and dtype and jnp.issubdtype(dtype, jnp.complexfloating):
+        return False  # functions that are bounded on real numbers have poles beside them
     if own.exact not in (ALL, operand):
         return True
     return own.gentle is not None and own.gentle[0] <= bounds[0] and bounds[1] <= own.gentle[1]

@@ -1,0 +1,168 @@
+"""Finds the differences of a jaxpr that may be small beside the rounding errors of their operands.
+
+If x and y are rounded and nearly equal, such as the coordinates of two atoms far from the origin,
+x - y has no correct digit. So the backward never computes such a difference again from rounded
+numbers. It is stored, which is as right as to store a product, or its sources are stored unrounded,
+if that takes fewer bytes. These differences do not cancel in this way:
+
+- x - max(x) of a softmax. Its errors are those of x, and exp of it is stored if x is at hand.
+- x - mean(x), because x is then stored without its mean, as for a norm.
+- Differences of products with two different constants, such as x * cos - y * sin of a rotation.
+- Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
+- Sums such as those of a residual stream.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from lowmembp_jax._arguments import is_inexact
+from lowmembp_jax._jax_internals import operation
+from lowmembp_jax._sizes import array_bytes
+from lowmembp_jax.compression import jaxprs, rules
+from lowmembp_jax.compression._needs import EXACT, Need
+from lowmembp_jax.compression._scaled_float8 import Rows
+from lowmembp_jax.compression.facts import Fact, Facts, fact_of
+
+_PARTS = frozenset(("dynamic_slice", "gather", "slice", "split"))
+
+
+class Differences:
+    """The differences of one jaxpr.
+
+    Args:
+      jaxpr: the jaxpr.
+      made: the number of the equation that makes each variable.
+      facts: the facts about the variables.
+      needs: how the backward needs them, as far as that is known.
+    """
+
+    def __init__(
+        self,
+        jaxpr: core.Jaxpr,
+        made: Mapping[Any, int],
+        facts: Facts,
+        needs: Mapping[Any, Need],
+    ):
+        self.jaxpr, self.made, self.facts, self.needs = jaxpr, made, facts, needs
+
+    def has(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
+        """Whether an equation is such a difference, perhaps of an array and its mean."""
+        if operation(eqn) not in ("sub", "add") or not is_inexact(eqn.outvars[0].aval):
+            return False
+        if operation(eqn) == "add" and not any(map(self._is_negative, eqn.invars)):
+            return False
+        lossy = [i for i, fact in enumerate(read) if fact.lossy]
+        if not lossy or self.facts.of[eqn.outvars[0]].shifted is not None:
+            return False
+        if len(lossy) == 1:
+            [i] = lossy
+            constant = self._origin(eqn.invars[1 - i], _PARTS)
+            is_zero = isinstance(constant, core.Literal) and not np.any(constant.val)
+            is_bounded = all(map(math.isfinite, read[i].bounds))
+            # Not of a sum with a mask: beside -1e9 the other numbers of a row would be lost.
+            is_kept = self._is_source(self._origin(eqn.invars[i])) and read[i].at_hand
+            return is_kept and not is_zero and not is_bounded
+        factors = [self._factor(atom) for atom in eqn.invars]
+        return None in factors or factors[0] is factors[1]
+
+    def rows_of_mean(self, eqn: core.JaxprEqn, read: list[Fact]) -> Rows | None:
+        """The rows of one operand that the other is the mean of, if it is stored by these rows."""
+        if not all(fact.lossy for fact in read):
+            return None
+        for atom, other in (eqn.invars, eqn.invars[::-1]):
+            rows = self._rows_of_sum(other, atom)
+            if rows and math.prod(rows.shape) == atom.aval.size and self._may_be_by(rows, atom):
+                return rows
+        return None
+
+    def is_less_than_sources(self, eqn: core.JaxprEqn) -> bool:
+        """Whether the difference in 8 bits takes fewer bytes than its sources unrounded."""
+        size, todo, seen = 0, jaxprs.variables(eqn), set[Any]()
+        while todo:
+            atom = todo.pop()
+            fact, need = fact_of(self.facts.of, atom), self.needs.get(atom, Need())
+            if atom in seen or not fact.lossy or fact.exact or need.level == EXACT:
+                continue
+            seen.add(atom)
+            if self._is_source(atom):
+                size += array_bytes(atom.aval.shape, atom.aval.dtype)
+            else:
+                todo += jaxprs.variables(self.jaxpr.eqns[self.made[atom]])
+        return eqn.outvars[0].aval.size < size
+
+    def _is_source(self, atom: Any) -> bool:
+        """Whether an array is not computed again if the backward needs it exactly."""
+        eqn = self._maker(atom)
+        if eqn is None or self.made[atom] in self.facts.saved or rules.rule(eqn).reduces:
+            return True
+        return eqn.primitive.name in ("scan", "shard_map")
+
+    def _maker(self, atom: Any) -> core.JaxprEqn | None:
+        is_made = isinstance(atom, core.Var) and atom in self.made
+        return self.jaxpr.eqns[self.made[atom]] if is_made else None
+
+    def _origin(self, atom: Any, through: frozenset[str] = frozenset()) -> Any:
+        """The array that is passed on as `atom`, perhaps by operations `through`."""
+        while (eqn := self._maker(atom)) is not None:
+            if operation(eqn) == "neg" or not (rules.rule(eqn).passes or operation(eqn) in through):
+                break
+            atom = eqn.invars[0]
+        return atom
+
+    def _is_negative(self, atom: Any) -> bool:
+        """Whether an operand is a negative number, or is computed as the negative of an array."""
+        atom = self._origin(atom)
+        if isinstance(atom, core.Literal):
+            return bool(np.all(np.real(atom.val) < 0))
+        eqn = self._maker(atom)
+        if eqn is None or operation(eqn) not in ("mul", "div", "neg"):
+            return False
+        signs = [self._is_negative(a) for a in eqn.invars]
+        return signs.count(True) % 2 == (operation(eqn) != "neg")
+
+    def _factor(self, atom: Any) -> Any:
+        """The array without rounding errors that a product has as a factor, or None."""
+        eqn = self._maker(self._origin(atom))
+        if eqn is None or operation(eqn) != "mul":
+            return None
+        exact = [v for v in jaxprs.variables(eqn) if not fact_of(self.facts.of, v).lossy]
+        return self._origin(exact[0], _PARTS) if exact else None
+
+    def _rows_of_sum(self, atom: Any, of: Any) -> Rows | None:
+        """The rows of `of` over which an array is a sum, perhaps times a number."""
+        while (eqn := self._maker(atom)) is not None:
+            if rules.rule(eqn).reduces:
+                return Rows(eqn.invars[0].aval.shape, tuple(eqn.params["axes"]))
+            lossy = [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]
+            if len(lossy) != 1:
+                return None
+            [atom] = lossy
+        if not fact_of(self.facts.of, atom).reduced or atom.aval.ndim != of.aval.ndim:
+            return None
+        axes = (i for i, size in enumerate(atom.aval.shape) if size < of.aval.shape[i])
+        return Rows(of.aval.shape, tuple(axes))
+
+    def _may_be_by(self, rows: Rows, atom: Any) -> bool:
+        """Whether an array, or those that it is elementwise computed from, can be stored by rows.
+
+        Products are computed from other arrays, whose rounding errors are in proportion.
+        """
+        if self.needs.get(atom, Need()).rows not in (None, rows):
+            return False
+        todo, seen = [atom], set[Any]()
+        while todo:
+            atom = todo.pop()
+            if atom in seen or self._is_source(atom) or self.made[atom] in self.facts.inside:
+                continue
+            seen.add(atom)
+            eqn = self.jaxpr.eqns[self.made[atom]]
+            rule = rules.rule(eqn)
+            if rule.elementwise or rule.passes:
+                todo += [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]
+            elif not rule.product:
+                return False
+        return True

@@ -1,0 +1,149 @@
+"""Differences of numbers that nearly cancel, such as distances of atoms far from the origin."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compression_models import error, kept
+from helpers import normal
+from jax import lax
+
+import lowmembp_jax as lm
+
+COUNT, NEIGHBOURS, WIDTH = 64, 8, 32
+W = normal(WIDTH, WIDTH) / WIDTH**0.5
+H = normal(COUNT, WIDTH, key=1)
+POSITIONS = jax.random.uniform(jax.random.key(2), (COUNT, 3))
+NEAR = jax.random.randint(jax.random.key(3), (COUNT, NEIGHBOURS), 0, COUNT)
+OFFSETS = 0.0, 5.0, 100.0
+
+
+def particles(w, h, pos):
+    d = (pos[:, None] - pos[NEAR]) / 0.5
+    return h + jnp.tanh(jnp.sum(jnp.exp(-jnp.sum(d * d, -1))[..., None] * h[NEAR], 1)) @ w
+
+
+def graph(w, h, pos):
+    """An E(n)-equivariant layer, which moves the positions, too."""
+    d = pos[:, None] - pos[None]
+    squares = jnp.sum(d * d, -1, keepdims=True)
+    message = jax.nn.silu((h @ w)[:, None] + (h @ w.T)[None] + squares)
+    moved = pos + jnp.mean(d * jnp.tanh(message[..., :1]), 1)
+    return jnp.concatenate([h + jnp.sum(message, 1) @ w / COUNT, moved], -1)
+
+
+def periodic(w, h, pos):
+    """Distances in a cell with periodic borders."""
+    d = pos[:, None] - pos[None]
+    d = d - jnp.round(d)
+    return jnp.tanh(jnp.exp(-4 * jnp.sum(d * d, -1)) @ h / 8) @ w
+
+
+def changes(w, h, pos):
+    """Changes over time, of which the last steps are differences of their own."""
+    once = jnp.diff(pos, axis=0)[1:]
+    return jnp.tanh(once @ w[:3] + (jnp.roll(once, 1, axis=0) - once) @ w[3:6]) @ w
+
+
+def temporal(w, h, pos):
+    """Temporal differences: a reward and the next value, less the value."""
+    value = h @ w[:, :3] / 10 + pos
+    return jnp.square(pos[1:] / 100 + 0.99 * value[1:] - value[:-1])
+
+
+def centered(w, h, pos):
+    """Distances from the center of mass, and from the first atom."""
+    d = pos - pos.mean(0, keepdims=True)
+    return jnp.tanh(d * d @ w[:3] + d @ w[3:6] + (pos - pos[:1]) @ w[6:9]) @ w
+
+
+def bonds(w, h, pos):
+    """The harmonics of a bond's direction times features of its length."""
+    d = pos[1:] + -1.0 * pos[:-1]
+    x, y, z = jnp.split(d, 3, axis=-1)
+    harmonics = jnp.concatenate([x, y, z, x * y, y * z, x * x - y * y, z * z - 0.5 * x * x], -1)
+    return jnp.tanh(harmonics @ w[:7]) * (h[1:] @ w)
+
+
+def directed(w, h, pos):
+    """Normals of triangles."""
+    a, b = pos[1:-1] - pos[:-2], pos[2:] - pos[1:-1]
+    return jnp.tanh(jnp.cross(a, b) @ w[:3]) @ w
+
+
+def own_backward(w, h, pos):
+    """Reads differences of its residuals in the backward."""
+
+    @jax.custom_vjp
+    def energy(pos):
+        return jnp.sum(jnp.square(pos[1:] - pos[:-1]), -1)
+
+    def backward(pos, g):
+        step = 2 * (pos[1:] - pos[:-1]) * g[:, None]
+        return (jnp.pad(step, ((1, 0), (0, 0))) - jnp.pad(step, ((0, 1), (0, 0))),)
+
+    energy.defvjp(lambda pos: (energy(pos), pos), backward)
+    return jnp.tanh(energy(pos)[:, None] * w[:1]) @ w
+
+
+def looped(w, h, pos):
+    """The forces of springs move a chain."""
+
+    def step(pos, _):
+        d = jnp.pad(pos[1:] - pos[:-1], ((1, 1), (0, 0)), mode="edge")
+        return pos + jnp.tanh(d[1:] - d[:-1] + d[1:] @ w[:3, :3]) / 4, None
+
+    return lax.scan(step, pos, length=3)[0] - pos
+
+
+PROGRAMS = [
+    particles, graph, periodic, changes, temporal, centered, bonds, directed, own_backward, looped,
+]  # fmt: skip
+
+
+def gradients(run, pos):
+    y = run(W, H, pos)
+    weights = normal(*y.shape, key=4)
+    return jax.grad(lambda *args: jnp.vdot(weights, run(*args)), (0, 1, 2))(W, H, pos)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("policy", ["default", None])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_gradients(program, policy, offset):
+    options = {} if policy == "default" else {"policy": policy}
+    pos = POSITIONS + offset
+    expected, found = gradients(program, pos), gradients(lm.compress(program, **options), pos)
+    for name, got, want in zip(("w", "h", "pos"), found, expected, strict=True):
+        assert error(got, want) < 0.05, name
+
+
+def test_degrees():
+    """A number is subtracted from an argument."""
+
+    def celsius(w, kelvin):
+        return jnp.tanh((kelvin - 273.15) @ w)
+
+    w, kelvin = W[:3], 273.15 + POSITIONS
+    of = lambda run: jax.grad(lambda *args: jnp.sum(run(*args) ** 2), (0, 1))(w, kelvin)  # noqa: E731
+    assert error(of(lm.compress(celsius)), of(celsius)) < 0.05
+
+
+def test_what_is_stored():
+    """The difference, or its sources, whichever takes fewer bytes; nothing for a rotation."""
+    few = lambda x: jnp.tanh(jnp.diff(x, axis=0))  # noqa: E731
+    many = lambda x: jnp.tanh(x[:, None] - x[None])  # noqa: E731
+    cos, sin = jnp.cos(W[:1, :16]), jnp.sin(W[:1, :16])
+
+    def rotated(x):
+        a, b = x[:, :16], x[:, 16:]
+        return jnp.tanh(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+
+    stored = [
+        kept(lambda x, f=f: jnp.sum(lm.compress(f, params_argnums=())(x)), H)
+        for f in (few, many, rotated)
+    ]
+    assert stored == [
+        [("float8_e4m3fn", (COUNT - 1, WIDTH))],
+        [],
+        [("float8_e4m3fn", (COUNT, WIDTH))],
+    ]
