@@ -49,7 +49,7 @@ class Differences:
     ):
         self.jaxpr, self.made, self.facts, self.needs = jaxpr, made, facts, needs
 
-    def has(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
+    def has(self, eqn: Any, read: list[Fact]) -> bool:
         """Whether an equation is such a difference, perhaps of an array and its mean."""
         if operation(eqn) not in ("sub", "add") or not is_inexact(eqn.outvars[0].aval):
             return False
@@ -69,7 +69,7 @@ class Differences:
         factors = [self._factor(atom) for atom in eqn.invars]
         return None in factors or factors[0] is factors[1]
 
-    def rows_of_mean(self, eqn: core.JaxprEqn, read: list[Fact]) -> Rows | None:
+    def rows_of_mean(self, eqn: Any, read: list[Fact]) -> Rows | None:
         """The rows of one operand that the other is the mean of, if it is stored by these rows."""
         if not all(fact.lossy for fact in read):
             return None
@@ -79,7 +79,7 @@ class Differences:
                 return rows
         return None
 
-    def is_less_than_sources(self, eqn: core.JaxprEqn) -> bool:
+    def is_less_than_sources(self, eqn: Any) -> bool:
         """Whether the difference in 8 bits takes fewer bytes than its sources unrounded."""
         size, todo, seen = 0, jaxprs.variables(eqn), set[Any]()
         while todo:
@@ -101,7 +101,7 @@ class Differences:
             return True
         return eqn.primitive.name in ("scan", "shard_map")
 
-    def _maker(self, atom: Any) -> core.JaxprEqn | None:
+    def _maker(self, atom: Any) -> Any:
         is_made = isinstance(atom, core.Var) and atom in self.made
         return self.jaxpr.eqns[self.made[atom]] if is_made else None
 
