@@ -16,6 +16,7 @@ import pytest
 from compression_models import error
 from helpers import normal
 from jax import lax
+from jax._src import ad_checkpoint
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
@@ -247,3 +248,18 @@ def test_without_jit_and_after_it():
     with jax.disable_jit():
         found = gradient(w)
     np.testing.assert_allclose(found, gradient(w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(ad_checkpoint, "custom_remat"), reason="JAX has no custom_remat")
+def test_a_derivative_for_checkpoints_alone():
+    """`custom_remat` of JAX 0.10 raises outside `jax.checkpoint`."""
+    with ad_checkpoint.config.remat3(True):
+        sin = ad_checkpoint.custom_remat(
+            jnp.sin,
+            lambda x: (jnp.sin(x), jnp.cos(x)),
+            lambda cos, x: (jnp.sin(x), cos),
+            lambda cos, g: (None, g * cos),
+        )
+        f = lambda x: sin(2 * sin(x))  # noqa: E731
+        got = jax.grad(lm.compress(f, params_argnums=()))(1.0)
+        assert got == jax.grad(jax.checkpoint(f))(1.0)

@@ -126,6 +126,20 @@ def test_a_closure_that_keeps_an_array():
     assert "it keeps arrays, as in a closure of a custom derivative" in str(report)
 
 
+def test_a_force_field():
+    """Its forces are derivatives, so that the gradient of its loss is a second one."""
+
+    def fitted(params, x):
+        energy, forces = jax.value_and_grad(loss, 1)(params, x)
+        return energy**2 + jnp.sum(forces**2)
+
+    want = jax.jit(jax.grad(fitted))(W, X)
+    with lm.patch(checkpoint=True) as report:
+        got = jax.jit(jax.grad(fitted))(W, X)
+    assert error(got, want) == 0
+    assert "left alone: the function differentiates it itself" in str(report)
+
+
 def test_states_of_nnx():
     net = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     graph, kernel, rest = nnx.split(net, lambda path, _: "kernel" in path, ...)

@@ -81,7 +81,8 @@ class Differences:
 
     def is_less_than_sources(self, eqn: Any) -> bool:
         """Whether the difference in 8 bits takes fewer bytes than its sources unrounded."""
-        size, todo, seen = 0, jaxprs.variables(eqn), set[Any]()
+        todo: list[Any] = jaxprs.variables(eqn)
+        size, seen = 0, set[Any]()
         while todo:
             atom = todo.pop()
             fact, need = fact_of(self.facts.of, atom), self.needs.get(atom, Need())

@@ -22,6 +22,7 @@ from lowmembp_jax._jax_internals import (
     fancy_transposes,
     has_effects,
     is_reference,
+    operation,
     saved_by_checkpoint,
     weakref_lru_cache,
 )
@@ -84,6 +85,10 @@ class How:
             # Functions with mutable arrays stay exact, because JAX does not say what these hold in
             # the backward, and functions with values that are not arrays, such as tokens.
             return self.checkpoint(args, jaxpr, self.marker.policy)
+        if any(operation(eqn) == "CustomRemat" for eqn in every_equation(jaxpr)):
+            # JAX's custom_remat has a derivative in `jax.checkpoint` alone.
+            run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+            return jax.checkpoint(run, policy=self.marker.policy)(*args)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
     def of(self, inputs):
