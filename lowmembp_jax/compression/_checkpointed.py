@@ -12,7 +12,7 @@ from lowmembp_jax._exactness import is_exact
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression._marks import Marker
-from lowmembp_jax.compression._primitive import How, Input
+from lowmembp_jax.compression._primitive import How, Input, Saved
 from lowmembp_jax.compression._traced_call import traced_call
 from lowmembp_jax.compression.formats import format_names
 from lowmembp_jax.policies import products_saveable
@@ -264,7 +264,9 @@ def stored(
             inputs = tuple(Input.PARAMETER if one else Input.ACTIVATION for one in is_param)
             offload = options.offload and not is_exact()
             marker = Marker(options.policy, formats, owner, offload)
-            hows[key] = How(marker, inputs, options.prevent_cse)
+            # What waits in the host's memory does not count.
+            saved = None if offload else Saved(warns=True)
+            hows[key] = How(marker, inputs, options.prevent_cse, saved)
         return hows[key].bind(values, jaxpr)
 
     return traced_call(fun, bind, holds_params)

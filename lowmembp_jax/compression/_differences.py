@@ -48,6 +48,7 @@ class Differences:
         needs: Mapping[Any, Need],
     ):
         self.jaxpr, self.made, self.facts, self.needs = jaxpr, made, facts, needs
+        self.instead = dict[Any, int]()  # the bytes that are stored instead of a source
 
     def has(self, eqn: Any, read: list[Fact]) -> bool:
         """Whether an equation is such a difference, perhaps of an array and its mean."""
@@ -60,11 +61,11 @@ class Differences:
             return False
         if len(lossy) == 1:
             [i] = lossy
-            constant = self._origin(eqn.invars[1 - i], _PARTS)
+            constant = self.origin(eqn.invars[1 - i], _PARTS)
             is_zero = isinstance(constant, core.Literal) and not np.any(constant.val)
             is_bounded = all(map(math.isfinite, read[i].bounds))
             # Not of a sum with a mask: beside -1e9 the other numbers of a row would be lost.
-            is_kept = self._is_source(self._origin(eqn.invars[i])) and read[i].at_hand
+            is_kept = self._is_source(self.origin(eqn.invars[i])) and read[i].at_hand
             return is_kept and not is_zero and not is_bounded
         factors = [self._factor(atom) for atom in eqn.invars]
         return None in factors or factors[0] is factors[1]
@@ -79,10 +80,12 @@ class Differences:
                 return rows
         return None
 
-    def is_less_than_sources(self, eqn: Any) -> bool:
-        """Whether the difference in 8 bits takes fewer bytes than its sources unrounded."""
-        todo: list[Any] = jaxprs.variables(eqn)
-        size, seen = 0, set[Any]()
+    def are_less_than_sources(self, eqn: Any, size: int) -> bool:
+        """Whether an equation's results of so many bytes take fewer than its sources unrounded.
+
+        Results of other equations count, too, if they are stored instead of the same sources.
+        """
+        todo, sources, seen = list[Any](jaxprs.variables(eqn)), list[Any](), set[Any]()
         while todo:
             atom = todo.pop()
             fact, need = fact_of(self.facts.of, atom), self.needs.get(atom, Need())
@@ -90,10 +93,15 @@ class Differences:
                 continue
             seen.add(atom)
             if self._is_source(atom):
-                size += array_bytes(atom.aval.shape, atom.aval.dtype)
+                sources.append(atom)
             else:
                 todo += jaxprs.variables(self.jaxpr.eqns[self.made[atom]])
-        return eqn.outvars[0].aval.size < size
+        before = sum(self.instead.get(v, 0) for v in sources)
+        exact = sum(array_bytes(v.aval.shape, v.aval.dtype) for v in sources)
+        if not size or before + size >= exact:
+            return False
+        self.instead |= {v: self.instead.get(v, 0) + size for v in sources}
+        return True
 
     def _is_source(self, atom: Any) -> bool:
         """Whether an array is not computed again if the backward needs it exactly."""
@@ -106,7 +114,7 @@ class Differences:
         is_made = isinstance(atom, core.Var) and atom in self.made
         return self.jaxpr.eqns[self.made[atom]] if is_made else None
 
-    def _origin(self, atom: Any, through: frozenset[str] = frozenset()) -> Any:
+    def origin(self, atom: Any, through: frozenset[str] = frozenset()) -> Any:
         """The array that is passed on as `atom`, perhaps by operations `through`."""
         while (eqn := self._maker(atom)) is not None:
             if operation(eqn) == "neg" or not (rules.rule(eqn).passes or operation(eqn) in through):
@@ -116,7 +124,7 @@ class Differences:
 
     def _is_negative(self, atom: Any) -> bool:
         """Whether an operand is a negative number, or is computed as the negative of an array."""
-        atom = self._origin(atom)
+        atom = self.origin(atom)
         if isinstance(atom, core.Literal):
             return bool(np.all(np.real(atom.val) < 0))
         eqn = self._maker(atom)
@@ -127,11 +135,11 @@ class Differences:
 
     def _factor(self, atom: Any) -> Any:
         """The array without rounding errors that a product has as a factor, or None."""
-        eqn = self._maker(self._origin(atom))
+        eqn = self._maker(self.origin(atom))
         if eqn is None or operation(eqn) != "mul":
             return None
         exact = [v for v in jaxprs.variables(eqn) if not fact_of(self.facts.of, v).lossy]
-        return self._origin(exact[0], _PARTS) if exact else None
+        return self.origin(exact[0], _PARTS) if exact else None
 
     def _rows_of_sum(self, atom: Any, of: Any) -> Rows | None:
         """The rows of `of` over which an array is a sum, perhaps times a number."""
@@ -167,3 +175,4 @@ class Differences:
             elif not rule.product:
                 return False
         return True
+

@@ -243,13 +243,12 @@ class _Decisions:
         is_difference = any(need.level for need in results) and self.differences.has(eqn, read)
         rows_of = self.differences.rows_of_mean(eqn, read) if is_difference else None
         cancels = is_difference and rows_of is None
-        may_store = self.may_store and self.marker.formats.get(None) is not None
-        needs_exact = cancels and not (may_store and self.differences.is_less_than_sources(eqn))
+        is_rounded = (cancels or self.reads_exactly(eqn, read)) and self.may_round(number, results)
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Recomputed from rounded numbers, a choice could come out differently.
                 need = need._replace(level=EXACT if _is_discrete(var) else need.level)
-                if cancels and not needs_exact and need.level < EXACT and not are_exact(read):
+                if is_rounded and need.level == ROUNDED:
                     format = self.marker.format(var, self.facts.of[var], need)
                 else:
                     format = self.stored(number, eqn, read, var, need)
@@ -272,7 +271,7 @@ class _Decisions:
                 self.need(atom, new)
             return
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
-        if most and needs_exact:
+        if most and cancels and not is_rounded:
             levels = [EXACT] * len(read)
         for atom, level in zip(eqn.invars, levels, strict=True):
             rows = before(rest[0].rows, eqn, atom) or rows_of
@@ -316,6 +315,18 @@ class _Decisions:
             return exact
         return None
 
+    def may_round(self, number: int, results: list[Need]) -> bool:
+        """Whether results take fewer bytes in 8 bits than the exact numbers behind them."""
+        eqn, size = self.jaxpr.eqns[number], 0
+        for var, need in zip(eqn.outvars, results, strict=True):
+            if need.level and not _is_discrete(var):
+                format = self.marker.format(var, self.facts.of[var], need)
+                if format.is_exact:
+                    return False
+                size += var.aval.size
+        can_store = self.may_store and size and number not in self.facts.saved
+        return bool(can_store) and self.differences.are_less_than_sources(eqn, size)
+
     def reads_exactly(self, eqn: core.JaxprEqn, read: list[Fact]) -> bool:
         """Whether an operand, other than a statistic, must be exact."""
         levels = zip(self.as_read(eqn, read), read, strict=True)
@@ -337,7 +348,12 @@ class _Decisions:
             is_trained = all(fact.varied for _, fact in pairs)
             return is_trained and self.is_alone(ours[0][0], eqn.outvars[0].aval)
         is_one = all(fact.term for _, fact in ours) or need.rows is not None
-        return is_one and any(fact.term and self.readers[atom] == 1 for atom, fact in ours)
+        whole = (fact.term and self.readers[atom] == 1 and self.is_whole(atom) for atom, fact in ours)
+        return is_one and any(whole)
+
+    def is_whole(self, atom: Any) -> bool:
+        """Whether an array is no smaller array that is broadcast."""
+        return self.differences.origin(atom).aval.size == atom.aval.size
 
     def is_alone(self, atom: Any, like: Any) -> bool:
         """Whether nothing else reads a saved result of the type `like`, in whatever shape."""

@@ -26,7 +26,8 @@ from lowmembp_jax._jax_internals import (
     saved_by_checkpoint,
     weakref_lru_cache,
 )
-from lowmembp_jax._sizes import array_bytes
+from lowmembp_jax._sizes import array_bytes, format_bytes
+from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
@@ -51,10 +52,20 @@ class Saved:
     Attributes:
       before: by `jax.checkpoint`, with the same policy.
       after: by `compress`.
+      warns: whether to warn, once, that `compress` would save more.
     """
 
     before: int | None = None
     after: int | None = None
+    warns: bool = False
+
+    def warn(self, owner: str, before: int, after: int) -> None:
+        if self.warns and after > before:
+            self.warns = False
+            warn(
+                f"{owner} runs jax.checkpoint with its policy, which saves {format_bytes(before)}; "
+                f"in fewer bits it would save {format_bytes(after)}"
+            )
 
 
 @dataclass(eq=False)
@@ -66,7 +77,7 @@ class How:
       inputs: what the inputs are.
       prevent_cse: as in `jax.checkpoint`.
       saved: if given, the bytes are counted, and a jaxpr that would not save fewer of them is
-        differentiated as `jax.checkpoint` does.
+        differentiated as `jax.checkpoint` does, unless it has side effects, which that cannot do.
       like: a `How` that differs only in `saved`, and has the derivatives of both.
       others: a `How` for jaxprs with other inputs, by their `inputs`.
     """
@@ -272,11 +283,12 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
     kept = [one is Input.KEPT for one in inputs] + [False] * len(tangents)
     marked = how.marker.mark(body, given, wanted, kept)
     saved = None, None
-    if how.saved is not None:
+    if how.saved is not None and not jaxprs.has_symbolic_sizes(body):
         counted = [one is Input.ACTIVATION for one in inputs]
         before = _saved_bytes(body, counted, how.marker.policy)
         saved = before, (after := _saved_bytes(marked, counted, only_stored))
-        if after >= before:
+        if after >= before and not body.effects:
+            how.saved.warn(how.marker.owner, before, after)
             return body, how.marker.policy, closed.consts, is_real, saved
     return marked, only_stored, closed.consts, is_real, saved
 

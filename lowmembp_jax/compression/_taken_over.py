@@ -117,6 +117,7 @@ def take_over(
       inputs: what the jaxpr's inputs are.
       constants: what the constants of its bodies are.
     """
+    jaxpr = _with_passed_on(jaxpr)
     flow = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, constants)
     readers, new, found = _readers(jaxpr), [], []
 
@@ -131,6 +132,7 @@ def take_over(
         given = tuple(map(read, eqn.invars))
         results = (_of_any(given),) * len(eqn.outvars)
         if _is_checkpoint(eqn):
+            results = take_over(eqn.params["jaxpr"], given, constants, settings).results
             eqn, one = _taken(eqn, given, settings)
             found.append(one)
         elif eqn.primitive is remat_p:
@@ -156,6 +158,21 @@ def take_over(
     is_same = all(a is b for a, b in zip(new, jaxpr.eqns, strict=True))
     results = tuple(PARAMETER if isinstance(a, core.Literal) else flow[a] for a in jaxpr.outvars)
     return Rewritten(None if is_same else jaxpr.replace(eqns=new), results, tuple(found))
+
+
+def _with_passed_on(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Reads what a checkpoint only passes on, such as its parameters, where it comes from."""
+    source, new = {}, []
+    for eqn in jaxpr.eqns:
+        read = [source.get(a, a) if isinstance(a, core.Var) else a for a in eqn.invars]
+        eqn = eqn.replace(invars=read)
+        if _is_checkpoint(eqn):
+            body = eqn.params["jaxpr"]
+            given = dict(zip(body.invars, read, strict=True))
+            pairs = zip(eqn.outvars, body.outvars, strict=True)
+            source |= {v: given[a] for v, a in pairs if isinstance(a, core.Var) and a in given}
+        new.append(eqn)
+    return jaxpr.replace(eqns=new) if source else jaxpr
 
 
 def _of_any(given: Sequence[Input]) -> Input:
@@ -237,8 +254,7 @@ def _taken(
         return eqn, _described(eqn, "it has mutable arrays")
     if not all(hasattr(atom.aval, "dtype") for atom in atoms):
         return eqn, _described(eqn, "it has values that are not arrays")
-    sizes = (size for atom in atoms for size in getattr(atom.aval, "shape", ()))
-    if not all(isinstance(size, int) for size in sizes):
+    if jaxprs.has_symbolic_sizes(jaxpr):
         return eqn, _described(eqn, "its sizes are symbolic, so its bytes are not known")
     if any(_offloads_elsewhere(policy, each) for each in every):
         return eqn, _described(eqn, "its policy offloads to another memory than pinned_host")

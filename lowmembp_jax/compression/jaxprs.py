@@ -102,6 +102,13 @@ def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
                 yield from every_equation(opened(value))
 
 
+def has_symbolic_sizes(jaxpr: core.Jaxpr) -> bool:
+    """Whether an array, perhaps inside a body, has a symbolic size of `jax.export`."""
+    atoms = [v for eqn in every_equation(jaxpr) for v in (*eqn.invars, *eqn.outvars)]
+    sizes = (size for v in (*jaxpr.invars, *atoms) for size in getattr(v.aval, "shape", ()))
+    return not all(isinstance(size, int) for size in sizes)
+
+
 def with_parameters(
     jaxpr: core.ClosedJaxpr | core.Jaxpr, change: Callable[[Any], Any]
 ) -> core.ClosedJaxpr | core.Jaxpr:
