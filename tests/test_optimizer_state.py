@@ -109,6 +109,52 @@ def test_an_optimizer_that_needs_more_arguments_keeps_its_state_with_a_warning()
     assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
 
 
+def test_an_optimizer_that_refuses_missing_arguments_keeps_its_state_with_a_warning():
+    sam = contrib.sam(ADAM, optax.sgd(1e-2), opaque_mode=True)
+    with pytest.warns(UserWarning, match="compress_state.*grad_fn"):
+        state = lm.compress_state(sam).init(PARAMS)
+    assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "exact"),
+    [
+        (optax.rmsprop(1e-2, centered=True), {"mu", "nu"}),
+        (optax.rmsprop(1e-2, centered=True, momentum=0.9), {"mu", "nu"}),
+        (optax.scale_by_stddev(), {"mu", "nu"}),
+        (optax.optimistic_adam_v2(1e-2), set()),  # divides by no difference
+    ],
+)
+def test_a_root_of_a_difference_of_moments_reads_exact_moments(optimizer, exact):
+    """Otherwise the variance nu - mu^2 becomes negative, and its root NaN."""
+    ours = lm.compress_state(optimizer)
+    state = ours.init(PARAMS)
+    paths = jax.tree_util.tree_leaves_with_path(state.inner_state)
+    stored = {jax.tree_util.keystr(path).split(".")[-1].split("[")[0]: x.dtype for path, x in paths
+              if x.size > 4096}  # fmt: skip
+    assert {name for name, dtype in stored.items() if dtype == jnp.float32} == exact
+    update = jax.jit(ours.update)
+    for step in range(40):
+        given = jax.tree.map(lambda g: g + 0.01, gradients(step))
+        updates, state = update(given, state, PARAMS)
+        assert jnp.isfinite(updates["kernel"]).all()
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_nans", "jax_debug_infs"])
+@pytest.mark.parametrize("ours", [lm.compress_state, lm.master_weights])
+def test_no_intermediate_number_is_infinite(ours, flag):
+    optimizer, params = ours(optax.sgd(1e-2, momentum=0.9)), PARAMS
+    if ours is lm.master_weights:
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    jax.config.update(flag, True)
+    try:
+        state = optimizer.init(params)
+        for _ in range(2):
+            _, state = optimizer.update(params, state, params)
+    finally:
+        jax.config.update(flag, False)
+
+
 def test_updates_stay_near_those_of_float32_state_over_1000_steps():
     steps, params = 1000, {"kernel": jnp.zeros((32, 256))}
     ours = lm.compress_state(ADAM)
@@ -128,16 +174,18 @@ def test_updates_stay_near_those_of_float32_state_over_1000_steps():
     assert float(ratios[-100:].mean()) == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.lion(1e-3)])
-def test_rounding_again_changes_nothing(optimizer):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3, eps=1e-3), optax.lion(1e-3)])
+def test_rounding_again_changes_nothing(optimizer, dtype):
     """Frozen parameters, and steps that are skipped, keep their state."""
-    ours = lm.compress_state(optimizer)
-    state = ours.init(PARAMS)
+    ours, params = lm.compress_state(optimizer), jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    state = ours.init(params)
     for step in range(3):
-        _, state = ours.update(gradients(step), state, PARAMS)
+        _, state = ours.update(gradients(step, params), state, params)
+    assert_equal(ours.init(params, lm.decompress_state(state)), state)
     keeps = lambda gradients, state, params=None: (gradients, state)  # noqa: E731
     same = lm.compress_state(optax.GradientTransformation(optimizer.init, keeps))
-    _, after = jax.jit(same.update)(gradients(9), state, PARAMS)
+    _, after = jax.jit(same.update)(gradients(9), state, params)
     assert_equal(after, state)
 
 
@@ -173,13 +221,42 @@ def test_no_number_becomes_zero_and_the_mean_is_right():
     assert float(moments.mean()) == pytest.approx(0.01 * (1 - 0.999**3000), rel=0.05)
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+@pytest.mark.parametrize("largest", [65504, 21.0, 0.0101, 2.0**-14, 2.0**-24])
+def test_every_float16_number(largest, is_signed):
+    """Subnormal numbers have few bits, so two codes may decode to one of them."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) <= np.float16(largest))]
+    w = np.random.default_rng(0).choice(numbers, (128, 128))
+    w[:, 0] = largest
+    keeps = optax.GradientTransformation(
+        lambda params: optax.TraceState(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    plain = optax.trace(0.9) if is_signed else keeps
+    ours, params = lm.compress_state(plain), {"w": jnp.asarray(w if is_signed else np.abs(w))}
+    state = ours.init(params, optax.TraceState(params))
+    assert state.inner_state.trace["w"].dtype == (jnp.int8 if is_signed else jnp.uint8)
+    decoded = lm.decompress_state(state)
+    assert_equal(lm.decompress_state(ours.init(params, decoded)), decoded)
+    got = np.asarray(decoded.trace["w"], np.float64)
+    want = np.asarray(params["w"], np.float64)
+    assert ((got != 0) == (want != 0)).all() and (got[:, 0] == want[:, 0]).all()
+    # The distance of two codes, or of two numbers.
+    apart = 4 * np.abs(want) ** 0.75 * want[:, :1] ** 0.25 / (127 if is_signed else 255)
+    most = want[:, :1] / (127 if is_signed else 255) ** 4
+    assert (np.abs(got - want) <= 2 * apart + 8 * most + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_nan_and_infinity_are_not_lost(value):
+def test_nan_and_infinity_are_not_lost(value, dtype):
     ours = lm.compress_state(ADAM)
-    given = gradients(0)
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    given = gradients(0, params)
     given["kernel"] = given["kernel"].at[3, 5].set(value)
-    _, state = ours.update(given, ours.init(PARAMS), PARAMS)
-    updates, _ = ours.update(gradients(1), state, PARAMS)
+    _, state = ours.update(given, ours.init(params), params)
+    updates, _ = ours.update(gradients(1, params), state, params)
     is_nan = jnp.isnan(updates["kernel"])
     assert is_nan[3, 5] and not is_nan[:3].any() and not is_nan[4:].any()
 

@@ -93,13 +93,18 @@ def without_consts(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
+def every_inside(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of all jaxprs inside an equation, also of an opaque primitive."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(value):
+            yield from every_equation(opened(value))
+
+
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Yields the equations of a jaxpr and of all jaxprs inside it, also of opaque primitives."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                yield from every_equation(opened(value))
+        yield from every_inside(eqn)
 
 
 def with_parameters(
