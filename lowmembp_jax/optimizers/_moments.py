@@ -62,7 +62,7 @@ def signs(
     arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
     arrays = [_Read(frozenset([i] if one else [])) for i, one in enumerate(is_rounded)]
     exact = {i for i, fact in enumerate(results) if fact.root and fact.root.of in arguments}
-    _follow(step, [*[_Read()] * len(others), *arrays, *[_Read()] * len(others)], exact)
+    exact |= _subtracted(step, [*[_Read()] * len(others), *arrays, *[_Read()] * len(others)])
     return [
         low < 0 if one and i not in exact else None
         for i, (one, (low, _)) in enumerate(zip(is_rounded, bounds, strict=True))
@@ -100,53 +100,31 @@ def _union(each: Iterable[_Read]) -> _Read:
     return functools.reduce(operator.or_, each, _Read())
 
 
-def _follow(jaxpr: core.Jaxpr, given: Sequence[_Read], exact: set[int]) -> list[_Read]:
-    """Follows arrays of the state through an update; adds arrays that must be exact to `exact`.
+def _subtracted(jaxpr: core.Jaxpr, given: Sequence[_Read]) -> frozenset[int]:
+    """The arrays of the state whose difference is under a root, a logarithm or a divisor.
 
     The difference of two moments, such as a variance, can be much smaller than the errors of their
-    codes, and then even has another sign. A root, a logarithm or a quotient of it would be NaN or
-    too large. Sums and products over many elements average these errors, so they are not followed.
+    codes, and then even has another sign. A root or a quotient of it would be NaN or too large.
+    Sums and products over many elements average these errors, so they are not followed.
     """
-    of = dict(zip(jaxpr.invars, given, strict=True))
-    negated = set[Any]()
+    found, negated = set[int](), set[Any]()
 
-    def read(atom):
-        return _Read() if isinstance(atom, core.Literal) else of.get(atom, _Read())
+    def through(eqn, read):
+        name, rule, every = operation(eqn), rules.rule(eqn), _union(read)
+        is_difference = name == "sub" or (
+            name in ("add", "add_any") and not negated.isdisjoint(jaxprs.variables(eqn))
+        )
+        if is_difference and all(one.arrays for one in read) and len(every.arrays) > 1:
+            every = _Read(every.arrays, every.arrays)
+        if name == "neg":
+            negated.update(eqn.outvars)
+        for operand, one in enumerate(read):
+            is_steep = rule.expensive or name in ("div", "integer_pow")
+            if is_steep and not rules.may_round(eqn, operand, ANYWHERE):
+                found.update(one.subtracted)
+        if any(jaxprs.every_inside(eqn)) and len(every.arrays) > 1:
+            found.update(every.arrays)  # it is unknown what an opaque primitive does with a jaxpr
+        return _Read() if rule.reduces or rule.product else every
 
-    for eqn in jaxpr.eqns:
-        each, name, rule = list(map(read, eqn.invars)), operation(eqn), rules.rule(eqn)
-        every = _union(each)
-        if bodies := jaxprs.bodies(eqn):
-            inputs = list(map(read, jaxprs.operands(eqn)))
-            found = [_through(eqn, body, inputs, exact) for body in bodies]
-            results = [_union(same) for same in zip(*found, strict=True)]
-        else:
-            is_difference = name == "sub" or (
-                name in ("add", "add_any") and not negated.isdisjoint(jaxprs.variables(eqn))
-            )
-            if is_difference and all(one.arrays for one in each) and len(every.arrays) > 1:
-                every = _Read(every.arrays, every.arrays)
-            if name == "neg":
-                negated.update(eqn.outvars)
-            for operand, one in enumerate(each):
-                is_steep = rule.expensive or name in ("div", "integer_pow")
-                if is_steep and not rules.may_round(eqn, operand, ANYWHERE):
-                    exact |= one.subtracted
-            if any(jaxprs.every_inside(eqn)) and len(every.arrays) > 1:
-                exact |= every.arrays  # it is unknown what a primitive does with a jaxpr
-            results = [_Read() if rule.reduces or rule.product else every] * len(eqn.outvars)
-        of.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _through(
-    eqn: core.JaxprEqn, body: core.Jaxpr, given: Sequence[_Read], exact: set[int]
-) -> list[_Read]:
-    """Follows arrays through a body; through the body of a scan until its carry stays the same."""
-    while True:
-        results = _follow(body, given, exact)
-        carry = zip(given, jaxprs.carried(eqn, body), strict=True)
-        after = [one if i is None else one | results[i] for one, i in carry]
-        if after == given:
-            return results
-        given = after
+    jaxprs.follow(jaxpr, given, through, _union)
+    return frozenset(found)
