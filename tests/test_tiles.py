@@ -173,6 +173,7 @@ DRAWING = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", DRAWING)
 def test_each_slice_draws_its_own_numbers(name):
     run, keys = DRAWING[name]
