@@ -153,8 +153,10 @@ def _most(is_signed: bool) -> int:
     return 127 if is_signed else 255
 
 
-def _largest_over_scale(dtype: Any, is_signed: bool) -> float:
-    return 1.0 if dtype == jnp.float16 else float(_most(is_signed) ** 4)
+def _of_one(scales: Float[Array, "..."], is_signed: bool) -> Float[Array, "..."]:
+    """The magnitude of code 1 in each block."""
+    y = scales.astype(compute_dtype(scales.dtype))
+    return y / float(_most(is_signed) ** 4) if scales.dtype == jnp.float16 else y
 
 
 def _scale_bits(dtype: Any) -> int:
@@ -166,8 +168,9 @@ def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Floa
     y = blocks.cut(x).astype(compute_dtype(x.dtype))
     # XLA's maximum may ignore NaNs.
     largest = blocks.largest(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), x)
-    largest = jnp.where(jnp.isinf(largest), jnp.nan, largest)
-    scales = largest / _largest_over_scale(x.dtype, is_signed)
+    scales = jnp.where(jnp.isinf(largest), jnp.nan, largest)
+    if x.dtype != jnp.float16:
+        scales = scales / float(_most(is_signed) ** 4)
     info = jnp.finfo(y.dtype)
     scales = jnp.where(scales < info.tiny, 0, scales)
     # A decoded largest magnitude may differ in its last bits; rounding gives the same scale again.
@@ -176,13 +179,6 @@ def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Floa
 
 # XLA computes everything but the scales twice: in a kernel for the new scales and in a kernel for
 # the codes. Only while this is cheap does XLA recompute instead of writing float32 arrays.
-def _numbers(codes: Array, scales: Array, is_signed: bool) -> Array:
-    """Decodes codes with the scales of their blocks, in the dtype of `codes`."""
-    unit = float(_most(is_signed) ** 4) / _largest_over_scale(scales.dtype, is_signed)
-    scale = scales.astype(codes.dtype) / unit
-    return codes * jnp.abs(codes) * jnp.square(codes) * scale
-
-
 def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]:
     blocks = _Blocks.of(jax.typeof(codes))
     expected = list(codes.shape)
@@ -194,7 +190,7 @@ def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]
             f"state"
         )
     c = blocks.cut(codes).astype(compute_dtype(scales.dtype))
-    y = _numbers(c, blocks.spread(scales), codes.dtype == jnp.int8)
+    y = c * jnp.abs(c) * jnp.square(c) * _of_one(blocks.spread(scales), codes.dtype == jnp.int8)
     return blocks.joined(y.astype(scales.dtype), like=codes)
 
 
@@ -202,32 +198,41 @@ def _encode(
     x: Float[Array, "*shape"], scales: Float[Array, "..."], blocks: _Blocks, is_signed: bool
 ) -> Array:
     y = blocks.cut(x).astype(compute_dtype(x.dtype))
-    scale, info, wide = blocks.spread(scales), jnp.finfo(x.dtype), jnp.finfo(y.dtype)
-    # A decoded code gets the same code again, because numbers are compared as decoding rounds them.
-    # With one bit less than float32 has, no compiler fuses a product with the comparison.
-    bits, half = min(info.nmant, wide.nmant - 1), float(info.smallest_subnormal) / 2
-
-    def rounded(y):
-        return lax.reduce_precision(y, wide.nexp, bits)
-
-    def size(codes):
-        return rounded(_numbers(codes, scale, is_signed))
-
-    one = _numbers(jnp.ones((), y.dtype), scale, is_signed)
-    inverse = jnp.where(one == 0, 0, 1 / jnp.where(one == 0, 1, one))
-    magnitude = rounded(jnp.abs(y))
-    power = magnitude * inverse
-    near = jnp.round(jnp.sqrt(jnp.sqrt(power)))
-    low = near - (size(near) > magnitude + half).astype(y.dtype)
-    below, above = size(low), size(low + 1)
-    chance = hashed_bits(y, scale.astype(y.dtype)).astype(y.dtype) * 2.0**-32
-    is_above = (magnitude > below + half + chance * (above - below)) | (below <= half)
-    # The largest number has the largest code, although the scale is rounded.
-    most = _most(is_signed)
-    is_largest = power >= most**4 / (1 + 2.0 ** -_scale_bits(x.dtype))
-    codes = jnp.where(is_largest, most, low + is_above.astype(y.dtype)) * jnp.sign(power)
+    one, most, least = _of_one(blocks.spread(scales), is_signed), _most(is_signed), 1.0
+    # Because of the two small numbers, a decoded code gets the same code again, although roots are
+    # not exact.
+    inverse = jnp.where(one == 0, 0, (1 - 1e-6) / jnp.where(one == 0, 1, one))
+    power = jnp.abs(y) * inverse
+    if jnp.finfo(x.dtype).bits == 16:
+        power, least = _as_decoded(y, power, one, x.dtype, most)
+    low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
+    below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
+    chance = hashed_bits(y, one).astype(y.dtype) * 2.0**-32
+    codes = low + (power > below + chance * (above - below)).astype(y.dtype)
+    codes = jnp.clip(codes, (power > 0).astype(y.dtype) * least, most)
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
     return blocks.joined(codes, like=x)
+
+
+def _as_decoded(y: Array, power: Array, one: Array, dtype: Any, most: int) -> tuple[Array, Array]:
+    """Undoes the rounding of decoded numbers to 16 bits, which can be a tenth of a code.
+
+    Returns:
+      The fourth powers, exact if `y` is a decoded number, and the smallest code that float16 does
+      not decode to 0.
+    """
+    info, wide = jnp.finfo(dtype), jnp.finfo(y.dtype)
+    half = float(info.smallest_subnormal) / 2
+    fourth = jnp.square(jnp.square(jnp.round(jnp.sqrt(jnp.sqrt(power)))))
+    # XLA may leave out a cast to 16 bits and back, but not this rounding.
+    numbers = (lax.reduce_precision(each, wide.nexp, info.nmant) for each in (fourth * one, y))
+    decoded, own = map(jnp.abs, numbers)
+    power = jnp.where(jnp.abs(decoded - own) <= half, fourth * (1 - 1e-6), power)
+    # The largest number has the largest code, although the scale is rounded.
+    top = float(most**4)
+    power = jnp.where(power >= top / (1 + 2.0 ** -_scale_bits(dtype)), top, power)
+    least = jnp.sqrt(jnp.sqrt(half / jnp.where(one == 0, 1, one)))
+    return power, jnp.floor(least + 1e-3) + 1
 
 
 def _decoded(state: CompressedState) -> Any:
