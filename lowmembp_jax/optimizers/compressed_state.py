@@ -204,7 +204,9 @@ def _encode(
     inverse = jnp.where(one == 0, 0, (1 - 1e-6) / jnp.where(one == 0, 1, one))
     power = jnp.abs(y) * inverse
     if jnp.finfo(x.dtype).bits == 16:
-        power, least = _as_decoded(y, power, one, x.dtype, most)
+        power = _as_decoded(y, power, one, x.dtype, most)
+    if x.dtype == jnp.float16:  # decodes smaller codes to 0
+        least = jnp.floor(jnp.sqrt(jnp.sqrt(2.0**-25 * inverse)) + 1.001)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
     chance = hashed_bits(y, one).astype(y.dtype) * 2.0**-32
@@ -214,25 +216,23 @@ def _encode(
     return blocks.joined(codes, like=x)
 
 
-def _as_decoded(y: Array, power: Array, one: Array, dtype: Any, most: int) -> tuple[Array, Array]:
+def _as_decoded(y: Array, power: Array, one: Array, dtype: Any, most: int) -> Array:
     """Undoes the rounding of decoded numbers to 16 bits, which can be a tenth of a code.
 
     Returns:
-      The fourth powers, exact if `y` is a decoded number, and the smallest code that float16 does
-      not decode to 0.
+      The fourth powers, which are exact if `y` is a decoded number.
     """
     info, wide = jnp.finfo(dtype), jnp.finfo(y.dtype)
-    half = float(info.smallest_subnormal) / 2
     fourth = jnp.square(jnp.square(jnp.round(jnp.sqrt(jnp.sqrt(power)))))
     # XLA may leave out a cast to 16 bits and back, but not this rounding.
     numbers = (lax.reduce_precision(each, wide.nexp, info.nmant) for each in (fourth * one, y))
     decoded, own = map(jnp.abs, numbers)
+    # Subnormal numbers of float16 have fewer bits than this.
+    half = 2.0**-25 if dtype == jnp.float16 else 0.0
     power = jnp.where(jnp.abs(decoded - own) <= half, fourth * (1 - 1e-6), power)
     # The largest number has the largest code, although the scale is rounded.
     top = float(most**4)
-    power = jnp.where(power >= top / (1 + 2.0 ** -_scale_bits(dtype)), top, power)
-    least = jnp.sqrt(jnp.sqrt(half / jnp.where(one == 0, 1, one)))
-    return power, jnp.floor(least + 1e-3) + 1
+    return jnp.where(power >= top / (1 + 2.0 ** -_scale_bits(dtype)), top, power)
 
 
 def _decoded(state: CompressedState) -> Any:
