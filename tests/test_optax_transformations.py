@@ -149,7 +149,7 @@ def check_16_bits(name, ours, plain):
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_inside_of_ours(name):
     plain = OPTIMIZERS[name]()
@@ -158,7 +158,7 @@ def test_inside_of_ours(name):
         check_16_bits(name, lm.master_weights(lm.compress_state(plain)), plain)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(WRAPPERS))
 def test_around_ours(name):
     make = WRAPPERS[name]
@@ -169,7 +169,7 @@ def test_around_ours(name):
             check_16_bits(name, make(ours), make(ADAM))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_inside_of_the_backward(name):
     optimizer, stack = OPTIMIZERS[name](), {"w": jnp.stack([PARAMS["w"]] * 2)}
