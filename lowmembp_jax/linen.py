@@ -263,6 +263,6 @@ def tile_module(
         if makes_params:
             return run(*args, **kwargs)
         cut = tiled_call(run, axis, size, "tile_module")
-        return cut(args, kwargs, {0}, static, {1})
+        return cut(args, kwargs, {0, 1}, static)
 
     return _wrapped("tile_module", target, call, static_argnums, methods)

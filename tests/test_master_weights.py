@@ -161,6 +161,49 @@ def test_a_weight_that_crosses_zero():
     np.testing.assert_allclose(master(params["w"], state, "w"), [-1e-6, -1, -1e-6], rtol=1e-2)
 
 
+@pytest.mark.parametrize("bits", [24, 16])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda o: optax.apply_if_finite(o, 3),
+        lambda o: optax.conditionally_mask(o, lambda step: step != 1),
+        lambda o: optax.conditionally_transform(o, lambda step: step != 1),
+    ],
+)
+def test_transformations_that_skip_a_step(around, bits):
+    optimizer, params = around(lm.master_weights(optax.adam(0.1), bits=bits)), start(32, 256)
+    state, moved = optimizer.init(params), []
+    for number in range(3):
+        given = noise(number, params)
+        if number == 1:
+            given = jax.tree.map(lambda g: g.at[0, 0].set(jnp.nan), given)
+        updates, state = jax.jit(optimizer.update)(given, state, params)
+        assert updates["w"].dtype == jnp.bfloat16
+        after = optax.apply_updates(params, updates)
+        moved.append(float(jnp.mean(after["w"] != params["w"])))
+        params = after if number != 1 else params
+    assert moved[0] > 0.9 and moved[2] > 0.9
+    assert jnp.isfinite(params["w"]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_updates_have_the_dtype_of_the_gradients(dtype):
+    """A bfloat16 update is exact for every parameter that changes by less than a factor of 2."""
+    params, optimizer = start(64, 256), lm.master_weights(optax.sgd(1.0))
+    wide, state = jax.tree.map(lambda p: p.astype(jnp.float32), params), optimizer.init(params)
+    given = jax.tree.map(lambda g: (g / 8).astype(dtype), noise(0, params))
+    updates, state = jax.jit(optimizer.update)(given, state, params)
+    assert updates["w"].dtype == dtype
+    params = optax.apply_updates(params, updates)
+    want = np.asarray(wide["w"]) - np.asarray(given["w"], np.float32)
+    got, before = master(params["w"], state, "w"), np.asarray(wide["w"])
+    is_near = (want / before > 0.5) & (want / before < 2)
+    assert 0.8 < is_near.mean() < 1
+    np.testing.assert_allclose(got[is_near], want[is_near], rtol=2.0**-15)
+    size = np.abs(want) if dtype == jnp.float32 else np.abs(want - before) + np.abs(want)
+    assert (np.abs(got - want) <= 2.0 ** (-15 if dtype == jnp.float32 else -8) * size).all()
+
+
 def test_errors():
     with pytest.raises(TypeError, match="master_weights: optimizer"):
         lm.master_weights(optax.adam)

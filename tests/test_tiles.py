@@ -138,15 +138,89 @@ def test_frozen_parameters_take_no_accumulators():
     assert carried and not any(line.count(kernel) > 1 for line in carried)
 
 
-def test_each_slice_draws_its_own_numbers():
-    def noisy(params, x, key):
-        return x + jax.random.normal(key, x.shape)
+def noisy(params, x, key):
+    return x + jax.random.normal(key, x.shape)
 
-    noise = np.asarray(CUT(noisy)(PARAMS, jnp.zeros((2, 8, 3)), jax.random.key(0)))
-    assert noise.std() == pytest.approx(1, abs=0.3)
+
+def several_keys(keys, **options):
+    return partial(CUT(lambda _, x, keys: noisy(None, x, keys[1]), **options), PARAMS), keys
+
+
+TYPED, LEGACY = jax.random.key(0), jax.random.PRNGKey(0)
+#: Functions of an activation and of keys, and the keys.
+DRAWING = {
+    "argument": (partial(CUT(noisy), PARAMS), TYPED),
+    "legacy argument": (partial(CUT(noisy), PARAMS), LEGACY),
+    "parameter": (partial(CUT(noisy, params_argnums=(0, 2)), PARAMS), LEGACY),
+    "keyword": (lambda x, key: CUT(noisy)(PARAMS, x, key=key), LEGACY),
+    "closed over": (lambda x, _: CUT(lambda _, x: noisy(None, x, TYPED))(PARAMS, x), TYPED),
+    "legacy closed over": (lambda x, _: CUT(lambda _, x: noisy(None, x, LEGACY))(PARAMS, x), TYPED),
+    "array": several_keys(jax.random.split(TYPED, 3)),
+    "legacy array": several_keys(jax.random.split(LEGACY, 3)),
+    "jit inside": (partial(CUT(jax.jit(noisy)), PARAMS), LEGACY),
+    "scan inside": (
+        partial(CUT(lambda _, x, key: lax.scan(
+            lambda h, key: (noisy(None, h, key), None), x, jax.random.split(key, 2))[0]), PARAMS),
+        LEGACY,
+    ),
+    "remat inside": (partial(CUT(jax.checkpoint(noisy)), PARAMS), LEGACY),
+    "cond inside": (
+        partial(CUT(lambda p, x, key: lax.cond(
+            p["up"].sum() < 1e9, lambda: noisy(None, x, key), lambda: x)), PARAMS),
+        LEGACY,
+    ),
+    "rbg": (partial(CUT(noisy), PARAMS), jax.random.key(0, impl="rbg")),
+}  # fmt: skip
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", DRAWING)
+def test_each_slice_draws_its_own_numbers(name):
+    run, keys = DRAWING[name]
+    x = jnp.zeros((2, 8, 3))
+    for call in (run, jax.jit(run)):
+        noise = np.asarray(call(x, keys))
+        assert noise.std() == pytest.approx(1, abs=0.6)
+        assert len(np.unique(noise)) == noise.size
+        np.testing.assert_array_equal(noise, call(x, keys))
+    slope = jax.grad(lambda x: (run(x, keys) ** 2).sum())(x)  # the backward draws the same again
+    np.testing.assert_allclose(slope, 2 * noise, rtol=1e-5)
+
+
+def test_typed_and_legacy_keys_draw_the_same_numbers():
+    x = jnp.zeros((2, 8, 3))
+    drawn = [CUT(noisy)(PARAMS, x, key) for key in (TYPED, LEGACY)]
+    np.testing.assert_array_equal(*drawn)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda _, x: noisy(None, x, jax.random.key(0)),
+        lambda _, x: noisy(None, x, jax.random.PRNGKey(0)),
+        jax.jit(lambda _, x: noisy(None, x, TYPED)),
+        lambda _, x: x + jax.random.poisson(jax.random.key(0), 9.0, x.shape).astype(x.dtype),
+    ],
+)
+def test_equal_draws_are_said(fun):
+    with pytest.warns(UserWarning, match="tiled: fun: all slices draw the same random numbers"):
+        CUT(fun)(PARAMS, jnp.zeros((2, 8, 3)))
+
+
+def test_draws_from_positions_and_integers_that_are_no_keys():
+    """A key that is made from activations differs already, and pairs of integers are cut."""
+
+    def drawn(_, x, places):
+        at = jax.vmap(lambda place: jax.random.fold_in(TYPED, place))(places)
+        return x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(at)
+
+    x, places = jnp.zeros((8, 3)), jnp.arange(8)
+    noise = lm.tiled(drawn, axis=0, size=4)(PARAMS, x, places)
     assert len(np.unique(noise)) == noise.size
-    again = CUT(noisy)(PARAMS, jnp.zeros((2, 8, 3)), jax.random.key(0))
-    np.testing.assert_array_equal(noise, again)
+    pairs = jnp.arange(32, dtype=jnp.uint32).reshape(2, 8, 2)
+    add = lambda _, x, pairs: x + pairs.sum(-1, keepdims=True).astype(x.dtype)  # noqa: E731
+    x = jnp.zeros((2, 8, 3))
+    np.testing.assert_array_equal(CUT(add)(PARAMS, x, pairs), add(None, x, pairs))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -200,8 +274,10 @@ def test_linen():
     variables = ours.init(jax.random.key(0), X)
     assert jax.tree.structure(variables) == jax.tree.structure(plain.init(jax.random.key(0), X))
     check(ours.apply, plain.apply, variables, X)
-    noisy = ours.apply(variables, X, False, rngs={"dropout": jax.random.key(1)})
-    assert float(jnp.abs(noisy - plain.apply(variables, X)).mean()) > 0.01
+    same = jnp.broadcast_to(X[:, :1], X.shape)
+    for make in (jax.random.key, jax.random.PRNGKey):
+        dropped = ours.apply(variables, same, False, rngs={"dropout": make(1)})
+        assert float(jnp.abs(dropped[:, :4] - dropped[:, 4:8]).mean()) > 0.01
 
 
 def test_nnx():

@@ -1,7 +1,7 @@
 """The one way to walk nested jaxprs: the bodies of an equation, their inputs and outputs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.extend import core
@@ -14,6 +14,7 @@ _CALLS = frozenset((
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr",
     "jit", "pmap", "remat2", "scan", "shard_map",
 ))  # fmt: skip
+_T = TypeVar("_T")
 _KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -87,19 +88,62 @@ def carried(eqn: core.JaxprEqn, body: core.Jaxpr) -> list[int | None]:
     return [i - first if is_whole and i >= first else None for i, is_whole in enumerate(read)]
 
 
+def follow(
+    jaxpr: core.Jaxpr,
+    given: Sequence[_T],
+    through: Callable[[core.JaxprEqn, list[_T]], _T],
+    union: Callable[[Iterable[_T]], _T],
+) -> list[_T]:
+    """Follows facts from the inputs to the results, also through bodies.
+
+    Args:
+      given: the fact of each input.
+      through: the fact of an equation's results, from the facts of its operands. It is called for
+        equations without bodies, such as opaque ones, and more than once in scans.
+      union: the fact of a value that is one of several; of none for a constant.
+    """
+    of = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(atom):
+        return union(()) if isinstance(atom, core.Literal) else of.get(atom, union(()))
+
+    def inside(eqn, body):
+        own = [read(atom) for atom in operands(eqn)]
+        while True:
+            results = follow(body, own, through, union)
+            carry = zip(own, carried(eqn, body), strict=True)
+            after = [one if i is None else union((one, results[i])) for one, i in carry]
+            if after == own:
+                return results
+            own = after
+
+    for eqn in jaxpr.eqns:
+        if own := bodies(eqn):
+            results = [union(each) for each in zip(*(inside(eqn, b) for b in own), strict=True)]
+        else:
+            results = [through(eqn, [read(atom) for atom in eqn.invars])] * len(eqn.outvars)
+        of.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
 @weakref_lru_cache
 def without_consts(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """Makes the constants the first inputs; returns the same object for the same jaxpr."""
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
+def every_inside(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of all jaxprs inside an equation, also of an opaque primitive."""
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(value):
+            yield from every_equation(opened(value))
+
+
 def every_equation(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """Yields the equations of a jaxpr and of all jaxprs inside it, also of opaque primitives."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-            if is_jaxpr(value):
-                yield from every_equation(opened(value))
+        yield from every_inside(eqn)
 
 
 def has_symbolic_sizes(jaxpr: core.Jaxpr) -> bool:

@@ -11,28 +11,21 @@ one block differ by orders of magnitude, and an update divides by their root.
 - An array that is never negative, such as a second moment, has no sign bit.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend import core
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
 from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import explicit_spec, reshape, split_axis
-from lowmembp_jax._warnings import warn
-from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
-from lowmembp_jax.compression.jaxprs import variables
-from lowmembp_jax.compression.rules import ANYWHERE, Interval
+from lowmembp_jax.optimizers._moments import signs
 
 _BLOCK, _LANES = 256, 128
-# Scales have the dtype of the array. Scales of float16 arrays would be too small for float16.
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float64)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
 
 
 class CompressedState(NamedTuple):
@@ -41,9 +34,9 @@ class CompressedState(NamedTuple):
     Attributes:
       inner_state: the optimizer's state, with codes instead of the arrays that are stored in 8
         bits: int8, or uint8 if the array is never negative.
-      scales: for each array of `inner_state` the magnitude of code 1 in each block, or None if the
-        array is not rounded. Scales have the dtype of the array, and its shape with blocks instead
-        of elements along one axis.
+      scales: for each array of `inner_state` the magnitude of code 1 in each block (of the largest
+        code in float16, which has too few exponents), or None if the array is not rounded. Scales
+        have the dtype of the array, and its shape with blocks instead of elements along one axis.
     """
 
     inner_state: Any
@@ -155,22 +148,33 @@ class _Blocks(NamedTuple):
         return self.axis + y.ndim - len(self.shape)
 
 
-def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:
-    """The magnitude of code 1 in each block; NaN if an element is not finite."""
-    y = blocks.cut(x).astype(compute_dtype(x.dtype))
-    # XLA's maximum may ignore NaNs.
-    largest = blocks.largest(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), x)
-    scales = jnp.where(jnp.isinf(largest), jnp.nan, largest) / float(_most(is_signed) ** 4)
-    info = jnp.finfo(y.dtype)
-    scales = jnp.where(scales < info.tiny, 0, scales)
-    # A decoded largest magnitude may differ in its last bits; rounding gives the same scale again.
-    bits = min(15, jnp.finfo(x.dtype).nmant)
-    return lax.reduce_precision(scales, info.nexp, bits).astype(x.dtype)
-
-
 def _most(is_signed: bool) -> int:
     """The largest code."""
     return 127 if is_signed else 255
+
+
+def _of_one(scales: Float[Array, "..."], is_signed: bool) -> Float[Array, "..."]:
+    """The magnitude of code 1 in each block."""
+    y = scales.astype(compute_dtype(scales.dtype))
+    return y / float(_most(is_signed) ** 4) if scales.dtype == jnp.float16 else y
+
+
+def _scale_bits(dtype: Any) -> int:
+    return min(15, jnp.finfo(dtype).nmant)
+
+
+def _scales(x: Float[Array, "*shape"], blocks: _Blocks, is_signed: bool) -> Float[Array, "..."]:
+    """The scale of each block; NaN if an element is not finite."""
+    y = blocks.cut(x).astype(compute_dtype(x.dtype))
+    # XLA's maximum may ignore NaNs.
+    largest = blocks.largest(jnp.where(jnp.isfinite(y), jnp.abs(y), jnp.inf), x)
+    scales = jnp.where(jnp.isinf(largest), jnp.nan, largest)
+    if x.dtype != jnp.float16:
+        scales = scales / float(_most(is_signed) ** 4)
+    info = jnp.finfo(y.dtype)
+    scales = jnp.where(scales < info.tiny, 0, scales)
+    # A decoded largest magnitude may differ in its last bits; rounding gives the same scale again.
+    return lax.reduce_precision(scales, info.nexp, _scale_bits(x.dtype)).astype(x.dtype)
 
 
 # XLA computes everything but the scales twice: in a kernel for the new scales and in a kernel for
@@ -186,7 +190,7 @@ def _decode(codes: Array, scales: Float[Array, "..."]) -> Float[Array, "*shape"]
             f"state"
         )
     c = blocks.cut(codes).astype(compute_dtype(scales.dtype))
-    y = c * jnp.abs(c) * jnp.square(c) * blocks.spread(scales).astype(c.dtype)
+    y = c * jnp.abs(c) * jnp.square(c) * _of_one(blocks.spread(scales), codes.dtype == jnp.int8)
     return blocks.joined(y.astype(scales.dtype), like=codes)
 
 
@@ -194,17 +198,41 @@ def _encode(
     x: Float[Array, "*shape"], scales: Float[Array, "..."], blocks: _Blocks, is_signed: bool
 ) -> Array:
     y = blocks.cut(x).astype(compute_dtype(x.dtype))
-    scale = blocks.spread(scales).astype(y.dtype)
+    one, most, least = _of_one(blocks.spread(scales), is_signed), _most(is_signed), 1.0
     # Because of the two small numbers, a decoded code gets the same code again, although roots are
     # not exact.
-    power = jnp.abs(y) * jnp.where(scale == 0, 0, (1 - 1e-6) / scale)
+    inverse = jnp.where(one == 0, 0, (1 - 1e-6) / jnp.where(one == 0, 1, one))
+    power = jnp.abs(y) * inverse
+    if jnp.finfo(x.dtype).bits == 16:
+        power = _as_decoded(y, power, one, x.dtype, most)
+    if x.dtype == jnp.float16:  # decodes smaller codes to 0
+        least = jnp.floor(jnp.sqrt(jnp.sqrt(2.0**-25 * inverse)) + 1.001)
     low = jnp.floor(jnp.sqrt(jnp.sqrt(power)) + 1e-3)
     below, above = jnp.square(jnp.square(low)), jnp.square(jnp.square(low + 1))
-    chance = hashed_bits(y, scale).astype(y.dtype) * 2.0**-32
-    codes = low + (power > below + chance * (above - below))
-    codes = jnp.clip(codes, (power > 0).astype(y.dtype), _most(is_signed))
+    chance = hashed_bits(y, one).astype(y.dtype) * 2.0**-32
+    codes = low + (power > below + chance * (above - below)).astype(y.dtype)
+    codes = jnp.clip(codes, (power > 0).astype(y.dtype) * least, most)
     codes = jnp.copysign(codes, y).astype(jnp.int8) if is_signed else codes.astype(jnp.uint8)
     return blocks.joined(codes, like=x)
+
+
+def _as_decoded(y: Array, power: Array, one: Array, dtype: Any, most: int) -> Array:
+    """Undoes the rounding of decoded numbers to 16 bits, which can be a tenth of a code.
+
+    Returns:
+      The fourth powers, which are exact if `y` is a decoded number.
+    """
+    info, wide = jnp.finfo(dtype), jnp.finfo(y.dtype)
+    fourth = jnp.square(jnp.square(jnp.round(jnp.sqrt(jnp.sqrt(power)))))
+    # XLA may leave out a cast to 16 bits and back, but not this rounding.
+    numbers = (lax.reduce_precision(each, wide.nexp, info.nmant) for each in (fourth * one, y))
+    decoded, own = map(jnp.abs, numbers)
+    # Subnormal numbers of float16 have fewer bits than this.
+    half = 2.0**-25 if dtype == jnp.float16 else 0.0
+    power = jnp.where(jnp.abs(decoded - own) <= half, fourth * (1 - 1e-6), power)
+    # The largest number has the largest code, although the scale is rounded.
+    top = float(most**4)
+    return jnp.where(power >= top / (1 + 2.0 ** -_scale_bits(dtype)), top, power)
 
 
 def _decoded(state: CompressedState) -> Any:
@@ -255,10 +283,12 @@ def compress_state(
     decodes, updates and encodes each array in place. The state of AdamW then takes about 2 bytes
     per parameter instead of 8.
 
-    An array is stored in 8 bits if it is float32, bfloat16 or float64, has at least `min_size`
-    elements, and its initial value does not depend on the parameters. Copies of the parameters
-    (exponential averages, Lookahead, schedule-free optimizers), integers and small arrays are not
-    rounded. If a block gets a NaN or an infinity, all of its elements become NaN.
+    An array is stored in 8 bits if it is float32, bfloat16, float16 or float64, has at least
+    `min_size` elements, and its initial value does not depend on the parameters. Copies of the
+    parameters (exponential averages, Lookahead, schedule-free optimizers), integers and small
+    arrays are not rounded. Neither are moments whose difference is under a root or a divisor, such
+    as the variance of `optax.rmsprop(centered=True)`. If a block gets a NaN or an infinity, all of
+    its elements become NaN.
 
     The state is a `CompressedState`, whose `inner_state` has the structure of the optimizer's
     state. Wrap the optimizer itself, `optax.MultiSteps(lm.compress_state(optax.adamw(1e-4)), 4)`. A
@@ -266,7 +296,7 @@ def compress_state(
 
     For a large model, call `init` in `jax.jit`, so that no array exists in float32. `init(params,
     state)` encodes the state of a plain optimizer that has already trained; `lm.decompress_state`
-    does the reverse.
+    does the reverse. A decoded state is encoded to the same numbers again.
 
     Args:
       optimizer: any optax transformation.
@@ -274,6 +304,10 @@ def compress_state(
 
     Returns:
       A transformation with the updates of `optimizer`, up to the rounding of the state.
+
+    Warns:
+      UserWarning: the update of `optimizer` needs more than gradients, state and parameters, so
+        that nothing is known about its state, and no array is rounded.
 
     Raises:
       TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
@@ -290,6 +324,11 @@ def compress_state(
         raise ValueError(f"compress_state: min_size: expected 0 or more, got {min_size}")
     inner = optax.with_extra_args_support(optimizer)
 
+    def is_large(leaf: Any) -> bool:
+        if leaf.dtype not in _DTYPES or not leaf.ndim or leaf.size < max(min_size, 1):
+            return False
+        return _Blocks.of(leaf).size > 4  # otherwise the scales would outweigh the savings
+
     def init(params: Any, state: Any = None) -> Any:
         leaves, tree = jax.tree.flatten(inner.init(params) if state is None else state)
         if state is not None and tree != jax.tree.structure(jax.eval_shape(inner.init, params)):
@@ -297,13 +336,12 @@ def compress_state(
                 f"compress_state: state: expected the state of the plain optimizer, got {tree}"
             )
         codes, scales = [], []
-        for leaf, is_signed in zip(leaves, _signs(inner, params), strict=True):
+        for leaf, is_signed in zip(leaves, signs(inner, params, is_large), strict=True):
             scale = None
-            if is_signed is not None and leaf.ndim and leaf.size >= max(min_size, 1):
+            if is_signed is not None:
                 blocks = _Blocks.of(jax.typeof(leaf))
-                if blocks.size > 4:  # otherwise the scales would outweigh the savings
-                    scale = _scales(leaf, blocks, is_signed)
-                    leaf = _encode(leaf, scale, blocks, is_signed)
+                scale = _scales(leaf, blocks, is_signed)
+                leaf = _encode(leaf, scale, blocks, is_signed)
             codes.append(leaf)
             scales.append(scale)
         return CompressedState(tree.unflatten(codes), tuple(scales))
@@ -334,56 +372,3 @@ def compress_state(
         return updates, CompressedState(tree.unflatten(codes), tuple(scales))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _signs(optimizer: optax.GradientTransformation, params: Any) -> list[bool | None]:
-    """Tells for each array of the state whether it can be negative; None if it must stay exact.
-
-    The program of `optimizer.init` tells which arrays depend on the parameters, and the interval of
-    an array's initial numbers. The program of `optimizer.update` tells whether the numbers stay in
-    this interval, and which arrays become copies of the parameters or of the gradients.
-    """
-    closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
-    start = closed.jaxpr
-    copies = set[Any](start.invars + start.constvars)
-    for eqn in start.eqns:
-        if not copies.isdisjoint(variables(eqn)):
-            copies.update(eqn.outvars)
-    is_rounded = [
-        isinstance(atom, core.Literal) or (atom not in copies and atom.aval.dtype in _DTYPES)
-        for atom in start.outvars
-    ]
-    bounds = [fact.bounds for fact in _results(start, [Fact()] * len(start.invars))]
-    try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            made = jax.make_jaxpr(lambda *args: optimizer.update(*args)[1])(params, state, params)
-    except TypeError as error:
-        warn(
-            f"compress_state: optimizer: the state is not compressed, because the update needs "
-            f"more than gradients, state and parameters: {error}"
-        )
-        return [None] * len(is_rounded)
-    step, others = made.jaxpr, [Fact()] * len(jax.tree.leaves(params))
-    while True:
-        results = _results(step, [*others, *(Fact(bounds=each) for each in bounds), *others])
-        after = [_widened(a, fact.bounds) for a, fact in zip(bounds, results, strict=True)]
-        if after == bounds:
-            break
-        bounds = after
-    arguments = {*step.invars[: len(others)], *step.invars[len(step.invars) - len(others) :]}
-    return [
-        low < 0 if one and not (fact.root and fact.root.of in arguments) else None
-        for one, (low, _), fact in zip(is_rounded, bounds, results, strict=True)
-    ]
-
-
-def _widened(before: Interval, after: Interval) -> Interval:
-    """Widens the interval before a step to the positive or to all numbers, if the step needs it."""
-    if before[0] <= after[0] and after[1] <= before[1]:
-        return before
-    return (0.0, math.inf) if before[0] >= 0 and after[0] >= 0 else ANYWHERE
-
-
-def _results(jaxpr: core.Jaxpr, given: Sequence[Fact]) -> list[Fact]:
-    facts = find_facts(jaxpr, given, jax.checkpoint_policies.nothing_saveable)
-    return [fact_of(facts.of, atom) for atom in jaxpr.outvars]

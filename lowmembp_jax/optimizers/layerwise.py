@@ -231,7 +231,13 @@ def _check_optimizer(optimizer: optax.GradientTransformation, layer: Any) -> Non
             "update_in_backward: optimizer: expected an optimizer that updates in each step, got "
             "optax.MultiSteps, which accumulates all gradients"
         )
-    closed = jax.make_jaxpr(optimizer.update)(layer, state, layer)
+    try:
+        closed = jax.make_jaxpr(optimizer.update)(layer, state, layer)
+    except Exception as error:  # an optimizer may refuse missing arguments in its own way
+        raise ValueError(
+            "update_in_backward: optimizer: expected an optimizer that updates with gradients, "
+            f"state and parameters alone: {error}"
+        ) from error
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(layer)]
     outputs = len(closed.jaxpr.outvars)
     for output in range(outputs):

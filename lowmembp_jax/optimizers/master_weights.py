@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, BFloat16, Float32, Int8, Int32, UInt32
+from jaxtyping import Array, BFloat16, Float, Float32, Int8, Int32, UInt32
 
 from lowmembp_jax._arguments import as_choice, hashed_bits
 from lowmembp_jax._warnings import warn
@@ -32,25 +32,39 @@ def _join(p: BFloat16[Array, "*n"], low: Int8[Array, "*n"]) -> Float32[Array, "*
     """Returns the master weight: the parameter's 16 bits plus `low` units of the 24th bit."""
     high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 8
     bits = (high + low.astype(jnp.int32)).astype(jnp.uint32) << 8
-    return jnp.where(jnp.isnan(p), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
+    wide = p.astype(jnp.float32)
+    return jnp.where(jnp.isnan(p), wide, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _split(
-    p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""]
-) -> tuple[Float32[Array, "*n"], Int8[Array, "*n"]]:
+    p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""], dtype: Any
+) -> tuple[Float[Array, "*n"], Int8[Array, "*n"]]:
     """Returns the update that makes `p` the rounded master weight, and the bits that `p` lacks.
 
     The master weight is first rounded up or down at random to 24 bits, so that its mean is right.
     Rounded to nearest, every update of less than half a unit would be lost.
     """
     bits = _rounded(master, count, 24)
-    near = _from_bits((bits + 128) >> 8, master)
-    update = near.astype(jnp.float32) - p.astype(jnp.float32)
-    # The new parameter: `near`, unless it is 2^16 times smaller than before.
-    after = (p.astype(jnp.float32) + update).astype(jnp.bfloat16)
+    update, after = _update(p, _from_bits((bits + 128) >> 8, master), dtype)
     high = lax.bitcast_convert_type(after, jnp.uint16).astype(jnp.int32) << 8
     low = jnp.clip(bits.astype(jnp.int32) - high, -128, 127).astype(jnp.int8)
     return update, jnp.where(jnp.isfinite(master), low, 0)
+
+
+def _update(
+    p: BFloat16[Array, "*n"], to: BFloat16[Array, "*n"], dtype: Any
+) -> tuple[Float[Array, "*n"], BFloat16[Array, "*n"]]:
+    """Returns the update in `dtype` that moves `p` to another number, and the number it reaches.
+
+    bfloat16 has the difference exactly if the number changes by less than a factor of 2. Otherwise
+    the update is rounded to its 8 bits of mantissa. In float32 it is exact, unless the new number
+    is 2^16 times smaller than `p`.
+    """
+    info = jnp.finfo(dtype)
+    update = to.astype(jnp.float32) - p.astype(jnp.float32)
+    if info.bits < 32:  # a cast alone may be left out by XLA, which allows excess precision
+        update = lax.reduce_precision(update, info.nexp, info.nmant)
+    return update.astype(dtype), (p.astype(jnp.float32) + update).astype(jnp.bfloat16)
 
 
 def _rounded(
@@ -69,15 +83,7 @@ def _rounded(
 def _from_bits(bits: UInt32[Array, "*n"], master: Float32[Array, "*n"]) -> BFloat16[Array, "*n"]:
     """Returns the number with these 16 bits, and NaN where the master weight is NaN."""
     number = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isnan(master), jnp.asarray(jnp.nan, number.dtype), number)
-
-
-def _short(
-    p: BFloat16[Array, "*n"], master: Float32[Array, "*n"], count: Int32[Array, ""]
-) -> Float32[Array, "*n"]:
-    """Returns the update that makes `p` the master weight, rounded at random to 16 bits."""
-    near = _from_bits(_rounded(master, count, 16), master)
-    return near.astype(jnp.float32) - p.astype(jnp.float32)
+    return jnp.where(jnp.isnan(master), master.astype(jnp.bfloat16), number)
 
 
 @functools.cache
@@ -112,6 +118,12 @@ def master_weights(
     gradients and parameters in float32. Rounding at random preserves the mean of updates that are
     smaller than the 24 bits resolve.
 
+    Updates have the dtype of the gradients, so `optax.apply_if_finite` and other transformations
+    that skip a step take them. A bfloat16 update moves a parameter exactly if the parameter changes
+    by less than a factor of 2. Otherwise the update itself is rounded to bfloat16 in this step;
+    with float32 gradients it is exact. Nothing may change the updates afterwards, so put this
+    transformation last in a chain.
+
     With 16 bits the parameter is the master weight. Each update is rounded up or down at random to
     bfloat16, so that its mean is right (Gupta et al. 2015, arXiv:1502.02551). A parameter takes 2
     bytes, and the state has only the number of steps.
@@ -123,7 +135,7 @@ def master_weights(
       bits: 24 or 16.
 
     Returns:
-      A transformation whose updates are float32 for bfloat16 parameters.
+      A transformation whose updates have the dtypes of the gradients.
 
     Warns:
       UserWarning: `init` gets no bfloat16 parameter, or this version of `optax.apply_updates` would
@@ -175,6 +187,7 @@ def master_weights(
                 f"master_weights: state: expected the state of master weights of {bits} bits, got "
                 f"another one's"
             )
+        dtypes = [x.dtype for x in jax.tree.leaves(updates)]
         updates = jax.tree.map(lax.optimization_barrier, updates)
         masters = jax.tree.map(
             lambda p, low: _join(p, low) if is_split(p) else p, params, state.low
@@ -184,15 +197,18 @@ def master_weights(
             wide(updates, params), state.inner_state, masters, **extra
         )
 
-        def split(p, master, u):
+        def split(p, master, u, dtype):
             if is_split(p):
-                return _split(p, master + u, state.count)
-            own = _short(p, master + u, state.count) if _is_short(p) else u
-            return own, optax.MaskedNode()
+                return _split(p, master + u, state.count, dtype)
+            if _is_short(p):
+                master += u
+                near = _from_bits(_rounded(master, state.count, 16), master)
+                u, _ = _update(p, near, dtype)
+            return u, optax.MaskedNode()
 
         leaves, tree = jax.tree.flatten(params)
         others = tree.flatten_up_to(masters), tree.flatten_up_to(updates)
-        pairs = list(map(split, leaves, *others))
+        pairs = list(map(split, leaves, *others, dtypes))
         updates, low = (tree.unflatten(pair[i] for pair in pairs) for i in (0, 1))
         return updates, MasterWeightsState(state.count + 1, low, inner_state)
 
