@@ -175,4 +175,3 @@ class Differences:
             elif not rule.product:
                 return False
         return True
-

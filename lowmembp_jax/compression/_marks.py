@@ -348,8 +348,8 @@ class _Decisions:
             is_trained = all(fact.varied for _, fact in pairs)
             return is_trained and self.is_alone(ours[0][0], eqn.outvars[0].aval)
         is_one = all(fact.term for _, fact in ours) or need.rows is not None
-        whole = (fact.term and self.readers[atom] == 1 and self.is_whole(atom) for atom, fact in ours)
-        return is_one and any(whole)
+        alone = [atom for atom, fact in ours if fact.term and self.readers[atom] == 1]
+        return is_one and any(map(self.is_whole, alone))
 
     def is_whole(self, atom: Any) -> bool:
         """Whether an array is no smaller array that is broadcast."""
