@@ -15,6 +15,8 @@ from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+from lowmembp_jax._errors import GivenError
+from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
@@ -99,6 +101,23 @@ def test_a_step_s_own_checkpoints_taken_over(planned):
     assert found["plan"]["fits"]
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "expected"),
+    [
+        ("vit-b16", (), USUAL),
+        ("vit-b16", ("--method", "all"), lm.memory.METHODS),
+        ("vit-b16", ("--method", "dots,offload"), ("dots", "offload")),
+        (f"{FILE}:mlp", ("--method", "all"), ("default", "lowmembp", "compress")),
+    ],
+)
+def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected):
+    def compare(factory, methods, **options):
+        raise GivenError("as expected" if tuple(methods) == expected else f"{methods}")
+
+    monkeypatch.setattr("lowmembp_jax.memory.comparison.compare", compare)
+    assert run("plan", "--model", model, *method)[2].endswith("as expected\n")
+
+
 @gpu_compiler
 def test_one_method_in_detail(run, tmp_path):
     picture = tmp_path / "timeline.svg"
@@ -160,8 +179,8 @@ def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
 @gpu_compiler
 def test_budget(planned):
     data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
-    assert shown.count("planning") == 3  # the largest batch is not looked for
-    assert data["fastest"] == "lowmembp" and "with lm.patch():" in shown
+    assert shown.count(" ms (estimate)  ") == 3  # the largest batch is not looked for
+    assert data["advised"] == "lowmembp" and "with lm.patch():" in shown
     methods = ("--method", "lowmembp,default")
     data, shown = planned("mlp", "--batch", 8192, "--budget", "1kB", *methods, status=3)
     assert "no method fits in 1,000 B: the smallest peak is" in shown
@@ -175,7 +194,7 @@ def test_budget(planned):
 def test_largest_batch_over_two_devices(planned):
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
     data, shown = planned(*plan, "--devices", 2)
-    assert shown.count("planning") <= 8
+    assert shown.count(" ms (estimate)  ") <= 8
     (one,) = data["methods"]
     largest = one["largest_batch"]
     assert largest % 8 == 0 and largest % 8192

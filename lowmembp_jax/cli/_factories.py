@@ -39,10 +39,14 @@ class Factory:
     name: str
     is_ours: bool = False
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Its methods. `lm.patch` works on any model; others need the argument `method`."""
-        return methods_of(self.function) if self.takes("method") else ("default", *_PATCHES)
+    def methods(self, *, every: bool = False) -> tuple[str, ...]:
+        """Its usual methods, or all of them.
+
+        `lm.patch` works on any model; other methods need the argument `method`.
+        """
+        if self.takes("method"):
+            return methods_of(self.function, every=every)
+        return "default", *_PATCHES
 
     @property
     def default_batch(self) -> int | None:
@@ -63,14 +67,14 @@ class Factory:
         Raises:
           WorkloadError: the function does not take one of the options, or this method.
         """
-        names = self._names()
-        if method not in {*METHODS, *self.methods}:
-            accepted = self.methods if self.takes("method") else METHODS
+        names, own = self._names(), self.methods(every=True)
+        if method not in {*METHODS, *own}:
+            accepted = own if self.takes("method") else METHODS
             raise WorkloadError(f"method: expected one of {', '.join(accepted)}, got {method!r}")
-        if not self.takes("method") and method not in self.methods:
+        if not self.takes("method") and method not in own:
             raise WorkloadError(
                 f"method: {self.name} takes no argument `method`, so it can have only "
-                f"{', '.join(self.methods)} (with lm.patch), got {method!r}"
+                f"{', '.join(own)} (with lm.patch), got {method!r}"
             )
         if batch is not None:
             options["batch"] = batch

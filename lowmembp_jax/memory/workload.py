@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.models.methods import METHODS
+from lowmembp_jax.models.methods import METHODS, USUAL
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class WorkloadError(GivenError):
     """A workload cannot be made; the message says why."""
 
 
-def methods_of(step_factory: Callable[..., Any]) -> tuple[str, ...]:
-    """The methods in a factory's attribute `methods`, or else all."""
-    return tuple(getattr(step_factory, "methods", METHODS))
+def methods_of(step_factory: Callable[..., Any], *, every: bool = False) -> tuple[str, ...]:
+    """The methods in a factory's attribute `methods`, or else the usual ones or every one."""
+    return tuple(getattr(step_factory, "methods", METHODS if every else USUAL))
 
 
 def workload_of(
