@@ -21,6 +21,7 @@ from lowmembp_jax.memory.notes import (
     not_understood,
     replicated,
     sums_that_differ,
+    too_large,
     whole_logits,
     wide_state,
 )
@@ -193,6 +194,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         *compiled.notes,
         *not_understood("buffer assignment", assignment.not_understood, "the parts may be off"),
         *not_understood("program", program.not_understood, "the parts and the time may be off"),
+        *too_large(total(assignment, "argument", "output"), step.device.memory_bytes),
         *sums_that_differ(assigned, compiled.allocated),
         *whole_logits(step.lowering.jaxpr, step.arguments, peak.live, device_count, size),
         *wide_state(peak.live, peak.parts),
