@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from helpers import python
 
@@ -236,7 +237,18 @@ OPTIONS = {
         ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
-        ("plan MLP --batch 0", "--batch must be at least 1, got 0"),
+        ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),
+        ("plan --model FILE:jitted_step", "jitted_step needs params, x: expected a function that"),
+        ("residuals --model FILE:train_step", "train_step needs params, x: expected a function"),
+        (
+            "plan --model FILE:three",
+            "a pair of a step and the tuple of its abstract arguments, got ",
+        ),
+        ("plan --model FILE:three", "got a tuple of function, tuple, int"),
+        ("plan --model FILE:builtin", "no function 'builtin'; it has abstract, mlp, "),
+        ("plan MLP --device DATA/minilm_small.npz", "device: expected a target description, got"),
+        ("plan MLP --batch 0", "--batch must be at least 1 and below 2^31, got 0"),
+        (f"plan MLP --batch {2**31}", "--batch must be at least 1 and below 2^31, got"),
         ("plan MLP --method dots", "it can have only default, lowmembp, compress"),
         ("plan MLP --method magic", "got 'magic'"),
         ("plan MLP --options train=full", "takes no argument train; it takes batch"),
@@ -291,10 +303,28 @@ def test_missing_packages(run, monkeypatch):
     lm.memory.topology.cache_clear()
     status, _, err = run("plan", "--model", f"{FILE}:mlp")
     assert status == 4 and "jax-cuda12-pjrt" in err
+    without_libtpu = lambda name, *rest: (name != "libtpu" and find(name, *rest)) or None  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", without_libtpu)
+        status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "v6e")
+    assert status == 4 and err.endswith("pip install 'lowmembp_jax[tpu-planner]' (Linux)\n")
     without_tyro = lambda name, *rest: (name != "tyro" and find(name, *rest)) or None  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without_tyro)
     status, _, err = run("devices")
     assert status == 4 and "needs tyro: pip install 'lowmembp_jax[planner]'" in err
+
+
+def test_another_process_that_uses_libtpu(run, monkeypatch):
+    def locked(**_):
+        message = "ABORTED: Internal error when accessing libtpu multi-process lockfile."
+        raise jax.errors.JaxRuntimeError(message)
+
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", locked)
+    lm.memory.topology.cache_clear()
+    status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "v6e")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("lowmembp: error: device: v6e: another process uses lib")
 
 
 @gpu_compiler

@@ -135,6 +135,8 @@ def test_the_methods_that_are_compared(planned, monkeypatch):
     factory = lambda method, batch: (lambda: method, ())  # noqa: E731
     usual = ["default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress"]
     assert [one.method for one in lm.memory.compare(factory, **QUIET)] == usual
+    twice = lm.memory.compare(factory, ["dots", "default", "dots"], **QUIET)
+    assert [one.method for one in twice] == ["dots", "default"]
 
 
 def test_texts_of_a_comparison(planned):

@@ -47,8 +47,8 @@ class ModelOptions:
     def load(self) -> "Factory":
         from lowmembp_jax.cli._factories import load_factory
 
-        if self.batch is not None and self.batch < 1:
-            raise GivenError(f"--batch must be at least 1, got {self.batch}")
+        if self.batch is not None and not 1 <= self.batch < 2**31:
+            raise GivenError(f"--batch must be at least 1 and below 2^31, got {self.batch}")
         return load_factory(self.model)
 
     def arguments(self) -> dict[str, int | str]:

@@ -255,10 +255,10 @@ def compare(
     """
     if not callable(step_factory):
         raise TypeError(f"compare: step_factory must be callable, got {step_factory!r}")
-    if methods is None:
-        methods = methods_of(step_factory)
+    methods = methods_of(step_factory) if methods is None else methods
     if not methods or isinstance(methods, str):
         raise ValueError(f"compare: methods must be a sequence of names, got {methods!r}")
+    methods = list(dict.fromkeys(methods))
     if find_largest_batch and batch is None:
         raise ValueError("compare: find_largest_batch=True needs a batch to start from, got None")
     for name, value in (("batch", batch), ("batch_multiple", batch_multiple)):

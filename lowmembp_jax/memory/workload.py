@@ -73,7 +73,10 @@ def workload_of(
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         step, args = made
         return Workload(step, tuple(args) if isinstance(args, list | tuple) else (args,))
+    what = type(made).__name__
+    if isinstance(made, tuple | list):
+        what += " of " + (", ".join(type(one).__name__ for one in made) or "nothing")
     raise WorkloadError(
         f"{name} must return a lm.memory.Workload or a pair of a step and the tuple of its "
-        f"abstract arguments, got {type(made).__name__}"
+        f"abstract arguments, got a {what}"
     )
