@@ -29,6 +29,7 @@ from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
+from lowmembp_jax.memory.whole_models import one_checkpoint
 
 
 class LoweredStep(NamedTuple):
@@ -198,6 +199,7 @@ def plan_lowered(step: LoweredStep) -> Plan:
         *sums_that_differ(assigned, compiled.allocated),
         *whole_logits(step.lowering.jaxpr, step.arguments, peak.live, device_count, size),
         *wide_state(peak.live, peak.parts),
+        *one_checkpoint(step.lowering.jaxpr),
     )
     return Plan(
         device=step.device,
