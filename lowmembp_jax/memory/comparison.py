@@ -311,8 +311,8 @@ def compare(
         todo = deque((method, next(search)) for method, search in remaining.items())
         compiling: dict[Future[Plan], tuple[str, int | None]] = {}
         while todo or compiling:
-            # One program more than there are threads, so that none of them waits for tracing.
-            while todo and len(compiling) <= at_once:
+            # This thread traces on the core of a program that is not traced yet.
+            while todo and len(compiling) < at_once:
                 method, size = todo.popleft()
                 compiling[pool.submit(plan_of, lower(method, size))] = method, size
             done, _ = wait(compiling, return_when=FIRST_COMPLETED)
