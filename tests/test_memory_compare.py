@@ -247,6 +247,24 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
 
 
 @gpu_compiler
+def test_plans_that_are_made_are_kept_if_the_next_one_fails(compiled, monkeypatch):
+    def then_fails(method, batch):
+        step, args = factory("default", batch)
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        return interrupted if method == "lowmembp" else step, args
+
+    monkeypatch.setattr(comparison_module, "workers", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        lm.memory.compare(then_fails, ["default", "lowmembp"], batch=256, progress=False)
+    assert len(compiled) == 1
+    lm.memory.compare(then_fails, ["default"], batch=256, progress=False)
+    assert len(compiled) == 1
+
+
+@gpu_compiler
 def test_methods_that_a_factory_knows_and_the_callers_contexts():
     def one_of_two(method, batch):
         return {"default": factory, "own": factory}[method]("default", 8)
