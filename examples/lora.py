@@ -37,7 +37,6 @@ import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
 from lowmembp_jax.models.families import MODELS
 from lowmembp_jax.models.layers import Compute
-from lowmembp_jax.models.methods import METHODS
 from lowmembp_jax.models.workload import (
     abstract_batch,
     make_loss,
@@ -202,9 +201,6 @@ def workload(
     has_tokens = family.task != "image-classification"
     tokens = batch * tokens if has_tokens else 0
     return workload_of_loss(loss, make_optimizer(), trained, frozen, arrays, tokens=tokens)
-
-
-workload.methods = METHODS
 
 
 class _Provider(qwix.LoraProvider):

@@ -186,6 +186,26 @@ def _options(config: Config, leave_out: set[str]) -> dict[str, Any]:
     return {name: str(x) if isinstance(x, Path) else x for name, x in options.items()}
 
 
+def _check_place(config: Config) -> None:
+    """Raises ValueError if --coordinator and the process's place are not as JAX needs them."""
+    where, count, index = config.coordinator, config.process_count, config.process_index
+    host, _, port = (where or "").rpartition(":")
+    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+    if where not in (None, "auto") and not is_address:
+        raise ValueError(f"--coordinator: expected HOST:PORT of process 0, or auto, got {where!r}")
+    given = [number is not None for number in (count, index)]
+    if any(given) != is_address or any(given) != all(given):
+        raise ValueError(
+            "--coordinator: expected HOST:PORT with --process-count and --process-index, or auto "
+            f"without them, got {where}, {count} and {index}"
+        )
+    if count is not None and index is not None and not 0 <= index < count:
+        raise ValueError(
+            f"--process-index: expected a number from 0 and below --process-count, got {index} of "
+            f"{count}"
+        )
+
+
 def train(config: Config) -> None:
     """Trains, evaluates, and writes the results.
 
@@ -194,6 +214,7 @@ def train(config: Config) -> None:
       Diverged: the loss is no longer finite.
       NotWritten: the system refuses to write a file; it says where --resume continues.
     """
+    _check_place(config)
     if config.coordinator is not None:
         place = (config.coordinator, config.process_count, config.process_index)
         named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))

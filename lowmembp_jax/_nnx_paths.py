@@ -3,10 +3,14 @@
 The first arguments in the frames of the Python stack are the modules whose methods are running.
 """
 
+import os
 import sys
 from typing import Any
 
+import jax
 from flax import nnx
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 def running_modules() -> list[nnx.Module]:
@@ -15,7 +19,10 @@ def running_modules() -> list[nnx.Module]:
     frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        module = None
+        # Before Python 3.13, a frame keeps what `f_locals` has shown, and JAX checks for leaks.
+        if code.co_argcount and not code.co_filename.startswith(_JAX):
+            module = frame.f_locals.get(code.co_varnames[0])
         if isinstance(module, nnx.Module) and all(module is not one for one in found):
             found.append(module)
         frame = frame.f_back

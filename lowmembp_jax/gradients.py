@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from operator import not_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,13 @@ from lowmembp_jax.memory.saved_residuals.residuals import trained
 from lowmembp_jax.patching._patch import patch
 
 _GOOD = "(plain bfloat16: 0.01 to 0.03; errors of a few percent train as well as exact gradients)"
+# bfloat16's rounding. The parameters do not tell in which dtype the loss computes.
+_ROUNDING = 2**-7
+_EQUAL = (
+    "the gradients are equal: nothing was stored in fewer bits or approximated. If you expected "
+    "otherwise, look whether the loss calls lm.compress, an operator of this library or lm.patch"
+)
+_ZERO = "(the exact one is zero but for rounding; relative to the largest of the layer)"
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,9 @@ class Fidelity:
       error: |g - g*| / |g*| over all parameters together; 0 if both are 0.
       cosine: the cosine of the angle between g and g*; 1 if both are 0.
       groups: a `Fidelity` for each group of parameters, without `groups` of its own.
+      is_rounding: whether the exact gradient of a group is zero but for rounding, such as the
+        gradient of a key's bias in attention. `error` is then relative to the largest gradient of
+        the layer.
       stored: for each array that `lm.compress` stored in fewer bits, the largest magnitude and the
         shares of elements that were clipped and flushed to zero; only from `gradient_fidelity`.
     """
@@ -40,12 +50,19 @@ class Fidelity:
     cosine: float
     groups: dict[str, "Fidelity"]
     stored: dict[str, Stored] = field(default_factory=dict)
+    is_rounding: bool = False
 
     def __str__(self) -> str:
+        if self.error == 0 and not self.stored:
+            return _EQUAL
         rows = [("all parameters", self), *self.groups.items()]
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':{width}}  relative error    cosine"]
-        lines += [f"{name:{width}}  {one.error:14.4f}  {one.cosine:8.5f}" for name, one in rows]
+        lines += [
+            f"{name:{width}}  {one.error:14.4f}  "
+            + (_ZERO if one.is_rounding else f"{one.cosine:8.5f}")
+            for name, one in rows
+        ]
         lines.append(_GOOD)
         if self.stored:
             width = max(map(len, self.stored))
@@ -55,6 +72,14 @@ class Fidelity:
                 for name, one in self.stored.items()
             ]
         return "\n".join(lines)
+
+
+class _Leaf(NamedTuple):
+    """The two gradients of one array of parameters."""
+
+    path: tuple[Any, ...]
+    got: np.ndarray
+    exact: np.ndarray
 
 
 def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
@@ -69,7 +94,7 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
     Raises:
       ValueError: the trees differ in structure or shapes.
     """
-    depth, pairs = _depth("gradient_distance", depth), []
+    depth, leaves = _depth("gradient_distance", depth), []
 
     def add(path, g, e):
         if np.shape(g) != np.shape(e):
@@ -77,22 +102,21 @@ def gradient_distance(got: PyTree, exact: PyTree, depth: int = 1) -> Fidelity:
                 f"gradient_distance: got{jax.tree_util.keystr(path)}: expected the shape of "
                 f"exact, {np.shape(e)}, got {np.shape(g)}"
             )
-        pairs.append((path, _flat(g), _flat(e)))
+        leaves.append(_Leaf(path, _flat(g), _flat(e)))
 
     if (one := jax.tree.structure(got)) != (other := jax.tree.structure(exact)):
         raise ValueError(f"gradient_distance: got: expected a tree like exact, {other}, got {one}")
     jax.tree_util.tree_map_with_path(add, got, exact)
     shared = 0  # linen's trees have one key "params" at the top
-    for keys in zip(*(path[:-1] for path, *_ in pairs), strict=False):
+    for keys in zip(*(leaf.path[:-1] for leaf in leaves), strict=False):
         if any(key != keys[0] for key in keys):
             break
         shared += 1
-    groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for path, g, e in pairs:
-        name = jax.tree_util.keystr(path[shared:][:depth], simple=True, separator="/")
-        groups.setdefault(name, []).append((g, e))
-    whole = [pair for pairs in groups.values() for pair in pairs]
-    return _fidelity(whole, {name: _fidelity(pairs, {}) for name, pairs in groups.items()})
+    groups: dict[str, list[_Leaf]] = {}
+    for leaf in leaves:
+        name = jax.tree_util.keystr(leaf.path[shared:][:depth], simple=True, separator="/")
+        groups.setdefault(name, []).append(leaf)
+    return _fidelity(leaves, {name: _of_group(group, leaves) for name, group in groups.items()})
 
 
 def gradient_fidelity(
@@ -152,8 +176,9 @@ def gradient_fidelity(
         want = gradient()
     with observed() as stored, patch(**settings) if settings else nullcontext() as report:
         got = jax.block_until_ready(gradient())
-    if report is not None and not report.swapped:
-        raise ValueError(f"gradient_fidelity: {report}")
+    if report is not None and not report.swapped and not any(report.differentiated):
+        why = f"\n{report}" if report.skipped else ": it calls nothing that they name"
+        raise ValueError(f"gradient_fidelity: these settings of lm.patch swap nothing{why}")
     named: dict[str, Stored] = {}
     for place, one in stored.items():
         named.setdefault(_name(place), Stored()).add(one)
@@ -181,7 +206,25 @@ def _flat(x) -> np.ndarray:
     return x.astype(np.complex128).view(np.float64) if is_complex else x.astype(np.float64)
 
 
-def _fidelity(pairs, groups) -> Fidelity:
+def _of_group(group: list[_Leaf], leaves: list[_Leaf]) -> Fidelity:
+    """Compares a group's gradients, or relative to its layer if the exact ones are rounding."""
+    found = _fidelity(group, {})
+    if found.error <= 1:
+        return found
+    path, layer = group[0].path, group
+    while path and len(layer) == len(group):  # the layer is more than the group
+        path = path[:-1]
+        layer = [leaf for leaf in leaves if leaf.path[: len(path)] == path]
+    largest = max(float(np.linalg.norm(leaf.exact)) for leaf in layer)
+    got, exact = (np.concatenate(arrays) for arrays in list(zip(*group, strict=True))[1:])
+    if not largest or np.linalg.norm(exact) > _ROUNDING * largest:
+        return found
+    error = float(np.linalg.norm(got - exact)) / largest
+    return replace(found, error=error, is_rounding=True)
+
+
+def _fidelity(leaves: list[_Leaf], groups: dict[str, Fidelity]) -> Fidelity:
+    pairs = [(leaf.got, leaf.exact) for leaf in leaves]
     squares = np.sum([[g @ g, e @ e, g @ e, (g - e) @ (g - e)] for g, e in pairs], axis=0)
     if not squares.any():
         return Fidelity(0.0, 1.0, groups)

@@ -116,7 +116,9 @@ MSLayerNorm.__name__ = "LayerNorm"
 MSRMSNorm.__name__ = "RMSNorm"
 
 
-def _lifted(function: Callable[..., Any], call: Callable[..., Any], static: Any, owner: str):
+def _lifted(
+    function: Callable[..., Any], call: Callable[..., Any], static: Any, owner: str, wrapped: Any
+):
     """Calls a `function(scope, *args)` of Flax's core through `call`.
 
     Args:
@@ -130,6 +132,9 @@ def _lifted(function: Callable[..., Any], call: Callable[..., Any], static: Any,
             scope = scope_fn(variables, rngs)
             return function(scope, *args, **kwargs), repack_fn(scope)
 
+        # Errors name what the user wrote.
+        run.__name__ = getattr(wrapped, "__name__", owner)
+        vars(run)["__wrapped__"] = wrapped.__call__ if isinstance(wrapped, type) else wrapped
         # Position 0 is the module.
         own = in_range(owner, "static_argnums", static, (None, *args))
         scopes = jax.tree.leaves(scope_fn(variables, rngs))
@@ -151,7 +156,7 @@ def _wrapped(owner: str, target: Any, call: Callable[..., Any], static_argnums: 
         )
     methods = None if methods is None else _method_names(owner, target, methods)
     transformed: Any = transforms.lift_transform(
-        _lifted, target, call=call, static=numbers, owner=owner, methods=methods
+        _lifted, target, call=call, static=numbers, owner=owner, wrapped=target, methods=methods
     )
     if isinstance(target, type):
         # Flax names a module after its class, so an existing checkpoint loads.

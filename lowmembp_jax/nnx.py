@@ -241,7 +241,9 @@ def on_trees(
         out = function(*args, **kwargs)
         return nnx.to_tree((extract.clear_non_graph_nodes((args, kwargs)), out), ctxtag=_TAG)
 
+    # Errors name what the user wrote.
     pure.__name__ = getattr(function, "__name__", type(function).__name__)
+    vars(pure)["__wrapped__"] = function
     run = transform(pure)
 
     @functools.wraps(function)

@@ -150,7 +150,7 @@ REFUSED = [
     (lm.compress_checkpoints, (block,), {"params_argnums": "a"}, TypeError, "params_argnums"),
     (lm.compress_checkpoints, (nnx.Linear,), {}, TypeError, "fun: expected a function, such"),
     (lm.gradient_fidelity, (3, TWO), {}, TypeError, "loss: expected a function, got 3"),
-    (lm.gradient_fidelity, (jnp.sum, TWO), {"bits": 2}, ValueError, "swapped: nothing"),
+    (lm.gradient_fidelity, (jnp.sum, TWO), {"bits": 2}, ValueError, "swap nothing: it"),
     (lm.update_in_backward, (None, optax.sgd(1.0)), {}, TypeError, "block: expected a function"),
     (lm.update_in_backward, (block, None), {}, TypeError, "optimizer: expected an optax"),
 ]

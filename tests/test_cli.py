@@ -10,11 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
+from lowmembp_jax._errors import GivenError
+from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
@@ -99,6 +102,23 @@ def test_a_step_s_own_checkpoints_taken_over(planned):
     assert found["plan"]["fits"]
 
 
+@pytest.mark.parametrize(
+    ("model", "method", "expected"),
+    [
+        ("vit-b16", (), USUAL),
+        ("vit-b16", ("--method", "all"), lm.memory.METHODS),
+        ("vit-b16", ("--method", "dots,offload"), ("dots", "offload")),
+        (f"{FILE}:mlp", ("--method", "all"), ("default", "lowmembp", "compress")),
+    ],
+)
+def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected):
+    def compare(factory, methods, **options):
+        raise GivenError("as expected" if tuple(methods) == expected else f"{methods}")
+
+    monkeypatch.setattr("lowmembp_jax.memory.comparison.compare", compare)
+    assert run("plan", "--model", model, *method)[2].endswith("as expected\n")
+
+
 @gpu_compiler
 def test_one_method_in_detail(run, tmp_path):
     picture = tmp_path / "timeline.svg"
@@ -160,8 +180,8 @@ def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
 @gpu_compiler
 def test_budget(planned):
     data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
-    assert shown.count("planning") == 3  # the largest batch is not looked for
-    assert data["fastest"] == "lowmembp" and "with lm.patch():" in shown
+    assert shown.count(" ms (estimate)  ") == 3  # the largest batch is not looked for
+    assert data["advised"] == "lowmembp" and "with lm.patch():" in shown
     methods = ("--method", "lowmembp,default")
     data, shown = planned("mlp", "--batch", 8192, "--budget", "1kB", *methods, status=3)
     assert "no method fits in 1,000 B: the smallest peak is" in shown
@@ -175,7 +195,7 @@ def test_budget(planned):
 def test_largest_batch_over_two_devices(planned):
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
     data, shown = planned(*plan, "--devices", 2)
-    assert shown.count("planning") <= 8
+    assert shown.count(" ms (estimate)  ") <= 8
     (one,) = data["methods"]
     largest = one["largest_batch"]
     assert largest % 8 == 0 and largest % 8192
@@ -217,7 +237,18 @@ OPTIONS = {
         ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
-        ("plan MLP --batch 0", "--batch must be at least 1, got 0"),
+        ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),
+        ("plan --model FILE:jitted_step", "jitted_step needs params, x: expected a function that"),
+        ("residuals --model FILE:train_step", "train_step needs params, x: expected a function"),
+        (
+            "plan --model FILE:three",
+            "a pair of a step and the tuple of its abstract arguments, got ",
+        ),
+        ("plan --model FILE:three", "got a tuple of function, tuple, int"),
+        ("plan --model FILE:builtin", "no function 'builtin'; it has abstract, mlp, "),
+        ("plan MLP --device DATA/minilm_small.npz", "device: expected a target description, got"),
+        ("plan MLP --batch 0", "--batch must be at least 1 and below 2^31, got 0"),
+        (f"plan MLP --batch {2**31}", "--batch must be at least 1 and below 2^31, got"),
         ("plan MLP --method dots", "it can have only default, lowmembp, compress"),
         ("plan MLP --method magic", "got 'magic'"),
         ("plan MLP --options train=full", "takes no argument train; it takes batch"),
@@ -272,10 +303,28 @@ def test_missing_packages(run, monkeypatch):
     lm.memory.topology.cache_clear()
     status, _, err = run("plan", "--model", f"{FILE}:mlp")
     assert status == 4 and "jax-cuda12-pjrt" in err
+    without_libtpu = lambda name, *rest: (name != "libtpu" and find(name, *rest)) or None  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", without_libtpu)
+        status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "v6e")
+    assert status == 4 and err.endswith("pip install 'lowmembp_jax[tpu-planner]' (Linux)\n")
     without_tyro = lambda name, *rest: (name != "tyro" and find(name, *rest)) or None  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without_tyro)
     status, _, err = run("devices")
     assert status == 4 and "needs tyro: pip install 'lowmembp_jax[planner]'" in err
+
+
+def test_another_process_that_uses_libtpu(run, monkeypatch):
+    def locked(**_):
+        message = "ABORTED: Internal error when accessing libtpu multi-process lockfile."
+        raise jax.errors.JaxRuntimeError(message)
+
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", locked)
+    lm.memory.topology.cache_clear()
+    status, _, err = run("plan", "--model", f"{FILE}:mlp", "--device", "v6e")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("lowmembp: error: device: v6e: another process uses lib")
 
 
 @gpu_compiler

@@ -170,3 +170,66 @@ def test_the_key_that_all_parameters_share_is_no_group():
     tree = {"params": {"a": {"kernel": jnp.ones(2)}, "b": {"kernel": jnp.ones(2)}}}
     assert set(lm.gradient_distance(tree, tree).groups) == {"a", "b"}
     assert set(lm.gradient_distance(tree, tree, depth=2).groups) == {"a/kernel", "b/kernel"}
+
+
+def test_a_loss_in_which_nothing_is_approximate_says_so():
+    p = jnp.eye(8)
+    found = lm.gradient_fidelity(lambda p: jnp.sum(jnp.tanh(p)), p)
+    assert found.error == 0
+    assert str(found).startswith(
+        "the gradients are equal: nothing was stored in fewer bits or appr"
+    )
+    assert "relative error" in str(lm.gradient_fidelity(lambda p: jnp.sum(lm.gelu(p)), p))
+
+
+class Attention(nn.Module):
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.MultiHeadDotProductAttention(2, dtype=self.dtype, name="attention")(x)
+        return nn.Dense(16, dtype=self.dtype, name="out")(nn.gelu(h))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gradient_that_is_zero_but_for_rounding(dtype):
+    """The softmax over the keys does not depend on their bias."""
+    x = normal(4, 8, 16)
+    model = lm.compress_module(Attention)(jnp.dtype(dtype))
+    params = initial(model, x)
+    loss = lambda params, x: jnp.mean(model.apply(params, x)[..., :4] ** 2)  # noqa: E731
+    found = lm.gradient_fidelity(loss, params, x, depth=3)
+    key = found.groups["attention/key/bias"]
+    assert key.is_rounding and key.error < 0.05
+    assert [name for name, one in found.groups.items() if one.is_rounding] == ["attention/key/bias"]
+    assert "attention/key/bias" in str(found) and "zero but for rounding" in str(found)
+    # A small gradient that is right is shown as it is, and a large one that is wrong, too.
+    exact = {"kernel": jnp.full(4, 100.0), "bias": jnp.full(4, 1e-4)}
+    small = lm.gradient_distance(exact | {"bias": jnp.full(4, 1.5e-4)}, exact).groups["bias"]
+    assert small.error == pytest.approx(0.5) and not small.is_rounding
+    large = lm.gradient_distance(exact | {"kernel": jnp.full(4, 300.0)}, exact).groups["kernel"]
+    assert large.error == pytest.approx(2) and not large.is_rounding
+
+
+def test_checkpoints_that_are_taken_over_are_measured():
+    p, x = jnp.eye(8), normal(4, 8)
+    policy = jax.checkpoint_policies.everything_saveable
+
+    def loss(p):
+        return jnp.sum(jax.checkpoint(lambda p: jnp.tanh(jnp.tanh(x @ p)), policy=policy)(p) ** 2)
+
+    found = lm.gradient_fidelity(loss, p, checkpoint=True)
+    assert 0 < found.error < 0.1 and found.stored
+    with pytest.raises(ValueError, match=r"these settings of lm\.patch swap nothing"):
+        lm.gradient_fidelity(lambda p: jnp.sum(p**2), p, bits=4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"norms": False}, {"checkpoint": True}])
+def test_it_leaks_no_tracers(settings):
+    """Neither its own callbacks nor the search for NNX modules keeps a tracer alive."""
+    p, x = jnp.eye(8), normal(4, 8)
+    run = lm.compress(lambda p, x: jnp.tanh(x @ p))
+    gelu = jax.checkpoint(nn.gelu)
+    with jax.checking_leaks():
+        found = lm.gradient_fidelity(lambda p: jnp.sum(gelu(run(p, x) @ p)), p, **settings)
+    assert found.error > 0

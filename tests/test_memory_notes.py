@@ -1,5 +1,7 @@
 """The notes and the warnings of a plan."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,7 @@ from helpers import array
 from jax import P
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.whole_models import one_checkpoint
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 gpu_compiler = pytest.mark.gpu_compiler
@@ -150,3 +153,59 @@ def test_residuals_ask_for_the_loss():
         with pytest.raises(ValueError, match=r"computes gradients itself.* give the loss"):
             lm.memory.residuals(function, *args)
     assert lm.memory.saved_bytes(penalty, W, X) > lm.memory.saved_bytes(loss, W, X)
+
+
+def layer(w, x):
+    q, k, v = (x @ w[name] for name in ("q", "k", "v"))
+    return x + jax.nn.softmax(q @ k.T) @ v
+
+
+def layers(ws, x, wrap=lambda block: block):
+    for w in ws:
+        x = wrap(layer)(w, x)
+    return x
+
+
+def scanned(ws, x, wrap=lambda block: block):
+    stack = jax.tree.map(lambda *each: jnp.stack(each), *ws)
+    return jax.lax.scan(lambda x, w: (wrap(layer)(w, x), None), x, stack)[0]
+
+
+def halves(ws, x):
+    return jax.checkpoint(layers)(ws[2:], jax.checkpoint(layers)(ws[:2], x))
+
+
+WRAPS, MODELS = (lm.compress, jax.checkpoint), (layers, scanned)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_told"),
+    [
+        *[(wrap(model), True) for wrap in WRAPS for model in MODELS],
+        *[(partial(model, wrap=wrap), False) for wrap in WRAPS for model in MODELS],
+        (lambda ws, x: lm.compress(layer)(ws[0], x), False),  # products beside each other
+        (jax.checkpoint(partial(layers, wrap=jax.checkpoint)), False),
+        (halves, False),  # the user's choice
+        (layers, False),
+    ],
+)
+def test_one_checkpoint_around_all_layers(model, is_told):
+    def step(ws, x):
+        return jax.grad(lambda ws: jnp.sum(model(ws, x) ** 2))(ws)
+
+    ws = [{name: array(8, 8) for name in ("q", "k", "v")} for _ in range(4)]
+    notes = list(one_checkpoint(jax.make_jaxpr(step)(ws, array(16, 8)).jaxpr))
+    assert len(notes) == is_told
+    assert all("test_memory_notes.py" in note and "wrap each block" in note for note in notes)
+
+
+@gpu_compiler
+def test_blocks_take_less_than_one_checkpoint_around_them():
+    def plan(model):
+        ws = [{name: array(256, 256) for name in ("q", "k", "v")} for _ in range(4)]
+        step = jax.grad(lambda ws, x: jnp.sum(model(ws, x) ** 2))
+        return lm.memory.plan(step, ws, array(512, 256))
+
+    whole, blocks = plan(lm.compress(scanned)), plan(partial(scanned, wrap=lm.compress))
+    assert any("holds layers that follow each other" in note for note in whole.notes)
+    assert not blocks.notes and blocks.peak < whole.peak

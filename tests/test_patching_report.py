@@ -94,9 +94,23 @@ def test_report_names_every_place_also_with_equal_shapes_and_a_second_time(run):
         "  silu in 2 places: second, third\n"
         "  rms_norm in 1 place: last"
     )
-    with lm.patch() as report:
-        pass
-    assert str(report) == "swapped: nothing"
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_patch_around_the_definition_of_the_step(checkpoint):
+    with lm.patch(checkpoint=checkpoint) as report:
+
+        def loss(x):
+            return jax.checkpoint(nn.gelu)(x)
+
+    jax.grad(loss)(1.0)
+    assert str(report).startswith(
+        "swapped: nothing, because nothing that lm.patch swaps was traced"
+    )
+    assert "around the call of the training step, not around its definition" in str(report)
+    with lm.patch(checkpoint=checkpoint) as report:
+        jax.grad(loss)(1.0)
+    assert "definition" not in str(report)
 
 
 class NnxBlock(nnx.Module):

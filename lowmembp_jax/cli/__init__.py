@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GivenError as error:
         return _fail(str(error), _USAGE)
     except ImportError as error:
-        if "lowmembp_jax[planner]" not in str(error):
+        if "pip install 'lowmembp_jax[" not in str(error):
             raise
         return _fail(str(error), _MISSING_PACKAGE)
     finally:

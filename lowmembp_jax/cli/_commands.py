@@ -47,8 +47,8 @@ class ModelOptions:
     def load(self) -> "Factory":
         from lowmembp_jax.cli._factories import load_factory
 
-        if self.batch is not None and self.batch < 1:
-            raise GivenError(f"--batch must be at least 1, got {self.batch}")
+        if self.batch is not None and not 1 <= self.batch < 2**31:
+            raise GivenError(f"--batch must be at least 1 and below 2^31, got {self.batch}")
         return load_factory(self.model)
 
     def arguments(self) -> dict[str, int | str]:
@@ -62,11 +62,11 @@ class ModelOptions:
 @dataclasses.dataclass(frozen=True)
 class PlanCommand(ModelOptions):
     """Compile a training step for a GPU or TPU and report its memory for each method: whether it
-    fits, and on GPUs which method that fits is the fastest."""
+    fits, and on GPUs which method to use."""
 
     method: str | None = None
-    """One method for a detailed report, or several to compare, such as dots,compress. Default: all
-    methods of the model."""
+    """One method for a detailed report, several to compare, such as dots,compress, or all. Default:
+    the methods among which most users choose."""
     device: str = "h200"
     """A name from `lowmembp devices`, v5e, v5p, v6e or tpu7x (TPUs), or the path of your own target
     description."""
@@ -104,7 +104,13 @@ class PlanCommand(ModelOptions):
     @property
     def _one(self) -> str | None:
         """The method, if there is only one."""
-        return None if self.method is None or "," in self.method else self.method
+        several = self.method is None or self.method == "all" or "," in self.method
+        return None if several else self.method
+
+    def _methods(self, factory: "Factory") -> Sequence[str]:
+        if self.method in (None, "all"):
+            return factory.methods(every=self.method == "all")
+        return self.method.split(",")
 
     def run(self) -> int:
         """Returns the exit status."""
@@ -159,7 +165,7 @@ class PlanCommand(ModelOptions):
             arguments.setdefault("device", self.device)
         comparison = compare(
             lambda method, batch: factory(method, batch, **arguments),
-            factory.methods if self.method is None else self.method.split(","),
+            self._methods(factory),
             batch=batch,
             budget=budget,
             find_largest_batch=self.largest_batch,
@@ -186,7 +192,7 @@ class PlanCommand(ModelOptions):
                 plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
 
     def _report(self, comparison, title: str) -> str:
-        from lowmembp_jax.memory.comparison import NothingFitsError, fastest_of
+        from lowmembp_jax.memory.comparison import NothingFitsError, choice_of
 
         if self._one is not None:
             one = comparison[self._one]
@@ -195,9 +201,9 @@ class PlanCommand(ModelOptions):
                 lines.append(f"largest batch that fits: {one.largest_batch:,}")
             return "\n".join(lines)
         lines = [title, str(comparison)]
-        if comparison.fastest or not comparison.fits:  # the fastest on a TPU is not known
+        if comparison.advised or not comparison.fits:  # times on a TPU are not known
             try:
-                lines += ["", str(fastest_of(comparison))]
+                lines += ["", str(choice_of(comparison))]
             except NothingFitsError as error:
                 lines += ["", str(error)]
         return "\n".join(lines)

@@ -22,6 +22,7 @@ _PATCHES: dict[str, tuple[str, Callable[[], contextlib.AbstractContextManager[An
     "lowmembp": ("lm.patch()", patch),
     "compress": ("lm.patch(checkpoint=True)", functools.partial(patch, checkpoint=True)),
 }
+_MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,14 @@ class Factory:
     name: str
     is_ours: bool = False
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Its methods. `lm.patch` works on any model; others need the argument `method`."""
-        return methods_of(self.function) if self.takes("method") else ("default", *_PATCHES)
+    def methods(self, *, every: bool = False) -> tuple[str, ...]:
+        """Its usual methods, or all of them.
+
+        `lm.patch` works on any model; other methods need the argument `method`.
+        """
+        if self.takes("method"):
+            return methods_of(self.function, every=every)
+        return "default", *_PATCHES
 
     @property
     def default_batch(self) -> int | None:
@@ -63,14 +68,14 @@ class Factory:
         Raises:
           WorkloadError: the function does not take one of the options, or this method.
         """
-        names = self._names()
-        if method not in {*METHODS, *self.methods}:
-            accepted = self.methods if self.takes("method") else METHODS
+        names, own = self._names(), self.methods(every=True)
+        if method not in {*METHODS, *own}:
+            accepted = own if self.takes("method") else METHODS
             raise WorkloadError(f"method: expected one of {', '.join(accepted)}, got {method!r}")
-        if not self.takes("method") and method not in self.methods:
+        if not self.takes("method") and method not in own:
             raise WorkloadError(
                 f"method: {self.name} takes no argument `method`, so it can have only "
-                f"{', '.join(self.methods)} (with lm.patch), got {method!r}"
+                f"{', '.join(own)} (with lm.patch), got {method!r}"
             )
         if batch is not None:
             options["batch"] = batch
@@ -83,6 +88,13 @@ class Factory:
         options = {key: _like_default(key, x, names.get(key)) for key, x in options.items()}
         if "method" in names:
             options["method"] = method
+        required = [key for key, p in names.items() if p.default is p.empty and p.kind not in _MANY]
+        if missing := ", ".join(key for key in required if key not in options):
+            raise WorkloadError(
+                f"--model: {self.name} needs {missing}: expected a function that makes the step: "
+                f"it takes at most method, batch and --options, and returns (step, args), the step "
+                f"and the tuple of its abstract arguments"
+            )
         try:
             with says_how_to_install_cudnn():
                 make = lambda *_: self.function(**options)  # noqa: E731
@@ -162,10 +174,13 @@ def function_of_file(model: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise WorkloadError(f"model: {error.filename}, line {error.lineno}: {error.msg}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+    function: Any = getattr(module, name, None)
+    try:
+        inspect.signature(function)  # builtins have none
+    except (TypeError, ValueError) as error:
+        found = {n: inspect.unwrap(f) for n, f in vars(module).items() if n[0] != "_"}
+        functions = [n for n, f in found.items() if inspect.isfunction(f)]
         raise WorkloadError(
             f"model: {path} has no function {name!r}; it has {', '.join(functions)}"
-        )
+        ) from error
     return function

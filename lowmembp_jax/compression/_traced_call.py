@@ -1,5 +1,6 @@
 """Traces a function at each call and runs its jaxpr in another way."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +68,21 @@ def _is_array(leaf: Any) -> bool:
     return True
 
 
+def _check_results(fun: Callable[..., Any], results: Any) -> None:
+    """Raises JAX's error for a result that is no array. JAX would name this file, and no key."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            code = getattr(inspect.unwrap(fun), "__code__", None)
+            at = f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
+            raise TypeError(
+                f"function {getattr(fun, '__name__', type(fun).__name__)}{at} returned a value of "
+                f"type {type(leaf)} at output component {jax.tree_util.keystr(path)}, which is not "
+                f"a valid JAX type"
+            ) from error
+
+
 def traced_call(
     fun: Callable[..., Any],
     bind: Bind,
@@ -102,7 +118,10 @@ def traced_call(
         ]
         args, kwargs = jax.tree.unflatten(static.tree, leaves)
         args = (arg.value if isinstance(arg, _Constant) else arg for arg in args)
-        results, tree = jax.tree.flatten(fun(*args, **kwargs))
+        made = fun(*args, **kwargs)
+        if not any_result:
+            _check_results(fun, made)
+        results, tree = jax.tree.flatten(made)
         others = {
             i: one for i, one in enumerate(results) if any_result and not isinstance(one, jax.Array)
         }

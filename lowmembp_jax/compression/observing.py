@@ -75,10 +75,11 @@ def observe(number: int, at: Place, x: jax.Array, stored: jax.Array, again: jax.
         is_clipped = jnp.zeros(1)
     largest = jnp.max(jnp.where(is_finite, size, 0), initial=0)
     flushed = (read == 0) & (size > 0)
+    elements = x.size  # the callback must hold no tracer
 
     def add(largest, clipped, flushed):
         if number in _observed:
-            one = Stored(float(largest), float(clipped), float(flushed), x.size)
+            one = Stored(float(largest), float(clipped), float(flushed), elements)
             _observed[number].setdefault(at, Stored()).add(one)
 
     jax.debug.callback(add, largest, jnp.mean(is_clipped), jnp.mean(flushed))

@@ -1,10 +1,9 @@
-"""Compares methods to save memory for one training step, and chooses the fastest that fits."""
+"""Compares methods to save memory for one training step, and chooses one that fits."""
 
 import contextlib
 import dataclasses
 import math
-import os
-import sys
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,9 +16,13 @@ from lowmembp_jax.memory.lowering.meshes import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.result import WORK, Plan, aligned, explained, limit, work
+from lowmembp_jax.memory.workers import Progress, workers
 from lowmembp_jax.memory.workload import methods_of, workload_of
-from lowmembp_jax.models.methods import HOW
+from lowmembp_jax.models.methods import HOW, TABLE
 from lowmembp_jax.patching._report import PatchReport
+
+# A method with approximate gradients is advised if the exact ones take this much longer.
+_MUCH_LONGER = 1.1
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class MethodPlan:
     largest_batch: int | None = None
     largest_plan: Plan | None = None
     how: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the method is one of `lm.memory.METHODS` whose gradients are exact."""
+        return self.method in TABLE and TABLE[self.method].is_exact
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -80,6 +88,15 @@ class Comparison:
         return min(timed, key=lambda one: (one.plan.estimated_seconds, one.plan.peak), default=None)
 
     @property
+    def advised(self) -> MethodPlan | None:
+        """The fastest exact method that fits, or `fastest` if exact ones take over 10% longer."""
+        exact = dataclasses.replace(self, methods=tuple(one for one in self if one.is_exact))
+        if (fastest := self.fastest) is None or (first := exact.fastest) is None:
+            return fastest
+        limit = _MUCH_LONGER * fastest.plan.estimated_seconds
+        return first if first.plan.estimated_seconds <= limit else fastest
+
+    @property
     def fits(self) -> bool:
         """Whether a method fits."""
         return any(one.plan.fits for one in self.methods)
@@ -97,7 +114,7 @@ class Comparison:
         return tuple(dict.fromkeys(every))
 
     def __str__(self) -> str:
-        plan, fastest = self.methods[0].plan, self.fastest
+        plan, advised = self.methods[0].plan, self.advised
         counts = {"examples/s": self.batch, "tokens/s": self.tokens}
         rates = {name: count for name, count in counts.items() if count}
         searched = ["largest batch"] if self.methods[0].largest_batch is not None else []
@@ -112,7 +129,7 @@ class Comparison:
                 *(work(one.plan.cost)[:3] if one.plan.cost else ()),
                 *(f"{n / one.plan.estimated_seconds:,.0f}" for n in rates.values()),
                 *([f"{one.largest_batch:,}"] if searched else []),
-                one.plan.verdict + (", the fastest" if one is fastest else ""),
+                one.plan.verdict + (", advised" if one is advised else ""),
             )
             for one in self
         ]
@@ -127,12 +144,13 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        fastest = self.fastest
+        fastest, advised = self.fastest, self.advised
         return {
             "batch": self.batch,
             "tokens": self.tokens,
             "budget_bytes": self.budget,
             "fastest": fastest and fastest.method,
+            "advised": advised and advised.method,
             "methods": [one.to_dict() for one in self.methods],
         }
 
@@ -173,11 +191,16 @@ class Choice:
         return self.comparison[self.method].how
 
     def __str__(self) -> str:
-        plan = self.plan
+        plan, fastest = self.plan, self.comparison.fastest
+        is_fastest = fastest is None or fastest.method == self.method
         text = (
-            f"{self.method} is the fastest method that fits: {format_bytes(plan.peak)} of "
-            f"{format_bytes(plan.limit)}, {plan.estimated_seconds * 1e3:.3g} ms (estimate)"
+            f"{self.method} is the fastest {'' if is_fastest else 'exact '}method that fits: "
+            f"{format_bytes(plan.peak)} of {format_bytes(plan.limit)}, "
+            f"{plan.estimated_seconds * 1e3:.3g} ms (estimate)"
         )
+        if fastest is not None and not is_fastest:
+            less = 1 - fastest.plan.estimated_seconds / plan.estimated_seconds
+            text += f"; {fastest.method} takes {less:.0%} less time, with approximate gradients"
         return "\n".join(filter(None, (text, self.how)))
 
 
@@ -201,13 +224,13 @@ def compare(
             return train_step, (abstract_params, abstract_opt_state, abstract_batch)
 
         comparison = lm.memory.compare(step_factory, ["default", "dots"], batch=64, device="h200")
-        comparison["dots"].plan.peak, comparison["dots"].plan.fits, comparison.fastest
+        comparison["dots"].plan.peak, comparison["dots"].plan.fits, comparison.advised
 
     Args:
       step_factory: takes a method and a batch size, and returns a step and the tuple of its
         abstract arguments, or a `lm.memory.Workload`.
-      methods: names that the factory knows. Default: `step_factory.methods` if it exists, or
-        `lm.memory.METHODS`.
+      methods: names that the factory knows. Default: `step_factory.methods` if it exists, or the
+        six of `lm.memory.METHODS` among which most users choose.
       batch: the batch size to compare at; None leaves it to the factory.
       budget: bytes that each device may use, or a size such as "24GB"; it decides `fits`. Default:
         the device's usable memory.
@@ -218,7 +241,7 @@ def compare(
         devices. Default: the greatest common divisor of 8 and `batch`.
       cache: store plans in `lm.memory.plan_cache_directory()`, so that the same program is compiled
         only once.
-      progress: print a line to stderr for each new plan.
+      progress: print a line to stderr for each plan as soon as it is made.
       **plan_options: options of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
 
     Returns:
@@ -232,10 +255,10 @@ def compare(
     """
     if not callable(step_factory):
         raise TypeError(f"compare: step_factory must be callable, got {step_factory!r}")
-    if methods is None:
-        methods = methods_of(step_factory)
+    methods = methods_of(step_factory) if methods is None else methods
     if not methods or isinstance(methods, str):
         raise ValueError(f"compare: methods must be a sequence of names, got {methods!r}")
+    methods = list(dict.fromkeys(methods))
     if find_largest_batch and batch is None:
         raise ValueError("compare: find_largest_batch=True needs a batch to start from, got None")
     for name, value in (("batch", batch), ("batch_multiple", batch_multiple)):
@@ -278,29 +301,32 @@ def compare(
             patched[method, size] = tuple(f"{method}: {line}" for line in report.of_checkpoints())
         return lowered
 
-    plan_of = cached_plan if cache else plan_lowered
-    pool = ThreadPoolExecutor(os.cpu_count())
+    plan_of, at_once = cached_plan if cache else plan_lowered, workers()
+    told = Progress(methods, at_once, batch) if progress else None
+    pool = ThreadPoolExecutor(at_once)
     try:
         # Tracing stays in this thread, because the caller's contexts are thread-local. XLA mostly
         # uses one core for a program, so several programs compile in parallel.
         remaining = {method: sizes(method) for method in methods}
-        todo = [(method, next(search)) for method, search in remaining.items()]
+        todo = deque((method, next(search)) for method, search in remaining.items())
         compiling: dict[Future[Plan], tuple[str, int | None]] = {}
         while todo or compiling:
-            for method, size in todo:
-                if progress:
-                    name = method if size is None else f"{method}, batch {size}"
-                    print(f"planning {name}", file=sys.stderr, flush=True)
+            # This thread traces on the core of a program that is not traced yet.
+            while todo and len(compiling) < at_once:
+                method, size = todo.popleft()
                 compiling[pool.submit(plan_of, lower(method, size))] = method, size
             done, _ = wait(compiling, return_when=FIRST_COMPLETED)
-            todo = []
             for future in done:
-                key = compiling.pop(future)
+                method, size = key = compiling.pop(future)
                 made = future.result()
                 notes = made.notes + patched.get(key, ())
                 plans[key] = dataclasses.replace(made, budget=most, notes=notes)
+                following = None
                 with contextlib.suppress(StopIteration):
-                    todo.append((key[0], remaining[key[0]].send(plans[key])))
+                    following = method, remaining[method].send(plans[key])
+                    todo.append(following)
+                if told is not None:
+                    told.add(method, size, plans[key], is_last=following is None)
     finally:
         # Report an error or Ctrl-C at once: XLA cannot be interrupted.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -326,7 +352,11 @@ def choose(
     batch: int | None = None,
     **options: Any,
 ) -> Choice:
-    """Plans a training step with each method and chooses the fastest that fits.
+    """Plans a training step with each method and chooses one that fits.
+
+    It chooses the fastest method whose gradients are exact. A method with approximate gradients
+    comes first only if every exact one that fits takes over 10% longer. Methods that are not in
+    `lm.memory.METHODS` count as approximate, because the planner does not know them.
 
         choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
         train_step, _ = step_factory(choice.method, 64)
@@ -349,22 +379,22 @@ def choose(
       NothingFitsError: no method fits; the message has the smallest peak and its method.
       TypeError, ValueError, ImportError: see `compare`.
     """
-    return fastest_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
+    return choice_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
 
 
-def fastest_of(comparison: Comparison) -> Choice:
-    """Chooses the fastest method of a comparison.
+def choice_of(comparison: Comparison) -> Choice:
+    """Chooses the advised method of a comparison.
 
     Raises:
       NothingFitsError: no method fits.
       ValueError: the devices are TPUs.
     """
-    fastest = comparison.fastest
+    advised = comparison.advised
     if not comparison.fits:
         raise NothingFitsError(comparison)
-    if fastest is None:
+    if advised is None:
         raise StepError(
             f"device: expected a GPU, got {comparison.methods[0].plan.device.name!r}: the planner "
             f"estimates no times on TPUs; lm.memory.compare plans the memory of each method"
         )
-    return Choice(fastest.method, fastest.plan, comparison)
+    return Choice(advised.method, advised.plan, comparison)

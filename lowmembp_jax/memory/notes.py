@@ -11,6 +11,7 @@ from lowmembp_jax.compression.jaxprs import every_equation, is_jaxpr, opened
 from lowmembp_jax.memory.classification.peak import LiveBuffer
 from lowmembp_jax.memory.lowering.arguments import Argument
 from lowmembp_jax.memory.lowering.meshes import is_on_host
+from lowmembp_jax.memory.messages import GRANTED
 
 # The note about replication leaves out parts whose whole arrays are below this fraction of all
 # arguments.
@@ -46,6 +47,15 @@ def not_understood(text: str, lines: tuple[str, ...], so: str) -> Iterator[str]:
         yield (
             f"{count} of XLA's {text} {were} not understood, the first: "
             f"{lines[0].strip()[:80]!r}; {so}"
+        )
+
+
+def too_large(held: int, memory_bytes: int) -> Iterator[str]:
+    """Yields a note if arguments and results exceed the memory that XLA grants a program."""
+    if held > GRANTED * memory_bytes:
+        yield (
+            f"the arguments and results alone take {format_bytes(held)}, and the device has "
+            f"{format_bytes(memory_bytes)}"
         )
 
 

@@ -21,6 +21,7 @@ from lowmembp_jax.memory.notes import (
     not_understood,
     replicated,
     sums_that_differ,
+    too_large,
     whole_logits,
     wide_state,
 )
@@ -28,6 +29,7 @@ from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
 from lowmembp_jax.memory.roofline.cost import count
+from lowmembp_jax.memory.whole_models import one_checkpoint
 
 
 class LoweredStep(NamedTuple):
@@ -193,9 +195,11 @@ def plan_lowered(step: LoweredStep) -> Plan:
         *compiled.notes,
         *not_understood("buffer assignment", assignment.not_understood, "the parts may be off"),
         *not_understood("program", program.not_understood, "the parts and the time may be off"),
+        *too_large(total(assignment, "argument", "output"), step.device.memory_bytes),
         *sums_that_differ(assigned, compiled.allocated),
         *whole_logits(step.lowering.jaxpr, step.arguments, peak.live, device_count, size),
         *wide_state(peak.live, peak.parts),
+        *one_checkpoint(step.lowering.jaxpr),
     )
     return Plan(
         device=step.device,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmembp_jax._errors import GivenError
-from lowmembp_jax.models.methods import METHODS
+from lowmembp_jax.models.methods import METHODS, USUAL
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class WorkloadError(GivenError):
     """A workload cannot be made; the message says why."""
 
 
-def methods_of(step_factory: Callable[..., Any]) -> tuple[str, ...]:
-    """The methods in a factory's attribute `methods`, or else all."""
-    return tuple(getattr(step_factory, "methods", METHODS))
+def methods_of(step_factory: Callable[..., Any], *, every: bool = False) -> tuple[str, ...]:
+    """The methods in a factory's attribute `methods`, or else the usual ones or every one."""
+    return tuple(getattr(step_factory, "methods", METHODS if every else USUAL))
 
 
 def workload_of(
@@ -73,7 +73,10 @@ def workload_of(
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         step, args = made
         return Workload(step, tuple(args) if isinstance(args, list | tuple) else (args,))
+    what = type(made).__name__
+    if isinstance(made, tuple | list):
+        what += " of " + (", ".join(type(one).__name__ for one in made) or "nothing")
     raise WorkloadError(
         f"{name} must return a lm.memory.Workload or a pair of a step and the tuple of its "
-        f"abstract arguments, got {type(made).__name__}"
+        f"abstract arguments, got a {what}"
     )

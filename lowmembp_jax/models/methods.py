@@ -26,6 +26,11 @@ class Method(NamedTuple):
     offload: bool = False
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the gradients are exact."""
+        return self.operators != "lowmembp" and self.layer != "compress"
+
+    @property
     def code(self) -> str:
         """The lines that switch the method on, for a Flax model of layers `Block`."""
         lines = []
@@ -72,6 +77,15 @@ TABLE: dict[str, Method] = {
     "compress+remat+offload": Method("flax", "compress", "None", offload=True),
 }
 
+#: All methods, and those that are compared unless others are named.
 METHODS: tuple[str, ...] = tuple(TABLE)
+USUAL: tuple[str, ...] = (
+    "default",
+    "dots",
+    "full-remat",
+    "compress",
+    "compress+remat",
+    "lowmembp+compress",
+)
 #: The code that switches each method on.
 HOW: dict[str, str] = {name: method.code for name, method in TABLE.items()}

@@ -11,6 +11,12 @@ from lowmembp_jax._sizes import array_bytes, format_bytes
 from lowmembp_jax.compression._taken_over import Checkpoint, grouped
 from lowmembp_jax.patching._settings import ACTIVATIONS
 
+_NOTHING = (
+    "swapped: nothing, because nothing that lm.patch swaps was traced inside. Put lm.patch around "
+    "the call of the training step, not around its definition. What jax.jit has traced before is "
+    "not traced again."
+)
+
 
 class PatchMemory(NamedTuple):
     """Bytes of residuals of the swapped operators. Each call is counted once.
@@ -113,6 +119,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         root = self.model or "(no module)"
+        if not (self.swapped or self.skipped or self.differentiated):
+            return _NOTHING
         lines = ["swapped:" if self.swapped else "swapped: nothing"]
         for op, places in self.swapped.items():
             names = ", ".join(place or root for place in places)

@@ -132,3 +132,19 @@ def text_argument():
 def counts():
     """Its loss is an integer."""
     return (lambda params: params.argmax()), (jax.ShapeDtypeStruct((8,), jnp.float32),)
+
+
+def train_step(params, x):
+    """The step itself, which the command cannot call."""
+    return params
+
+
+jitted_step = jax.jit(train_step)
+
+
+def three():
+    """A pair, and one too many."""
+    return (*mlp(), 3)
+
+
+builtin = max

@@ -222,6 +222,7 @@ def test_a_loss_that_is_not_finite(run, capsys):
     assert not (folder / "results.json").exists()
 
 
+PLACE = ("--process-count", "2", "--process-index", "0")
 ERRORS = [
     (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
     (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
@@ -236,7 +237,20 @@ ERRORS = [
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
     (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
-    (("--coordinator", "localhost:1"), "--coordinator: "),
+    *[
+        (
+            ("--coordinator", place, *PLACE),
+            "--coordinator: expected HOST:PORT of process 0, or auto",
+        )
+        for place in ("nonsense", "localhost:", "localhost:no", "localhost:65536", ":1234")
+    ],
+    (("--coordinator", "localhost:1"), "--coordinator: expected HOST:PORT with --process-count"),
+    (("--coordinator", "auto", *PLACE), "--coordinator: expected HOST:PORT with --process-count"),
+    (PLACE, "--coordinator: expected HOST:PORT with --process-count"),
+    (
+        ("--coordinator", "localhost:1", *PLACE[:3], "2"),
+        "--process-index: expected a number from 0",
+    ),
     (("--data.train", ""), "--data.train: expected a value, got an empty one"),
     (("--data.dev=",), "--data.dev: expected a value, got an empty one"),
 ]
