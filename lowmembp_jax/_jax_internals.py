@@ -34,8 +34,8 @@ from jax._src.interpreters.mlir import LoweringParameters
 from jax._src.pjit import _cpp_pjit
 from jax._src.state.types import AbstractRef
 
-# A cache that holds its first argument weakly, and that `jax.clear_caches` empties.
-from jax._src.util import weakref_lru_cache  # noqa: F401
+# Caches that `jax.clear_caches` empties; the second holds its first argument weakly.
+from jax._src.util import cache, weakref_lru_cache  # noqa: F401
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir

@@ -1,5 +1,6 @@
 """lm.compress: the backward chooses as the forward did, not by the values that are stored."""
 
+import warnings
 from functools import partial
 
 import flax.linen as nn
@@ -158,7 +159,8 @@ def test_the_backward_chooses_as_the_forward(name, policy):
 @pytest.mark.parametrize("policy", POLICIES.values())
 def test_the_backward_does_not_sort_again(policy):
     layer = lm.compress(partial(experts, count=2), policy=policy)
-    text = jax.jit(jax.grad(lambda p, x: layer(p, x).sum())).lower(PARAMS, X).as_text()
+    gradient = jax.grad(lambda p, x: layer(p, x).sum(), (0, 1))
+    text = jax.jit(gradient).lower(PARAMS, X).as_text()
     assert text.count('"stablehlo.sort"') == 1
 
 
@@ -195,3 +197,32 @@ def test_names_in_loops_branches_and_meshes_choose_the_dtype(function):
     run = lm.compress(run, policy=names, dtype={"h": None, None: "int8"})
     found = kept(lambda p, x: jnp.sum(run(p, x)), PARAMS, X)
     assert [dtype for dtype, shape in found if shape[-1:] == (EXPERTS,)] == ["float32"]
+
+
+def test_routing_keeps_no_exact_input():
+    """Its integers are stored, and the numbers that `top_k` selects are rounded."""
+    layer = lm.compress(partial(experts, count=2), policy=NOTHING)
+    stored = kept(lambda p, x: layer(p, 2 * x).sum(), PARAMS, X)
+    floats = [(dtype, shape) for dtype, shape in stored if "int" not in dtype]
+    assert floats == [("float8_e4m3fn", (ROWS, 2)), ("float8_e4m3fn", X.shape)]
+
+
+def test_a_function_that_would_save_more_runs_as_jax_checkpoint():
+    """The masks and powers of a pair of particles take more than the positions."""
+
+    def energies(strength, positions):
+        d = positions[:, None] - positions[None]
+        squares = jnp.sum(d * d, -1) + jnp.eye(len(d))
+        return jnp.where(squares < 2, strength / squares**3, 0.0).sum(-1)
+
+    def loss(run):
+        return lambda strength, x: jnp.sum(run(strength, 2 * x) ** 2)
+
+    args = jnp.float32(1.0), normal(64, 3)
+    ours, theirs = lm.compress(energies), jax.checkpoint(energies, policy=lm.products_saveable)
+    with pytest.warns(UserWarning, match="energies. runs jax.checkpoint with its policy, which"):
+        got = lm.memory.saved_bytes(loss(ours), *args)
+    assert got == lm.memory.saved_bytes(loss(theirs), *args)
+    with warnings.catch_warnings():  # it warns once
+        warnings.simplefilter("error")
+        assert error(jax.grad(loss(ours))(*args), jax.grad(loss(theirs))(*args)) < 1e-6

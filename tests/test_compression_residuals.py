@@ -314,8 +314,9 @@ def test_a_softmax_of_two_by_logaddexp(policy):
         return jnp.exp(one - normalizer) * x[:, :32] + jnp.exp(two - normalizer) * x[:, 32:]
 
     p, x = normal(64, 64, key=1) / 8, normal(32, 64)
-    loss = lambda run: lambda p: jnp.sum(jnp.square(run(p, x)))  # noqa: E731
-    ours, exact = (jax.grad(loss(run))(p) for run in (lm.compress(block, policy=policy), block))
+    loss = lambda run: lambda p, x: jnp.sum(jnp.square(run(p, x)))  # noqa: E731
+    runs = lm.compress(block, policy=policy), block
+    ours, exact = (jax.grad(loss(run), (0, 1))(p, x) for run in runs)
     assert lm.gradient_distance(ours, exact).error < 0.05
 
 

@@ -243,7 +243,8 @@ class _Decisions:
         is_difference = any(need.level for need in results) and self.differences.has(eqn, read)
         rows_of = self.differences.rows_of_mean(eqn, read) if is_difference else None
         cancels = is_difference and rows_of is None
-        is_rounded = (cancels or self.reads_exactly(eqn, read)) and self.may_round(number, results)
+        selects = rules.rule(eqn).selects and self.reads_exactly(eqn, read)
+        is_rounded = (cancels or selects) and self.may_round(number, results)
         for i, (var, need) in enumerate(zip(eqn.outvars, results, strict=True)):
             if need.level:
                 # Recomputed from rounded numbers, a choice could come out differently.

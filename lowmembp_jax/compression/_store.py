@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import partial_eval_jaxpr_custom_rules
 
-from lowmembp_jax._jax_internals import debug_callback_p, debug_print_p
+from lowmembp_jax._jax_internals import cache, debug_callback_p, debug_print_p
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._bounds import bound_of, norms_of, useful
 from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Format
@@ -67,7 +67,7 @@ def only_stored(prim: Any, /, *_: Any, **__: Any) -> bool:
     return prim in (store_p, debug_callback_p, debug_print_p)
 
 
-@functools.lru_cache(maxsize=4096)
+@cache()
 def _encoding(
     format: Format, times: int, avals: tuple[Any, ...], mesh: Any, number: int, at: Place | None
 ) -> core.JaxprEqn:
@@ -84,7 +84,7 @@ def _encoding(
     return jaxprs.call_of(encode, *avals)
 
 
-@functools.lru_cache(maxsize=4096)
+@cache()
 def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], mesh: Any):
     def decode(*stored):
         if format.host:

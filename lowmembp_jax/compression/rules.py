@@ -42,6 +42,7 @@ class Rule(NamedTuple):
       elementwise: each element of the results depends only on the operands' elements in its place.
       expensive: XLA does not fuse it into kernels that sum.
       product: it takes a matrix product, a convolution, a kernel or a collective.
+      selects: its results are numbers of its operands, so only the choice of them needs exact ones.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
       statistic: the operand, counted from the end, that is a statistic of the others and is stored
         unrounded.
@@ -55,6 +56,7 @@ class Rule(NamedTuple):
     elementwise: bool = False
     expensive: bool = False
     product: bool = False
+    selects: bool = False
     random: bool = False
     statistic: int | None = None
 
@@ -106,6 +108,7 @@ RULES["log1p"] = _STEEP._replace(gentle=(0, 1))
 RULES["log"] = _STEEP._replace(gentle=(1, 2))
 _add("rsqrt sqrt", _STEEP._replace(positive=True, gentle=(1, 2)))
 _add("and eq ge gt integer_pow is_finite le lt ne not or sign", Rule(exact=ALL, elementwise=True))
+_add("sort top_k", Rule(exact=ALL, selects=True))
 _add("random_bits rng_bit_generator threefry2x32", Rule(exact=ALL, random=True))
 _add(
     "custom_partitioning dot_product_attention_fp8_fwd_wrapper ffi_call pallas_call "

@@ -1,7 +1,7 @@
 """The losses of `_logit_tiles` as one primitive: derivatives, batches, meshes, and checks.
 
 If the loss is one number, the forward also computes the gradients, and the backward multiplies them
-by the cotangent. Otherwise the backward computes the logits again.
+by the cotangent. Otherwise, and for few tokens, the backward computes the logits again.
 """
 
 import math
@@ -75,8 +75,28 @@ def _values(spec: Spec, total: Array, numbers: dict[str, Array]) -> tuple[Array,
     return (total if spec.summed else numbers["loss"], *(numbers[name] for name in spec.results))
 
 
+def _cut(spec: Spec, arrays: Arrays) -> tuple[Spec, bool]:
+    """Whether the forward computes the gradients, and the spec with tiles for that.
+
+    There the gradient of the kernel is a sum in float32. For few tokens, this sum takes more than
+    whole logits would, so the backward, which cuts the words as well, computes it. Tiles are then
+    a part of these logits, too.
+    """
+    h, tokens = arrays.hidden, math.prod(arrays.hidden.shape[:-1])
+    if not isinstance(tokens, int):
+        return spec, spec.summed
+    kernel, wide, narrow = arrays.kernel.size, compute_dtype(h.dtype).itemsize, h.dtype.itemsize
+    logits = tokens * (kernel // max(1, h.shape[-1])) * narrow
+    sums = kernel * (wide if narrow == wide else wide + narrow)
+    if spec.summed and spec.wanted[1] and logits >= sums + spec.tile_bytes:
+        return spec, True
+    tile_bytes = min(spec.tile_bytes, max(2**26, logits // 4))
+    return replace(spec, tile_bytes=tile_bytes), spec.summed and not spec.wanted[1]
+
+
 def _plain(spec: Spec, arrays: Arrays) -> tuple[Array, ...]:
-    total, numbers, _ = _run(replace(spec, wanted=(False,) * 4), arrays, {}, {})
+    spec, _ = _cut(replace(spec, wanted=(False,) * 4), arrays)
+    total, numbers, _ = _run(spec, arrays, {}, {})
     return _values(spec, total, numbers)
 
 
@@ -94,23 +114,23 @@ _differentiated = jax.custom_vjp(_plain, nondiff_argnums=(0,))
 
 def _forward(spec: Spec, arrays: Arrays):
     arrays = jax.tree.map(lambda p: p.value, arrays, is_leaf=lambda p: hasattr(p, "perturbed"))
-    size, gradients = 1.0, None
-    if spec.summed:
+    kept, (spec, is_now) = None, _cut(spec, arrays)
+    if is_now:
         size, weights = _normalized(arrays.hidden.dtype, {"loss": arrays.weights})
         total, numbers, gradients = _run(spec, arrays._replace(weights=weights["loss"]), {}, {})
-        total = total * size
+        total, kept = total * size, (gradients, size)
     else:
         total, numbers, _ = _run(replace(spec, wanted=(False,) * 4), arrays, {}, {})
     # The sums are wider than the gradients. These scalars carry the gradients' dtypes.
     like = [jnp.zeros((), x.dtype) for x in arrays[:2]]
     statistics = {name: numbers[name] for name in spec.statistics}
-    again = (arrays, statistics) if not spec.summed or "logsumexp" in spec.results else None
-    kept = (gradients, size, numbers["loss"]) if spec.summed else None
-    return _values(spec, total, numbers), (again, kept, like)
+    again = (arrays, statistics) if not is_now or "logsumexp" in spec.results else None
+    losses = numbers["loss"] if spec.summed else None
+    return _values(spec, total, numbers), (again, kept, losses, like)
 
 
 def _backward(spec: Spec, residuals, cotangents):
-    again, kept, like = residuals
+    again, kept, losses, like = residuals
     names = ("loss", *spec.results)
     ct = {
         name: x
@@ -119,15 +139,19 @@ def _backward(spec: Spec, residuals, cotangents):
     }
     gradients: list[Any] = [None] * 3
     weights = None
-    if kept is not None and "loss" in ct:
-        gradients, size, losses = kept
+    if spec.summed and "loss" in ct:
         g = ct.pop("loss")
-        gradients = [None if x is None else x.astype(g.dtype) * (g * size) for x in gradients]
         weights = losses * g if spec.wanted[3] else None
+        if kept is None:
+            ct["loss"] = again[0].weights * g
+        else:
+            gradients, size = kept
+            gradients = [None if x is None else x.astype(g.dtype) * (g * size) for x in gradients]
     if again is not None and ct:
         arrays, statistics = again
+        spec, _ = _cut(spec, arrays)
         if "loss" not in ct:
-            ct["loss"] = jnp.zeros_like(next(iter(ct.values())))
+            ct["loss"] = jnp.zeros(arrays.labels.shape, compute_dtype(arrays.hidden.dtype))
         size, ct = _normalized(arrays.hidden.dtype, ct)
         *_, more = _run(spec, arrays._replace(weights=None), ct, statistics)
         if arrays.hidden.dtype == jnp.float16:
