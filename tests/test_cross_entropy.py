@@ -13,7 +13,7 @@ from jax import lax
 
 import lowmembp_jax as lm
 
-FEATURES, VOCAB = 24, 53
+FEATURES, VOCAB = 6, 53
 #: Some tiles, the last of which is not full.
 TILE = 4 * VOCAB * 7
 TILED = functools.partial(lm.linear_cross_entropy, tile_bytes=TILE)
