@@ -59,7 +59,9 @@ def linear_cross_entropy(
     multiplies them by the cotangent. This takes three products, as many as plain JAX. The
     residuals are the gradients of hidden and kernel, in their dtype. The kernel's is in float32 for
     float16. Unneeded gradients, such as the gradient of a frozen kernel, are not computed. With
-    reduction "none" the backward recomputes each tile's logits, which is a fourth product.
+    reduction "none", and for fewer tokens than about three times the features, the backward
+    recomputes each tile's logits, which is a fourth product: the kernel's gradient, as a sum in
+    float32, would take more memory than these logits.
 
     Sharded tokens and a sharded vocabulary stay sharded, under meshes with automatic or explicit
     axes and inside `jax.shard_map`. Devices that share the vocabulary exchange numbers per token
@@ -88,8 +90,8 @@ def linear_cross_entropy(
       return_correct: also returns how many predictions are right. The prediction is the likeliest
         word, or the first of several.
       tile_bytes: the most bytes of logits in memory on each device, but at least one token's; by
-        default 2^29, and 2^27 on TPUs. The gradient of the logits takes as much again if the kernel
-        is trained. A symbolic number of tokens (`jax.export`) is padded to whole tiles.
+        default 2^29, and 2^27 on TPUs. A quarter of few logits is enough, but for less than 2^26.
+        The gradient of the logits takes as much again if the kernel is trained. A symbolic number of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
 
