@@ -106,6 +106,7 @@ def gradients(run, pos):
     return jax.grad(lambda *args: jnp.vdot(weights, run(*args)), (0, 1, 2))(W, H, pos)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.filterwarnings("ignore:.* runs jax.checkpoint with its policy")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("policy", ["default", None])
