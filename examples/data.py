@@ -292,18 +292,23 @@ def _language_task(config: DataConfig) -> Task:
                 f"{path}: expected text ({', '.join(_TEXT_SUFFIXES)} in a folder) of more than "
                 f"{length} tokens, --data.sequence-length, found {len(part)}"
             )
-    parts = []
-    for part in (tokens, held_out):  # no token is predicted twice
-        end = (len(part) - 1) // length * length
-        windows = (part[i : end + i].reshape(-1, length).astype(np.int32) for i in (0, 1))
-        parts.append(Dataset((next(windows),), next(windows)))
+    parts = [_windows(part, length) for part in (tokens, held_out)]
     if tokenizer is None:
         return Task(*parts, (), 256, source)
     return Task(*parts, (), id_count(tokenizer), source, tokenizer.to_str())
 
 
-def package_tokens(packages: Sequence[str], vocab_size: int, cache: Path) -> list[np.ndarray]:
-    """Returns tokens of installed packages' sources: most files, and every 40th, held out.
+def _windows(tokens: np.ndarray, length: int) -> Dataset:
+    """Cuts a text; no token is predicted twice."""
+    end = (len(tokens) - 1) // length * length
+    inputs, labels = (tokens[i : end + i].reshape(-1, length).astype(np.int32) for i in (0, 1))
+    return Dataset((inputs,), labels)
+
+
+def package_sources(
+    packages: Sequence[str], vocab_size: int, length: int, cache: Path
+) -> list[Dataset]:
+    """Returns windows of installed packages' sources: most files, and every 40th, held out.
 
     A byte-level BPE is trained on every 10th file. `cache` is an .npz file that keeps the tokens.
     """
@@ -322,4 +327,4 @@ def package_tokens(packages: Sequence[str], vocab_size: int, cache: Path) -> lis
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.savez(cache, known, np.concatenate(ids[::40]))
     with np.load(cache) as arrays:
-        return [*arrays.values()]
+        return [_windows(tokens, length) for tokens in arrays.values()]
