@@ -202,9 +202,9 @@ def tutorial():
     plans = [done[name] for name in ("before", "wrapped", "smaller")]
     text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     stated = [float(number) for number in re.findall(r"\*\*([\d.]+) GiB\*\*", text)]
-    # The page has the numbers of JAX 0.10.2. Other versions' compilers differ by a little.
-    within = 0.05 if jax.__version__ == "0.10.2" else 0.6
-    assert stated == pytest.approx([plan.peak / 2**30 for plan in plans], abs=within)
+    # The page has the numbers of JAX 0.10.2, and other versions plan a little more or less.
+    within = {"abs": 0.05} if jax.__version__ == "0.10.2" else {"rel": 0.25}
+    assert stated == pytest.approx([plan.peak / 2**30 for plan in plans], **within)
 
 
 def long_contexts():

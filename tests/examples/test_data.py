@@ -232,7 +232,7 @@ def test_package_sources(tmp_path):
     parts = package_sources(["packaging"], 300, 16, tmp_path / "new" / "tokens.npz")
     for part in parts:
         (ids,) = part.inputs
-        assert ids.shape == part.labels.shape and ids.shape[1] == 16 and 0 <= ids.min()
+        assert ids.shape == part.labels.shape and ids.shape[1] == 16 and ids.min() >= 0
         assert ids.max() < 300 and (ids[:, 1:] == part.labels[:, :-1]).all()
     again = package_sources([], 0, 16, tmp_path / "new" / "tokens.npz")
     assert all((a.labels == b.labels).all() for a, b in zip(parts, again, strict=True))
