@@ -104,6 +104,7 @@ def run(name: str, method: str, part: str) -> None:
         curve.append([done, seconds, float(sums[0] / sums[1])])
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         found = {"curve": curve, "measured": peak, "text": known.labels.size}
+        found["tokens_a_second"] = done * ids.size / max(seconds, 1e-9)
         record(name, method, device=jax.devices()[0].device_kind, **found)
         began = clock()
         for number in range(done, min(done + 100, scale.steps)):
@@ -122,8 +123,7 @@ def report(runs: dict[str, Any]) -> None:
     for name, method, one in ((key, *item) for key in runs for item in runs[key].items()):
         cells, curve = 4 * ["not run"], np.array(one.get("curve", []))
         if curve.size:
-            (steps, seconds, loss), scale = curve[-1], SCALES[name]
-            rate = steps * scale.batch * scale.tokens / max(seconds, 1e-9)
+            (steps, _, loss), rate = curve[-1], one["tokens_a_second"]
             peak = f"{one['measured'] / GIB:.3f}" if one["measured"] else "no GPU"
             cells = [peak, f"{rate:,.0f}", f"{steps:,.0f}", f"{loss:.3f}"]
         rows.append([SCALES[name].title, method, f"{one['planned'] / GIB:.3f}", *cells])
