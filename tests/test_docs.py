@@ -161,7 +161,7 @@ def test_numbers_are_those_of_the_results(page, table, files):
     known = np.array([x * unit for x in known for unit in _UNITS])
     cells = [row.split("|")[2:] for row in table.splitlines()[2:]]
     text = " ".join(_DERIVED.sub("", cell) for row in cells for cell in row)
-    for number in re.findall(r"(?<![\w.`(])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.`]| ?bit)", text):
+    for number in re.findall(r"(?<![\w.`(])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.`]|[ -]?bit)", text):
         half = 0.5001 * 10.0 ** -len(number.partition(".")[2])
         assert (abs(known - float(number.replace(",", ""))) <= half).any(), f"{page}: {number}"
 
