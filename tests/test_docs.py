@@ -4,11 +4,15 @@ import ast
 import doctest
 import json
 import re
+import shlex
+import subprocess
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -120,6 +124,71 @@ def test_results_are_of_this_version(path):
     versions = json.loads(path.read_text(encoding="utf-8"))["versions"]
     assert versions["lowmembp_jax"] == project["version"]
     assert versions["jax"] in ("0.10.2", "0.11.2", "0.12.0")
+
+
+def _numbers(node):
+    """All numbers of a JSON document."""
+    if isinstance(node, dict | list):
+        for part in node.values() if isinstance(node, dict) else node:
+            yield from _numbers(part)
+    elif isinstance(node, int | float):
+        yield abs(node)
+
+
+#: From bytes and seconds to the units of the pages.
+_UNITS = (1, 100, 1e3, 2**-20, 2**-30, 1e-6, 1e-9, 1e-12)
+#: Means with their errors, ratios in brackets, and differences in percent.
+_DERIVED = re.compile(r"\S+ ± \S+|\([\d.]+\)|[-+]\d+%")
+
+
+def measured_tables() -> list[tuple[str, str, list[Path]]]:
+    """The first table of each section that names scripts: page, table, and the files of results."""
+    found = []
+    for page in pages():
+        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            names = set(re.findall(r"examples/benchmarks/(\w+)\.py", section))
+            files = [path for path in RESULTS if path.stem in names]
+            table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+            if files and table:
+                found.append((page.name, table[0], files))
+    return found
+
+
+@pytest.mark.parametrize(("page", "table", "files"), measured_tables())
+def test_numbers_are_those_of_the_results(page, table, files):
+    """Every number of a table is in the file that the script beside the table wrote."""
+    known = [x for path in files for x in _numbers(json.loads(path.read_text(encoding="utf-8")))]
+    known = np.array([x * unit for x in known for unit in _UNITS])
+    cells = [row.split("|")[2:] for row in table.splitlines()[2:]]
+    text = " ".join(_DERIVED.sub("", cell) for row in cells for cell in row)
+    for number in re.findall(r"(?<![\w.`(])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.`]|[ -]?bit)", text):
+        half = 0.5001 * 10.0 ** -len(number.partition(".")[2])
+        assert (abs(known - float(number.replace(",", ""))) <= half).any(), f"{page}: {number}"
+
+
+def planned_sections() -> list[tuple[str, str]]:
+    """Sections whose command plans one method, and the command."""
+    found = []
+    for page in pages():
+        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            for command in re.findall(r"^    (lowmembp plan(?:.*\\\n)*.*)$", section, re.MULTILINE):
+                if "--method" in command and "--batch" in command and "GiB" in section:
+                    found.append((section, command.replace("\\\n", " ")))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="the pages have JAX 0.10.2's plans")
+@pytest.mark.parametrize(("section", "command"), planned_sections(), ids=lambda text: text[:40])
+def test_commands_print_the_peaks_that_the_section_states(section, command):
+    program = Path(sys.executable).parent / "lowmembp"
+    ran = subprocess.run(
+        [program, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    peak = re.search(r"^peak +([\d.]+) GiB", ran.stdout, re.MULTILINE)
+    assert peak, ran.stderr
+    assert re.search(rf"\b({peak[1]}|{float(peak[1]):.1f})\b", section), f"{peak[1]}: {command}"
 
 
 @each_page

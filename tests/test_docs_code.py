@@ -1,6 +1,7 @@
 """The code of all pages that is not a doctest runs as it is written, with a small model."""
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -196,7 +197,17 @@ def frameworks():
     assert "left alone" in str(done["report"]) and done["grads"].shape == (16, 16)
 
 
-def long_texts():
+def tutorial():
+    done = yield {}
+    plans = [done[name] for name in ("before", "wrapped", "smaller")]
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    stated = [float(number) for number in re.findall(r"\*\*([\d.]+) GiB\*\*", text)]
+    # The page has the numbers of JAX 0.10.2, and other versions plan a little more or less.
+    within = {"abs": 0.05} if jax.__version__ == "0.10.2" else {"rel": 0.25}
+    assert stated == pytest.approx([plan.peak / 2**30 for plan in plans], **within)
+
+
+def long_contexts():
     yield common() | {"mlp": lambda w, x: jnp.tanh(x @ w)}
 
 
@@ -226,7 +237,7 @@ def optimizer():
     done["train_step"](done["params"], state, jnp.ones((2, 16), jnp.bfloat16))
 
 
-compress_reference, kernels, patch = compress_measured, readme, readme
+compress_reference, kernels, patch, index = compress_measured, readme, readme, readme
 PAGES = {page.stem for page in pages() if any(">>>" not in block for block in blocks(page))}
 PAGES.remove("tpus")  # test_tpu.py runs it, because one process alone can load libtpu
 

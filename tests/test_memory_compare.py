@@ -10,13 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from matplotlib.figure import Figure
 
 import lowmembp_jax as lm
 from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory import cache as plan_cache
 from lowmembp_jax.memory import comparison as comparison_module
 from lowmembp_jax.memory.largest_batch import largest_batch
-from lowmembp_jax.memory.plot import pareto, plot_comparison
+from lowmembp_jax.memory.plot import draw_points, pareto, plot_comparison
 from lowmembp_jax.memory.roofline.totals import Cost, Kernel
 from lowmembp_jax.memory.workers import workers
 from lowmembp_jax.models.methods import HOW, TABLE
@@ -376,3 +377,12 @@ def test_few_compilations_give_a_batch_that_fits(most):
     assert len(calls) == most
     assert found in calls and peaks(found) <= 10**6 and found % 8 == 0
     assert found == max(batch for batch in calls if peaks(batch) <= 10**6)
+
+
+def test_labels_do_not_overlap():
+    axes = Figure(layout="constrained").subplots()
+    points = {f"a method of some length {n}": (2 + 0.01 * (n % 3), 20 + 0.02 * n) for n in range(8)}
+    draw_points(axes, points)
+    boxes = [label.get_window_extent() for label in axes.texts]
+    assert len(boxes) == 8
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))

@@ -36,10 +36,10 @@ SHOWN = {
 }
 LABELS = {
     "default": "plain JAX",
-    "dots": "dots policy",
-    "full-remat": "full remat",
+    "dots": "dots_saveable",
+    "full-remat": "jax.checkpoint",
     "compress": "lm.compress",
-    "compress+remat": "lm.compress over full remat",
+    "compress+remat": "lm.compress(policy=None)",
 }
 
 
@@ -109,9 +109,8 @@ def draw(results: dict[str, Any]) -> None:
             label: (found[method]["peak"] / GIB, 1e3 * found[method]["estimated_seconds"])
             for method, label in LABELS.items()
         }
-        draw_points(axes, points)
-        axes.set_xlim(left=0)
         axes.set_title(title, size=10)
+        draw_points(axes, points, from_zero=True)
     figure.supxlabel("peak of all memory [GiB]", size=10)
     figure.supylabel("a training step, estimated [ms]", size=10)
     PICTURE.parent.mkdir(exist_ok=True)

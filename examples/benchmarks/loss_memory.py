@@ -26,7 +26,7 @@ from lowmembp_jax.models.llama import Llama, LlamaConfig
 
 OUTPUT = FOLDER / "loss_memory.json"
 DEVICE = "h200"
-#: Tokens, features and words of the cross-entropy, and of log-probabilities and entropies.
+#: Tokens, features and vocabulary of the cross-entropy, and of log-probabilities and entropies.
 LARGE, REINFORCEMENT = (16384, 2048, 248320), (32768, 4096, 152064)
 STEPS = 100
 

@@ -4,10 +4,10 @@
 
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
+    measure/MODEL/METHOD      peak memory and time of a training step; needs --device
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
     alone/WHAT                the times of an implementation's operators, of losses, of optimizers
-    measure/MODEL/METHOD      peak memory and time of a training step; needs --device
-    plan/MODEL/METHOD         the planner's numbers for the same step
+    plan/MODEL/METHOD         the planner's numbers for the same step; uses no GPU
 
 The program writes `on_gpu.json` in --output after each job. Start it again with the same --output
 to run the jobs that are missing or failed. `--smoke` runs tiny sizes on a CPU. Exit status 0 means
@@ -34,15 +34,28 @@ from results import GIB, MIB, markdown, versions, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
-#: The steps: names of models, the batch and the tokens. The most informative come first.
+#: The steps: names of models, the batch and the tokens.
 STEPS = {
-    "llama-1b": {"batch": 8, "tokens": 2048},
     "vit-b16": {"batch": 64},
     "bert-base": {"batch": 64, "tokens": 128},
     "swin-t": {"batch": 64},
+    "llama-1b": {"batch": 8, "tokens": 2048},
 }
-METHODS = ("default", "compress", "dots", "full-remat", "lowmembp", "lowmembp+compress")
-METHODS += ("lowmembp, pallas", "lowmembp, triton")  # with another implementation
+#: A method is followed by the operators' implementation, if it is not XLA's.
+OPERATORS = ("lowmembp", "lowmembp, pallas", "lowmembp, triton")
+METHODS = ("default", "compress", "dots", *OPERATORS, "lowmembp+compress")
+METHODS += ("full-remat", "compress+remat", "offload", "compress+remat+offload")
+
+
+def measured() -> list[str]:
+    """Returns models and methods, the most informative first: a run may end after 15 minutes."""
+    groups = [("vit-b16", METHODS[:6]), ("bert-base", METHODS[:6]), ("swin-t", METHODS)]
+    groups += [("llama-1b", METHODS[:3])]
+    groups += [(model, (method,)) for method in METHODS[6:] for model in STEPS]
+    groups += [("llama-1b", OPERATORS)]
+    return list(dict.fromkeys(f"{model}/{method}" for model, own in groups for method in own))
+
+
 #: In float32, whose attention runs on a CPU.
 SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
@@ -348,15 +361,14 @@ def main() -> int:
             get_device(options.device)
         except ValueError as error:
             parser.error(f"--device: {error}")
-    steps, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
+    each = [f"{model}/{method}" for model in SMOKE for method in METHODS[:2]]
+    each = each if options.smoke else measured() if options.device else []
     implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
-    names = [f"kernels/{name}" for name in implementations]
     timed = ("xla",) if options.smoke else IMPLEMENTATIONS
+    names = [f"measure/{name}" for name in each]
+    names += [f"kernels/{name}" for name in implementations]
     names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
-    if options.device or options.smoke:
-        each = [f"{model}/{method}" for model in steps for method in methods]
-        names += [f"measure/{name}" for name in each]
-        names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
+    names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
     path = options.output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
     results |= {"versions": versions(), "device": options.device}

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.comparison import Comparison, MethodPlan
@@ -29,16 +30,51 @@ def is_ours(method: str) -> bool:
     return any(name in method for name in ("compress", "lowmembp"))
 
 
-def draw_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Draws a labelled point for each method, this library's filled and blue."""
+def draw_points(
+    axes: Any, points: Mapping[str, tuple[float, float]], *, from_zero: bool = False
+) -> None:
+    """Draws a labelled point for each method, this library's filled and blue.
+
+    Call it last, because labels move away from points and from other labels. `from_zero`: whether
+    the horizontal axis begins at 0.
+    """
     for method, point in points.items():
         color = BLUE if is_ours(method) else GRAY
         face = color if is_ours(method) else "none"
         axes.plot(*point, "o", ms=8, color=color, markerfacecolor=face)
-        place = {"xytext": (6, -12 if is_ours(method) else 6), "textcoords": "offset points"}
-        axes.annotate(method, point, **place, color=color, fontsize=9, parse_math=False)
     axes.margins(0.2)
+    if from_zero:
+        axes.set_xlim(left=0)
     axes.grid()
+    axes.figure.draw_without_rendering()  # the layout decides where a point is
+    frame = axes.get_window_extent()
+    taken = [_around(*axes.transData.transform(point)) for point in points.values()]
+    for method, point in points.items():
+        color = BLUE if is_ours(method) else GRAY
+        label = axes.annotate(
+            *(method, point),
+            xytext=(0, 0),
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+            parse_math=False,
+        )
+        for x, y in _PLACES:
+            label.set(position=(x, y), ha="left" if x > 0 else "right" if x < 0 else "center")
+            box = label.get_window_extent()
+            inside = frame.x0 < box.x0 and box.x1 < frame.x1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(label.get_window_extent())
+
+
+#: Where a label may be, in points from its point: near places first.
+_PLACES = [(x, y) for far in range(1, 9) for y in (6 * far, -12 * far) for x in (6, -6, 0)]
+
+
+def _around(x: float, y: float) -> Bbox:
+    """The pixels of a point."""
+    return Bbox([[x - 6, y - 6], [x + 6, y + 6]])
 
 
 @matplotlib.rc_context(STYLE)
@@ -93,7 +129,6 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
     axes = figure.subplots()
     front = map(_memory_and_time, pareto(comparison))
     axes.plot(*zip(*front, strict=True), color=GRAY, linewidth=1, zorder=1)
-    draw_points(axes, {one.method: _memory_and_time(one) for one in comparison})
     limit = comparison.budget / _GIB
     largest = max(_memory_and_time(one)[0] for one in comparison)
     if limit < 2 * largest:  # a larger limit would squeeze the points together
@@ -101,4 +136,5 @@ def plot_comparison(comparison: Comparison, path: Path, title: str) -> None:
         axes.legend(loc="upper right", fontsize=9)
     axes.set(xlabel="peak, GiB on each device", ylabel="time of a step, ms (estimate)")
     axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+    draw_points(axes, {one.method: _memory_and_time(one) for one in comparison})
     figure.savefig(path, dpi=150)

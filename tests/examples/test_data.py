@@ -5,7 +5,14 @@ import zipfile
 import images
 import numpy as np
 import pytest
-from data import DataConfig, Dataset, TrainingBatches, evaluation_batches, load_task
+from data import (
+    DataConfig,
+    Dataset,
+    TrainingBatches,
+    evaluation_batches,
+    load_task,
+    package_sources,
+)
 from PIL import Image
 from stdlib_docs import load_stdlib_docs
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -218,3 +225,14 @@ def test_a_tokenizer_that_gives_up(write):
     )
     with pytest.raises(ValueError, match=r"--data\.tokenizer: cannot encode the texts: .*Regex"):
         load_task("text-classification", config)
+
+
+def test_package_sources(tmp_path):
+    """Windows of a package's files; a second call reads what the first one wrote."""
+    parts = package_sources(["packaging"], 300, 16, tmp_path / "new" / "tokens.npz")
+    for part in parts:
+        (ids,) = part.inputs
+        assert ids.shape == part.labels.shape and ids.shape[1] == 16 and ids.min() >= 0
+        assert ids.max() < 300 and (ids[:, 1:] == part.labels[:, :-1]).all()
+    again = package_sources([], 0, 16, tmp_path / "new" / "tokens.npz")
+    assert all((a.labels == b.labels).all() for a, b in zip(parts, again, strict=True))
