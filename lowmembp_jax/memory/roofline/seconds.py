@@ -30,7 +30,7 @@ from lowmembp_jax.memory.roofline._traffic import fused_by, needed, updated
 LAUNCH_SECONDS = 0.6e-6
 #: Seconds of a kernel of this kind with nothing to do.
 START_SECONDS = {"matrix product": 4e-6, "column reduction": 2e-6, "loop": 1.5e-6}
-_START = 1.3e-6
+_START = 1.4e-6
 
 # The part of the vector units' published rate that kernels reach, counted in instructions.
 _VECTOR = 0.94
@@ -46,19 +46,19 @@ _MOVES = {
     "dynamic-update-slice", "gather", "get-tuple-element", "iota", "pad", "parameter", "reshape",
     "reverse", "scatter", "slice", "transpose", "tuple",
 }  # fmt: skip
-# XLA copies memory instead of launching a kernel for fusions of these.
+# XLA copies memory instead of launching a kernel for fusions of these alone.
 _COPIES = {"dynamic-slice", "dynamic-update-slice"}
-_FREE = {"bitcast", "constant", "fusion", "fusion-start", "parameter", "tuple"}
-_REDUCED = {"row reduction": 7, "column reduction": 17}
+_MOVES_NOTHING = {"bitcast", "constant", "fusion", "fusion-start", "parameter", "tuple"}
+_REDUCED = {"row reduction": 7, "column reduction": 14}
 _ELEMENT = 37
 _SCATTERED = 330
-# A transpose's part of the bandwidth.
-_TRANSPOSE = 0.75
+# The part of a loop's bandwidth that other kinds reach.
+_BANDWIDTH = {"transpose": 0.62, "copy": 0.85}
 _CACHED = 0.68
 # Attention, forward and backward: the FLOPs that cuDNN's other work on a tile of queries is worth;
 # the factor of them with a bias; the features of a head that a score's softmax is worth; the part of
 # the published FLOP/s.
-_ATTENTION = {False: (21e6, 2.0, 20, 0.76), True: (43e6, 4.0, 64, 1.0)}
+_ATTENTION = {False: (21e6, 2.0, 20, 0.7), True: (43e6, 4.0, 64, 0.9)}
 _TILE = 128  # cuDNN computes whole tiles of queries and keys
 # How often cuDNN's other kernels move the backward's arrays, and its workspace.
 _ARRAYS, _WORKSPACE = 1.0, 2.8
@@ -72,10 +72,10 @@ VECTOR_KINDS = ("loop", "row reduction", "column reduction", "transpose", "scatt
 def vector_kind(instruction: Instruction) -> str:
     """Returns the kind of a kernel without matrix units."""
     inner = (instruction, *instruction.inner)
-    opcodes = {each.opcode for each in inner}
+    opcodes = {each.opcode for each in inner if any(shape.size > 1 for shape in each.shapes)}
     if "scatter" in opcodes:
         return "scatter"
-    if opcodes & _COPIES and opcodes <= _COPIES | _FREE and "fusion" in instruction.opcode:
+    if instruction.inner and opcodes & _COPIES and opcodes <= _COPIES | _MOVES_NOTHING:
         return "copy"
     columns = [_reduces_columns(each, inner) for each in inner if each.opcode == "reduce"]
     if columns:
@@ -141,7 +141,7 @@ def vector_seconds(
       instructions: what `instructions` counts.
     """
     memory = memory_seconds(device, bytes_moved - (1 - _CACHED) * cached)
-    memory /= _TRANSPOSE if kind == "transpose" else 1.0
+    memory /= _BANDWIDTH.get(kind, 1.0)
     vector = instructions / (_VECTOR * device.vector_flops / 2)
     # Few warps of a column reduction run at a time, so loads and arithmetic overlap less.
     both = math.hypot(memory, vector) if kind == "column reduction" else max(memory, vector)
