@@ -8,8 +8,13 @@ import pytest
 from helpers import AS_PUBLISHED
 
 from lowmembp_jax.memory.devices import get_device
+from lowmembp_jax.memory.parsing.hlo_text import parse
 from lowmembp_jax.memory.roofline.cost import Kernel, cost
-from lowmembp_jax.memory.roofline.seconds import LAUNCH_SECONDS, start_seconds
+from lowmembp_jax.memory.roofline.seconds import (
+    LAUNCH_SECONDS,
+    attention_workspace,
+    start_seconds,
+)
 
 RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e15}
 DEVICE = dataclasses.replace(get_device("h200"), **RATES, calibration=AS_PUBLISHED)
@@ -142,6 +147,18 @@ custom_call_target="{target}", backend_config={json.dumps(config)}""")
     assert total.flops == products * 2 * (2 * 4 * 64 * 128) * 32
     assert set(total.by("kind")) == {"attention"}
     assert (total.bytes_read, total.bytes_written) == (q + k, written)  # workspace not counted
+
+
+def test_workspace_of_attention():
+    """cuDNN accumulates in float32; heads that share keys hold their gradients apart."""
+    q, kv = "bf16[8,32,2048,64]", "bf16[8,4,2048,64]"
+    lines = f"""%q = {q} parameter(0)
+    %k = {kv} parameter(1)
+    ROOT %a = ({q}, {kv}, {kv}, u8[0]) custom-call(%q, %k, %k, %q), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward\""""
+    program = parse(f"ENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n")
+    # 256 bytes less than XLA reserves for it with an H100.
+    assert attention_workspace(program.entry.instructions["a"]) == 270532864 - 256
 
 
 def test_a_fusion_without_a_name_takes_one_of_its_operations():

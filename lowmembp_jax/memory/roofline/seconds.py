@@ -56,8 +56,8 @@ _SCATTERED = 330
 _BANDWIDTH = {"transpose": 0.62, "copy": 0.85}
 _CACHED = 0.68
 # Attention, forward and backward: the FLOPs that cuDNN's other work on a tile of queries is worth;
-# the factor of them with a bias; the features of a head that a score's softmax is worth; the part of
-# the published FLOP/s.
+# the factor of them with a bias; the features of a head that a score's softmax is worth; the part
+# of the published FLOP/s.
 _ATTENTION = {False: (21e6, 2.0, 20, 0.7), True: (43e6, 4.0, 64, 0.9)}
 _TILE = 128  # cuDNN computes whole tiles of queries and keys
 # How often cuDNN's other kernels move the backward's arrays, and its workspace.
