@@ -7,7 +7,7 @@ import re
 import pytest
 from helpers import AS_PUBLISHED
 
-from lowmembp_jax.memory.devices import get_device
+from lowmembp_jax.memory.devices import get_gpu
 from lowmembp_jax.memory.parsing.hlo_text import parse
 from lowmembp_jax.memory.roofline.cost import Kernel, cost
 from lowmembp_jax.memory.roofline.seconds import (
@@ -17,7 +17,7 @@ from lowmembp_jax.memory.roofline.seconds import (
 )
 
 RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e15}
-DEVICE = dataclasses.replace(get_device("h200"), **RATES, calibration=AS_PUBLISHED)
+DEVICE = dataclasses.replace(get_gpu("h200"), **RATES, calibration=AS_PUBLISHED)
 MIB = 2**20
 #: Seconds of a transfer, and of a loop, with nothing to do.
 TRANSFER, LOOP = (LAUNCH_SECONDS + start_seconds(kind) for kind in ("copy", "loop"))

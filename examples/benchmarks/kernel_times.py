@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from results import markdown
 
 import lowmembp_jax as lm
+from lowmembp_jax.memory.devices import get_gpu
 from lowmembp_jax.memory.roofline.seconds import LAUNCH_SECONDS
 
 DATA = Path(__file__).resolve().parents[2] / "tests/data/h100_kernels.json.xz"
@@ -42,7 +43,7 @@ def program(data: dict[str, Any], step: str) -> str:
 
 def compare(data: dict[str, Any], step: str) -> dict[str, Times]:
     """Returns the times of each kind of kernel in a step, without the launches between them."""
-    cost = lm.memory.cost(program(data, step), lm.memory.get_device("h100"))
+    cost = lm.memory.cost(program(data, step), get_gpu("h100"))
     measured: dict[str, float] = {}
     for *_, times in data["steps"][step]["computations"]:
         measured |= times
