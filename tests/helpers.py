@@ -13,7 +13,7 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.calibration import Calibration, Curve
+from lowmembp_jax.memory.calibration import Calibration
 from lowmembp_jax.memory.result import PARTS
 
 _OPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
@@ -41,7 +41,7 @@ for _name, _op, _exact in (
         ACTIVATIONS[f"{_name}_{_bits}"] = functools.partial(_op, bits=_bits), _exact, _table
 
 #: Devices that reach their published rates: times are then easily computed by hand.
-AS_PUBLISHED = Calibration({"bf16": Curve(1.0, (1.0,))}, bandwidth=1.0)
+AS_PUBLISHED = Calibration({"bf16": 1.0}, bandwidth=1.0)
 
 
 def python(*arguments, **environment) -> subprocess.CompletedProcess:

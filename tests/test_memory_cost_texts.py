@@ -7,12 +7,20 @@ import re
 import pytest
 from helpers import AS_PUBLISHED
 
-from lowmembp_jax.memory.devices import get_device
-from lowmembp_jax.memory.roofline.cost import LAUNCH_SECONDS, Kernel, cost
+from lowmembp_jax.memory.devices import get_gpu
+from lowmembp_jax.memory.parsing.hlo_text import parse
+from lowmembp_jax.memory.roofline.cost import Kernel, cost
+from lowmembp_jax.memory.roofline.seconds import (
+    LAUNCH_SECONDS,
+    attention_workspace,
+    start_seconds,
+)
 
-RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e13}
-DEVICE = dataclasses.replace(get_device("h200"), **RATES, calibration=AS_PUBLISHED)
+RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e15}
+DEVICE = dataclasses.replace(get_gpu("h200"), **RATES, calibration=AS_PUBLISHED)
 MIB = 2**20
+#: Seconds of a transfer, and of a loop, with nothing to do.
+TRANSFER, LOOP = (LAUNCH_SECONDS + start_seconds(kind) for kind in ("copy", "loop"))
 
 X = "%x = f32[4,256] parameter(0)\n%i = s32[] parameter(1)\n"
 P = "%p = f32[4,256] parameter(0)\n%q = s32[] parameter(1)\n"
@@ -128,14 +136,29 @@ def test_flops_of_attention(target, mask, window, products):
     shape = {"dimensions": ["2", "4", "64", "128"]}
     given = {"mask_type": mask, "sliding_window_length": window}
     config = {"cudnn_fmha_backend_config": {"intermediate_tensor_shape": shape} | given}
+    q, k = 2 * 2 * 64 * 4 * 32, 2 * 2 * 128 * 4 * 32
+    results, written = "bf16[2,4,64,32]{3,1,2,0}", q
+    if "Backward" in target:
+        results, written = results + 2 * ", bf16[2,4,128,32]{3,1,2,0}", q + 2 * k
     total = counted(f"""%q = bf16[2,64,4,32]{{3,2,1,0}} parameter(0)
     %k = bf16[2,128,4,32]{{3,2,1,0}} parameter(1)
-    ROOT %a = (bf16[2,64,4,32]{{3,2,1,0}}, u8[4096]{{0}}) custom-call(%q, %k, %k), \
+    ROOT %a = ({results}, u8[4096]{{0}}) custom-call(%q, %k, %k), \
 custom_call_target="{target}", backend_config={json.dumps(config)}""")
     assert total.flops == products * 2 * (2 * 4 * 64 * 128) * 32
     assert set(total.by("kind")) == {"attention"}
-    q = 2 * 2 * 64 * 4 * 32
-    assert (total.bytes_read, total.bytes_written) == (q + 2 * q, q)  # workspace not counted
+    assert (total.bytes_read, total.bytes_written) == (q + k, written)  # workspace not counted
+
+
+def test_workspace_of_attention():
+    """cuDNN accumulates in float32; heads that share keys hold their gradients apart."""
+    q, kv = "bf16[8,32,2048,64]", "bf16[8,4,2048,64]"
+    lines = f"""%q = {q} parameter(0)
+    %k = {kv} parameter(1)
+    ROOT %a = ({q}, {kv}, {kv}, u8[0]) custom-call(%q, %k, %k, %q), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward\""""
+    program = parse(f"ENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n")
+    # 256 bytes less than XLA reserves for it with an H100.
+    assert attention_workspace(program.entry.instructions["a"]) == 270532864 - 256
 
 
 def test_a_fusion_without_a_name_takes_one_of_its_operations():
@@ -193,17 +216,17 @@ def test_bytes_that_collectives_send(opcode, result, groups, sent, asynchronous)
     assert (total.bytes_read, total.bytes_written) == (4096, 4 * result)
     assert (total.link_bytes, total.launches) == (4096 * sent, 1)
     assert set(total.by("kind")) == {"collective"}
-    assert slow.estimated_seconds == pytest.approx(4096 * sent / 1e3 + LAUNCH_SECONDS)
+    assert slow.estimated_seconds == pytest.approx(4096 * sent / 1e3 + TRANSFER)
 
 
 # Sends 7 MiB to each of 8 devices, and reads and writes 9 MiB: 9.4 us of the device's own memory.
 START = "%s = (u8[1048576], u8[8388608]) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
 GATHER = "%x = u8[1048576]{0} parameter(0)\n" + START
 GATHERED = "%d = u8[8388608]{0} all-gather-done(%s)\n"
-OWN = 9 * MIB / 1e12 + LAUNCH_SECONDS
-# Reads and writes 64 MiB each: 136.2 us.
+OWN = 9 * MIB / 1e12 + TRANSFER
+# Reads and writes 64 MiB each: 136.3 us.
 BESIDE = "%y = u8[67108864]{0} parameter(1)\n%n = u8[67108864]{0} negate(%y)\n"
-KERNEL = 2 * 64 * MIB / 1e12 + LAUNCH_SECONDS
+KERNEL = 2 * 64 * MIB / 1e12 + LOOP
 
 
 def seconds(*lines, link_bandwidth):
@@ -218,15 +241,15 @@ def test_a_transfer_runs_beside_kernels():
     assert (total, collective) == pytest.approx((OWN + KERNEL, OWN))
     # At 10 GB/s the step waits for what is left of it.
     total, collective = seconds(GATHER, BESIDE, GATHERED, link_bandwidth=1e10)
-    assert total == pytest.approx(7 * MIB / 1e10 + LAUNCH_SECONDS)
+    assert total == pytest.approx(7 * MIB / 1e10 + TRANSFER)
     assert collective == pytest.approx(total - KERNEL)
     # With nothing beside it, it takes its whole time.
     total, collective = seconds(GATHER, GATHERED, BESIDE, link_bandwidth=1e11)
-    assert collective == pytest.approx(7 * MIB / 1e11 + LAUNCH_SECONDS)
+    assert collective == pytest.approx(7 * MIB / 1e11 + TRANSFER)
     assert total == pytest.approx(collective + KERNEL)
     # If nothing waits for it, it ends with the program.
     total = counted(GATHER + BESIDE, link_bandwidth=1e10)
-    assert total.estimated_seconds == pytest.approx(total.link_bytes / 1e10 + LAUNCH_SECONDS)
+    assert total.estimated_seconds == pytest.approx(total.link_bytes / 1e10 + TRANSFER)
 
 
 def test_a_copy_to_the_host_runs_beside_kernels():
@@ -237,9 +260,9 @@ def test_a_copy_to_the_host_runs_beside_kernels():
     beside, alone = counted(start + BESIDE + end), counted(start + end)
     assert alone.host_bytes == beside.host_bytes == MIB
     assert (alone.bytes_read, alone.bytes_written) == (MIB, 0)
-    assert alone.estimated_seconds == pytest.approx(MIB / DEVICE.host_bandwidth + LAUNCH_SECONDS)
+    assert alone.estimated_seconds == pytest.approx(MIB / DEVICE.host_bandwidth + TRANSFER)
     # 16.4 us of PCIe, 1 of them in the device's memory, beside a kernel of 136 us.
-    own = MIB / 1e12 + LAUNCH_SECONDS
+    own = MIB / 1e12 + TRANSFER
     assert beside.estimated_seconds == pytest.approx(own + KERNEL)
     back = f"%x = {host} parameter(0)\n%s = (u8[1048576], {host}, u32[]) copy-start(%x)\n"
     total = counted(back + "ROOT %d = u8[1048576]{0} copy-done(%s)\n")

@@ -3,7 +3,6 @@
 import pytest
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.calibration import Calibration, Curve
 
 # Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (f16;
 # TF32; 8-bit floats), float32 TFLOP/s without matrix units; of some, TOP/s of int8
@@ -85,57 +84,23 @@ def test_errors_name_what_is_wrong(tmp_path):
         lm.memory.get_device(own(tmp_path, ("major: 8", "major: 6")))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale", "seconds", "expected"),
-    [
-        ("bf16", 0.8, 2e-6, 2e-6 / (0.8 * 0.5)),
-        ("f32", 0.8, 2e-6, 2e-6 / (0.8 * 0.25)),
-        ("s8", 0.8, 2e-6, 2e-6 / (0.8 * 0.5)),  # as of bf16
-        ("bf16", 1.0, 2**0.5 * 1e-6, 2**0.5 * 1e-6 / 0.3),  # between powers of two
-        ("bf16", 1.0, 1e-9, 1e-9 / 0.1),
-        ("bf16", 1.0, 1.0, 1.0 / 0.5),
-        ("bf16", 0.8, 0.0, 0.0),
-        ("bf16", 2.5, 2e-6, 2e-6),  # no product is faster than published
-    ],
-)
-def test_a_product_takes_its_published_time_by_the_part_of_a_curve(dtype, scale, seconds, expected):
-    curves = {"bf16": Curve(1e-6, (0.1, 0.5)), "f32": Curve(1e-6, (0.2, 0.25))}
-    found = Calibration(curves, scale=scale).product_seconds(dtype, seconds)
-    assert found == pytest.approx(expected)
-
-
-# TransformerEngine's layer: tokens, and the products' terms and results, forward.
-TOKENS, PRODUCTS = 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
-
-
-def test_an_h100_by_hand():
+def test_rates_are_parts_of_the_published_ones():
     h100 = lm.memory.get_device("h100")
-    # XLA's median for 2^33 multiply-adds is 0.608 of 989.4 TFLOP/s, and products in a row reach
-    # 600 of 835.5 on an H200 NVL, where XLA's largest reaches 0.7971 of the published rate.
-    sustained = 2 * TOKENS * sum(k * n for k, n in PRODUCTS) / 10.653e-3 / 835.5e12 / 0.7971
-    expected = 2**34 / (989.4e12 * 0.608 * sustained)
-    assert h100.product_seconds(2**34, "bf16") == pytest.approx(expected, rel=1e-3)
-    assert 2**34 / expected == pytest.approx(542e12, rel=0.01)
-    assert h100.product_seconds(2**34, "f32") > 1.9 * expected
-    assert h100.reached_bandwidth == pytest.approx(2.8e12, rel=0.01)
+    assert h100.product_rate("bf16") == pytest.approx(0.79 * 989.5e12, rel=1e-3)
+    assert h100.product_rate("f8e4m3fn") == pytest.approx(0.79 * 1979e12, rel=1e-3)
+    assert h100.product_rate("f32") < h100.product_rate("bf16") / 2
+    assert h100.product_rate("f32 highest") < h100.vector_flops
+    assert h100.reached_bandwidth == pytest.approx(3.0e12, rel=0.01)
+    # TransformerEngine's layer on a B300, with 15,872 tokens.
+    products = (4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)
+    flops = sum(2 * 15872 * k * n for k, n in products)
     b300 = lm.memory.get_device("b300")
-    seconds = sum(b300.product_seconds(2 * TOKENS * k * n, "bf16") for k, n in PRODUCTS)
-    assert seconds == pytest.approx(4.25e-3, rel=0.1)  # TransformerEngine's measurement
-
-
-def test_attention_is_slower_than_products_and_with_small_heads_slower_still():
-    h100, flops = lm.memory.get_device("h100"), 2.0**42
-    product = h100.product_seconds(flops, "bf16")
-    large, small = (h100.attention_seconds(flops, "bf16", size) for size in (128, 64))
-    assert product < large < small
-    assert flops / large == pytest.approx(500e12, rel=0.01)
-    # With few FLOPs it is as slow as a product.
-    assert h100.attention_seconds(2e6, "bf16", 128) == h100.product_seconds(2e6, "bf16")
+    assert flops / b300.product_rate("bf16") == pytest.approx(4.25e-3, rel=0.1)
 
 
 def test_each_device_says_what_it_was_calibrated_with():
     said = {name: str(lm.memory.get_device(name).calibration) for name in lm.memory.DEVICES}
     uncalibrated = {name for name, text in said.items() if text.startswith("uncalibrated")}
     assert uncalibrated == {"t4", "rtx6000pro"}
-    assert "XLA" in said["h100"] and "gpu-benches" in said["h100"]
+    assert "profiles of training steps" in said["h100"] and "XLA" in said["b200"]
     assert "products: uncalibrated; bandwidth: gpu-benches" in said["l4"]

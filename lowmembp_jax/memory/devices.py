@@ -112,6 +112,7 @@ class Device:
         `vector_flops`.
       vector_flops: float32 FLOP/s of everything else. A fused multiply-add counts as two FLOPs.
       source: where the numbers are published.
+      cache_bytes: the size of the L2 cache.
       calibration: the fraction of the published rates that the GPU reaches.
     """
 
@@ -123,18 +124,13 @@ class Device:
     matrix_flops: Mapping[str, float]
     vector_flops: float
     source: str
+    cache_bytes: int
     calibration: Calibration
 
-    def product_seconds(self, flops: float, dtype: str) -> float:
-        """Estimates the seconds of a matrix product from its FLOPs and its factors' dtype."""
-        return self.calibration.product_seconds(dtype, flops / self._rate(dtype))
-
-    def attention_seconds(self, flops: float, dtype: str, head_size: int) -> float:
-        """Estimates the seconds of flash attention."""
-        return self.calibration.attention_seconds(dtype, flops / self._rate(dtype), head_size)
-
-    def _rate(self, dtype: str) -> float:
-        return self.matrix_flops.get(_RATED.get(dtype, dtype), self.vector_flops)
+    def product_rate(self, dtype: str) -> float:
+        """Returns the FLOP/s that large matrix products of a dtype are estimated to reach."""
+        rate = self.matrix_flops.get(_RATED.get(dtype, dtype), self.vector_flops)
+        return rate * self.calibration.product(dtype)
 
     @property
     def reached_bandwidth(self) -> float:
@@ -269,6 +265,7 @@ def get_gpu(device: str | os.PathLike[str]) -> Device:
         matrix_flops=rates | {"f64": float(cores * per_clock_f64 * clock)},
         vector_flops=2.0 * cores * int(field("fpus_per_core")) * clock,
         source=_SOURCES.get(str(device), f"target description {device}"),
+        cache_bytes=int(field("l2_cache_size")),
         calibration=calibration(str(device)),
     )
 

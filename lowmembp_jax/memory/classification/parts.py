@@ -8,6 +8,7 @@ from lowmembp_jax.memory.classification.flow import BACKWARD, PARAMETERS, Flow, 
 from lowmembp_jax.memory.lowering.arguments import Part
 from lowmembp_jax.memory.parsing.buffer_assignment import BufferAssignment, Position, Value
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.roofline.seconds import attention_workspace
 
 # These instructions pass arrays on and make none.
 _PLUMBING = {
@@ -62,7 +63,31 @@ def sort_into_parts(
             *sorter.origin([value, *groups[value.number]]),
         )
         for value in assignment.values
+    ) + tuple(_workspaces(assignment, program))
+
+
+def _workspaces(assignment: BufferAssignment, program: Program) -> Iterator[Buffer]:
+    """Yields the scratch memory of cuDNN's attention, which XLA leaves out without a GPU.
+
+    The buffers lie behind the heap and have negative numbers.
+    """
+    heap = max(
+        (a for a in assignment.allocations.values() if a.kind == "temporary"),
+        key=lambda a: a.size,
+        default=None,
     )
+    starts = {value.definition.instruction: value.first for value in reversed(assignment.values)}
+    for computation in program.computations.values():
+        for one in computation.instructions.values():
+            if "__cudnn$fmha" not in one.attributes or heap is None or one.name not in starts:
+                continue
+            size = attention_workspace(one) - one.shapes[-1].bytes
+            if size > 0:
+                position, time = Position(one.name, "{}"), starts[one.name]
+                shape = Shape("u8", (size,))
+                place = heap.number, heap.size, size
+                value = Value(-time - 1, position, *place, shape, time, time, (), ())
+                yield Buffer(value, "temporaries", False, f"{one.op_name}/workspace", one.source)
 
 
 class _Sorter(NamedTuple):

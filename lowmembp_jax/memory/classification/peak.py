@@ -71,7 +71,8 @@ def at_peak(
     shapes: Sequence[Shape],
 ) -> Peak:
     """Sorts all allocations of a program into parts, at the first time when its heap is fullest."""
-    temporaries = _inside(assignment, "temporary")
+    workspaces = [buffer.value for buffer in buffers if buffer.value.number < 0]
+    temporaries = [*_inside(assignment, "temporary"), *workspaces]
     time = peak_time(temporaries)
     pieces = _pieces(assignment, buffers, time)
     live = [
@@ -83,10 +84,11 @@ def at_peak(
     always = _sizes(live)
     live += map(_live, pieces)
     # Temporaries include constants and the heap's free bytes at the peak.
-    size = total(assignment, "argument", "output", "temporary", "constant")
-    always["temporaries"] += size - sum(each.bytes for each in live)
     heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
     in_heap = sum(piece.bytes for piece in pieces if piece.buffer.value.allocation in heap)
+    heap_size = max(total(assignment, "temporary"), in_heap)
+    size = total(assignment, "argument", "output", "constant") + heap_size
+    always["temporaries"] += size - sum(each.bytes for each in live)
     inside = {value.number for value in _inside(assignment, "temporary", "output")}
     kept = [b.value for b in buffers if b.part == "intermediates" and b.value.number in inside]
     instants = {
@@ -94,7 +96,7 @@ def at_peak(
     }
     return Peak(
         instants[time],
-        total(assignment, "temporary") - in_heap,
+        heap_size - in_heap,
         max(profile(kept).values(), default=0),
         tuple(sorted((b for b in live if b.bytes >= _LISTED * size), key=lambda b: -b.bytes)),
         tuple((t, *(sizes[part] for part in get_args(Part))) for t, sizes in instants.items()),
@@ -107,6 +109,7 @@ def _pieces(assignment: BufferAssignment, buffers: Sequence[Buffer], time: int) 
     Memory of outputs that are not written yet is included.
     """
     inside = _inside(assignment, "temporary", "output")
+    inside += [buffer.value for buffer in buffers if buffer.value.number < 0]
     alive = {value.number for value in _alive(inside, time)}
     ordered = [buffer for buffer in buffers if buffer.value.number in alive]
     ordered.sort(key=lambda buffer: _ORDER.index(buffer.part))

@@ -2,7 +2,7 @@
 
 The count assumes that a kernel reads each element of an operand from memory once. A row that is
 reduced and then used again stays in registers or cache, and the tiles of a matrix product are
-shared through the cache. It also assumes that nothing stays in the cache between two kernels.
+shared through the cache.
 """
 
 import math
@@ -25,18 +25,19 @@ _GROUPS = re.compile(
 )
 
 
-def bytes_moved(
+def bytes_read(
     program: Program, computation: Computation, instruction: Instruction
-) -> tuple[int, int]:
-    """Counts the bytes that a kernel reads and the bytes that it writes.
+) -> dict[str, int]:
+    """Counts the bytes that a kernel reads of each array.
 
     If the kernel only slices an operand, only the slices count. If it updates an operand in place,
-    only the update counts. An array that is passed twice counts once.
+    the operand does not count. An array that is passed twice counts once.
     """
-    opcode = instruction.opcode.removesuffix("-start")
-    fused = program.computations[instruction.calls[0]] if opcode == "fusion" else None
-    if fused:
-        fractions = _parameter_fractions(program, fused)
+    if fused := fused_by(program, instruction):
+        fractions = {
+            number: needed(program, fused)[parameter.name]
+            for number, parameter in fused.parameters.items()
+        }
     else:
         fractions = {
             index: _operand_fraction(program, computation, instruction, index, 1.0, in_place=True)
@@ -49,8 +50,13 @@ def bytes_moved(
         arrays[array] = _bytes(computation.instructions[array].shapes)
         size = _bytes(computation.instructions[operand].shapes)
         read[array] += size * fractions.get(index, 0.0)
-    bytes_read = sum(min(size, round(read[array])) for array, size in arrays.items())
-    return bytes_read, _bytes_written(program, computation, instruction, fused)
+    return {array: min(size, round(read[array])) for array, size in arrays.items()}
+
+
+def fused_by(program: Program, instruction: Instruction) -> Computation | None:
+    """Returns what a fusion computes."""
+    is_fusion = instruction.opcode.removesuffix("-start") == "fusion"
+    return program.computations[instruction.calls[0]] if is_fusion else None
 
 
 def result_shapes(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
@@ -63,21 +69,10 @@ def result_shapes(computation: Computation, instruction: Instruction) -> tuple[S
     return instruction.shapes
 
 
-def _bytes_written(
-    program: Program,
-    computation: Computation,
-    instruction: Instruction,
-    fused: Computation | None,
-) -> int:
-    if fused:
-        in_place = _updates_in_place(fused)
-        results = [_array(fused, output) for output in _outputs(fused)]
-        return sum(
-            _bytes(fused.instructions[_update(fused.instructions[name])].shapes)
-            if name in in_place
-            else _bytes(fused.instructions[name].shapes)
-            for name in results
-        )
+def bytes_written(program: Program, computation: Computation, instruction: Instruction) -> int:
+    """Counts the bytes that a kernel writes: of an update in place only the new values."""
+    if fused := fused_by(program, instruction):
+        return sum(_bytes(fused.instructions[name].shapes) for name in updated(fused))
     if instruction.opcode in _UPDATES:
         return _bytes(computation.instructions[_update(instruction)].shapes)
     shapes = result_shapes(computation, instruction)
@@ -88,10 +83,15 @@ def _bytes_written(
     return _bytes(shapes)
 
 
-def _parameter_fractions(
-    program: Program, fused: Computation, fraction: float = 1.0
-) -> dict[int, float]:
-    """Returns the fraction of each parameter that is read to compute `fraction` of the results.
+def updated(fused: Computation) -> list[str]:
+    """Returns the instructions that compute what a fusion writes."""
+    in_place = _updates_in_place(fused)
+    results = [_array(fused, output) for output in _outputs(fused)]
+    return [_update(fused.instructions[n]) if n in in_place else n for n in results]
+
+
+def needed(program: Program, fused: Computation, fraction: float = 1.0) -> dict[str, float]:
+    """Returns the fraction of each instruction that `fraction` of the results needs.
 
     A kernel computes only the elements that it needs. If it slices an operand after elementwise
     operations, it reads only the slice.
@@ -100,22 +100,21 @@ def _parameter_fractions(
     used: dict[str, float] = defaultdict(float)  # uses may read the same elements: the largest
     sliced: dict[str, float] = defaultdict(float)  # slices read different elements: the sum
     used[fused.root] = fraction
+    found: dict[str, float] = {}
     for instruction in reversed(fused.instructions.values()):
-        needed = min(1.0, used[instruction.name] + sliced[instruction.name])
-        if not needed:
+        share = min(1.0, used[instruction.name] + sliced[instruction.name])
+        found[instruction.name] = share
+        if not share:
             continue
         for index, operand in enumerate(instruction.operands):
-            share = _operand_fraction(
-                program, fused, instruction, index, needed, instruction.name in in_place
+            part = _operand_fraction(
+                program, fused, instruction, index, share, instruction.name in in_place
             )
             if instruction.opcode in _SLICES and index == 0:
-                sliced[operand] += share
+                sliced[operand] += part
             else:
-                used[operand] = max(used[operand], share)
-    return {
-        number: min(1.0, used[parameter.name] + sliced[parameter.name])
-        for number, parameter in fused.parameters.items()
-    }
+                used[operand] = max(used[operand], part)
+    return found
 
 
 def _operand_fraction(
@@ -143,7 +142,7 @@ def _operand_fraction(
         return min(1.0, size(2) / max(size(0), 1)) if opcode == "scatter" else 0.0
     if opcode == "fusion":
         called = program.computations[instruction.calls[0]]
-        return _parameter_fractions(program, called, fraction).get(index, 0.0)
+        return needed(program, called, fraction)[called.parameters[index].name]
     return fraction
 
 

@@ -1,11 +1,13 @@
 """Counts what a compiled program moves and computes, kernel by kernel, and estimates its time.
 
-The numbers come from the program's own instructions, without a GPU. `_traffic.py` counts bytes and
-`_flops.py` counts FLOPs. A kernel takes as long as its bytes or its FLOPs, whichever is longer (the
-roofline model, Williams et al. 2009), at the measured rates in `calibration.py`. One kernel runs
-after another. A transfer between devices, or to the host's memory, runs beside the kernels that XLA
-schedules between its start and its end. These kernels lose the time that the transfer's bytes take
-in the device's own memory. Transfers of one kind run one after another.
+The numbers come from the program's own instructions, without a GPU. `_traffic.py` counts bytes,
+`_flops.py` counts FLOPs, and `seconds.py` makes a time of them by the roofline model (Williams et
+al. 2009). One kernel runs after another. A kernel reads an operand from the L2 cache if the kernels
+since its last use have touched less than the cache holds.
+
+A transfer between devices, or to the host's memory, runs beside the kernels that XLA schedules
+between its start and its end. These kernels lose the time that the transfer's bytes take in the
+device's own memory. Transfers of one kind run one after another.
 """
 
 import dataclasses
@@ -18,11 +20,24 @@ from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
 from lowmembp_jax.memory.roofline._flops import flops
-from lowmembp_jax.memory.roofline._traffic import bytes_moved, link_bytes, result_shapes
+from lowmembp_jax.memory.roofline._traffic import (
+    bytes_read,
+    bytes_written,
+    link_bytes,
+    result_shapes,
+)
+from lowmembp_jax.memory.roofline.seconds import (
+    LAUNCH_SECONDS,
+    VECTOR_KINDS,
+    attention_seconds,
+    convolution_seconds,
+    instructions,
+    product_seconds,
+    start_seconds,
+    vector_kind,
+    vector_seconds,
+)
 from lowmembp_jax.memory.roofline.totals import Cost, Kernel
-
-#: Seconds from the end of a kernel to the start of the next one on a CUDA stream, approximately.
-LAUNCH_SECONDS = 2e-6
 
 # Instructions that launch nothing.
 _FREE = {
@@ -50,7 +65,7 @@ class _Transfers:
         """Starts transfers that `end` waits for."""
         self.running[name] = []
         for kernel in kernels:
-            own = kernel.bytes_moved / self._bandwidth + LAUNCH_SECONDS
+            own = kernel.bytes_moved / self._bandwidth + start_seconds(kernel.kind) + LAUNCH_SECONDS
             beside = max(kernel.estimated_seconds - own, 0.0)
             self.run(dataclasses.replace(kernel, estimated_seconds=own))
             end = max(self._now, self._free[kernel.kind]) + beside
@@ -66,6 +81,27 @@ class _Transfers:
             self._now += wait
 
 
+class _Cache:
+    """Knows which arrays of one computation are in the L2 cache."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._arrays: dict[tuple[str, int], int] = {}  # the last array is the last touched
+
+    def touch(self, arrays: dict[tuple[str, int], int]) -> int:
+        """Returns how many bytes of these arrays are there. Then all of them are."""
+        touched, here = 0, 0
+        for name, size in reversed(self._arrays.items()):
+            touched += size
+            if touched > self._size:
+                break
+            here += min(size, arrays.get(name, 0))
+        for name, size in arrays.items():
+            self._arrays.pop(name, None)
+            self._arrays[name] = size
+        return here
+
+
 class _Counter:
     """Walks through a program in the order in which it runs."""
 
@@ -78,13 +114,14 @@ class _Counter:
 
     def kernels(self, computation: Computation) -> list[Kernel]:
         transfers = _Transfers(self.device.reached_bandwidth)
+        cache = _Cache(self.device.cache_bytes)
         for instruction in computation.instructions.values():
             if instruction.opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
                 continue
             if instruction.opcode.endswith("-done"):
                 transfers.end(instruction.operands[0])
                 continue
-            kernels = tuple(self._kernels(computation, instruction))
+            kernels = tuple(self._kernels(computation, instruction, cache))
             starts = instruction.opcode.endswith("-start")
             if starts and all(kernel.link_bytes or kernel.host_bytes for kernel in kernels):
                 transfers.start(instruction.name, *kernels)
@@ -94,7 +131,9 @@ class _Counter:
             transfers.end(name)
         return transfers.kernels
 
-    def _kernels(self, computation: Computation, instruction: Instruction) -> Iterator[Kernel]:
+    def _kernels(
+        self, computation: Computation, instruction: Instruction, cache: _Cache
+    ) -> Iterator[Kernel]:
         if instruction.opcode == "while":
             yield from self._loop(instruction)
         elif instruction.opcode == "conditional":
@@ -105,7 +144,7 @@ class _Counter:
             for name in instruction.calls:
                 yield from self.kernels(self._called(name))
         else:
-            yield self._kernel(computation, instruction)
+            yield self._kernel(computation, instruction, cache)
 
     def _called(self, name: str) -> Computation:
         return self.program.computations[name]
@@ -122,10 +161,14 @@ class _Counter:
             for kernel in self.kernels(self._called(name)):
                 yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
 
-    def _kernel(self, computation: Computation, instruction: Instruction) -> Kernel:
+    def _kernel(self, computation: Computation, instruction: Instruction, cache: _Cache) -> Kernel:
         operands = [computation.instructions[name].shapes for name in instruction.operands]
         results = result_shapes(computation, instruction)
-        read, written = bytes_moved(self.program, computation, instruction)
+        arrays = bytes_read(self.program, computation, instruction)
+        read = sum(arrays.values())
+        written = bytes_written(self.program, computation, instruction)
+        cached = cache.touch({_element(computation, name): n for name, n in arrays.items()})
+        cache.touch({(instruction.name, i): one.bytes for i, one in enumerate(results)})
         sent = link_bytes(instruction, sum(operands, ()), results)
         to_host = any(shape.on_host for shape in results)
         # The kernel puts a slice into an array in the host's memory, or takes one out.
@@ -136,21 +179,26 @@ class _Counter:
             read -= min(read, on_host)
         matrix_flops, dtype = flops(self.program, computation, instruction)
         kind = "copy" if on_host else _kind(instruction, matrix_flops)
-        seconds = (read + written) / self.device.reached_bandwidth
+        moved, device = read + written, self.device
+        is_vector = kind in VECTOR_KINDS
+        work = instructions(self.program, computation, instruction) if is_vector else 0.0
+        seconds = vector_seconds(device, kind, moved, cached, work)
         if kind == "attention":
-            head_size = operands[0][0].dims[-1]
-            products = self.device.attention_seconds(matrix_flops, dtype, head_size)
-        else:
-            products = self.device.product_seconds(matrix_flops, dtype)
-        seconds = max(seconds, products)
+            seconds = attention_seconds(device, instruction, matrix_flops, dtype, read, written)
+        elif kind == "convolution":
+            shapes = *(one[0] for one in operands[:2]), results[0]
+            products = convolution_seconds(device, instruction, shapes, matrix_flops, dtype)
+            seconds = max(seconds, products)
+        elif matrix_flops:
+            seconds = max(seconds, product_seconds(device, matrix_flops, dtype))
         if on_host:
-            seconds = max(seconds, on_host / self.device.host_bandwidth)
+            seconds = max(seconds, on_host / device.host_bandwidth + start_seconds(kind))
             self.notes[
                 f"arrays move to and from the host's memory over PCIe at "
-                f"{self.device.host_bandwidth / 1e9:.0f} GB/s"
+                f"{device.host_bandwidth / 1e9:.0f} GB/s"
             ] = None
         if sent and self.link_bandwidth:
-            seconds = max(seconds, sent / self.link_bandwidth)
+            seconds = max(seconds, sent / self.link_bandwidth + start_seconds(kind))
         elif sent:
             self.notes["time on the links between devices is left out"] = None
         if not matrix_flops:
@@ -194,9 +242,16 @@ def _kind(instruction: Instruction, matrix_flops: int) -> str:
         return "convolution"
     if matrix_flops:
         return "matrix product"
-    return {"copy": "copy", "copy-start": "copy", "custom-call": "custom call"}.get(
-        instruction.opcode, "other"
-    )
+    names = {"copy": "copy", "copy-start": "copy", "custom-call": "custom call"}
+    return names.get(instruction.opcode) or vector_kind(instruction)
+
+
+def _element(computation: Computation, name: str) -> tuple[str, int]:
+    """Returns the instruction that makes an array, and which of its results the array is."""
+    instruction = computation.instructions[name]
+    if instruction.opcode == "get-tuple-element":
+        return instruction.operands[0], instruction.index
+    return name, 0
 
 
 def cost(

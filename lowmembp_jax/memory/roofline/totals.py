@@ -17,7 +17,8 @@ class Kernel:
       op_name: JAX's name of the operation. A fusion has the name of its last named operation.
       source: the line of the user's code, as "path/file.py:12".
       kind: "matrix product", "attention", "convolution", "collective", "copy", "custom call"
-        (including Pallas and Triton kernels) or "other" (elementwise operations, reductions, ...).
+        (including Pallas and Triton kernels), "row reduction", "column reduction", "transpose",
+        "scatter" or "loop" (elementwise operations).
       bytes_read: bytes read from the device's memory.
       bytes_written: bytes written to the device's memory.
       link_bytes: bytes sent to other devices.
