@@ -91,7 +91,8 @@ def linear_cross_entropy(
         word, or the first of several.
       tile_bytes: the most bytes of logits in memory on each device, but at least one token's; by
         default 2^29, and 2^27 on TPUs. A quarter of few logits is enough, but for less than 2^26.
-        The gradient of the logits takes as much again if the kernel is trained. A symbolic number of tokens (`jax.export`) is padded to whole tiles.
+        The gradient of the logits takes as much again if the kernel is trained. A symbolic number
+        of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
         kernel and the bias. Labels number the words of all devices.
 
