@@ -318,7 +318,8 @@ class _Decisions:
 
     def may_round(self, number: int, results: list[Need]) -> bool:
         """Whether results take fewer bytes in 8 bits than the exact numbers behind them."""
-        eqn, size = self.jaxpr.eqns[number], 0
+        eqn: Any = self.jaxpr.eqns[number]
+        size = 0
         for var, need in zip(eqn.outvars, results, strict=True):
             if need.level and not _is_discrete(var):
                 format = self.marker.format(var, self.facts.of[var], need)
