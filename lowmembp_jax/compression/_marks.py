@@ -24,7 +24,7 @@ from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._differences import Differences
-from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before
+from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before, narrows
 from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import Plan, rewritten
@@ -309,7 +309,7 @@ class _Decisions:
         is_saved = need.saved or number in self.facts.saved
         # Another sharding may take a collective, which does not run again if the policy saves it.
         is_moved = name in ("reshard", "sharding_constraint")
-        is_made = not rules.rule(eqn).passes or is_moved or _narrows(eqn, need)
+        is_made = not rules.rule(eqn).passes or is_moved or narrows(eqn, need)
         if is_softmax or (is_saved and is_made):
             return self.marker.format(var, fact, need)
         if need.level == EXACT and fact.lossy and rules.rule(eqn).reduces:
@@ -393,13 +393,6 @@ class _Decisions:
             return set()
         terms = (v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).term)
         return set().union(*map(self.products, terms))
-
-
-def _narrows(eqn: Any, need: Need) -> bool:
-    """Whether an equation casts to a smaller dtype an array that is saved by its name."""
-    if not need.saved or operation(eqn) != "convert_element_type":
-        return False
-    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
 
 
 def _is_discrete(atom: Any) -> bool:

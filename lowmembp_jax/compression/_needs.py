@@ -53,3 +53,10 @@ def before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
             return None
         return Rows(atom.aval.shape, tuple(eqn.params["permutation"][i] for i in rows.axes))
     return rows
+
+
+def narrows(eqn: Any, need: Need) -> bool:
+    """Whether an equation casts to a smaller dtype an array that is saved by its name."""
+    if not need.saved or operation(eqn) != "convert_element_type":
+        return False
+    return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
