@@ -78,20 +78,19 @@ def _values(spec: Spec, total: Array, numbers: dict[str, Array]) -> tuple[Array,
 def _cut(spec: Spec, arrays: Arrays) -> tuple[Spec, bool]:
     """Whether the forward computes the gradients, and the spec with tiles for that.
 
-    There the gradient of the kernel is a sum in float32. For few tokens, this sum takes more than
-    whole logits would, so the backward, which cuts the words as well, computes it. Tiles are then
-    a part of these logits, too.
+    There the gradient of the kernel is a sum in float32. For few tokens, this sum and a tile take
+    more than whole logits would, so the backward, which cuts the words as well, computes it.
     """
     h, tokens = arrays.hidden, math.prod(arrays.hidden.shape[:-1])
     if not isinstance(tokens, int):
         return spec, spec.summed
     kernel, wide, narrow = arrays.kernel.size, compute_dtype(h.dtype).itemsize, h.dtype.itemsize
-    logits = tokens * (kernel // max(1, h.shape[-1])) * narrow
+    logits, least = tokens * (kernel // max(1, h.shape[-1])) * narrow, min(spec.tile_bytes, 2**26)
     sums = kernel * (wide if narrow == wide else wide + narrow)
-    if spec.summed and spec.wanted[1] and logits >= sums + spec.tile_bytes:
-        return spec, True
-    tile_bytes = min(spec.tile_bytes, max(2**26, logits // 4))
-    return replace(spec, tile_bytes=tile_bytes), spec.summed and not spec.wanted[1]
+    sums = sums if spec.summed and spec.wanted[1] else 0
+    is_now = spec.summed and logits - sums >= least
+    most = max(least, (logits - sums) // 2 if is_now and sums else logits // 4)
+    return replace(spec, tile_bytes=min(spec.tile_bytes, most)), is_now
 
 
 def _plain(spec: Spec, arrays: Arrays) -> tuple[Array, ...]:
