@@ -77,6 +77,12 @@ def test_a_number_that_is_differentiated():
     assert abs(jax.grad(lm.compress(scaled))(2.0, X) - want) < 0.05 * abs(want)
 
 
+def test_a_number_as_an_argument_is_an_array():
+    """As in `jax.checkpoint`."""
+    scaled = lambda scale, x: scale.astype(x.dtype) * jnp.tanh(x)  # noqa: E731
+    assert error(lm.compress(scaled)(2.0, X), jax.checkpoint(scaled)(2.0, X)) == 0
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_compress_checkpoints(case):
     run, module = CASES[case]

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from lowmembp_jax._jax_internals import current_trace, keeps_arrays
@@ -57,9 +56,9 @@ def _hashable(value: Any) -> Any:
     return value
 
 
-def _is_array(leaf: Any) -> bool:
-    # A number of Python may decide something. One that is differentiated is a tracer here.
-    if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
+def _is_array(leaf: Any, is_argument: bool) -> bool:
+    # A number of a module may decide something. One that is differentiated is a tracer here.
+    if isinstance(leaf, bool | int) or (not is_argument and type(leaf) in (float, complex)):
         return False
     try:
         jax.typeof(leaf)
@@ -132,7 +131,8 @@ def traced_call(
 
     def call(args, kwargs, params, static):
         args = tuple(_Constant(arg) if i in static else arg for i, arg in enumerate(args))
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        leaves = [leaf for _, leaf in paths]
         flags = [i in params for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
         if holds_params:
@@ -140,8 +140,8 @@ def traced_call(
             flags = [holds_params(node) for node in nodes for _ in jax.tree.leaves(node)]
         given: dict[int, tuple[int, Any, bool]] = {}  # an array that occurs twice is one argument
         places, values = [], []
-        for leaf, is_param in zip(leaves, flags, strict=True):
-            is_traced = _is_array(leaf)
+        for (path, leaf), is_param in zip(paths, flags, strict=True):
+            is_traced = _is_array(leaf, is_argument=len(path) == 2)
             if is_traced:
                 place, _, before = given.get(id(leaf), (len(given), leaf, False))
                 given[id(leaf)] = place, leaf, before or is_param
