@@ -28,7 +28,7 @@ _EQUAL = (
     "the gradients are equal: nothing was stored in fewer bits or approximated. If you expected "
     "otherwise, look whether the loss calls lm.compress, an operator of this library or lm.patch"
 )
-_ZERO = "(the exact one is zero but for rounding; relative to the largest of the layer)"
+_ZERO = "(only rounding errors; relative to the largest gradient of the layer)"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fidelity:
       error: |g - g*| / |g*| over all parameters together; 0 if both are 0.
       cosine: the cosine of the angle between g and g*; 1 if both are 0.
       groups: a `Fidelity` for each group of parameters, without `groups` of its own.
-      is_rounding: whether the exact gradient of a group is zero but for rounding, such as the
+      is_rounding: whether the exact gradient of a group holds only rounding errors, such as the
         gradient of a key's bias in attention. `error` is then relative to the largest gradient of
         the layer.
       stored: for each array that `lm.compress` stored in fewer bits, the largest magnitude and the

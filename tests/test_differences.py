@@ -39,7 +39,7 @@ def periodic(w, h, pos):
 
 
 def changes(w, h, pos):
-    """Changes over time, of which the last steps are differences of their own."""
+    """Changes over time, and the changes of these changes."""
     once = jnp.diff(pos, axis=0)[1:]
     return jnp.tanh(once @ w[:3] + (jnp.roll(once, 1, axis=0) - once) @ w[3:6]) @ w
 

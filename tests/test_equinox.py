@@ -51,7 +51,7 @@ CASES = {
 
 
 def distance(loss, ours, module):
-    """How far the gradients are from those of the loss, whose structure they have."""
+    """The error of the gradients of `ours`, which must have the same structure."""
     want, got = eqx.filter_grad(loss)(module), eqx.filter_grad(ours)(module)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     return error(got, want)

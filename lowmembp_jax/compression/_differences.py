@@ -5,11 +5,11 @@ x - y has no correct digit. So the backward never computes such a difference aga
 numbers. It is stored, which is as right as to store a product, or its sources are stored unrounded,
 if that takes fewer bytes. These differences do not cancel in this way:
 
-- x - max(x) of a softmax. Its errors are those of x, and exp of it is stored if x is at hand.
+- x - max(x) of a softmax has the errors of x. exp(x - max(x)) is stored if x is at hand.
 - x - mean(x), because x is then stored without its mean, as for a norm.
 - Differences of products with two different constants, such as x * cos - y * sin of a rotation.
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
-- Sums such as those of a residual stream.
+- Sums, such as a residual stream.
 """
 
 import math
@@ -70,15 +70,15 @@ class Differences:
         factors = [self._factor(atom) for atom in eqn.invars]
         return None in factors or factors[0] is factors[1]
 
-    def rows_of_mean(self, eqn: Any, read: list[Fact]) -> Rows | None:
-        """The rows of one operand that the other is the mean of, if it is stored by these rows."""
-        if not all(fact.lossy for fact in read):
-            return None
+    def rows_of_mean(self, eqn: Any, read: list[Fact]) -> tuple[Any, Rows | None]:
+        """The operand whose mean the other one is, and its rows, if it is stored by these rows."""
+        if not read or not all(fact.lossy for fact in read):
+            return None, None
         for atom, other in (eqn.invars, eqn.invars[::-1]):
             rows = self._rows_of_sum(other, atom)
             if rows and math.prod(rows.shape) == atom.aval.size and self._may_be_by(rows, atom):
-                return rows
-        return None
+                return atom, rows
+        return None, None
 
     def are_less_than_sources(self, eqn: Any, size: int) -> bool:
         """Whether an equation's results of so many bytes take fewer than its sources unrounded.

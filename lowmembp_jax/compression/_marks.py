@@ -9,6 +9,7 @@ exact. Then the jaxpr is rewritten.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,7 +242,7 @@ class _Decisions:
         """Stores results, or needs the operands to recompute the results."""
         rest = [need._replace(level=NOT) for need in results]
         is_difference = any(need.level for need in results) and self.differences.has(eqn, read)
-        rows_of = self.differences.rows_of_mean(eqn, read) if is_difference else None
+        centered, rows_of = self.differences.rows_of_mean(eqn, read if is_difference else [])
         cancels = is_difference and rows_of is None
         selects = rules.rule(eqn).selects and self.reads_exactly(eqn, read)
         is_rounded = (cancels or selects) and self.may_round(number, results)
@@ -275,7 +276,7 @@ class _Decisions:
         if most and cancels and not is_rounded:
             levels = [EXACT] * len(read)
         for atom, level in zip(eqn.invars, levels, strict=True):
-            rows = before(rest[0].rows, eqn, atom) or rows_of
+            rows = before(rest[0].rows, eqn, atom) or (rows_of if atom is centered else None)
             if rules.rule(eqn).reduces and results[0].level:
                 rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
             self.need(atom, Need(EXACT if most == EXACT else level, rows=rows))
@@ -318,14 +319,13 @@ class _Decisions:
 
     def may_round(self, number: int, results: list[Need]) -> bool:
         """Whether results take fewer bytes in 8 bits than the exact numbers behind them."""
-        eqn: Any = self.jaxpr.eqns[number]
-        size = 0
+        eqn, size = self.jaxpr.eqns[number], 0
         for var, need in zip(eqn.outvars, results, strict=True):
             if need.level and not _is_discrete(var):
                 format = self.marker.format(var, self.facts.of[var], need)
                 if format.is_exact:
                     return False
-                size += var.aval.size
+                size += math.prod(var.aval.shape)  # type: ignore
         can_store = self.may_store and size and number not in self.facts.saved
         return bool(can_store) and self.differences.are_less_than_sources(eqn, size)
 

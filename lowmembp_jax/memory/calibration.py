@@ -10,9 +10,9 @@ products in a row exists, because a GPU lowers its clock between them:
 - A100: mamf-finder (271.2 of 312 TFLOP/s, stas00/ml-engineering).
 - A6000 (95 of 154.8) and RTX 4090 (161 of 165.2): qhduan/transformers-benchmarks.
 
-**Bandwidth** of the H100 is that of its loops in the same steps (3.0 of 3.35 TB/s). The H200's is
-that of the loops of a LLaMA's step on an H200. The others are measured with a kernel that writes as
-much as it reads ("scale" of te42kyfo/gpu-benches).
+**Bandwidth** of the H100 is what its loops reach in the same steps (3.0 of 3.35 TB/s). The H200's
+is what loops reach in a LLaMA's step on an H200. The others are measured with a kernel that writes
+as much as it reads ("scale" of te42kyfo/gpu-benches).
 
 `roofline/seconds.py` has the constants that all GPUs share.
 """

@@ -90,7 +90,7 @@ def linear_cross_entropy(
       return_correct: also returns how many predictions are right. The prediction is the likeliest
         word, or the first of several.
       tile_bytes: the most bytes of logits in memory on each device, but at least one token's; by
-        default 2^29, and 2^27 on TPUs. A quarter of few logits is enough, but for less than 2^26.
+        default 2^29, and 2^27 on TPUs. Few logits are cut into smaller tiles, down to 2^26 bytes.
         The gradient of the logits takes as much again if the kernel is trained. A symbolic number
         of tokens (`jax.export`) is padded to whole tiles.
       axis_name: inside `jax.shard_map`, the axis of the mesh that splits the vocabulary of the
