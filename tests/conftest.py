@@ -32,32 +32,52 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--most-seconds", type=float, help="fail default tests that take longer")
+
+
 def pytest_configure(config):
     # JAX 0.11 and later, where a kernel is lowered: see pallas_kernels/launch.py.
     warning = "The Pallas Triton backend is deprecated:DeprecationWarning"
     config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(items):
-    sampled = {}
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
+def pytest_collection_modifyitems(config, items):
+    # What is slow runs where `-m` is empty or names it. `-m compiled` leaves it out.
+    if config.option.markexpr and "slow" not in config.option.markexpr:
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
+    missing = lm.memory.missing_wheels()
+    skip = pytest.mark.skip(reason=f"no GPU compiler: {', '.join(missing)} not installed")
     for item in items:
-        if mark := item.get_closest_marker("sample"):
-            key = item.parent, getattr(item, "originalname", item.name)
-            sampled.setdefault((key, mark.args[0]), []).append(item)
-    for (_, count), cases in sampled.items():
-        cases = [case for case in cases if case.get_closest_marker("slow") is None]
-        # One case of each of `count` equal parts, at a varying place in it. Otherwise one parameter
-        # would often have the same value in all of them.
-        count = min(count, len(cases))
-        by_default = {int((i + i * 0.618 % 1) * len(cases) / count) for i in range(count)}
-        for number in set(range(len(cases))) - by_default:
-            cases[number].add_marker(pytest.mark.slow)
-    if missing := lm.memory.missing_wheels():
-        skip = pytest.mark.skip(reason=f"no GPU compiler: {', '.join(missing)} not installed")
-        for item in items:
-            if item.get_closest_marker("gpu_compiler"):
-                item.add_marker(skip)
+        mark = item.get_closest_marker("compiled")
+        if missing and mark and mark.args != ("tpu",):
+            item.add_marker(skip)
+
+
+def _cpu_seconds():
+    """Of this process and of the processes that it waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a default test that takes too long.
+
+    Counts CPU time: wall time grows on a busy machine.
+    """
+    start = _cpu_seconds()
+    result = yield
+    most, seconds = item.config.option.most_seconds, _cpu_seconds() - start
+    is_default = not any(map(item.get_closest_marker, ("compiled", "docs", "slow")))
+    if most and is_default and seconds > most:
+        pytest.fail(f"{item.nodeid} takes {seconds:.1f} s of CPU time, more than {most:g} s")
+    return result
+
+
+pytest_runtest_setup = pytest_runtest_call
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,7 @@
 
 They run with a few examples, always the same. Other ones each time, and for half an hour:
 
-    HYPOTHESIS_PROFILE=thorough pytest tests/test_properties*.py
+    HYPOTHESIS_PROFILE=thorough pytest tests/test_properties.py
 """
 
 import os
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 _all = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("quick", max_examples=8, derandomize=True, **_all)
+settings.register_profile("quick", max_examples=4, derandomize=True, **_all)
 settings.register_profile("thorough", max_examples=150, print_blob=True, **_all)
 # To see failures soon: each step of shrinking compiles.
 _first = dict(phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)

@@ -98,7 +98,6 @@ EVERY_POLICY = {
 }
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", EVERY_POLICY)
 def test_gradients_do_not_depend_on_the_policy(policy):
     args = arrays()

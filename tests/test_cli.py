@@ -21,7 +21,6 @@ from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
-gpu_compiler = pytest.mark.gpu_compiler
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_residuals(run, tmp_path):
     assert run("residuals", "--model", f"{FILE}:nnx_loss")[0] == 0
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_plan_compares_the_methods_of_a_model(run, tmp_path):
     target, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     plan = ("plan", "--model", f"{FILE}:mlp", "--options", "width=32", "--device", "l4")
@@ -89,7 +88,7 @@ def test_plan_compares_the_methods_of_a_model(run, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_a_step_s_own_checkpoints_taken_over(planned):
     data, shown = planned("checkpointed", "--budget", "40GB")
     assert [one["method"] for one in data["methods"]] == ["default", "lowmembp", "compress"]
@@ -119,7 +118,7 @@ def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected)
     assert run("plan", "--model", model, *method)[2].endswith("as expected\n")
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_one_method_in_detail(run, tmp_path):
     picture = tmp_path / "timeline.svg"
     plan = ("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
@@ -131,7 +130,7 @@ def test_one_method_in_detail(run, tmp_path):
         assert text in picture.read_text()
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_what_grew_between_two_plans(planned, run, tmp_path):
     paths = before, after = tmp_path / "before.json", tmp_path / "after.json"
     two, _ = planned("mlp", "--batch", 4096)
@@ -164,7 +163,7 @@ def test_a_file_that_is_no_plan(run, tmp_path, content):
     assert (status, out) == (2, "") and "plan.json: expected a file of" in err
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
     plan = ("mlp", "--method", "default", "--batch", 256)
     [shared] = plans(planned(*plan, "--devices", 8)[0])
@@ -177,7 +176,7 @@ def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
     assert status == 2 and "parts: expected a pytree prefix of the 3 arguments" in err
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_budget(planned):
     data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
     assert shown.count(" ms (estimate)  ") == 3  # the largest batch is not looked for
@@ -191,7 +190,7 @@ def test_budget(planned):
 
 
 @pytest.mark.slow
-@gpu_compiler
+@pytest.mark.compiled
 def test_largest_batch_over_two_devices(planned):
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
     data, shown = planned(*plan, "--devices", 2)
@@ -204,7 +203,7 @@ def test_largest_batch_over_two_devices(planned):
     assert one["largest_plan"]["peak"] <= 20_000_000
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_options_of_the_compiler(run):
     plan = ("plan", "--model", f"{FILE}:mlp", "--batch", 64, "--method", "default", "--no-cache")
     fused = "xla_disable_hlo_passes=priority-fusion"
@@ -279,7 +278,7 @@ def test_usage_errors(run, command, words):
     assert error.startswith("lowmembp: error: ") and words in error
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_errors_of_the_models_own_code(run):
     status, out, err = run("plan", "--model", f"{FILE}:exits")
     assert (status, out) == (1, "")
@@ -327,7 +326,7 @@ def test_another_process_that_uses_libtpu(run, monkeypatch):
     assert err.splitlines()[-1].startswith("lowmembp: error: device: v6e: another process uses lib")
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
     """CUDA 13's wheels do not bring CUDA 12's wheels with them."""
     wheel = type("Wheel", (), {"name": "jax-cuda13-plugin", "version": "1.2"})
@@ -383,7 +382,7 @@ def test_platforms_that_are_not_there():
     assert "Dense_0" in out.stdout
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
 def test_interrupt_while_xla_compiles(tmp_path):
     scratch = tmp_path / "scratch"

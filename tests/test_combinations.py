@@ -12,7 +12,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.workload import workload
 
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.usefixtures("jax_defaults")]
+pytestmark = [pytest.mark.compiled, pytest.mark.usefixtures("jax_defaults")]
 
 METHODS = lm.memory.METHODS
 BY_DEFAULT = [("llama", "lowmembp+remat"), ("vit", "compress")]

@@ -3,7 +3,6 @@
 What is stored is in test_compression_residuals.py.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import ERRORS, NOTHING, block, error, gradients, kept, loss, params
-from helpers import assert_close, normal
+from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -21,9 +20,11 @@ P, Q = (normal(16, 16, key=key) / 4 for key in (0, 1))
 X = normal(32, 16)
 
 
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("dtype", [*ERRORS, None])
-@pytest.mark.parametrize("policy", [lm.everything_saveable, NOTHING, lm.products_saveable])
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [(dtype, lm.products_saveable) for dtype in [*ERRORS, None]]
+    + [("float8", lm.everything_saveable), ("float8", NOTHING)],
+)
 def test_values_are_those_of_checkpoint_and_gradients_are_near(dtype, policy):
     p, x = params(), normal(32, 64)
     compressed = lm.compress(block, dtype=dtype, policy=policy)
@@ -49,10 +50,7 @@ def near(make, *args, argnums=0):
     assert 0 < error(got, want) < 0.08
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize(
-    "through", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f)), lambda f: f]
-)
+@pytest.mark.parametrize("through", [jax.jit, jax.checkpoint])
 def test_one_trace_is_differentiated_by_different_arguments(through):
     def make(wrap):
         run = through(wrap(layer))
@@ -89,21 +87,6 @@ def test_calls_of_one_kind_are_traced_once():
     assert count == 2
 
 
-def test_what_is_not_differentiated_is_not_kept_or_as_it_is():
-    p, x, mask = params(), normal(32, 64), jnp.ones((32, 64))
-    count = jnp.arange(64.0).reshape(1, 64) + jnp.zeros((32, 1))
-
-    def scaled(p, x, mask, count):
-        return block(p, x) * mask * count
-
-    frozen = lambda run: lambda x: run(p, x, mask, count).sum()  # noqa: E731
-    # Neither the input nor anything in float32 but arguments: only tanh's own input.
-    found = kept(frozen(lm.compress(scaled, params_argnums=0)), x)
-    assert [row for row in found if row[0] == "float8_e4m3fn"] == [("float8_e4m3fn", (32, 256))]
-    got, want = (jax.grad(frozen(run))(x) for run in (lm.compress(scaled), scaled))
-    assert error(got, want) < 0.05
-
-
 def test_closed_over_arrays_are_parameters():
     p, x = params(), normal(32, 64)
 
@@ -114,10 +97,9 @@ def test_closed_over_arrays_are_parameters():
     assert error(got, gradients(lm.compress(block), p, x)) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float8", "int8"])
-def test_transformations(dtype):
+def test_transformations():
     p, x = params(), normal(3, 32, 64)
-    run = lm.compress(block, dtype=dtype)
+    run = lm.compress(block)
     each = [gradients(run, p, row)[1] for row in x]
     mapped = jax.vmap(lambda x: gradients(run, p, x)[1])
     for got in (mapped(x), jax.jit(mapped)(x)):
@@ -126,7 +108,7 @@ def test_transformations(dtype):
     np.testing.assert_allclose(got, np.stack(each), rtol=1e-5, atol=1e-5)
     for outer in (jax.checkpoint(run), jax.checkpoint(run, policy=lm.products_saveable)):
         np.testing.assert_allclose(gradients(outer, p, x[0])[1], each[0], rtol=1e-5, atol=1e-5)
-    inner = lm.compress(lambda p, x: jax.checkpoint(block)(p, x), dtype=dtype)
+    inner = lm.compress(lambda p, x: jax.checkpoint(block)(p, x))
     assert error(gradients(inner, p, x[0]), gradients(block, p, x[0])) < 0.05
 
 
@@ -213,8 +195,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample(18)
-@pytest.mark.parametrize("dtype", ["float8", "int8", "int4", None])
+@pytest.mark.parametrize("dtype", ["float8", None])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_all_kinds(name, dtype):
     run, *args = CALLS[name]
@@ -224,7 +205,7 @@ def test_calls_of_all_kinds(name, dtype):
         return jax.grad(total, argnums=tuple(range(len(args))))(*args)
 
     found = error(gradient(partial(lm.compress, dtype=dtype)), gradient(lambda f: f))
-    assert found < {None: 1e-5, "int4": 0.3}.get(dtype, 0.1)
+    assert found < (0.1 if dtype else 1e-5)
 
 
 def test_weights_outside_of_a_vmap_have_one_gradient():
@@ -244,37 +225,9 @@ def test_export_with_a_symbolic_batch():
     assert 0 < error(exported.call(P, X), exact) < 0.05  # tiles depend on known dimensions
 
 
-def test_a_callable_pytree_holds_parameters():
-    """A module of Equinox is one."""
-
-    @partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["power"])
-    @dataclass
-    class Layer:
-        weight: jax.Array
-        power: int
-
-        def __call__(self, x, *, scale=1.0):
-            return jnp.tanh(x @ self.weight) ** self.power * scale
-
-    def loss(wrap):
-        return lambda layer: jnp.sum(wrap(layer)(X, scale=2.0))
-
-    got, want = (jax.grad(loss(wrap))(Layer(P, 2)) for wrap in (lm.compress, lambda f: f))
-    assert 0 < error(got.weight, want.weight) < 0.05
-    found = kept(lambda layer, x: jnp.sum(lm.compress(layer)(x)), Layer(P, 2), X)
-    assert found == [("float8_e4m3fn", (32, 16))] * 2
-
-
 def test_static_values_that_are_equal_and_not_the_same():
     run = lm.compress(lambda p, x, flag: x @ p * (2 if flag is True else 3), static_argnums=2)
     np.testing.assert_allclose(run(P, X, True) / 2, run(P, X, 1) / 3, rtol=1e-5)
-
-
-def test_forward_mode_is_exact():
-    p, x = params(), normal(32, 64)
-    got = jax.jvp(lm.compress(block), (p, x), (params(3), normal(32, 64, key=5)))
-    want = jax.jvp(block, (p, x), (params(3), normal(32, 64, key=5)))
-    assert_close(got, want)
 
 
 @pytest.mark.parametrize("outer", [jax.grad, jax.jacfwd])

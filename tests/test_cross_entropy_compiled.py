@@ -90,10 +90,16 @@ SPECS = {
 }
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("loss_name", LOSSES)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "kind", "loss_name"),
+    [(name, AxisType.Auto, "cross-entropy") for name in SPECS]
+    + [
+        ("data, tensor", AxisType.Explicit, "cross-entropy"),
+        ("data", AxisType.Explicit, "log-probs"),
+        ("tensor", AxisType.Auto, "log-probs"),
+        ("FSDP, tensor", AxisType.Auto, "divergence"),
+    ],
+)
 def test_no_collective_that_plain_jax_does_not_have(name, kind, loss_name):
     spec, kernel_spec = SPECS[name]
     hidden, kernel, labels = example()
@@ -212,7 +218,7 @@ def planned(loss, args, argnums=(0, 1)):
     return cost.flops, cost.estimated_seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_a_large_vocabulary_compiled(jax_defaults):
     """16,384 tokens, 2,048 features, 248,320 words: the logits alone would take 15.2 GiB."""
     args = shapes(16384, 2048, 248320)
@@ -223,7 +229,7 @@ def test_a_large_vocabulary_compiled(jax_defaults):
     assert seconds <= 1.05 * plain_seconds
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_a_frozen_kernel_compiled(jax_defaults):
     """No sum of the kernel's gradient, and one product less: as little work as plain JAX has."""
     args = shapes(16384, 2048, 248320)
@@ -232,7 +238,7 @@ def test_a_frozen_kernel_compiled(jax_defaults):
     assert flops == planned(whole, args, 0)[0]
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("sizes", [(16384, 512, 32000), (65536, 512, 32000), (16384, 512, 128256)])
 def test_logits_in_memory_do_not_grow(jax_defaults, sizes):
     """Beside the gradients of hidden and kernel: logits, and their gradient."""
@@ -244,7 +250,7 @@ def test_logits_in_memory_do_not_grow(jax_defaults, sizes):
     assert temporaries <= kept + 2.1 * tile_bytes
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("sizes", [(4096, 2048, 128000), (2048, 4096, 128000), (1024, 768, 50304)])
 @pytest.mark.parametrize("argnums", [(0, 1), 0])
 def test_few_tokens_take_less_than_whole_logits(jax_defaults, sizes, argnums):
@@ -254,7 +260,7 @@ def test_few_tokens_take_less_than_whole_logits(jax_defaults, sizes, argnums):
     assert ours < 0.7 * theirs
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_log_probs_and_entropy_compiled(jax_defaults):
     """32,768 tokens, 152,064 words: whole logits take 18.6 GiB in float32."""
     args = shapes(32768, 4096, 152064)

@@ -45,6 +45,7 @@ def with_doctests() -> list[Path]:
     return [page for page in pages() if any(">>>" in block for block in blocks(page))]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("page", with_doctests(), ids=lambda page: page.name)
 def test_examples_print_what_the_page_says(page, jax_defaults):
     examples = "\n".join(block for block in blocks(page) if ">>>" in block)
@@ -178,7 +179,7 @@ def planned_sections() -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.skipif(jax.__version__ != "0.10.2", reason="the pages have JAX 0.10.2's plans")
 @pytest.mark.parametrize(("section", "command"), planned_sections(), ids=lambda text: text[:40])
 def test_commands_print_the_peaks_that_the_section_states(section, command):

@@ -242,7 +242,8 @@ PAGES = {page.stem for page in pages() if any(">>>" not in block for block in bl
 PAGES.remove("tpus")  # test_tpu.py runs it, because one process alone can load libtpu
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.docs
+@pytest.mark.compiled
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_code_runs_as_it_is_written(page, jax_defaults):
     given = globals()[page.lower()]()

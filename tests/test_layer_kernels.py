@@ -14,7 +14,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.workload import workload
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = pytest.mark.compiled
 
 MIB, MILLION = 2**20, 10**6
 #: The sizes of the steps, and what a layer takes: plain, and at most with `lm.compress`.

@@ -65,7 +65,6 @@ def inputs():
     return normal(ROWS, WIDTH, key=1)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("jax_defaults")
 def test_steps_are_those_of_optax(name):
@@ -158,7 +157,7 @@ def test_block_must_return_what_it_gets():
         layers.forward(stacked(), inputs())
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.usefixtures("jax_defaults")
 def test_no_array_of_all_gradients_exists():
     """The step takes 5 bytes per parameter, in place, and temporaries for one layer."""

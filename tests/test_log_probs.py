@@ -100,9 +100,9 @@ def test_values_and_gradients(name):
     check(*example(5, 9), **OPTIONS[name])
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("tokens", [(), (1,), (0,), (3, 0), (2, 3, 5)])
-@pytest.mark.parametrize("tile_bytes", [1, TILE, None])
+@pytest.mark.parametrize(
+    ("tokens", "tile_bytes"), [((), TILE), ((1,), 1), ((3, 0), TILE), ((2, 3, 5), None)]
+)
 def test_shapes_of_tokens(tokens, tile_bytes):
     check(*example(*tokens), tile_bytes=tile_bytes)
 
@@ -154,8 +154,9 @@ def test_excluded_words():
     assert jnp.isposinf(one_sided).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["plain", "hot", "capped"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("kl", "plain"), ("reverse_kl", "hot"), ("jensen_shannon", "capped")]
+)
 def test_divergences(kind, name):
     hidden, kernel, _, bias = example(5, 9)
     other, other_kernel = eighths(5, 9, 16, key=5), eighths(16, VOCAB, key=6)

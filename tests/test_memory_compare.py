@@ -22,8 +22,6 @@ from lowmembp_jax.memory.roofline.totals import Cost, Kernel
 from lowmembp_jax.memory.workers import workers
 from lowmembp_jax.models.methods import HOW, TABLE
 
-gpu_compiler = pytest.mark.gpu_compiler
-
 KERNEL = Kernel("k", "fusion", "", "", "other", 1, 1, 0, 0, "", 1, 0.0)
 #: GiB at the peak, and milliseconds.
 METHODS = {"default": (30, 10), "dots": (20, 12), "lowmembp": (22, 11), "full-remat": (5, 20)}
@@ -211,7 +209,7 @@ def compiled(monkeypatch, tmp_path):
     return steps
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     methods = ["lowmembp", "default"]
     monkeypatch.setitem(sys.modules, "tqdm", None)  # no dependency
@@ -247,7 +245,7 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     assert len(compiled) == 7
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_plans_that_are_made_are_kept_if_the_next_one_fails(compiled, monkeypatch):
     def then_fails(method, batch):
         step, args = factory("default", batch)
@@ -265,7 +263,7 @@ def test_plans_that_are_made_are_kept_if_the_next_one_fails(compiled, monkeypatc
     assert len(compiled) == 1
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_methods_that_a_factory_knows_and_the_callers_contexts():
     def one_of_two(method, batch):
         return {"default": factory, "own": factory}[method]("default", 8)
@@ -283,7 +281,7 @@ def test_methods_that_a_factory_knows_and_the_callers_contexts():
         lm.memory.compare(mixed, ["default"], batch=8, **QUIET)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_memory_that_a_workload_donates_is_not_there_twice():
     def factory(method, batch):
         state = jax.ShapeDtypeStruct((2**20,), jnp.float32)
@@ -317,7 +315,7 @@ def test_errors(arguments, error, message):
         lm.memory.compare(**given)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_budget_of_a_plan():
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     assert not lm.memory.plan(jnp.sin, x, budget="4kB").fits

@@ -15,8 +15,6 @@ from jax.experimental import io_callback
 
 import lowmembp_jax as lm
 
-gpu_compiler = pytest.mark.gpu_compiler
-
 X, QKV = array(64, 4096, dtype=jnp.bfloat16), array(2, 128, 4, 64, dtype=jnp.bfloat16)
 BYTES, F32 = 64 * 4096 * 2, array(256, 256)
 SIZE = 256 * 256 * 4
@@ -30,8 +28,7 @@ def cudnn_attention(x):
     return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
 
 
-@pytest.mark.sample(2)
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device(device):
     """The kernels of Pallas are compiled in test_pallas_lowering.py."""
@@ -39,7 +36,7 @@ def test_every_device(device):
     assert compiled.memory_analysis().output_size_in_bytes == BYTES
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_t4_refuses_what_it_cannot_run():
     with pytest.raises(ValueError, match=r"'t4' has compute capability 7\.5 and cuDNN's flash"):
         lm.memory.compile_for(cudnn_attention, QKV, device="t4")
@@ -52,7 +49,7 @@ def test_t4_refuses_what_it_cannot_run():
         lm.memory.plan(step, bf16, bf16, device="t4")
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_donation_and_a_target_of_the_users_own(tmp_path):
     own = tmp_path / "my-gpu.txtpb"
     description = (lm.memory.devices._TARGETS / "a6000.txtpb").read_text()
@@ -65,7 +62,7 @@ def test_donation_and_a_target_of_the_users_own(tmp_path):
     assert "lowmembp_norm_forward" in program
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_the_environment_is_left_as_it_was(monkeypatch):
     """JAX may have looked for CUDA before, and given it up: it starts without its plugin."""
     program = """
@@ -98,7 +95,7 @@ def test_missing_wheels_say_how_to_install_them(monkeypatch):
     assert lm.memory.missing_wheels() == of_cuda_12
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.usefixtures("jax_defaults")
 def test_missing_cudnn_says_how_to_install_it(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
@@ -130,7 +127,7 @@ def with_callbacks(params, x, *, ordered):
     return h + jax.pure_callback(np.sin, F32, x)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("ordered", [False, True])
 def test_callbacks_are_left_out(ordered):
     step = partial(with_callbacks, ordered=ordered)
@@ -156,7 +153,7 @@ class Layer:
     mode: Any
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_a_leaf_that_is_no_array_is_a_constant():
     def step(model, x, frozen=None):
         assert model.mode == "train" and model.power == 3
@@ -174,7 +171,7 @@ def test_a_leaf_that_is_no_array_is_a_constant():
     assert any(buffer.op == "model.weight" for buffer in plan.live)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "layers"}])
 def test_static_arguments_of_a_jitted_step(static):
     def step(layers, params, x):
@@ -219,7 +216,7 @@ def test_calls_that_do_not_work(step, args, message):
     assert "\n" not in str(error.value)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_products_without_tiles(monkeypatch):
     """A product for which XLA finds no tiles without a GPU; which they are varies with JAX."""
     tried = []
@@ -242,7 +239,7 @@ def test_products_without_tiles(monkeypatch):
         lm.memory.plan(jnp.matmul, F32, F32, compiler_options={"xla_gpu_enable_triton_gemm": True})
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_no_platform_to_trace_with(monkeypatch):
     def devices():
         raise AssertionError  # as JAX does without a word
@@ -256,7 +253,7 @@ def test_no_platform_to_trace_with(monkeypatch):
 NOTE = "the arguments and results alone take 96.00 GiB, and the device has 22.03 GiB"
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_a_step_whose_arguments_do_not_fit_has_a_note_and_no_messages():
     """XLA calls it "an error in the calculation". Other lines on stderr are passed on."""
     program = f"""

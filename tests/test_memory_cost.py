@@ -13,7 +13,7 @@ import lowmembp_jax as lm
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = pytest.mark.compiled
 
 
 def rates(device="h200"):

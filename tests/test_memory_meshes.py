@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 
 import lowmembp_jax as lm
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = pytest.mark.compiled
 
 WIDTH, ROWS = 64, 256
 WEIGHT, BATCH = WIDTH * WIDTH * 4, ROWS * WIDTH * 4

@@ -14,7 +14,6 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.lowering.arguments import arguments
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 
-gpu_compiler = pytest.mark.gpu_compiler
 pytestmark = pytest.mark.usefixtures("jax_defaults")  # NNX's optimizer counts in integers
 
 WIDTH, ROWS = 256, 2048
@@ -76,7 +75,7 @@ def step(model, optimizer, x):
     return value
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("donate", [None, (0, 1)], ids=["kept", "donated"])
 def test_steps_are_planned_as_by_hand(donate):
     model, optimizer = abstract(Mlp)
@@ -100,7 +99,7 @@ def test_steps_are_planned_as_by_hand(donate):
     assert intermediates and all(b.source.startswith(__file__) for b in intermediates)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_sharded_steps_and_comparisons():
     model, optimizer = abstract(Mlp)
     jitted = nnx.jit(step, donate_argnums=(0, 1))
@@ -200,7 +199,7 @@ def test_residuals_of_variables_that_are_trained():
         saved(nnx.BatchStat)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize(("donate", "numbers"), [("all", (0, 1)), ("all-except-first", (1,))])
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_donation_of_filter_jit(donate, numbers):

@@ -13,12 +13,11 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.whole_models import one_checkpoint
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")
-gpu_compiler = pytest.mark.gpu_compiler
 
 ADAM = optax.adam(1e-3)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_optimizer_state_that_8_bits_could_store(is_stored):
     optimizer = lm.compress_state(ADAM) if is_stored else ADAM
@@ -59,7 +58,7 @@ def no_loss(params, hidden, _):
     return jnp.square(x / jnp.sum(x, axis=-1, keepdims=True)).mean()
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("loss", "shardings", "is_noted"),
     [
@@ -113,7 +112,7 @@ def frozen_base(params, frozen, x):
     return jax.grad(lambda p: loss(p[0] @ frozen, x))(params)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("function", "args", "message"),
     [
@@ -199,7 +198,7 @@ def test_one_checkpoint_around_all_layers(model, is_told):
     assert all("test_memory_notes.py" in note and "wrap each block" in note for note in notes)
 
 
-@gpu_compiler
+@pytest.mark.compiled
 def test_blocks_take_less_than_one_checkpoint_around_them():
     def plan(model):
         ws = [{name: array(256, 256) for name in ("q", "k", "v")} for _ in range(4)]

@@ -16,7 +16,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers
 from lowmembp_jax.memory.result import PARTS
 
-pytestmark = pytest.mark.gpu_compiler
+pytestmark = pytest.mark.compiled
 
 WIDTH, LAYERS, ROWS = 512, 3, 4096
 WEIGHT = WIDTH * WIDTH * 4

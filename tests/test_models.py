@@ -77,9 +77,7 @@ def test_attention_is_a_softmax(options, dtype, kv_heads, mixed_dtypes):
     np.testing.assert_allclose(np.float32(got), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [None, [3, 8]])
+@pytest.mark.parametrize(("causal", "lengths"), [(False, [3, 8]), (True, None)])
 def test_cudnn_gets_even_numbers(causal, lengths, monkeypatch):
     """XLA's attention stands in for cuDNN, which needs a GPU."""
     args, xla = qkv(kv_heads=2), jax.nn.dot_product_attention
@@ -135,7 +133,7 @@ def test_choice_of_attention():
         assert has_cudnn_attention(device) == expected
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all", "causal", "bias", "lengths"])
 def test_cudnn_compiles_for_odd_tokens(name, mixed_dtypes):
@@ -151,9 +149,7 @@ def test_cudnn_compiles_for_odd_tokens(name, mixed_dtypes):
     assert "__cudnn$fmha" in text
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["vit", "swin"])
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("name", "merged"), [("vit", False), ("swin", True)])
 def test_even_tokens_for_cudnn(name, merged, monkeypatch):
     """ViT has 17 tokens, and Swin windows of 9 tokens."""
     module, config = {"vit": (vit, TINY["vit"]), "swin": (swin, None)}[name]
@@ -188,10 +184,8 @@ def test_inputs_that_do_not_fit(name, given, message):
         FAMILIES[name].build(TINY[name], Compute()).init(jax.random.key(0), *given)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("pooling", ["first", "mean"])
-def test_padding_changes_nothing(pooling):
-    model = BertClassifier(TINY["bert"], Compute(), pooling=pooling)
+def test_padding_changes_nothing():
+    model = BertClassifier(TINY["bert"], Compute(), pooling="mean")
     ids = inputs("bert")[0][:1]
     params = initial(model, ids)["params"]
     apply = jax.jit(model.apply)
@@ -294,9 +288,10 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
     np.testing.assert_array_equal(padding, np.float32([0, -0.5, 0]))
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
-@pytest.mark.parametrize("method", ["default", "compress+remat", "lowmembp"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "compress+remat"), ("qwen3", "lowmembp"), ("gemma3_text", "default")],
+)
 def test_slices_of_tokens(name, method):
     """A layer's parts on slices of 5 of 12 tokens: the same loss, gradients and parameters."""
     config = TINY.get(name, FAMILIES[name].toy)

@@ -81,7 +81,6 @@ def test_compressed_optimizer_state():
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_update_in_the_backward(tied):
     """The same parameters as after a step with all gradients, without clipping."""
@@ -166,7 +165,7 @@ def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, mes
     assert f"lowmembp: error: --model: {path}: " in capsys.readouterr().err
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     out = tmp_path / "plan.json"
@@ -180,7 +179,7 @@ def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
     assert one["plan"]["parts"]["intermediates"] > 12 * 2 * 198 * 192 * 2
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_residuals_of_a_model_by_name(capsys):
     totals = {}
     for method in ("default", "lowmembp"):
@@ -190,7 +189,7 @@ def test_residuals_of_a_model_by_name(capsys):
     assert totals["lowmembp"] < totals["default"] / 2
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.slow
 def test_a_large_llama_plans_in_little_memory():
     code = """

@@ -44,9 +44,7 @@ def on_host(loss, *args):
     return sum(row.bytes for row in table.rows if row.kind == "host")
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("policy", [offload("hidden"), DOTS], ids=["names", "dots"])
+@pytest.mark.parametrize(("policy", "scanned"), [(offload("hidden"), False), (DOTS, True)])
 def test_a_policy_that_offloads(policy, scanned):
     """Half the bytes of jax.checkpoint in bfloat16, and the values of lm.compress."""
     params, x = inputs(jnp.bfloat16, 256)
@@ -103,7 +101,7 @@ def test_modules():
     assert on_host(lambda m, x: jnp.sum(run(m, run(m, x))), linear, x)
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("scanned", [False, True])
 def test_memory_of_a_compiled_step(scanned):
     """Compared with full remat whose inputs JAX offloads: half on the host, no more on the GPU."""

@@ -149,8 +149,15 @@ def check_16_bits(name, ours, plain):
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
 
 
-@pytest.mark.sample(12)
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def named(names, *by_default):
+    marks = {name: () for name in by_default}
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in sorted(names)],
+    )
+
+
+@named(OPTIMIZERS, "adamw", "adafactor", "lbfgs", "lookahead", "rmsprop, centered", "sophia")
 def test_inside_of_ours(name):
     plain = OPTIMIZERS[name]()
     check(name, lm.compress_state(plain), plain)
@@ -158,8 +165,7 @@ def test_inside_of_ours(name):
         check_16_bits(name, lm.master_weights(lm.compress_state(plain)), plain)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", sorted(WRAPPERS))
+@named(WRAPPERS, "MultiSteps", "partition", "inject_hyperparams")
 def test_around_ours(name):
     make = WRAPPERS[name]
     check(name, make(lm.compress_state(ADAM)), make(ADAM))
@@ -169,8 +175,7 @@ def test_around_ours(name):
             check_16_bits(name, make(ours), make(ADAM))
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@named(OPTIMIZERS, "adamw", "lbfgs", "lookahead")
 def test_inside_of_the_backward(name):
     optimizer, stack = OPTIMIZERS[name](), {"w": jnp.stack([PARAMS["w"]] * 2)}
     layers = lm.update_in_backward(lambda p, h: h * p["w"], lm.compress_state(optimizer))

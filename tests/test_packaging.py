@@ -44,7 +44,7 @@ def test_the_wheel_has_two_packages(wheel):
 
 
 @pytest.mark.slow
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("model", ["vit-b16", "llama-3-8b", "config.json"])
 def test_the_wheel_plans_models_without_a_checkout(wheel, model, tmp_path):
     if model == "config.json":

@@ -219,7 +219,7 @@ class StateSpace(nn.Module):
         return x + nn.Dense(width, name="output")(jnp.swapaxes(y, 0, 1) * gate)
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_outputs_that_others_read_are_not_promised():
     """In layers that are not scanned, XLA saves as much as before: the report allows for that."""
     models = [StateSpace(name=f"layer_{i}") for i in range(3)]

@@ -19,7 +19,6 @@ def test_passes_in_a_process_of_its_own():
     assert last.startswith("all passed, in ")
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "operator", "broken"),
     [

@@ -49,8 +49,6 @@ CASES = [
 each_axis_type = pytest.mark.parametrize(
     "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
-each_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
-each_case = pytest.mark.parametrize(("name", "split"), CASES)
 
 
 def arguments(count):
@@ -96,10 +94,14 @@ def exchanged_by_flax(name, split, mesh, mapped=False):
     return exchanged(compiled(theirs, count, split, mesh, mapped))
 
 
-@pytest.mark.sample(9)
-@each_case
-@each_implementation
-@each_axis_type
+@pytest.mark.parametrize(
+    ("name", "split", "axis_type", "implementation"),
+    [(*case, AxisType.Auto, "xla") for case in CASES if case[0] != "resilu2"]
+    + [("regelu2", "hidden", AxisType.Explicit, "pallas_interpret")]
+    + [("swiglu", "batch", AxisType.Auto, "pallas_interpret")]
+    + [("layer_norm_affine", "sequence", AxisType.Explicit, "pallas_interpret")]
+    + [("rms_norm_affine", "batch", AxisType.Auto, "pallas_interpret")],
+)
 def test_meshes(name, split, axis_type, implementation):
     ours, _, count = OPS[name]
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
@@ -138,10 +140,15 @@ def mapped_over_8(op, count, split, check_vma):
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
-@pytest.mark.sample(5)
-@each_case
 @pytest.mark.parametrize(
-    ("check_vma", "implementation"), [(True, "xla"), (False, "xla"), (False, "pallas_interpret")]
+    ("name", "split", "check_vma", "implementation"),
+    [
+        ("regelu2", "hidden", True, "xla"),
+        ("swiglu", "batch", False, "pallas_interpret"),
+        ("layer_norm_affine", "batch", True, "xla"),
+        ("layer_norm_affine", "sequence", False, "pallas_interpret"),
+        ("rms_norm_affine", "batch", False, "xla"),
+    ],
 )
 def test_inside_shard_map(name, split, check_vma, implementation):
     ours, _, count = OPS[name]
@@ -153,9 +160,10 @@ def test_inside_shard_map(name, split, check_vma, implementation):
     assert_close(program(*args), want, atol=2e-4)
 
 
-@pytest.mark.sample(2)
-@each_implementation
-@pytest.mark.parametrize("name", [*OPS, "compress"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("regelu2", "pallas_interpret"), ("layer_norm_affine", "xla"), ("compress", "xla")],
+)
 def test_inside_shard_map_outside_jit(name, implementation):
     """There, JAX has no custom VJP that asks which arguments are differentiated."""
     ours, _, count = OPS.get(name, (None, None, 0))
@@ -169,11 +177,16 @@ def test_inside_shard_map_outside_jit(name, implementation):
     assert_close(gradients(mapped, *args), gradients(ours, *args), atol=2e-4)
 
 
-@pytest.mark.sample(3)
-@pytest.mark.gpu_compiler
-@each_case
-@pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
-@pytest.mark.parametrize("implementation", ["pallas", "triton"])
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("name", "split", "mapped", "implementation"),
+    [
+        ("regelu2", "hidden", False, "triton"),
+        ("swiglu", "sequence", True, "pallas"),
+        ("layer_norm_affine", "batch", False, "pallas"),
+        ("rms_norm_affine", "sequence", True, "triton"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # jax-triton's temporary directory
 def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, monkeypatch):
     """With no GPU: the kernels run on each device's part, and nothing else is exchanged."""
@@ -202,11 +215,9 @@ def mesh_of_hosts(axis_type=AxisType.Auto):
     return Mesh(np.array(there), ("x",), axis_types=(axis_type,))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
-def test_activations_of_any_width_exchange_nothing(implementation, kind):
+def test_activations_of_any_width_exchange_nothing(kind):
     """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are.
 
     CPU devices, 2 to 8 of them, are in test_properties_compress.py.
@@ -222,7 +233,6 @@ def test_activations_of_any_width_exchange_nothing(implementation, kind):
     def run(x, spec):
         results = []
         for op in (lm.regelu2, lm.resilu2, OPS["swiglu"][0]):
-            op = partial(op, implementation=implementation)
             if kind == "shard_map":
                 op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)
             y, vjp = jax.vjp(op, x)
@@ -241,7 +251,7 @@ def test_activations_of_any_width_exchange_nothing(implementation, kind):
         assert all(result.is_equivalent_to(argument.sharding, 3) for result in results), argument
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 def test_a_width_that_does_not_divide_by_the_devices():
     """Only meshes with automatic axes take it, within jit: what plain JAX exchanges, no more."""
     mesh = mesh_of_hosts()
@@ -259,8 +269,10 @@ def test_a_width_that_does_not_divide_by_the_devices():
     assert_adds_none(constrained(lm.regelu2), exchanged(plain))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("regelu2", "pallas_interpret"), ("swiglu", "xla"), ("layer_norm_affine", "pallas_interpret")],
+)
 def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
     """`jax.jit` of plain functions does not need it either."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))

@@ -15,17 +15,17 @@ import lowmembp_jax as lm
 pytestmark = pytest.mark.usefixtures("jax_defaults")  # optax mixes dtypes
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
-@pytest.mark.parametrize("width", [1536, 344])
+@pytest.mark.parametrize(
+    ("mode", "spec", "width"),
+    [(AxisType.Auto, P("x"), 1536), (AxisType.Explicit, P(None, "x"), 344)],
+)
 def test_sharded_state_adds_no_collective(mode, spec, width):
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, spec)
         params = {"w": jax.device_put(normal(64, width), sharding)}
         ours = lm.compress_state(optax.adamw(1e-3))
-        state = ours.init(params)
+        state = jax.jit(ours.init)(params)
         assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(sharding, 2)
         update = jax.jit(ours.update).lower(params, state, params).compile()
         assert not collectives(update)
@@ -34,9 +34,15 @@ def test_sharded_state_adds_no_collective(mode, spec, width):
         np.testing.assert_allclose(updates["w"], want["w"], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("mode", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(64, 1536), (1009, 1013), (16, 344), (100_003,), (65_537, 2)])
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        (AxisType.Auto, (64, 1536)),
+        (AxisType.Explicit, (16, 344)),
+        (AxisType.Auto, (1009, 1013)),
+        (AxisType.Auto, (100_003,)),
+    ],
+)
 def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):
     optimizer, params = lm.compress_state(optax.adamw(1e-3)), {"w": jnp.ones(shape)}
     alone = jax.eval_shape(optimizer.init, params)
@@ -48,5 +54,5 @@ def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):
         mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
         with jax.set_mesh(mesh):
             sharded = jax.device_put(params, NamedSharding(mesh, spec))
-            shapes = jax.tree.map(jnp.shape, optimizer.init(sharded))
+            shapes = jax.tree.map(jnp.shape, jax.jit(optimizer.init)(sharded))
             assert shapes == jax.tree.map(lambda a: a.shape, alone)

@@ -68,8 +68,7 @@ def test_two_bits_of_gelus_derivative():
     np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("function", [GELU, jax.nn.silu, jax.nn.mish, jax.nn.softplus, jax.nn.elu])
+@pytest.mark.parametrize("function", [jax.nn.mish, jax.nn.elu])
 def test_more_bits_are_nearer(function):
     tables = {bits: lm.fit_step_table(function, bits) for bits in (1, 2, 4)}
     errors = [lm.derivative_error(function, table) for table in tables.values()]
@@ -79,11 +78,7 @@ def test_more_bits_are_nearer(function):
     assert lm.derivative_error(function, wide) > errors[2]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize(
-    ("function", "limits"), [(GELU, (0, 1)), (jax.nn.softplus, (0, 1)), (jnp.tanh, (0, 0))]
-)
+@pytest.mark.parametrize(("function", "limits", "bits"), [(GELU, (0, 1), 4), (jnp.tanh, (0, 0), 2)])
 def test_limits_are_kept_and_the_mean_too(function, limits, bits):
     fit = partial(lm.fit_step_table, function, bits, weight=1.0)
     free, kept = fit(), fit(keep_limits=True)
@@ -115,7 +110,6 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
         np.testing.assert_array_equal(got, jax.jit(jax.grad(lambda x: function(x).sum()))(x))
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shipped_tables_are_the_fitted_ones(name):
     for bits in (2, 4):

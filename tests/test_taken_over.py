@@ -287,7 +287,6 @@ def results(form):
     return jax.jit(jax.value_and_grad(form.loss))(form.params, X, **(form.kwargs or {}))
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name):
     form = FORMS[name]

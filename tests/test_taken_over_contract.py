@@ -316,7 +316,7 @@ def test_no_collective_is_added(width):
     assert exchanged(ours) == exchanged(plain)
 
 
-@pytest.mark.gpu_compiler
+@pytest.mark.compiled
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_saving_survives_xla(scan):
     """The peak of an encoder's training step on an H200."""

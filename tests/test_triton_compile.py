@@ -31,6 +31,7 @@ from pallas_kernels.triton import (
 )
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
+pytestmark = pytest.mark.compiled
 TARGETS = (pytest.param(80, marks=pytest.mark.slow), 90, 100)
 THRESHOLDS, LEVELS = (-3.2, 0.0, 3.2), (0.0, -0.05, 1.05, 1.0)
 ROWS = 8192
@@ -142,7 +143,6 @@ def _access_bytes(ptx):
     return [int(n or 1) * int(bits) // 8 for n, bits in plain] + [int(n, 0) for n in copies]
 
 
-@pytest.mark.sample(14)
 @pytest.mark.parametrize("target", TARGETS, ids="sm_{}".format)
 @pytest.mark.parametrize("case", CASES)
 def test_no_spills_and_wide_accesses(case, target, tmp_path):
@@ -180,7 +180,6 @@ def test_offsets_have_64_bits(case):
     assert not re.search(rf"arith.\w+i {program},", ttir)
 
 
-@pytest.mark.gpu_compiler
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # jax-triton's temporary directory
 def test_calls_compile_for_an_h200(monkeypatch):
     """Through jax-triton and XLA, in a scan and under vmap, with the kernels' names in the HLO."""

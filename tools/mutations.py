@@ -2,6 +2,7 @@
 
     python tools/mutations.py            # all of tools/mutations.toml, about 15 minutes
     python tools/mutations.py barrier    # those with that word in their names
+    python tools/mutations.py --default  # which ones `pytest` sees, without the slower tiers
 
 The exit status is the number of defects that survived.
 """
@@ -45,18 +46,20 @@ def copy_to(directory: Path) -> None:
             shutil.copy(ROOT / name, directory / name)
 
 
-def killer(mutation: Mutation, directory: Path) -> str | None:
+def killer(mutation: Mutation, directory: Path, is_default: bool = False) -> str | None:
     """The first test of the copy that fails with the mutation, None where it survives.
 
-    Raises RuntimeError where the file has `old` not once, or pytest finds no test or cannot run.
+    With `is_default`, only tests that `pytest` alone runs count, and there may be none. Raises
+    RuntimeError where the file has `old` not once, or pytest finds no test or cannot run.
     """
     file = directory / mutation.file
     text = file.read_text(encoding="utf-8")
     if (count := text.count(mutation.old)) != 1:
         raise RuntimeError(f"{mutation.name}: {mutation.file} has `old` {count} times")
     file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    # With `-m ""` slow tests run too.
-    options = '-m "" -x -q -n0 -rfE --tb=no -p no:cacheprovider --durations=0'
+    options = "-x -q -n0 -rfE --tb=no -p no:cacheprovider"
+    if not is_default:
+        options += ' -m ""'  # all tiers
     paths = [directory, os.environ.get("PYTHONPATH", "")]
     # Bytecode is told from its source by size and second.
     own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -67,7 +70,7 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
         )
     finally:
         file.write_text(text, encoding="utf-8")
-    if done.returncode == 0:
+    if done.returncode == 0 or (is_default and done.returncode == 5):  # 5: no test
         return None
     if done.returncode != 1:
         raise RuntimeError(f"{mutation.name}: {shlex.join(command)}\n{done.stdout}{done.stderr}")
@@ -76,6 +79,8 @@ def killer(mutation: Mutation, directory: Path) -> str | None:
 
 
 def main(words: list[str]) -> int:
+    is_default = "--default" in words
+    words = [word for word in words if word != "--default"]
     chosen = [one for one in table() if all(word in one.name for word in words)]
     if not chosen:
         sys.exit(f"mutations.py: no mutation's name has all of {words}")
@@ -84,7 +89,7 @@ def main(words: list[str]) -> int:
         copy_to(Path(directory))
         for mutation in chosen:
             start = time.monotonic()
-            test = killer(mutation, Path(directory))
+            test = killer(mutation, Path(directory), is_default)
             survivors += test is None
             verdict = f"killed by {test}" if test else "SURVIVED"
             print(f"{mutation.name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)

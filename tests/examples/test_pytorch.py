@@ -126,18 +126,23 @@ def test_gradients(name, layers):
     one.assert_pytorchs(one.gradients(Compute()))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("method", [name for name in METHODS[1:] if name not in LOWMEMBP])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "compress+remat"), *slow(*[("bert", name) for name in METHODS[1:]])],
+)
 def test_methods(name, method):
     """Without a dtype, lm.compress rounds nothing."""
     case(name).assert_pytorchs(case(name).gradients(Compute(method, compress_dtype=None)))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize("method", LOWMEMBP)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "method", "merged"),
+    [
+        ("vit", "lowmembp", True),
+        ("bert", "lowmembp+remat", False),
+        *slow(*[(name, "lowmembp", False) for name in NAMES]),
+    ],
+)
 def test_only_the_slope_of_the_activation_is_not_exact(name, method, merged):
     one = case(name)
     gradients = one.gradients(Compute(method, merged=merged, compress_dtype=None))

@@ -67,6 +67,7 @@ def interrupt(monkeypatch, at):
     monkeypatch.setattr(TrainingBatches, "at", interrupted)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     """The same numbers as without the interruption, and an export that loads."""
     options = (*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
@@ -214,6 +215,7 @@ def test_a_log_that_cannot_be_written(run, tmp_path, monkeypatch, capsys):
     assert error.endswith("continues from step 2") and os.listdir(folder / "checkpoints") == ["2"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite(run, capsys):
     options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
     status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")

@@ -87,7 +87,6 @@ def test_overflow_in_float16_is_skipped():
     assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["bert-toy", "llama-tiny"])
 def test_padding_does_not_count(name):
     family, config = MODELS[name]
