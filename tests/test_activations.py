@@ -11,14 +11,13 @@ from helpers import ACTIVATIONS, normal, only_interpreted, optimized_jit, residu
 from jax import lax
 
 import lowmembp_jax as lm
+from lowmembp_jax.operators.activations import FUNCTIONS  # those that have kernels
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "operators.npz")
 SECOND = {
     "grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x))),
     "hessian": jax.hessian,
     "jvp": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
-    "linearize": lambda f: lambda x: jax.linearize(jax.grad(f), x),
-    "jit": lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jax.jit(jax.grad(f))(x)))),
     "remat": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(jax.checkpoint(f))(x))),
     "vmap": lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(jax.grad(f))(x))),
 }
@@ -97,6 +96,16 @@ class StepActivations:
             assert ulps(y, want, dtype) <= 1
         tolerance = max(self.error, float(jnp.finfo(dtype).eps))
         np.testing.assert_allclose(np.float32(y), np.float32(want), tolerance, tolerance)
+
+    @pytest.mark.parametrize("count", [1, 2, 4, 15])
+    def test_tables_of_any_length(self, count):
+        thresholds = tuple(float(t) for t in np.linspace(-3, 2, count))
+        table = lm.StepTable(thresholds, tuple(float(i % 4) for i in range(count + 1)))
+        x = normal(3, 5, 7)  # of an odd size
+        op = partial(lm.step_activation, table=table, function=FUNCTIONS["silu"])
+        op = partial(op, implementation=self.implementation)
+        _, dx = jax.jit(partial(output_and_gradient, op))(x, x)
+        self.assert_gradient(dx, expected_slope(x, table), x)
 
     @each_op
     def test_the_residual_is_the_codes(self, name):

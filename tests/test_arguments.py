@@ -43,6 +43,10 @@ FUNCTIONS = {
         logit_soft_cap=1.0, z_loss=0.0, label_smoothing=0.0, weights=jnp.ones(4), ignore_index=1,
         tile_bytes=2**20,
     ),
+    lm.linear_log_probs: dict(
+        hidden=X, kernel=KERNEL, labels=jnp.arange(4), bias=jnp.ones(16), temperature=1.0,
+        logit_soft_cap=1.0, tile_bytes=2**20,
+    ),
     lm.fit_step_table: dict(
         function=jnp.tanh, bits=2, objective="derivative", weight=1.0, keep_limits=False,
         unbiased=False,
@@ -89,6 +93,34 @@ MEANINGFUL = {
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
+LABELS = jnp.zeros(4, int)
+LOSS = {"hidden": X, "kernel": KERNEL, "labels": LABELS}
+DIVERGENCE = {"hidden": X, "kernel": KERNEL, "reference_hidden": X, "reference_kernel": KERNEL}
+#: Arguments of losses that are wrong beside the others.
+OF_LOSSES = [
+    (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((5, 7))}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((8, 0))}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"kernel": None}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"ignore_index": 1.5}, TypeError),
+    (lm.linear_cross_entropy, LOSS, {"hidden": X.astype(int)}, TypeError),
+    (lm.linear_cross_entropy, LOSS, {"labels": jnp.zeros(4)}, TypeError),
+    (lm.linear_cross_entropy, LOSS, {"labels": LABELS[1:]}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"bias": jnp.zeros(3)}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"weights": jnp.zeros(3)}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"tile_bytes": 0}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"logit_soft_cap": 0}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"z_loss": True}, TypeError),
+    (lm.linear_cross_entropy, LOSS, {"label_smoothing": 1}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"embedding": jnp.zeros((9, 8))}, ValueError),
+    (lm.linear_log_probs, LOSS, {"temperature": 0}, ValueError),
+    (lm.linear_log_probs, LOSS, {"tile_bytes": True}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"kind": "js"}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"reference_hidden": X[1:]}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"reference_kernel": jnp.zeros((8, 7))}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"reference_kernel": None}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"mask": jnp.zeros(3, bool)}, ValueError),
+    (lm.linear_divergence, DIVERGENCE, {"reference_bias": jnp.zeros(3)}, ValueError),
+]
 #: Calls with one wrong argument, and the words of the error that name it.
 REFUSED = [
     (lm.regelu2, ("x",), {}, TypeError, "x"),
@@ -160,6 +192,13 @@ REFUSED = [
 def test_errors_name_the_argument(function, args, options, error, words):
     with pytest.raises(error, match=rf"\b{words}(?!\w)"):
         function(*args, **options)
+
+
+@pytest.mark.parametrize(("function", "right", "wrong", "error"), OF_LOSSES)
+def test_errors_of_losses_name_the_argument(function, right, wrong, error):
+    (name,) = wrong
+    with pytest.raises(error, match=rf"{function.__name__}: .*\b{name}\b"):
+        function(**right | wrong)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

@@ -230,15 +230,6 @@ def test_a_large_vocabulary_compiled(jax_defaults):
 
 
 @pytest.mark.compiled
-def test_a_frozen_kernel_compiled(jax_defaults):
-    """No sum of the kernel's gradient, and one product less: as little work as plain JAX has."""
-    args = shapes(16384, 2048, 248320)
-    flops, _, temporaries = planned(lm.linear_cross_entropy, args, 0)
-    assert temporaries <= 2**30
-    assert flops == planned(whole, args, 0)[0]
-
-
-@pytest.mark.compiled
 @pytest.mark.parametrize("sizes", [(16384, 512, 32000), (65536, 512, 32000), (16384, 512, 128256)])
 def test_logits_in_memory_do_not_grow(jax_defaults, sizes):
     """Beside the gradients of hidden and kernel: logits, and their gradient."""

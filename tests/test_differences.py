@@ -43,12 +43,6 @@ def changes(w, h, pos):
     return jnp.tanh(once @ w[:3] + (jnp.roll(once, 1, axis=0) - once) @ w[3:6]) @ w
 
 
-def temporal(w, h, pos):
-    """Temporal differences: a reward and the next value, less the value."""
-    value = h @ w[:, :3] / 10 + pos
-    return jnp.square(pos[1:] / 100 + 0.99 * value[1:] - value[:-1])
-
-
 def centered(w, h, pos):
     """Distances from the center of mass, and from the first atom."""
     d = pos - pos.mean(0, keepdims=True)
@@ -61,12 +55,6 @@ def bonds(w, h, pos):
     x, y, z = jnp.split(d, 3, axis=-1)
     harmonics = jnp.concatenate([x, y, z, x * y, y * z, x * x - y * y, z * z - 0.5 * x * x], -1)
     return jnp.tanh(harmonics @ w[:7]) * (h[1:] @ w)
-
-
-def directed(w, h, pos):
-    """Normals of triangles."""
-    a, b = pos[1:-1] - pos[:-2], pos[2:] - pos[1:-1]
-    return jnp.tanh(jnp.cross(a, b) @ w[:3]) @ w
 
 
 def own_backward(w, h, pos):
@@ -95,7 +83,7 @@ def looped(w, h, pos):
 
 
 PROGRAMS = [
-    particles, graph, periodic, changes, temporal, centered, bonds, directed, own_backward, looped,
+    particles, graph, periodic, changes, centered, bonds, own_backward, looped,
 ]  # fmt: skip
 
 

@@ -27,23 +27,6 @@ def problem():
     return lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2), params, x
 
 
-@pytest.mark.slow
-def test_it_is_the_distance_of_the_two_gradients(problem):
-    loss, params, x = problem
-    exact = jax.grad(loss)(params, x)
-    with lm.patch(norms=False):
-        got = jax.grad(loss)(params, x)
-    found = lm.gradient_fidelity(loss, params, x, norms=False)
-    g, e = (np.concatenate([np.ravel(a) for a in jax.tree.leaves(t)]) for t in (got, exact))
-    assert found.error == pytest.approx(np.linalg.norm(g - e) / np.linalg.norm(e), rel=1e-4)
-    assert found.cosine == pytest.approx(g @ e / np.linalg.norm(g) / np.linalg.norm(e), rel=1e-5)
-    assert set(found.groups) == {"one", "two", "head"}
-    # Behind the last activation the gradient is exact; the further from there, the less.
-    errors = {name: one.error for name, one in found.groups.items()}
-    assert errors["head"] < 1e-5 < errors["two"] < errors["one"]
-    assert found.groups["one"].cosine < 1 and len(str(found).splitlines()) == 6
-
-
 def test_bits_and_depth(problem):
     loss, params, x = problem
     two, four = (lm.gradient_fidelity(loss, params, x, bits=bits, depth=2) for bits in (2, 4))
@@ -133,26 +116,6 @@ def test_it_reports_what_each_stored_array_lost():
     assert unscaled.largest == pytest.approx(np.abs(x).max()) and unscaled.elements == x.size
     assert 0.8 * beyond < unscaled.clipped <= beyond and unscaled.flushed < 0.001
     assert report("int8").clipped == 0
-
-
-@pytest.mark.slow
-def test_it_reports_nothing_of_an_exact_model_and_sums_up_the_steps_of_a_scan():
-    p, x = jnp.stack([jnp.eye(8)] * 3), normal(16, 8)
-
-    def normed(p, x):
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
-        return jnp.tanh(x @ p)
-
-    def loss(dtype):
-        run = lm.compress(normed, dtype=dtype)
-        return lambda p: jnp.sum(jax.lax.scan(lambda x, p: (run(p, x), None), x, p)[0])
-
-    assert lm.gradient_fidelity(loss(None), p).stored == {}
-    stored = lm.gradient_fidelity(loss("float8"), p).stored
-    assert {one.elements for one in stored.values()} == {3 * x.size}
-    # The next measurement has its own numbers.
-    again = lm.gradient_fidelity(loss("float8"), p).stored
-    assert again == stored
 
 
 def test_nnx_modules_with_states_and_random_numbers():

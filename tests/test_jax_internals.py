@@ -13,8 +13,6 @@ import lowmembp_jax
 import pallas_kernels
 from lowmembp_jax import _jax_internals as jax_internals
 
-X = jnp.arange(4.0)
-
 
 def test_it_is_in_one_file():
     private = re.compile(r"jax[./]_src|_check_vma|manual_axis_type|_cache_miss")

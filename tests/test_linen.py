@@ -205,39 +205,3 @@ def test_activation_modules(library, name, given):
     assert {dtype for dtype, _ in residuals(lambda x: jnp.sum(run(x)), x)} == {"uint2"}
     with pytest.raises(ValueError, match="implementation"):
         getattr(library, name)(implementation="cuda")
-
-
-class Layer(nn.Module):
-    """Its norms have Flax's automatic names, so that a checkpoint of Flax's norms loads."""
-
-    norm: type[nn.Module]
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + self.norm()(nn.Dense(8, name="dense")(self.norm()(x))), None
-
-
-STACKED = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-SCAN = partial(nn.scan, length=3, **STACKED)
-LIFTS = {
-    "vmap": partial(nn.vmap, in_axes=(0, None), **STACKED),
-    "scan of remat": lambda layer: SCAN(nn.remat(layer)),
-    "policy": lambda layer: SCAN(nn.remat(layer, policy=lm.checkpoint_policy())),
-}
-
-
-@pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
-def test_lifted(lift):
-    ours, flax = lm.MSLayerNorm, nn.LayerNorm
-    x = data((4, 8))
-    inits = (jax.jit(lift(Layer)(norm=norm).init) for norm in (flax, ours))
-    params, own = (init(jax.random.key(1), x, None) for init in inits)
-    assert_same_parameters(own, params)
-
-    def value_and_grads(norm):
-        def loss(params, x):
-            return jnp.sum(jnp.sin(lift(Layer)(norm=norm).apply(params, x, None)[0]))
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, x)
-
-    assert_close(value_and_grads(ours), value_and_grads(flax), 1e-4, 1e-4)

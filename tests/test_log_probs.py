@@ -107,14 +107,6 @@ def test_shapes_of_tokens(tokens, tile_bytes):
     check(*example(*tokens), tile_bytes=tile_bytes)
 
 
-def test_a_vocabulary_of_one_word():
-    hidden, kernel, _, bias = example(4, vocab=1)
-    found = lm.linear_log_probs(hidden, kernel, jnp.zeros(4, jnp.int32), bias=bias)
-    np.testing.assert_array_equal(found, np.zeros((2, 4)))
-    same = lm.linear_divergence(hidden, kernel, 2 * hidden, kernel, kind="kl")
-    np.testing.assert_array_equal(same, np.zeros(4))
-
-
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
 def test_logits_of_large_deviation(temperature):
     hidden, kernel, labels, bias = example(40, factor=6)
@@ -217,20 +209,6 @@ def test_nan_reaches_results_and_gradients(where):
         assert jnp.isnan(value) and jnp.isnan(dh).any() and jnp.isnan(dk).any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits(dtype):
-    hidden, kernel, labels, _ = example(5, 40)
-    args = hidden.astype(dtype), kernel.astype(dtype)
-
-    def of(function):
-        return jax.value_and_grad(lambda h, k: total(*function(h, k, labels)), argnums=(0, 1))
-
-    value, (dh, dk) = jax.jit(of(functools.partial(lm.linear_log_probs, tile_bytes=TILE)))(*args)
-    want = in_float64(of(plain), *args)
-    assert_close((value, dh, dk), (want[0], *want[1]), 1e-2)
-    assert (value.dtype, dh.dtype, dk.dtype) == (jnp.float32, dtype, dtype)
-
-
 def test_a_frozen_kernel_or_an_unused_entropy_costs_no_product():
     hidden, kernel, labels, _ = example(14)
     run = lambda h, k: lm.linear_log_probs(h, k, labels).log_probs.sum()  # noqa: E731
@@ -257,38 +235,3 @@ def test_vmap_scan_checkpoint_compress_and_embedding():
     block = lambda k, h: total(*ours(jnp.tanh(h), k, labels))  # noqa: E731
     found, want = (jax.jit(jax.grad(f))(kernel, hidden) for f in (lm.compress(block), block))
     assert lm.gradient_distance(found, want).error < 0.05
-
-
-BAD = [
-    ({"temperature": 0}, ValueError),
-    ({"temperature": "1"}, TypeError),
-    ({"labels": jnp.zeros(4)}, TypeError),
-    ({"kernel": None}, ValueError),
-    ({"tile_bytes": True}, ValueError),
-    ({"logit_soft_cap": -1}, ValueError),
-]
-BAD_DIVERGENCES = [
-    ({"kind": "js"}, ValueError),
-    ({"reference_hidden": jnp.zeros((3, FEATURES))}, ValueError),
-    ({"reference_kernel": jnp.zeros((FEATURES, 7))}, ValueError),
-    ({"reference_kernel": None}, ValueError),
-    ({"mask": jnp.zeros(4)}, TypeError),
-    ({"mask": jnp.zeros(3, bool)}, ValueError),
-    ({"reference_bias": jnp.zeros(3)}, ValueError),
-]
-
-
-@pytest.mark.parametrize(("given", "error"), BAD + BAD_DIVERGENCES)
-def test_errors_name_the_argument(given, error):
-    hidden, kernel, labels, _ = example(4)
-    (name,) = given
-    args = {"hidden": hidden, "kernel": kernel}
-    if (given, error) in BAD:
-        function, rest = lm.linear_log_probs, {"labels": jnp.abs(labels)}
-    else:
-        function, rest = (
-            lm.linear_divergence,
-            {"reference_hidden": hidden, "reference_kernel": kernel},
-        )
-    with pytest.raises(error, match=rf"{function.__name__}: {name}\b"):
-        function(**args | rest | given)

@@ -16,11 +16,8 @@ from tiny_models import TINY, TOKENS, inputs
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute, swin, vit
 from lowmembp_jax.models.attention import attention, choose_attention, has_cudnn_attention
-from lowmembp_jax.models.bert import BertClassifier, BertConfig, RobertaConfig
+from lowmembp_jax.models.bert import BertClassifier, BertConfig
 from lowmembp_jax.models.families import MODELS
-from lowmembp_jax.models.swin import Windows, relative_position_index
-
-WINDOWS = [Windows(8, 8, 4, 2), Windows(9, 13, 4, 2), Windows(5, 3, 3, 0), Windows(16, 11, 7, 3)]
 
 
 def qkv(kv_heads=4, dtype=jnp.float32):
@@ -194,17 +191,6 @@ def test_padding_changes_nothing():
     np.testing.assert_allclose(padded, alone, atol=1e-5)
 
 
-def test_the_last_positions_of_roberta():
-    """Its first two positions are for padding."""
-    config = RobertaConfig(20, 16, 1, 2, 32, 12, 1)
-    assert config.max_tokens == 10
-    model, ids = FAMILIES["roberta"].build(config, Compute()), jnp.full((2, 10), 5, jnp.int32)
-    params = initial(model, ids)["params"]
-    grad = jax.jit(jax.grad(lambda params: model.apply({"params": params}, ids).sum()))(params)
-    used = np.abs(grad["roberta"]["position_embeddings"]["embedding"]).sum(1) > 0
-    np.testing.assert_array_equal(used, [False, False] + 10 * [True])
-
-
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
@@ -252,34 +238,6 @@ def test_residuals_of_bert():
         return lm.memory.saved_bytes(total, params, ids, lengths) / (4 * 32 * 64 * 4)
 
     assert saved("normalized") - saved("output") == pytest.approx(8, abs=0.3)
-
-
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_windows_hold_the_map(windows):
-    shape = (2, windows.height, windows.width, 3)
-    x = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
-    split = windows.split(jnp.asarray(x))
-    np.testing.assert_array_equal(windows.join(split), x)
-    is_padding = np.broadcast_to(windows.is_padding()[None, ..., None], split.shape)
-    np.testing.assert_array_equal(np.asarray(split) == 0, is_padding)
-
-
-@pytest.mark.parametrize("windows", [windows for windows in WINDOWS if windows.shift])
-def test_mask_separates_what_the_roll_brought_together(windows):
-    size = windows.size
-    height, width = (-(-length // size) * size for length in (windows.height, windows.width))
-    padded = Windows(height, width, size, windows.shift)
-    rows, columns = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-    places = np.stack([rows, columns], -1)[None].astype(np.float32)
-    places = np.asarray(padded.split(jnp.asarray(places)))[0]
-    distance = np.abs(places[:, :, None] - places[:, None]).max(-1)
-    np.testing.assert_array_equal(windows.mask(), np.where(distance < size, 0, -100))
-
-
-def test_smaller_windows_use_the_same_offsets():
-    whole = relative_position_index(7, 7).reshape(7, 7, 7, 7)
-    expected = whole[:3, :3, :3, :3].reshape(9, 9)
-    np.testing.assert_array_equal(relative_position_index(3, 7), expected)
 
 
 def test_a_merged_scale_of_zero_pads_with_numbers():

@@ -11,9 +11,8 @@ from helpers import array, normal, only_interpreted, saved_residuals
 import lowmembp_jax as lm
 
 OPS = {"ms_layer_norm": lm.ms_layer_norm, "ms_rms_norm": lm.ms_rms_norm}
-#: Shape, dtype of x, dtype of the output, residual, or None for a norm without parameters;
-#: test_properties.py has any shape of at most 2500 numbers. Triton's kernels read 20000 columns in
-#: chunks.
+#: Shape, dtype of x, dtype of the output, residual, or None for a norm without parameters.
+#: Triton's kernels read 20000 columns in chunks.
 ARGUMENTS = [
     ((37, 129), "float32", "float32", "auto"),
     ((37, 40), "float16", "float16", "output"),

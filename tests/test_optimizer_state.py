@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 from helpers import array, assert_close, assert_equal, normal, temporaries
 from optax import contrib
 
@@ -111,13 +111,6 @@ def test_small_arrays_stay():
 def test_an_optimizer_that_needs_more_arguments_keeps_its_state_with_a_warning():
     with pytest.warns(UserWarning, match="compress_state.*value_fn"):
         state = lm.compress_state(optax.lbfgs()).init(PARAMS)
-    assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
-
-
-def test_an_optimizer_that_refuses_missing_arguments_keeps_its_state_with_a_warning():
-    sam = contrib.sam(ADAM, optax.sgd(1e-2), opaque_mode=True)
-    with pytest.warns(UserWarning, match="compress_state.*grad_fn"):
-        state = lm.compress_state(sam).init(PARAMS)
     assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
 
 
@@ -297,26 +290,6 @@ def test_a_restored_state_is_equal_bit_by_bit(tmp_path):
     for restored in (again, by_flax):
         assert_equal(restored, state)
         assert_equal(*(jax.tree.map(lambda x: x.dtype.name, t) for t in (restored, state)))
-
-
-def test_an_optimizer_of_nnx():
-    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
-    plain = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    ours = nnx.Optimizer(model, lm.compress_state(optax.adam(1e-2)), wrt=nnx.Param)
-    assert jnp.uint8 in [x.dtype for x in jax.tree.leaves(nnx.state(ours))]
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        grads = nnx.grad(lambda model: jnp.mean(jnp.square(model(x) - 1)))(model)
-        optimizer.update(model, grads)
-        return jnp.mean(jnp.square(model(x) - 1))
-
-    losses = []
-    for optimizer in (plain, ours):
-        own = nnx.clone(model)
-        losses.append([step(own, optimizer, normal(32, 64)) for _ in range(5)])
-    assert losses[0][-1] < losses[0][0] / 1.2
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
 
 def test_errors():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import assert_close, assert_equal, normal
+from helpers import assert_equal, normal
 from jax import lax
 
 import lowmembp_jax as lm
@@ -66,14 +66,6 @@ def test_numbers_that_are_not_finite(name):
     assert_equal(got[0, 2:], getattr(lax, name)(x)[0, 2:])
 
 
-def test_odd_near_zero():
-    x = jnp.geomspace(1e-6, 1e-2, 64)[None]
-    stored = again(lambda x: x, x)
-    got = again(lax.erf, x)
-    np.testing.assert_allclose(got, lax.erf(stored), rtol=2e-3, atol=2e-7)
-    assert_equal(again(lax.erf, -x), -got)
-
-
 GELU = functools.partial(jax.nn.gelu, approximate=False)
 #: Functions that store the operand of erfc, at several depths.
 DEEP = {
@@ -116,21 +108,6 @@ def test_float64_stays_exact():
         assert_equal(again(lax.erf, x), lax.erf(again(lambda x: x, x)))
 
 
-def test_inside_a_checkpoint():
-    p, x = normal(32, 64), normal(16, 32)
-    f = lm.compress(products(GELU))
-    assert exact_again(jax.checkpoint(f), p, x) <= 1  # the forward, once more
-    assert_close(jax.grad(jax.checkpoint(f))(p, x), jax.grad(f)(p, x), atol=1e-3)
-
-
-def test_batched():
-    p, x = normal(32, 64), normal(4, 16, 32)
-    gradient = jax.grad(lm.compress(products(GELU)))
-    got = jax.vmap(gradient, (None, 0))(p, x)
-    want = jnp.stack([gradient(p, each) for each in x])
-    assert_close(got, want, atol=1e-3)
-
-
 @pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-8, 1e-30])
 def test_erf_of_small_numbers_keeps_its_relative_precision(size):
     x = size * normal(8, 64)
@@ -140,7 +117,6 @@ def test_erf_of_small_numbers_keeps_its_relative_precision(size):
 
 
 Q = normal(16, 16, key=1) / 4
-OPTIONS = {}, {"policy": None}, {"policy": None, "dtype": "int8"}
 POLES = {
     "tanh": jnp.tanh, "logistic": jax.nn.sigmoid, "tan": jnp.tan, "log": jnp.log,
     "quotient": lambda z: z / (1 + z * z), "power": lambda z: z**2.5, "atan": jnp.arctan,

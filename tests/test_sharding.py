@@ -218,10 +218,7 @@ def mesh_of_hosts(axis_type=AxisType.Auto):
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
 def test_activations_of_any_width_exchange_nothing(kind):
-    """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are.
-
-    CPU devices, 2 to 8 of them, are in test_properties_compress.py.
-    """
+    """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are."""
     mesh = mesh_of_hosts(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
     arguments = [
         jax.ShapeDtypeStruct((16, 16, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -249,24 +246,6 @@ def test_activations_of_any_width_exchange_nothing(kind):
     assert not collectives(made)
     for argument, results in zip(arguments, made.output_shardings, strict=True):
         assert all(result.is_equivalent_to(argument.sharding, 3) for result in results), argument
-
-
-@pytest.mark.compiled
-def test_a_width_that_does_not_divide_by_the_devices():
-    """Only meshes with automatic axes take it, within jit: what plain JAX exchanges, no more."""
-    mesh = mesh_of_hosts()
-    whole = NamedSharding(mesh, P())
-    x = jax.ShapeDtypeStruct((4, 16, 1000), jnp.float32, sharding=whole)
-
-    def constrained(op):
-        def split(x):
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, SPECS["hidden"]))
-
-        run = partial(gradients, lambda x: split(op(split(x))))
-        return jax.jit(run, out_shardings=whole).lower(x).compile()
-
-    plain = constrained(partial(nn.gelu, approximate=True))
-    assert_adds_none(constrained(lm.regelu2), exchanged(plain))
 
 
 @pytest.mark.parametrize(

@@ -107,18 +107,6 @@ def test_compress_stores_the_argument_in_8_bits():
     assert 1e-4 < error(*grads) < 0.05
 
 
-def test_update_in_backward():
-    import optax
-
-    stack = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
-    found = []
-    for block in (CUT(mlp), mlp):
-        layers = lm.update_in_backward(block, optax.sgd(0.1))
-        h, inputs = layers.forward(stack, X)
-        found.append(layers.backward(stack, layers.init(stack), inputs, jnp.cos(h))[0])
-    assert error(*found) < 1e-6
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_add_up_in_float32(dtype):
     """300 slices whose gradients are alike: in 8 bits of mantissa, the sum would stop to grow."""
@@ -195,22 +183,6 @@ def test_equal_draws_are_said(fun):
         CUT(fun)(PARAMS, jnp.zeros((2, 8, 3)))
 
 
-def test_draws_from_positions_and_integers_that_are_no_keys():
-    """A key that is made from activations differs already, and pairs of integers are cut."""
-
-    def drawn(_, x, places):
-        at = jax.vmap(lambda place: jax.random.fold_in(TYPED, place))(places)
-        return x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(at)
-
-    x, places = jnp.zeros((8, 3)), jnp.arange(8)
-    noise = lm.tiled(drawn, axis=0, size=4)(PARAMS, x, places)
-    assert len(np.unique(noise)) == noise.size
-    pairs = jnp.arange(32, dtype=jnp.uint32).reshape(2, 8, 2)
-    add = lambda _, x, pairs: x + pairs.sum(-1, keepdims=True).astype(x.dtype)  # noqa: E731
-    x = jnp.zeros((2, 8, 3))
-    np.testing.assert_array_equal(CUT(add)(PARAMS, x, pairs), add(None, x, pairs))
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
@@ -219,15 +191,6 @@ def test_a_mesh(kind):
         check(CUT(mlp), mlp, PARAMS, x)
         forward = jax.jit(CUT(mlp)).lower(PARAMS, x).compile()
         assert not exchanged(forward)
-
-
-def test_shard_map():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-
-    def mapped(block):
-        return jax.shard_map(block, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
-
-    check(mapped(CUT(mlp)), mapped(mlp), PARAMS, X)
 
 
 @pytest.mark.compiled

@@ -1,9 +1,13 @@
 """Arrays that a mesh does not divide: the values and gradients of one device.
 
 Only meshes with automatic axes have such shards, within jit: by slices of arrays that divide, such
-as the next tokens of a sequence, and by constraints. XLA pads the last of them.
+as the next tokens of a sequence, and by constraints. XLA pads the last of them. Hypothesis draws a
+few cases, always the same ones. For other ones, and more:
+
+    HYPOTHESIS_PROFILE=thorough pytest tests/test_uneven_shards.py
 """
 
+import os
 from functools import partial
 from typing import NamedTuple
 
@@ -12,15 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import integers, normal
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import P
 from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding
 from meshes import exchanged
-from properties import WAYS as WAYS  # its import sets how many examples a test draws
 
 import lowmembp_jax as lm
+
+_all = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+settings.register_profile("quick", max_examples=3, derandomize=True, **_all)
+settings.register_profile("thorough", max_examples=150, print_blob=True, **_all)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def mesh_of(*sizes: int) -> Mesh:

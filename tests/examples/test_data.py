@@ -1,7 +1,5 @@
 """Data sets, batches, and errors that name the file and what was expected."""
 
-import zipfile
-
 import images
 import numpy as np
 import pytest
@@ -201,19 +199,6 @@ def test_arrays_of_images_that_are_refused(tmp_path):
         np.savez(tmp_path / "x.npz", **good | change)
         with pytest.raises(ValueError, match=message):
             images.read_images(tmp_path / "x.npz", 4)
-
-
-def test_members_that_are_no_arrays(tmp_path):
-    for name in ("train_images", "train_labels", "classes"):
-        path = save_images(tmp_path, train=4)
-        with zipfile.ZipFile(path) as archive:
-            members = {each: archive.read(each) for each in archive.namelist()}
-        with zipfile.ZipFile(path, "w") as archive:
-            for each, content in members.items():
-                is_text = each == f"{name}.npy"
-                archive.writestr(name if is_text else each, "no array" if is_text else content)
-        with pytest.raises(ValueError, match=r"images\.npz: (train_images|classes)"):
-            images.read_images(path, 6)
 
 
 def test_a_tokenizer_that_gives_up(write):

@@ -65,21 +65,6 @@ def test_output_is_the_folded_models(family, train, fields):
     assert np.abs(want - apply({"params": plain}, *inputs(family))).max() > 1e-2
 
 
-@pytest.mark.slow
-def test_nf4():
-    """A Gaussian's NF4 error in blocks of 64 is 9% of it (QLoRA, appendix E)."""
-    _, plain, _ = base("llama")
-    _, params = with_lora("qlora-qv", "llama")
-    plain, folded = flatten_dict(plain), flatten_dict(fold_lora(params, 0.0))
-    quantized = {path: leaf for path, leaf in flatten_dict(params).items() if hasattr(leaf, "how")}
-    outside_attention = {"intermediate", "output", "reduction"}
-    assert {path[-2] for path in quantized} == {*lora.DENSES} - outside_attention
-    for path, leaf in quantized.items():
-        assert leaf.array.qvalue.dtype == jnp.uint4
-        error = np.sqrt(np.mean((folded[path] - plain[path]) ** 2) / np.mean(plain[path] ** 2))
-        assert 0.05 < error < 0.1, path
-
-
 @pytest.mark.parametrize("train", ["lora-qv", pytest.param("qlora-all", marks=pytest.mark.slow)])
 def test_gradients_follow_from_the_weights(train):
     plain, _, _ = base("bert")

@@ -171,12 +171,3 @@ def test_nothing_to_merge(name):
     one = case(name)
     assert_equal(one.merged, one.params)
     assert not one.family.norm_rules(one.config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["default", "compress", "lowmembp"])
-@pytest.mark.parametrize("name", [*NAMES, "gemma2"])
-def test_bfloat16(name, method):
-    gradients = case(name).gradients(Compute(method, dtype=jnp.bfloat16))
-    expected = case(name).gradients(Compute())
-    assert lm.gradient_distance(gradients, expected).error < 0.2

@@ -188,34 +188,6 @@ def make_tokenizer(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama-toy", "qwen3-toy", "gemma3_text-toy", "roberta-toy"])
-def test_new_models_in_float16(run, tmp_path, model):
-    options = [*TINY_TEXT, "--model", model, "--dtype", "float16", "--steps", "3"]
-    options += [] if model == "roberta-toy" else plain_text(tmp_path)
-    status, folder = run(*options, "--log-every", "1")
-    assert status == 0 and len(log(folder, "train")) == 3
-    assert ("perplexity" in results(folder)["dev"]) == (model != "roberta-toy")
-
-
-@pytest.mark.slow
-def test_a_log_that_cannot_be_written(run, tmp_path, monkeypatch, capsys):
-    """A folder is in its place. The checkpoint before it is complete."""
-    batch = TrainingBatches.at
-
-    def at(self, step):
-        if step == 3:
-            (tmp_path / "run" / "log.jsonl").unlink()
-            (tmp_path / "run" / "log.jsonl").mkdir()
-        return batch(self, step)
-
-    monkeypatch.setattr(TrainingBatches, "at", at)
-    status, folder = run(*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert status == 1 and "log.jsonl: cannot be written: Is a directory; --resume conti" in error
-    assert error.endswith("continues from step 2") and os.listdir(folder / "checkpoints") == ["2"]
-
-
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite(run, capsys):
     options = (*TINY_TEXT, "--learning-rate", "1e30", "--clip-norm", "1e30", "--steps", "9")
     status, folder = run(*options, "--log-every", "1", "--checkpoint-every", "1")
@@ -332,20 +304,6 @@ def test_processes_that_differ(tmp_path, first, second, messages):
         errors = process.communicate(timeout=300)[1].splitlines()
         assert process.returncode == 2 and message in errors[-1], errors
         assert not any("Traceback" in line for line in errors)
-
-
-@pytest.mark.slow
-def test_two_runs_at_once(tmp_path):
-    (tmp_path / "train.tsv").write_text(TEXTS)
-    files = "--data.train", tmp_path / "train.tsv", "--output", tmp_path / "run"
-    options = "--steps 60 --checkpoint-every 5"
-    both = [launch(options, *files, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in both]
-    (_, won), (error, lost) = sorted(ends, key=lambda end: end[1])
-    assert (won, lost) == (0, 2) and results(tmp_path / "run")["steps"] == 60
-    assert "run: in use by process" in error.splitlines()[-1] and "Traceback" not in error
-    assert {*os.listdir(tmp_path / "run")} == {"checkpoints", "log.jsonl", "results.json"}
-    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"55", "60"}
 
 
 @pytest.mark.slow
