@@ -75,7 +75,6 @@ _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.gelu)
 #: The methods that a user can choose. The first is plain Flax.
 METHODS: dict[str, Method] = {
     "default": Method(_flax_norm, nn.gelu),
-    "checkpointed norm and activation": Method(jax.checkpoint(_flax_norm), jax.checkpoint(nn.gelu)),
     "dots policy": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.dots_saveable)),
     "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
     "compress": Method(_flax_norm, nn.gelu, _compress),

@@ -203,12 +203,6 @@ def test_numbers_and_integers_are_taken_as_by_jax_nn():
         assert lm.swiglu(x, jnp.ones(2)).dtype == lm.swiglu(jnp.ones(2), x).dtype == jnp.float32
 
 
-def test_forward_mode_names_the_operator():
-    with pytest.raises(TypeError, match="forward-mode") as error:
-        jax.jvp(lm.swiglu, (1.0, 2.0), (1.0, 1.0))
-    assert "lm.swiglu " in error.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
     ("dtype", "width", "stored"),
     [

@@ -199,13 +199,6 @@ def test_second_order_is_exact(name):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-@each_op
-def test_forward_mode_names_the_operator(name):
-    with pytest.raises(TypeError, match="forward-mode") as error:
-        jax.jvp(OPS[name], (jnp.ones((2, 3)),), (jnp.ones((2, 3)),))
-    assert f"{name} " in error.value.__notes__[0]
-
-
 def test_a_mask_says_which_positions_count():
     """Where the statistics do not count x, even NaN has no effect; nothing counts: a row is NaN."""
     x = normal(4, 6)

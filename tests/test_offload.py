@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
-LAYERS, WIDTH, ROWS = 4, 64, 128
+LAYERS, WIDTH, ROWS = 3, 64, 128
 
 
 def inputs(dtype=jnp.float32, width=WIDTH, rows=ROWS):

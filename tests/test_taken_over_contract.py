@@ -183,7 +183,7 @@ def test_the_error_of_the_function_itself():
 
 def test_gradients_that_are_differentiated_again_are_exact():
     def scaled(s):
-        return loss([s * w for w in W], X)
+        return loss([s * w for w in W[:2]], X)
 
     def hessians():
         by_jvp = jax.jvp(jax.grad(scaled), (1.0,), (1.0,))[1]

@@ -94,6 +94,7 @@ def test_a_tokenizer(write):
     assert again.tokenizer == task.tokenizer
 
 
+@pytest.mark.slow
 def test_docstrings():
     (texts, labels), (dev_texts, _) = load_stdlib_docs(3)
     assert len({*labels}) == 3 and len({labels.count(name) for name in labels}) == 1
