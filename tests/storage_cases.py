@@ -89,6 +89,12 @@ def with_channel(size: float) -> np.ndarray:
     return X * np.where(np.arange(WIDTH) == 7, size, 1).astype(X.dtype)
 
 
+def rescaled(x):
+    """A norm whose scale gives all channels the same size, as those of language models do."""
+    scale = 1e5 / WIDTH**0.5 * jnp.where(jnp.arange(WIDTH) == 7, 1e-5, 1)
+    return rms_norm(x) * scale[None]
+
+
 SCALES = np.logspace(-2, 2, ROWS, dtype=X.dtype)
 #: The block and its input, by name.
 CASES: dict[str, tuple[Block, np.ndarray]] = {
@@ -105,6 +111,7 @@ CASES: dict[str, tuple[Block, np.ndarray]] = {
     "BatchNorm, 100": (normed(lambda x: standardized(x, 0)), 100 + X),
     "RMSNorm, a channel at 5,000": (normed(rms_norm), with_channel(5e3)),
     "RMSNorm, a channel at 100,000": (normed(rms_norm), with_channel(1e5)),
+    "the same with a scale that makes up for it": (normed(rescaled), with_channel(1e5)),
     "L2 norm of 1,000": (normed(l2_norm), 1e3 * X),
     "no norm, a channel at 5,000": (mlp, with_channel(5e3)),
     "no norm, scales of channels": (mlp, X * SCALES[::2]),

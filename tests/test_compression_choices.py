@@ -132,7 +132,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, lm.products_saveable) for name in FUNCTIONS]
-    + [(name, NOTHING) for name in ("top_k", "above", "relu", "phases", "steps")]
+    + [(name, NOTHING) for name in ("top_k", "argmax", "relu", "phases", "steps")]
     + [(name, lm.everything_saveable) for name in ("top_k", "branch")],
 )
 def test_the_backward_chooses_as_the_forward(name, policy):

@@ -324,11 +324,11 @@ def test_clear_caches_frees_the_derivatives():
     run = lm.compress(lambda w, x: jnp.sin(x @ w) @ w)
     jax.clear_caches()
     before = jaxprs()
-    for rows in range(1, 9):
+    for rows in range(1, 5):
         jax.grad(lambda w, rows=rows: jnp.sum(run(w, X[:rows])))(W)
     after = jaxprs()
     jax.clear_caches()
-    assert after > before + 8 and jaxprs() <= before
+    assert after > before + 4 and jaxprs() <= before
 
 
 @pytest.mark.parametrize(

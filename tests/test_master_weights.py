@@ -83,7 +83,7 @@ def test_16_bits_are_right_on_average(size):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_16_bits_do_not_depend_on_the_mesh_and_resume(kind):
-    optimizer = lm.master_weights(lm.compress_state(optax.adam(0.1)), bits=16)
+    optimizer = lm.master_weights(lm.compress_state(optax.sgd(0.1, momentum=0.9)), bits=16)
     step, first = optimized_jit(lambda g, s, p: optimizer.update(g, s, p)), start(64, 1536)
 
     def run(params, state, steps, place=lambda x: x):

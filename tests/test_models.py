@@ -257,7 +257,7 @@ def test_slices_of_tokens(name, method):
     found = []
     for tiles in (None, 5):
         model = FAMILIES[name].build(config, Compute(method, tiles=tiles))
-        params = jax.jit(model.init)(jax.random.key(1), ids)["params"]
+        params = initial(model, ids)["params"]
         run = lambda p, m=model: m.apply({"params": p}, ids, targets=ids) / ids.size  # noqa: E731
         found.append((params, *jax.jit(jax.value_and_grad(run))(params)))
     (params, loss, grads), (same, value, ours) = found

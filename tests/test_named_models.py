@@ -81,6 +81,7 @@ def test_compressed_optimizer_state():
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_update_in_the_backward(tied):
     """The same parameters as after a step with all gradients, without clipping."""

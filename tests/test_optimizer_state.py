@@ -151,8 +151,8 @@ def test_no_intermediate_number_is_infinite(ours, flag):
         jax.config.update(flag, False)
 
 
-def test_updates_stay_near_those_of_float32_state_over_1000_steps():
-    steps, params = 1000, {"kernel": jnp.zeros((32, 256))}
+def test_updates_stay_near_those_of_float32_state_over_500_steps():
+    steps, params = 500, {"kernel": jnp.zeros((32, 256))}
     ours = lm.compress_state(ADAM)
 
     def step(state, number):

@@ -214,6 +214,7 @@ def loss(function, w, x):
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* runs jax.checkpoint with its policy")
 @pytest.mark.parametrize(
     ("name", "dtype", "policy"),
     [(name, "float8", lm.products_saveable) for name in FUNCTIONS]

@@ -26,7 +26,7 @@ from meshes import exchanged
 import lowmembp_jax as lm
 
 _all = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("quick", max_examples=3, derandomize=True, **_all)
+settings.register_profile("quick", max_examples=2, derandomize=True, **_all)
 settings.register_profile("thorough", max_examples=150, print_blob=True, **_all)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
