@@ -224,16 +224,6 @@ def test_keywords_of_a_module_have_any_name():
     np.testing.assert_array_equal(lm.compress(Module())(x, module=2, fun=3), 6 * jnp.sin(x))
 
 
-def test_without_jit_and_after_it():
-    """`jax.disable_jit` is for debugging."""
-    w, x = normal(16, 16), normal(32, 16, key=1)
-    block = lm.compress(lambda w, x: jax.nn.softmax(jax.nn.relu(x @ w)) @ w)
-    gradient = jax.grad(lambda w: jnp.sum(jnp.square(block(w, x))))
-    with jax.disable_jit():
-        found = gradient(w)
-    np.testing.assert_allclose(found, gradient(w), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.skipif(not hasattr(ad_checkpoint, "custom_remat"), reason="JAX has no custom_remat")
 def test_a_derivative_for_checkpoints_alone():
     """`custom_remat` of JAX 0.10 raises outside `jax.checkpoint`."""

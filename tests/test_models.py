@@ -248,14 +248,14 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "compress+remat"), ("qwen3", "lowmembp"), ("gemma3_text", "default")],
+    [("llama", "compress+remat"), ("gemma3_text", "lowmembp")],
 )
 def test_slices_of_tokens(name, method):
-    """A layer's parts on slices of 5 of 12 tokens: the same loss, gradients and parameters."""
+    """A layer's parts on slices of 4 of 8 tokens: the same loss, gradients and parameters."""
     config = TINY.get(name, FAMILIES[name].toy)
-    ids = integers(2, 12, low=0, high=config.vocab_size)
+    ids = integers(2, 8, low=0, high=config.vocab_size)
     found = []
-    for tiles in (None, 5):
+    for tiles in (None, 4):
         model = FAMILIES[name].build(config, Compute(method, tiles=tiles))
         params = initial(model, ids)["params"]
         run = lambda p, m=model: m.apply({"params": p}, ids, targets=ids) / ids.size  # noqa: E731
