@@ -91,7 +91,7 @@ def with_channel(size: float) -> np.ndarray:
 
 def rescaled(x):
     """A norm whose scale gives all channels the same size, as those of language models do."""
-    scale = 1e5 / WIDTH**0.5 * jnp.where(jnp.arange(WIDTH) == 7, 1e-5, 1)
+    scale = 1e6 / WIDTH**0.5 * jnp.where(jnp.arange(WIDTH) == 7, 1e-6, 1)
     return rms_norm(x) * scale[None]
 
 
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Block, np.ndarray]] = {
     "BatchNorm, 100": (normed(lambda x: standardized(x, 0)), 100 + X),
     "RMSNorm, a channel at 5,000": (normed(rms_norm), with_channel(5e3)),
     "RMSNorm, a channel at 100,000": (normed(rms_norm), with_channel(1e5)),
-    "the same with a scale that makes up for it": (normed(rescaled), with_channel(1e5)),
+    "1,000,000, with a scale that makes up for it": (normed(rescaled), with_channel(1e6)),
     "L2 norm of 1,000": (normed(l2_norm), 1e3 * X),
     "no norm, a channel at 5,000": (mlp, with_channel(5e3)),
     "no norm, scales of channels": (mlp, X * SCALES[::2]),

@@ -18,9 +18,8 @@ from lowmembp_jax.models.methods import METHODS
 
 DATA = Path(__file__).parents[1] / "data" / "hf_tiny"
 #: The first five run by default.
-NAMES = ["vit", "swin_padded", "bert", "roberta", "llama"]
-MORE = ["swin", "llama_gqa", "llama_rope", "qwen3", "gemma2", "gemma3_text"]
-LOWMEMBP = [name for name in METHODS if name.startswith("lowmembp")]
+NAMES = ["vit", "swin_padded", "bert", "llama_rope", "gemma3_text"]
+MORE = ["swin", "roberta", "llama", "llama_gqa", "qwen3", "gemma2"]
 
 
 class Case:
@@ -128,7 +127,7 @@ def test_gradients(name, layers):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", "compress+remat"), *slow(*[("bert", name) for name in METHODS[1:]])],
+    [("llama_rope", "compress+remat"), *slow(*[("bert", name) for name in METHODS[1:]])],
 )
 def test_methods(name, method):
     """Without a dtype, lm.compress rounds nothing."""
@@ -140,7 +139,7 @@ def test_methods(name, method):
     [
         ("vit", "lowmembp", True),
         ("bert", "lowmembp+remat", False),
-        *slow(*[(name, "lowmembp", False) for name in NAMES]),
+        *slow(*[(name, "lowmembp", False) for name in ("swin_padded", "roberta", "llama")]),
     ],
 )
 def test_only_the_slope_of_the_activation_is_not_exact(name, method, merged):
