@@ -173,22 +173,3 @@ def test_around_ours(name):
         for bits in (24, 16):
             ours = lm.master_weights(lm.compress_state(ADAM), bits=bits)
             check_16_bits(name, make(ours), make(ADAM))
-
-
-@named(OPTIMIZERS, "adamw", "lbfgs", "lookahead")
-def test_inside_of_the_backward(name):
-    optimizer, stack = OPTIMIZERS[name](), {"w": jnp.stack([PARAMS["w"]] * 2)}
-    layers = lm.update_in_backward(lambda p, h: h * p["w"], lm.compress_state(optimizer))
-
-    def trained():
-        state = layers.init(stack)
-        h, inputs = layers.forward(stack, PARAMS["w"])
-        return layers.backward(stack, state, inputs, h)[0]
-
-    with jax.numpy_rank_promotion("allow"), as_strict_as(name, optimizer):
-        if name in MORE or name in ("MultiSteps", "lookahead"):
-            with pytest.raises(ValueError, match="update_in_backward: optimizer: expected"):
-                jax.eval_shape(trained)
-        else:
-            shapes = jax.eval_shape(trained)
-            assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, stack)
