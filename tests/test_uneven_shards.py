@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import integers, normal
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax import P
 from jax.lax import with_sharding_constraint
@@ -26,7 +26,10 @@ from meshes import exchanged
 import lowmembp_jax as lm
 
 _all = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("quick", max_examples=2, derandomize=True, **_all)
+# Without shrinking: each step of it compiles.
+settings.register_profile(
+    "quick", max_examples=2, derandomize=True, phases=[Phase.generate], **_all
+)
 settings.register_profile("thorough", max_examples=150, print_blob=True, **_all)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
