@@ -12,7 +12,6 @@ from compression_models import NOTHING, error
 from helpers import normal
 from jax import lax
 from jax.experimental import checkify, io_callback
-from jax.scipy.sparse.linalg import gmres
 from storage_cases import rms_norm as rms
 
 import lowmembp_jax as lm
@@ -214,10 +213,6 @@ def transposed_derivative(op, c, b):
     return jax.linear_transpose(lambda u: jax.jvp(lambda c: op(c, u), (c,), (c,)), b)((b, b))[0]
 
 
-def solved_by_gmres(op, c, b):
-    return gmres(partial(op, c), b, tol=1e-6, solve_method="batched")[0]
-
-
 def solved(op, c, b):
     def solve(product, b):
         return jnp.linalg.solve(jax.jacfwd(product)(jnp.zeros_like(b)), b)
@@ -235,7 +230,6 @@ def solved(op, c, b):
         (transposed_scan, lm.everything_saveable),
         (transposed_batch, NOTHING),
         (transposed_derivative, lm.products_saveable),
-        (solved_by_gmres, lm.products_saveable),
         (solved, lm.products_saveable),
     ],
 )
@@ -324,11 +318,11 @@ def test_clear_caches_frees_the_derivatives():
     run = lm.compress(lambda w, x: jnp.sin(x @ w) @ w)
     jax.clear_caches()
     before = jaxprs()
-    for rows in range(1, 5):
+    for rows in range(1, 4):
         jax.grad(lambda w, rows=rows: jnp.sum(run(w, X[:rows])))(W)
     after = jaxprs()
     jax.clear_caches()
-    assert after > before + 4 and jaxprs() <= before
+    assert after > before + 3 and jaxprs() <= before
 
 
 @pytest.mark.parametrize(

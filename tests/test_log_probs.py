@@ -225,7 +225,6 @@ def test_vmap_scan_checkpoint_compress_and_embedding():
         yield lambda h: jax.vmap(one)(h, labels).sum()
         yield lambda h: lax.scan(lambda c, x: (c + one(*x), None), 0.0, (h, labels))[0]
         yield lambda h: jax.checkpoint(one)(h[0], labels[0])
-        yield lambda h: total(*function(h, kernel, labels))
 
     ours = functools.partial(lm.linear_log_probs, tile_bytes=TILE)
     for run, want in zip(ways(ours), ways(plain), strict=True):

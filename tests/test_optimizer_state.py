@@ -49,20 +49,10 @@ ADAM, MOMENTS = optax.adam(1e-3), {"mu": "int8", "nu": "uint8"}
 OPTIMIZERS = {
     "adamw": (optax.adamw(1e-3), MOMENTS),
     "amsgrad": (optax.amsgrad(1e-3), MOMENTS | {"nu_max": "uint8"}),
-    "adamax": (optax.adamax(1e-3), MOMENTS),
-    "adabelief": (optax.adabelief(1e-3), MOMENTS),
-    "adagrad": (optax.adagrad(1e-3), {"sum_of_squares": "uint8"}),
     "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=512), {"v": "int8"}),
-    "lion": (optax.lion(1e-3), {"mu": "int8"}),
     "yogi": (optax.yogi(1e-3), {"mu": "int8", "nu": "int8"}),
     "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), {"nu": "uint8", "trace": "int8"}),
-    "sgd": (
-        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(1e-1, momentum=0.9)),
-        {"trace": "int8"},
-    ),
-    "inject_hyperparams": (optax.inject_hyperparams(optax.adamw)(1e-3), MOMENTS),
     "masked": (optax.masked(ADAM, {"kernel": True, "bias": False}), MOMENTS),
-    "clipped": (optax.chain(optax.clip_by_global_norm(1.0), ADAM), MOMENTS),
     "MultiSteps": (
         optax.MultiSteps(ADAM, 2), {"mu": "int8", "nu": "uint8", "acc_grads": "int8"}
     ),
@@ -71,7 +61,6 @@ OPTIMIZERS = {
         contrib.prodigy(),
         {"exp_avg": "int8", "exp_avg_sq": "int8", "grad_sum": "int8", "params0": "float32"},
     ),
-    "muon": (contrib.muon(1e-3), {"mu": "int8"}),
     "L-BFGS": (
         optax.scale_by_lbfgs(4),
         dict.fromkeys(("params", "updates"), "float32")
@@ -155,8 +144,14 @@ def test_updates_stay_near_those_of_float32_state_over_500_steps():
     assert float(ratios[-100:].mean()) == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("optimizer", [optax.adam(1e-3, eps=1e-3), optax.lion(1e-3)])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        (optax.adam(1e-3, eps=1e-3), jnp.bfloat16),
+        (optax.adam(1e-3, eps=1e-3), jnp.float16),
+        (optax.lion(1e-3), jnp.float32),
+    ],
+)
 def test_rounding_again_changes_nothing(optimizer, dtype):
     """Frozen parameters, and steps that are skipped, keep their state."""
     ours, params = lm.compress_state(optimizer), jax.tree.map(lambda p: p.astype(dtype), PARAMS)
@@ -224,8 +219,10 @@ def test_every_float16_number(largest, is_signed):
     assert ((np.abs(roots[0] - roots[1]) < 1.2) | (np.abs(got - want) <= 2.0**-24)).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(jnp.nan, jnp.float32), (jnp.inf, jnp.bfloat16), (jnp.inf, jnp.float16)],
+)
 def test_nan_and_infinity_are_not_lost(value, dtype):
     ours = lm.compress_state(ADAM)
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)

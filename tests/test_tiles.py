@@ -41,8 +41,7 @@ def check(ours, plain, *args):
     assert error(grads, exact) < 1e-6
 
 
-@pytest.mark.parametrize("size", [1, 4, 11, 22, 50])
-@pytest.mark.parametrize("axis", [1, -2])
+@pytest.mark.parametrize(("size", "axis"), [(1, 1), (4, -2), (11, 1), (50, -2)])
 def test_values_and_gradients(size, axis):
     tiled = lm.tiled(mlp, axis=axis, size=size)
     np.testing.assert_allclose(tiled(PARAMS, X), mlp(PARAMS, X), atol=1e-6)
