@@ -86,14 +86,3 @@ def test_combination(family, method):
         "lowmembp+remat": (0.25, 1.01 if is_last_needed else 0.8),
     }.get(method, (0, 0.07))
     assert least <= again / forward <= most
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_peak(family, method):
-    """Every method takes less than plain Flax; lowmembp_jax's methods take clearly less."""
-    peak, default = (
-        compiled(family, each).memory.peak_memory_in_bytes for each in (method, "default")
-    )
-    assert peak < (0.9 if method.startswith("lowmembp") else 1.0) * default

@@ -322,8 +322,3 @@ def test_the_merged_model_computes_the_same(wrt, up_bias):
     x = normal(5, 8, key=1)
     np.testing.assert_allclose(merged(x), model(x), rtol=2e-5, atol=2e-5)
     assert state["blocks"][11]["norm"]["scale"].shape == (8,)  # given back as it was
-
-
-def test_no_rules_change_nothing():
-    for none in ({}, [], ()):
-        assert lm.merge_norm_affine(SMALL, none) == SMALL

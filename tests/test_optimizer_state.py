@@ -92,11 +92,6 @@ def test_optimizers_of_optax(name):
                 assert float(jnp.linalg.norm(a - b)) <= 0.04 * float(jnp.linalg.norm(b))
 
 
-def test_small_arrays_stay():
-    state = lm.compress_state(ADAM, min_size=64 * 256 + 1).init(PARAMS)
-    assert not any(x.dtype in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(state))
-
-
 def test_an_optimizer_that_needs_more_arguments_keeps_its_state_with_a_warning():
     with pytest.warns(UserWarning, match="compress_state.*value_fn"):
         state = lm.compress_state(optax.lbfgs()).init(PARAMS)

@@ -151,14 +151,6 @@ def test_a_scan_inside_is_named():
     assert left == plain
 
 
-def test_a_policy_for_all():
-    ours = lm.compress_checkpoints(loss, policy=lm.products_saveable)
-    own = lm.compress_checkpoints(loss)
-    saved = [lm.memory.saved_bytes(f, W, X, argnums=0) for f in (ours, own)]
-    assert saved[0] > saved[1]
-    assert error(grads(ours), grads()) < 0.05
-
-
 def test_a_function_that_reads_values():
     def reads(params, x):
         value = loss(params, x)
