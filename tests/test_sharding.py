@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from helpers import array, assert_close, normal
 from jax import P
-from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AxisType, Mesh, NamedSharding
-from meshes import collectives, exchanged
+from meshes import exchanged
 
 import lowmembp_jax as lm
-from lowmembp_jax.memory.devices import target_config
 
 SHAPE = (8, 16, 1000)
 SPECS = {"batch": P("x"), "sequence": P(None, "x"), "hidden": P(None, None, "x")}
@@ -206,46 +204,6 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
     else:  # the kernels' names are in the calls' compressed bodies
         assert text.count('custom_call_target="triton_kernel_call') >= 2
     assert_adds_none(program, exchanged_by_flax(name, split, mesh, mapped))
-
-
-def mesh_of_hosts(axis_type=AxisType.Auto):
-    """Returns a mesh of two hosts with 8 H200s each; none need exist."""
-    config = target_config("h200")
-    there = get_topology_desc(platform="cuda", target_config=config, topology="1x2x8").devices
-    return Mesh(np.array(there), ("x",), axis_types=(axis_type,))
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
-def test_activations_of_any_width_exchange_nothing(kind):
-    """As `jax.nn.gelu`, forward and gradient; and results are where the arguments are."""
-    mesh = mesh_of_hosts(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-    arguments = [
-        jax.ShapeDtypeStruct((16, 16, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for width in (384, 640, 1000, 1408, 11008)
-        for spec in SPECS.values()
-        if spec != SPECS["hidden"] or width % 16 == 0
-    ]
-
-    def run(x, spec):
-        results = []
-        for op in (lm.regelu2, lm.resilu2, OPS["swiglu"][0]):
-            if kind == "shard_map":
-                op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)
-            y, vjp = jax.vjp(op, x)
-            results += [y, *vjp(y)]
-        return results
-
-    def program(xs):
-        return [run(x, argument.sharding.spec) for x, argument in zip(xs, arguments, strict=True)]
-
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        # Named, as JAX does not find the platform of an explicit mesh of devices not there.
-        lowered = jax.jit(program).trace(arguments).lower(lowering_platforms=("cuda",))
-        made = lowered.compile()
-    assert not collectives(made)
-    for argument, results in zip(arguments, made.output_shardings, strict=True):
-        assert all(result.is_equivalent_to(argument.sharding, 3) for result in results), argument
 
 
 @pytest.mark.parametrize(
