@@ -50,10 +50,11 @@ COMPRESSED = [
     ("compress, int8", "full", 5.2, False),
     ("compress, its input alone", "full", 0.6, True),
     ("compress, attention in bfloat16", "full", 7.15, False),
-    ("compress, lowmembp_jax", "lora-qv", 3.7, True),
+    ("compress, lowmembp_jax", "lora-qv", 3.7, False),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* runs jax.checkpoint with its policy")  # the first block
 @pytest.mark.parametrize(("method", "train", "limit", "scan"), COMPRESSED)
 def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
     # With fewer blocks XLA 0.10.2 has its peak elsewhere.
