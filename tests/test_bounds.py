@@ -46,16 +46,12 @@ def inputs(case):
             x[7, 9] = 1e5
         case "column 1e4":
             w[:, 5] *= 1e4
-        case "row of the kernel 1e3":
-            w[5] *= 1e3
         case "bias 100":
             b += 100 + 50 * np.array(normal(WIDTH, key=3))
         case "one bias 1e4":
             b[7] = 1e4
-        case "negative bias":
-            b -= 3 * np.abs(np.array(normal(WIDTH, key=2)))
-        case "small" | "tiny" | "huge":
-            x *= {"small": 1e-4, "tiny": 1e-30, "huge": 1e30}[case]
+        case "tiny" | "huge":
+            x *= {"tiny": 1e-30, "huge": 1e30}[case]
         case "both tiny":
             x, w = x * 1e-12, w * 1e-22
         case "tiny and huge":
@@ -71,8 +67,8 @@ def inputs(case):
 
 
 CASES = [
-    *("normal", "channel 1e4", "token 1e4", "element 1e5", "column 1e4", "row of the kernel 1e3"),
-    *("bias 100", "one bias 1e4", "negative bias", "small", "tiny", "huge", "both tiny"),
+    *("normal", "channel 1e4", "token 1e4", "element 1e5", "column 1e4"),
+    *("bias 100", "one bias 1e4", "tiny", "huge", "both tiny"),
     *("tiny and huge", "correlated", "sparse", "a channel of a norm's output 300"),
 ]
 
@@ -173,8 +169,16 @@ def test_heads_loops_and_batches(scanned):
             assert error(each, jax.vmap(exact, (None, 0))(p, batch)) < 0.04
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
-@pytest.mark.parametrize("specs", [(P("x"), P()), (P(None, "x"), P("x")), (P(), P(None, "x"))])
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    [
+        (AxisType.Auto, (P("x"), P())),
+        (AxisType.Auto, (P(None, "x"), P("x"))),
+        (AxisType.Explicit, (P(None, "x"), P("x"))),
+        (AxisType.Explicit, (P(), P(None, "x"))),
+        (AxisType.Manual, (P("x"), P())),
+    ],
+)
 def test_no_collective_is_added(kind, specs):
     own = AxisType.Auto if kind == AxisType.Manual else kind
     mesh = jax.make_mesh((8,), ("x",), axis_types=(own,))

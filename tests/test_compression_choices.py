@@ -132,8 +132,8 @@ FUNCTIONS = {
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, lm.products_saveable) for name in FUNCTIONS]
-    + [(name, NOTHING) for name in ("top_k", "argmax", "relu", "phases", "steps")]
-    + [(name, lm.everything_saveable) for name in ("top_k", "branch")],
+    + [(name, NOTHING) for name in ("top_k", "relu", "steps")]
+    + [(name, lm.everything_saveable) for name in ("branch",)],
 )
 def test_the_backward_chooses_as_the_forward(name, policy):
     def gradients(function):

@@ -205,10 +205,6 @@ def transposed_scan(op, c, b):
     return jax.linear_transpose(run, b)(b)[0]
 
 
-def transposed_batch(op, c, b):
-    return jax.linear_transpose(jax.vmap(partial(op, c)), b[None])(b[None])[0]
-
-
 def transposed_derivative(op, c, b):
     return jax.linear_transpose(lambda u: jax.jvp(lambda c: op(c, u), (c,), (c,)), b)((b, b))[0]
 
@@ -228,7 +224,6 @@ def solved(op, c, b):
     [
         (transposed, lm.products_saveable),
         (transposed_scan, lm.everything_saveable),
-        (transposed_batch, NOTHING),
         (transposed_derivative, lm.products_saveable),
         (solved, lm.products_saveable),
     ],
@@ -258,17 +253,13 @@ def recurrent(w, x):
     return lax.scan(step, jnp.zeros(16), x)[1]
 
 
-def branched(w, x):
-    return lax.cond(x[0, 0] > 0, lambda x: mapped(w, x), lambda x: x @ w, x)
-
-
 def sharded(w, x):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("i",))
     specs = {"in_specs": (jax.P(None, "i"), jax.P()), "out_specs": jax.P(None, "i")}
     return jax.shard_map(lambda w, x: x @ w, mesh=mesh, **specs)(w, x)
 
 
-@pytest.mark.parametrize("product", [mapped_twice, recurrent, branched, sharded])
+@pytest.mark.parametrize("product", [mapped_twice, recurrent, sharded])
 def test_a_norm_outside_a_loop_reads_a_product_inside(product):
     def normed(w, x):
         return rms(product(w, x)) + 0 * x

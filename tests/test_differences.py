@@ -97,7 +97,7 @@ def gradients(run, pos):
 @pytest.mark.parametrize(
     ("program", "policy", "offset"),
     [(program, "default", 100.0) for program in PROGRAMS]
-    + [(program, None, 5.0) for program in (particles, graph, changes, looped)],
+    + [(program, None, 5.0) for program in (graph, looped)],
 )
 def test_gradients(program, policy, offset):
     options = {} if policy == "default" else {"policy": policy}

@@ -144,7 +144,9 @@ def test_cudnn_compiles_for_odd_tokens(name, mixed_dtypes):
     assert "__cudnn$fmha" in text
 
 
-@pytest.mark.parametrize(("name", "merged"), [("vit", False), ("swin", True)])
+@pytest.mark.parametrize(
+    ("name", "merged"), [pytest.param("vit", False, marks=pytest.mark.slow), ("swin", True)]
+)
 def test_even_tokens_for_cudnn(name, merged, monkeypatch):
     """ViT has 17 tokens, and Swin windows of 9 tokens."""
     module, config = {"vit": (vit, TINY["vit"]), "swin": (swin, None)}[name]

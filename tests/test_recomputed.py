@@ -124,9 +124,9 @@ POLES = {
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": None}, {"policy": None, "dtype": "int8"}], ids=str
+    ("function", "options"),
+    [(name, {"policy": None}) for name in POLES] + [("tanh", {}), ("tan", {"dtype": "int8"})],
 )
-@pytest.mark.parametrize("function", POLES)
 def test_complex_numbers_near_poles(function, options):
     """Functions that are bounded on real numbers are not on complex ones."""
 

@@ -136,12 +136,10 @@ def several_keys(keys, **options):
 TYPED, LEGACY = jax.random.key(0), jax.random.PRNGKey(0)
 #: Functions of an activation and of keys, and the keys.
 DRAWING = {
-    "argument": (partial(CUT(noisy), PARAMS), TYPED),
     "legacy argument": (partial(CUT(noisy), PARAMS), LEGACY),
     "parameter": (partial(CUT(noisy, params_argnums=(0, 2)), PARAMS), LEGACY),
     "keyword": (lambda x, key: CUT(noisy)(PARAMS, x, key=key), LEGACY),
     "closed over": (lambda x, _: CUT(lambda _, x: noisy(None, x, TYPED))(PARAMS, x), TYPED),
-    "legacy closed over": (lambda x, _: CUT(lambda _, x: noisy(None, x, LEGACY))(PARAMS, x), TYPED),
     "array": several_keys(jax.random.split(LEGACY, 3)),
     "jit inside": (partial(CUT(jax.jit(noisy)), PARAMS), LEGACY),
     "remat inside": (partial(CUT(jax.checkpoint(noisy)), PARAMS), LEGACY),

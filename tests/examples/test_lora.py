@@ -49,8 +49,7 @@ def with_lora(train, family, **fields):
     ("family", "train", "fields"),
     [
         ("bert", "lora-all", {}),
-        ("llama", "lora-fa-all", {"layers": "unrolled", "method": "dots"}),
-        ("vit", "qlora-qv", {"method": "lowmembp+remat", "layers": "scan"}),
+        pytest.param("vit", "qlora-qv", {"layers": "scan"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -138,7 +138,7 @@ def test_methods(name, method):
     ("name", "method", "merged"),
     [
         ("vit", "lowmembp", True),
-        ("bert", "lowmembp+remat", False),
+        *slow(("bert", "lowmembp+remat", False)),
         *slow(*[(name, "lowmembp", False) for name in ("swin_padded", "roberta", "llama")]),
     ],
 )

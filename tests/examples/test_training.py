@@ -87,7 +87,7 @@ def test_overflow_in_float16_is_skipped():
     assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
-@pytest.mark.parametrize("name", ["bert-toy", "llama-tiny"])
+@pytest.mark.parametrize("name", ["bert-toy", pytest.param("llama-tiny", marks=pytest.mark.slow)])
 def test_padding_does_not_count(name):
     family, config = MODELS[name]
     model = family.build(config, Compute())
