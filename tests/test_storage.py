@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 import lowmembp_jax as lm
 from lowmembp_jax.compression.formats import Format
 
-
 #: Cases between others.
 BETWEEN = "0.01", "0.001", "100", "RMSNorm, a channel at 5,000", "no norm, log-normal, sigma 2"
 
