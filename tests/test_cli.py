@@ -16,7 +16,7 @@ from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "tyro")

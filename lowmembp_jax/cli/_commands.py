@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 if TYPE_CHECKING:
     from lowmembp_jax.cli._factories import Factory

@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from lowmembp_jax._arguments import as_choice, as_items, is_inexact
-from lowmembp_jax._exactness import is_exact
-from lowmembp_jax._platform import is_for_tpu
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._contexts import is_exact, is_for_tpu
+from lowmembp_jax._messages import warn
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._primitive import How, Input, Saved
 from lowmembp_jax.compression._traced_call import traced_call

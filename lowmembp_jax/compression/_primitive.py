@@ -26,8 +26,8 @@ from lowmembp_jax._jax_internals import (
     saved_by_checkpoint,
     weakref_lru_cache,
 )
+from lowmembp_jax._messages import warn
 from lowmembp_jax._sizes import array_bytes, format_bytes
-from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory.result import PARTS, Plan, aligned
 from lowmembp_jax.memory.scopes import layers_together

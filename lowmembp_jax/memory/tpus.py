@@ -6,7 +6,7 @@ import os
 
 from jax.experimental import topologies
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 # Older versions of libtpu describe only whole hosts, of 4 chips.
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowmembp_jax._source_files import frames_of, users_line
+from lowmembp_jax._messages import frames_of, users_line
 from lowmembp_jax.compression.jaxprs import bodies, carried, every_equation, operands
 
 _CHECKPOINTS = ("checkpoint", "remat2")

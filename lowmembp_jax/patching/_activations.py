@@ -2,7 +2,7 @@
 
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -49,19 +49,6 @@ def swap_activation(
     ours = partial(_OURS[op], bits=bits)
     seen(op, None, lambda x: plain(x, *args), lambda x: ours(x, *args), x)
     return ours(x, *args)
-
-
-def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of the kernels in a module, or in the nearest parent that holds kernels."""
-    while isinstance(module, nn.Module) and module.scope is not None:
-        held = module.variables.get("params", {}).values()
-        kernels = (each.get("kernel") for each in held if isinstance(each, Mapping))
-        if shapes := [
-            each.shape for each in kernels if each is not None and hasattr(each, "shape")
-        ]:
-            return shapes
-        module = module.parent  # pyright: ignore[reportAssignmentType]
-    return []
 
 
 def is_gate(kernels: Iterable[tuple[int, ...]], width: int) -> bool:

@@ -21,11 +21,16 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._contexts import is_exact
 from lowmembp_jax._jax_internals import is_differentiated
-from lowmembp_jax._nnx_paths import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.linen import compress_module
-from lowmembp_jax.patching._activations import linen_kernels, own_activations, swap_activation
+from lowmembp_jax.patching._activations import own_activations, swap_activation
+from lowmembp_jax.patching._calling_modules import (
+    attribute_path,
+    linen_kernels,
+    nnx_kernels,
+    running_modules,
+)
 from lowmembp_jax.patching._checkpoints import compressed_vjp
 from lowmembp_jax.patching._function_bodies import exchanged
 from lowmembp_jax.patching._norms import (
@@ -132,7 +137,7 @@ class _Entry:
         if op in NORMS:
             dtype, residual = settings.norm_dtype, settings.norm_residual
             return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
-        kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
+        kernels = nnx_kernels(modules) if self.module is None else linen_kernels(self.module)
         return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 
 class StepError(GivenError):
