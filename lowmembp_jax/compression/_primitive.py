@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import checkpoint as jax_checkpoint  # the name `jax.checkpoint` may be replaced by ours
 from jax.core import eval_jaxpr
 from jax.extend import core
 from jax.extend.core.primitives import remat_p
@@ -99,7 +100,8 @@ class How:
         if any(operation(eqn) == "CustomRemat" for eqn in every_equation(jaxpr)):
             # JAX's custom_remat has a derivative in `jax.checkpoint` alone.
             run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-            return jax.checkpoint(run, policy=self.marker.policy)(*args)
+            options = {"policy": self.marker.policy, "prevent_cse": self.prevent_cse}
+            return jax_checkpoint(run, **options)(*args)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
     def of(self, inputs):
