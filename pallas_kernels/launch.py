@@ -1,9 +1,9 @@
 """Launches Pallas kernels: the only call of Pallas.
 
 Pallas-Triton adds byte offsets in signed 32-bit integers for arrays up to 2^32 bytes, and in 64
-bits for larger arrays. Block starts (program index times block size) always have 32 bits. So the
-kernels here index arrays with two axes, and no block starts beyond 2^31 along either axis. They
-have no array of 2^31 to 2^32 single bytes (but `jax.vmap` may make one).
+bits for larger arrays. Block starts (program index times block size) always have 32 bits. So in the
+kernels here no block starts beyond 2^31 along an axis. They have no array of 2^31 to 2^32 single
+bytes (but `jax.vmap` may make one).
 
 JAX 0.11 and later give a DeprecationWarning when they lower a Pallas-Triton kernel. This happens
 in `jit(...).lower`, long after the call below, so it cannot be silenced here.

@@ -49,30 +49,10 @@ def backward_kernel(
     kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr,
     dx_ptr, dscale_ptr, dbias_ptr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CENTER: tl.constexpr,
-):  # fmt: skip
-    """The backward without scale and bias."""
-    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    columns = tl.arange(0, BLOCK)
-    all_rows: tl.constexpr = ROWS % TILE_ROWS == 0
-    mask = mask_tile(rows, columns, ROWS, WIDTH, all_rows, BLOCK == WIDTH)
-    offsets = rows[:, None] * WIDTH + columns[None, :]
-    y = load(kept_ptr + offsets, mask).to(tl.float32)
-    g = load(g_ptr + offsets, mask).to(tl.float32)
-    rstd = load(rstd_ptr + rows, None if all_rows else rows < ROWS)[:, None]
-    dx = input_gradient(y, rstd, g, WIDTH, CENTER)
-    tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def affine_backward_kernel(
-    kept_ptr, rstd_ptr, g_ptr, scale_ptr, bias_ptr,
-    dx_ptr, dscale_ptr, dbias_ptr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, CENTER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
     RECOVER: tl.constexpr,
 ):  # fmt: skip
-    """The backward with scale or bias.
+    """The backward: dx, and the gradients of the given parameters.
 
     A program sums the parameter gradients of its tiles and writes them as one row. Axis 0 of the
     grid has PROGRAMS programs, which share the tiles of a segment. Axis 1 has the segments of ROWS

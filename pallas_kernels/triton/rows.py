@@ -1,20 +1,27 @@
-"""Chooses a norm's kernel, blocks, warps and grid from the row length.
+"""LayerNorm and RMSNorm in Triton: chooses kernel, blocks, warps and grid from the row length.
 
 Without parameter gradients, each program has one row or a few rows. With them, there are as many
 programs as multiprocessors hold. Each program sums the gradients of its rows in registers and
-writes one row of partial sums. For rows that are too long for registers see `wide_rows`.
+writes one row of partial sums, which are summed here. There are no atomics, so results are the same
+in every run. For rows that are too long for registers see `wide_rows`.
 """
 
 import jax
 import jax.numpy as jnp
 import triton
+from jaxtyping import Array
 
-from pallas_kernels.interface import DEFAULT_CORES, power_of_two
+from pallas_kernels.interface import (
+    DEFAULT_CORES,
+    NORM_BACKWARD,
+    NORM_FORWARD,
+    NormForward,
+    power_of_two,
+)
 from pallas_kernels.triton import row_kernels, wide_rows
-from pallas_kernels.triton.launch import ABSENT, Launch
+from pallas_kernels.triton.launch import ABSENT, Launch, batchable, call
 
-FORWARD_NAME = "lowmembp_norm_forward"
-BACKWARD_NAME = "lowmembp_norm_backward"
+#: The name of the kernel that sums the parameter gradients of wide rows.
 SUMS_NAME = "lowmembp_norm_parameter_gradients"
 
 # The largest number of columns in a program: 32 for each thread of 16 warps.
@@ -63,7 +70,7 @@ def forward_launch(
         _shape(rows, width, dtype) if keep_normalized else ABSENT,
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
-    return Launch(kernel, grid, warps, outputs, constants, FORWARD_NAME)
+    return Launch(kernel, grid, warps, outputs, constants, NORM_FORWARD)
 
 
 def backward_launch(
@@ -83,12 +90,13 @@ def backward_launch(
     if columns > _most_columns(width, scale, bias, recover):
         kernel, grid, warps = wide_rows.backward_kernel, (segments * rows,), wide_rows.CHUNK_WARPS
         constants |= affine | dict(BLOCK=wide_rows.CHUNK)
-    elif not (scale or bias):
+    elif not (scale or bias):  # a program for each tile
         kernel = row_kernels.backward_kernel
-        block, grid, warps = _tile(segments * rows, columns)
-        constants |= block | dict(ROWS=segments * rows)
+        block, (programs,), warps = _tile(segments * rows, columns)
+        grid = (programs, 1)
+        constants |= affine | block | dict(ROWS=segments * rows, PROGRAMS=programs)
     else:
-        kernel = row_kernels.affine_backward_kernel
+        kernel = row_kernels.backward_kernel
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
         per_thread = _per_thread(width, recover)
         warps = max(tile_rows * columns // (32 * per_thread), 1)
@@ -98,7 +106,7 @@ def backward_launch(
         block = dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
         constants |= affine | block
         outputs = (outputs[0], *_partials(segments, programs, width, scale, bias))
-    return Launch(kernel, grid, warps, outputs, constants, BACKWARD_NAME)
+    return Launch(kernel, grid, warps, outputs, constants, NORM_BACKWARD)
 
 
 def sums_launch(
@@ -154,3 +162,77 @@ def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
 def _partials(segments, programs, width, scale, bias) -> tuple[jax.ShapeDtypeStruct, ...]:
     partial = jax.ShapeDtypeStruct((segments, programs, width), jnp.float32)
     return partial if scale else ABSENT, partial if bias else ABSENT
+
+
+def norm_forward(x, scale, bias, *, center, epsilon, dtype, keep_normalized, cores) -> NormForward:
+    """`interface.norm_forward` in Triton."""
+    del cores  # a program for every row on any device
+    rows, width = x.shape
+    static = dict(center=center, epsilon=epsilon, keep_normalized=keep_normalized)
+
+    def run(x, scale, bias):
+        launch = forward_launch(
+            rows, width, dtype, scale=scale is not None, bias=bias is not None, **static
+        )
+        inputs = (x if array is None else array for array in (x, scale, bias))
+        out, normalized, rstd = call(launch, *inputs)
+        return NormForward(out, rstd, normalized if keep_normalized else None)
+
+    def fold(count, batched, x, scale, bias):
+        if batched != [True, False, False]:
+            return None
+        results = norm_forward(
+            x.reshape(count * rows, width), scale, bias, dtype=dtype, cores=None, **static
+        )
+        return jax.tree.map(lambda a: a.reshape(count, rows, *a.shape[1:]), results)
+
+    return batchable(run, fold)(x, scale, bias)
+
+
+def norm_backward(
+    kept, rstd, g, scale, bias, *, center, x_dtype, recover, cores
+) -> tuple[Array, Array | None, Array | None]:
+    """`interface.norm_backward` in Triton."""
+    static = dict(center=center, x_dtype=x_dtype, recover=recover, cores=cores)
+    dx, *sums = _backward(1, kept, rstd, g, scale, bias, **static)
+    d_scale, d_bias = (None if a is None else a.reshape(kept.shape[1]) for a in sums)
+    return dx, d_scale, d_bias
+
+
+def _backward(segments, *arrays, center, x_dtype, recover, cores):
+    """`norm_backward` for segments of equal numbers of rows.
+
+    Parameter gradients are `[segments, width]`. Under `jax.vmap`, each element of the batch becomes
+    a segment.
+    """
+    height, width = arrays[0].shape
+
+    def run(kept, rstd, g, scale, bias):
+        rows = height // segments
+        affine = dict(scale=scale is not None, bias=bias is not None, recover=recover)
+        launch = backward_launch(
+            segments, rows, width, x_dtype, center=center, cores=cores, **affine
+        )
+        inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias)]
+        dx, *partials = call(launch, *inputs)
+        if launch.kernel is wide_rows.backward_kernel and (affine["scale"] or affine["bias"]):
+            launch = sums_launch(segments, rows, width, cores=cores, **affine)
+            partials = call(launch, inputs[0], *inputs[2:])
+        return dx, *(
+            None if p is None else jnp.sum(partial, axis=1).astype(p.dtype)
+            for partial, p in zip(partials, (scale, bias), strict=True)
+        )
+
+    def fold(count, batched, *arrays):
+        if batched != [True, True, True, False, False]:
+            return None
+        arrays = [
+            a.reshape(count * height, *a.shape[2:]) if each else a
+            for a, each in zip(arrays, batched, strict=True)
+        ]
+        results = _backward(
+            count * segments, *arrays, center=center, x_dtype=x_dtype, recover=recover, cores=cores
+        )
+        return jax.tree.map(lambda a: a.reshape(count, a.shape[0] // count, width), results)
+
+    return batchable(run, fold)(*arrays)
