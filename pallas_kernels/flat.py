@@ -3,9 +3,18 @@
 In bfloat16 with 2-bit codes, an activation's forward moves 4.25 bytes an element (x 2, y 2, codes
 1/4), and so does its backward. A gated unit's forward moves 6 (gate, up, h) and its backward 10
 (gate, up, g and the two gradients). Source: LowMemoryBP (arXiv:2406.16282), section 4.
+
+Pallas-Triton adds offsets in signed 32-bit integers for arrays up to 2^32 bytes, and in 64 bits for
+larger arrays. Block starts (program index times block size) always have 32 bits. So in the kernels
+here and in `rows` no block starts beyond 2^31 along an axis. They have no array of 2^31 to 2^32
+single bytes (but `jax.vmap` may make one).
+
+JAX 0.11 and later give a DeprecationWarning when they lower a Pallas-Triton kernel. This happens in
+`jit(...).lower`, long after the call here, so it cannot be silenced.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,11 +25,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import interface, step_table
-from pallas_kernels.launch import launch
 
 _BLOCKS = (2048, 1024, 512)
 _BYTES_PER_THREAD = 32  # two loads of 16 bytes; with four loads gelu_erf takes 125 registers
-# The indices of Pallas-Triton have 32 bits.
 _MOST = 2**31 - _BLOCKS[0]
 
 
@@ -29,9 +36,6 @@ class FlatTiling(NamedTuple):
 
     size: int
     block: int
-
-    def warps(self, dtype) -> int:
-        return self.block * jnp.dtype(dtype).itemsize // (32 * _BYTES_PER_THREAD)
 
     def spec(self, each: int) -> pl.BlockSpec:
         """The blocks of an array that has one entry for `each` elements."""
@@ -62,47 +66,46 @@ def flat_tiling(size: int, cores: int | None) -> FlatTiling:
     return FlatTiling(size, next((b for b in fitting if size % b == 0), fitting[0]))
 
 
-def _load(ref, mask) -> Array:
-    """Loads the block, 0 where masked."""
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+def load(ref, mask, other: float = 0.0) -> Array:
+    """Inside a kernel: loads a block in float32, `other` where masked."""
+    return plgpu.load(ref, mask=mask, other=None if mask is None else other).astype(jnp.float32)
 
 
-def _floats(ref, mask) -> Array:
-    return _load(ref, mask).astype(jnp.float32)
-
-
-def _store(ref, values: Array, mask) -> None:
+def store(ref, values: Array, mask) -> None:
     plgpu.store(ref, values.astype(ref.dtype), mask=mask)
 
 
 def _activation_forward(x_ref, y_ref, packed_ref, *, tiling, function, thresholds):
     mask, bits = tiling.mask(1), step_table.code_bits(len(thresholds) + 1)
-    x = _floats(x_ref, mask)
-    _store(y_ref, step_table.activate(function, x), mask)
+    x = load(x_ref, mask)
+    store(y_ref, step_table.activate(function, x), mask)
     codes = step_table.encode(x, thresholds)
     if mask is not None:  # the last byte's unused bits are 0
         codes = jnp.where(mask, codes, 0)
-    _store(packed_ref, step_table.pack(codes, bits), tiling.mask(8 // bits))
+    store(packed_ref, step_table.pack(codes, bits), tiling.mask(8 // bits))
 
 
 def _activation_backward(packed_ref, g_ref, dx_ref, *, tiling, levels):
     mask, bits = tiling.mask(1), step_table.code_bits(len(levels))
-    codes = step_table.unpack(_load(packed_ref, tiling.mask(8 // bits)).astype(jnp.int32), bits)
-    _store(dx_ref, _floats(g_ref, mask) * step_table.slopes(codes, levels), mask)
+    mask_of_bytes = tiling.mask(8 // bits)
+    other = None if mask_of_bytes is None else 0
+    packed = plgpu.load(packed_ref, mask=mask_of_bytes, other=other).astype(jnp.int32)
+    codes = step_table.unpack(packed, bits)
+    store(dx_ref, load(g_ref, mask) * step_table.slopes(codes, levels), mask)
 
 
 def _gated_forward(gate_ref, up_ref, h_ref, *, tiling, function):
     mask = tiling.mask(1)
-    value, _ = step_table.value_and_slope(function, _floats(gate_ref, mask))
-    _store(h_ref, value * _floats(up_ref, mask), mask)
+    value, _ = step_table.value_and_slope(function, load(gate_ref, mask))
+    store(h_ref, value * load(up_ref, mask), mask)
 
 
 def _gated_backward(gate_ref, up_ref, g_ref, d_gate_ref, d_up_ref, *, tiling, function):
     mask = tiling.mask(1)
-    gate, up, g = (_floats(ref, mask) for ref in (gate_ref, up_ref, g_ref))
+    gate, up, g = (load(ref, mask) for ref in (gate_ref, up_ref, g_ref))
     value, slope = step_table.value_and_slope(function, gate)
-    _store(d_gate_ref, g * up * slope, mask)
-    _store(d_up_ref, g * value, mask)
+    store(d_gate_ref, g * up * slope, mask)
+    store(d_up_ref, g * value, mask)
 
 
 def _launch(
@@ -120,17 +123,16 @@ def _launch(
     """
     size = inputs[-1][0].size
     tiling = flat_tiling(size, cores)
-    return launch(
-        kernel,
+    warps = tiling.block * jnp.dtype(outputs[0][0]).itemsize // (32 * _BYTES_PER_THREAD)
+    return pl.pallas_call(
+        partial(kernel, tiling=tiling, **static),
         name=name,
-        programs=pl.cdiv(size, tiling.block),
+        grid=(pl.cdiv(size, tiling.block),),
         in_specs=[tiling.spec(each) for _, each in inputs],
         out_specs=[tiling.spec(each) for _, each in outputs],
         out_shape=[jax.ShapeDtypeStruct((pl.cdiv(size, each),), dtype) for dtype, each in outputs],
-        warps=tiling.warps(outputs[0][0]),
+        compiler_params=plgpu.CompilerParams(num_warps=warps),
         interpret=interpret,
-        tiling=tiling,
-        **static,
     )(*(array for array, _ in inputs))
 
 

@@ -3,6 +3,10 @@
 Each function checks its arguments and calls the kernel of `implementation`: "pallas", "triton", or
 "pallas_interpret", which runs the Pallas kernels on the CPU. `cores` is the number of
 multiprocessors of the target device; None stands for 132.
+
+They raise TypeError for arrays of other dtypes than float32, bfloat16 and float16. They raise
+ValueError for an unknown function, for shapes that do not fit, and for arrays that are too large
+for Pallas' indices.
 """
 
 import importlib
@@ -57,10 +61,6 @@ def activation_forward(
     Returns:
       y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]` or `[ceil(n / 2)]`. The first
       code of each byte is in its lowest bits, and unused bits are 0.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: the function is unknown; there are too many thresholds.
     """
     _check_float("x", x.dtype)
     _check_function(function)
@@ -90,10 +90,6 @@ def activation_backward(
 
     Returns:
       `[*shape]` in g's dtype. It is NaN wherever g is NaN, also at a level of 0.
-
-    Raises:
-      TypeError: g has another dtype.
-      ValueError: `packed` has another dtype or shape; there are too many levels.
     """
     _check_float("g", g.dtype)
     if not 2 <= len(levels) <= 16:
@@ -125,10 +121,6 @@ def gated_forward(
       gate: `[*shape]`, float32, bfloat16 or float16.
       up: has gate's shape and dtype.
       function: as for `activation_forward`.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: the function is unknown; shapes or dtypes differ.
     """
     _check_gated(function, gate=gate, up=up)
     if gate.size == 0:
@@ -156,9 +148,6 @@ def gated_backward(
     Returns:
       `g * up` times the derivative of `function` at gate, and `g * function(gate)`. They are NaN
       wherever g is NaN, also at a slope of 0.
-
-    Raises:
-      TypeError, ValueError: as for `gated_forward`.
     """
     _check_gated(function, gate=gate, up=up, g=g)
     if gate.size == 0:
@@ -189,10 +178,6 @@ def norm_forward(
       epsilon: added to the variance.
       dtype: the dtype of the output.
       keep_normalized: also return the normalized x if there is a scale or bias.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: shapes do not fit, or x is too large for the Pallas kernel.
     """
     dtype = _check_float("dtype", dtype)
     _check_rows(x.shape, x=x, scale=scale, bias=bias)
@@ -236,9 +221,6 @@ def norm_backward(
     Returns:
       dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes, or
       None for a parameter that is None.
-
-    Raises:
-      TypeError, ValueError: as for `norm_forward`.
     """
     x_dtype = _check_float("x_dtype", x_dtype)
     _check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)

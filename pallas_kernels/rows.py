@@ -6,6 +6,7 @@ registers and writes one row of partial sums. There are no atomics, so results a
 run. Source: LowMemoryBP (arXiv:2406.16282), section 5.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import interface, row_norm
-from pallas_kernels.launch import launch
+from pallas_kernels.flat import load, store
 
 #: The largest number of columns that a program holds (above 8192 it spills registers), and the
 #: largest number of rows for 32-bit offsets. Larger arrays are an error.
@@ -32,19 +33,13 @@ _RESIDENT_WARPS = 16
 
 
 class RowTiling(NamedTuple):
-    """The tiles of a matrix.
+    """The tiles of a matrix."""
 
-    Attributes:
-      rows, width: the shape of the matrix.
-      tile_rows, columns: the shape of a tile.
-      steps: the number of tiles of a program.
-    """
-
-    rows: int
+    rows: int  # of the matrix
     width: int
     tile_rows: int
-    columns: int
-    steps: int
+    columns: int  # of a tile
+    steps: int  # tiles of a program
 
     @property
     def programs(self) -> int:
@@ -107,33 +102,25 @@ def both(rows: Array | None, columns: Array | None, shape) -> Array | None:
     return masks[0] & masks[1] if len(masks) == 2 else (masks[0] if masks else None)
 
 
-def _load(ref, mask, other: float = 0.0) -> Array:
-    return plgpu.load(ref, mask=mask, other=None if mask is None else other).astype(jnp.float32)
-
-
-def _store(ref, values: Array, mask) -> None:
-    plgpu.store(ref, values.astype(ref.dtype), mask=mask)
-
-
 def _parameters(refs, scale: bool, bias: bool, mask) -> tuple[Array | None, Array | None]:
     """Takes scale and bias from `refs` if they are given, `[1, columns]`, padded with 1 and 0."""
-    loaded = _load(refs.pop(0), mask, 1.0) if scale else None
-    return loaded, _load(refs.pop(0), mask) if bias else None
+    loaded = load(refs.pop(0), mask, 1.0) if scale else None
+    return loaded, load(refs.pop(0), mask) if bias else None
 
 
 def _forward_kernel(x_ref, *refs, tiling, scale, bias, center, epsilon, keep_normalized):
     refs = list(refs)
     columns, rows = tiling.column_mask(), tiling.row_mask(pl.program_id(0), 0)
     mask = both(rows, columns, (tiling.tile_rows, tiling.columns))
-    x = _load(x_ref, mask)
+    x = load(x_ref, mask)
     scale, bias = _parameters(refs, scale, bias, columns)
     out_ref, rstd_ref, *refs = refs
     x, rstd = row_norm.standardize(x, columns, tiling.width, center=center, epsilon=epsilon)
-    _store(out_ref, row_norm.affine(x, rstd, scale, bias), mask)
+    store(out_ref, row_norm.affine(x, rstd, scale, bias), mask)
     if keep_normalized:
-        _store(refs.pop(), x * rstd, mask)
+        store(refs.pop(), x * rstd, mask)
     rows = None if rows is None else rows.reshape(tiling.tile_rows)
-    _store(rstd_ref, rstd.reshape(tiling.tile_rows), rows)
+    store(rstd_ref, rstd.reshape(tiling.tile_rows), rows)
 
 
 def _backward_kernel(kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, center, recover):
@@ -149,23 +136,23 @@ def _backward_kernel(kept_ref, rstd_ref, g_ref, *refs, tiling, scale, bias, cent
         rows = tiling.row_mask(program, index)
         mask = both(rows, columns, shape)
         tile = pl.ds(index * tiling.tile_rows, tiling.tile_rows)
-        y, g = _load(kept_ref.at[tile, :], mask), _load(g_ref.at[tile, :], mask)
+        y, g = load(kept_ref.at[tile, :], mask), load(g_ref.at[tile, :], mask)
         if recover:
             y = y if bias is None else y - bias
             y = y if inverse is None else y * inverse
             y = y if mask is None else jnp.where(mask, y, 0.0)
-        rstd = _load(rstd_ref.at[tile], None if rows is None else rows.reshape(tiling.tile_rows))
+        rstd = load(rstd_ref.at[tile], None if rows is None else rows.reshape(tiling.tile_rows))
         gradients = ([g * y] if has_scale else []) + ([g] if has_bias else [])
         sums = [total + gradient for total, gradient in zip(sums, gradients, strict=True)]
         g = g if scale is None else g * scale
         dx = row_norm.input_gradient(y, rstd[:, None], g, tiling.width, center=center)
-        _store(dx_ref.at[tile, :], dx, mask)
+        store(dx_ref.at[tile, :], dx, mask)
         return sums
 
     sums = [jnp.zeros(shape, jnp.float32) for _ in sum_refs]
     sums = step(0, sums) if tiling.steps == 1 else lax.fori_loop(0, tiling.steps, step, sums)
     for ref, total in zip(sum_refs, sums, strict=True):
-        _store(ref, jnp.sum(total, axis=0, keepdims=True), columns)
+        store(ref, jnp.sum(total, axis=0, keepdims=True), columns)
 
 
 def norm_forward(
@@ -176,21 +163,23 @@ def norm_forward(
     tiling = row_tiling(rows, width, cores, sums=False)
     parameters = [p.reshape(1, width) for p in (scale, bias) if p is not None]
     matrix = jax.ShapeDtypeStruct(x.shape, dtype)
-    out, rstd, *normalized = launch(
-        _forward_kernel,
+    out, rstd, *normalized = pl.pallas_call(
+        partial(
+            _forward_kernel,
+            tiling=tiling,
+            scale=scale is not None,
+            bias=bias is not None,
+            center=center,
+            epsilon=float(epsilon),
+            keep_normalized=keep_normalized,
+        ),
         name=interface.NORM_FORWARD,
-        programs=tiling.programs,
+        grid=(tiling.programs,),
         in_specs=[tiling.matrix()] + [tiling.parameter() for _ in parameters],
         out_specs=[tiling.matrix(), tiling.vector()] + [tiling.matrix()] * keep_normalized,
         out_shape=[matrix, jax.ShapeDtypeStruct((rows,), jnp.float32)] + [matrix] * keep_normalized,
-        warps=tiling.warps,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps),
         interpret=interpret,
-        tiling=tiling,
-        scale=scale is not None,
-        bias=bias is not None,
-        center=center,
-        epsilon=float(epsilon),
-        keep_normalized=keep_normalized,
     )(x, *parameters)
     return interface.NormForward(out, rstd, normalized[0] if keep_normalized else None)
 
@@ -202,22 +191,24 @@ def norm_backward(
     rows, width = kept.shape
     given = [p for p in (scale, bias) if p is not None]
     tiling = row_tiling(rows, width, cores, sums=bool(given))
-    dx, *partials = launch(
-        _backward_kernel,
+    dx, *partials = pl.pallas_call(
+        partial(
+            _backward_kernel,
+            tiling=tiling,
+            scale=scale is not None,
+            bias=bias is not None,
+            center=center,
+            recover=recover,
+        ),
         name=interface.NORM_BACKWARD,
-        programs=tiling.programs,
+        grid=(tiling.programs,),
         in_specs=[tiling.matrix(), tiling.vector(), tiling.matrix()]
         + [tiling.parameter() for _ in given],
         out_specs=[tiling.matrix()] + [tiling.partial() for _ in given],
         out_shape=[jax.ShapeDtypeStruct(kept.shape, x_dtype)]
         + [jax.ShapeDtypeStruct((tiling.programs, width), jnp.float32) for _ in given],
-        warps=tiling.warps,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps),
         interpret=interpret,
-        tiling=tiling,
-        scale=scale is not None,
-        bias=bias is not None,
-        center=center,
-        recover=recover,
     )(kept, rstd, g, *(p.reshape(1, width) for p in given))
     sums = iter(partials)
     d_scale, d_bias = (

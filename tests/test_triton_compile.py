@@ -22,7 +22,7 @@ if triton.knobs.runtime.interpret:
 
 from pallas_kernels import interface
 from pallas_kernels.step_table import FUNCTIONS
-from pallas_kernels.triton import flat, rows, wide_rows
+from pallas_kernels.triton import flat, row_kernels, rows
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
 TARGETS = (pytest.param(80, marks=pytest.mark.slow), 90, 100)
@@ -145,7 +145,7 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
     assert used["STACK"] == used["LOCAL"] == 0, used
     assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
     # All programs that `rows` counts on are resident at once.
-    if "PROGRAMS" in launch.constants and launch.kernel is not wide_rows.sums_kernel:
+    if "PROGRAMS" in launch.constants and launch.kernel is not row_kernels.sums_kernel:
         assert used["REG"] <= 128
     # Codes and rstd are what is narrow: an eighth of the bytes at most.
     if "1023" not in case:

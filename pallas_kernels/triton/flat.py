@@ -17,7 +17,6 @@ from pallas_kernels import interface
 from pallas_kernels.step_table import code_bits
 from pallas_kernels.triton.launch import Launch, batchable, call
 from pallas_kernels.triton.mathematics import activate, pack, slopes, value_and_slope
-from pallas_kernels.triton.tiles import load
 
 
 @triton.jit
@@ -62,8 +61,8 @@ def gated_forward_kernel(
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < SIZE if SIZE % BLOCK != 0 else None
-    gate = load(gate_ptr + offsets, mask).to(tl.float32)
-    up = load(up_ptr + offsets, mask).to(tl.float32)
+    gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
     value, _ = value_and_slope(gate, FUNCTION)
     tl.store(h_ptr + offsets, (value * up).to(h_ptr.dtype.element_ty), mask=mask)
 
@@ -75,9 +74,9 @@ def gated_backward_kernel(
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < SIZE if SIZE % BLOCK != 0 else None
-    gate = load(gate_ptr + offsets, mask).to(tl.float32)
-    up = load(up_ptr + offsets, mask).to(tl.float32)
-    g = load(g_ptr + offsets, mask).to(tl.float32)
+    gate = tl.load(gate_ptr + offsets, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask).to(tl.float32)
+    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
     value, slope = value_and_slope(gate, FUNCTION)
     d_gate, d_up = g * up * slope, g * value
     tl.store(d_gate_ptr + offsets, d_gate.to(d_gate_ptr.dtype.element_ty), mask=mask)

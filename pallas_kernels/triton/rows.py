@@ -3,7 +3,7 @@
 Without parameter gradients, each program has one row or a few rows. With them, there are as many
 programs as multiprocessors hold. Each program sums the gradients of its rows in registers and
 writes one row of partial sums, which are summed here. There are no atomics, so results are the same
-in every run. For rows that are too long for registers see `wide_rows`.
+in every run. For rows that are too long for registers see `row_kernels`.
 """
 
 import jax
@@ -11,27 +11,15 @@ import jax.numpy as jnp
 import triton
 from jaxtyping import Array
 
-from pallas_kernels.interface import (
-    DEFAULT_CORES,
-    NORM_BACKWARD,
-    NORM_FORWARD,
-    NormForward,
-    power_of_two,
-)
-from pallas_kernels.triton import row_kernels, wide_rows
+from pallas_kernels import interface
+from pallas_kernels.interface import NormForward, power_of_two
+from pallas_kernels.triton import row_kernels as kernels
 from pallas_kernels.triton.launch import ABSENT, Launch, batchable, call
-
-#: The name of the kernel that sums the parameter gradients of wide rows.
-SUMS_NAME = "lowmembp_norm_parameter_gradients"
 
 # The largest number of columns in a program: 32 for each thread of 16 warps.
 _MOST_COLUMNS = 16384
 # The warps on a multiprocessor that sum parameter gradients, in one or several programs.
 _RESIDENT_WARPS = 16
-
-
-def _shape(rows: int, width: int, dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, width), dtype)
 
 
 def _tile(rows: int, columns: int) -> tuple[dict[str, int], tuple[int, ...], int]:
@@ -55,22 +43,19 @@ def forward_launch(
     """
     columns = power_of_two(width)
     if columns > _MOST_COLUMNS:
-        kernel = wide_rows.forward_kernel
-        block, grid, warps = dict(BLOCK=wide_rows.CHUNK), (rows,), wide_rows.CHUNK_WARPS
+        kernel = kernels.wide_forward_kernel
+        block, grid, warps = dict(BLOCK=kernels.CHUNK), (rows,), kernels.CHUNK_WARPS
     else:
-        kernel = row_kernels.forward_kernel
+        kernel = kernels.forward_kernel
         block, grid, warps = _tile(rows, columns)
         block |= dict(ROWS=rows)
     constants = dict(
         WIDTH=width, **block, CENTER=center, EPSILON=float(epsilon), HAS_SCALE=scale,
         HAS_BIAS=bias, KEEP_NORMALIZED=keep_normalized,
     )  # fmt: skip
-    outputs = (
-        _shape(rows, width, dtype),
-        _shape(rows, width, dtype) if keep_normalized else ABSENT,
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-    )
-    return Launch(kernel, grid, warps, outputs, constants, NORM_FORWARD)
+    out, rstd = (jax.ShapeDtypeStruct(*each) for each in (((rows, width), dtype), ((rows,), "f4")))
+    outputs = out, out if keep_normalized else ABSENT, rstd
+    return Launch(kernel, grid, warps, outputs, constants, interface.NORM_FORWARD)
 
 
 def backward_launch(
@@ -84,29 +69,29 @@ def backward_launch(
     `sums_launch` for the sums.
     """
     columns = power_of_two(width)
-    outputs = (_shape(segments * rows, width, x_dtype), ABSENT, ABSENT)
-    constants = dict(WIDTH=width, CENTER=center)
-    affine = dict(HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
-    if columns > _most_columns(width, scale, bias, recover):
-        kernel, grid, warps = wide_rows.backward_kernel, (segments * rows,), wide_rows.CHUNK_WARPS
-        constants |= affine | dict(BLOCK=wide_rows.CHUNK)
+    dx = jax.ShapeDtypeStruct((segments * rows, width), x_dtype)
+    partials = ABSENT, ABSENT
+    constants = dict(WIDTH=width, CENTER=center, HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
+    per_thread = _per_thread(width, recover)
+    if columns > (32 * _RESIDENT_WARPS * per_thread if scale or bias else _MOST_COLUMNS):
+        kernel, warps = kernels.wide_backward_kernel, kernels.CHUNK_WARPS
+        grid = (segments * rows,)
+        constants |= dict(BLOCK=kernels.CHUNK)
     elif not (scale or bias):  # a program for each tile
-        kernel = row_kernels.backward_kernel
+        kernel = kernels.backward_kernel
         block, (programs,), warps = _tile(segments * rows, columns)
         grid = (programs, 1)
-        constants |= affine | block | dict(ROWS=segments * rows, PROGRAMS=programs)
+        constants |= block | dict(ROWS=segments * rows, PROGRAMS=programs)
     else:
-        kernel = row_kernels.backward_kernel
+        kernel = kernels.backward_kernel
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
-        per_thread = _per_thread(width, recover)
         warps = max(tile_rows * columns // (32 * per_thread), 1)
-        most = (cores or DEFAULT_CORES) * (_RESIDENT_WARPS // warps)
+        most = (cores or interface.DEFAULT_CORES) * (_RESIDENT_WARPS // warps)
         programs = _share(rows, tile_rows, segments, most)
         grid = (programs, segments)
-        block = dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
-        constants |= affine | block
-        outputs = (outputs[0], *_partials(segments, programs, width, scale, bias))
-    return Launch(kernel, grid, warps, outputs, constants, NORM_BACKWARD)
+        constants |= dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
+        partials = _partials(segments, programs, width, scale, bias)
+    return Launch(kernel, grid, warps, (dx, *partials), constants, interface.NORM_BACKWARD)
 
 
 def sums_launch(
@@ -117,20 +102,20 @@ def sums_launch(
 
     The outputs are as for `backward_launch`.
     """
-    blocks = triton.cdiv(width, wide_rows.SUM_COLUMNS)
-    most = 2 * (cores or DEFAULT_CORES) // blocks
-    programs = _share(rows, wide_rows.SUM_ROWS, segments, most)
+    blocks = triton.cdiv(width, kernels.SUM_COLUMNS)
+    most = 2 * (cores or interface.DEFAULT_CORES) // blocks
+    programs = _share(rows, kernels.SUM_ROWS, segments, most)
     constants = dict(
-        ROWS=rows, WIDTH=width, TILE_ROWS=wide_rows.SUM_ROWS, BLOCK=wide_rows.SUM_COLUMNS,
+        ROWS=rows, WIDTH=width, TILE_ROWS=kernels.SUM_ROWS, BLOCK=kernels.SUM_COLUMNS,
         PROGRAMS=programs, HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover,
     )  # fmt: skip
     return Launch(
-        wide_rows.sums_kernel,
+        kernels.sums_kernel,
         (blocks, programs, segments),
-        wide_rows.SUM_WARPS,
+        kernels.SUM_WARPS,
         _partials(segments, programs, width, scale, bias),
         constants,
-        SUMS_NAME,
+        "lowmembp_norm_parameter_gradients",
     )
 
 
@@ -141,13 +126,6 @@ def _per_thread(width: int, recover: bool) -> int:
     needs a bias and 1 / scale, or an address.
     """
     return 8 if recover or width % 8 else 16
-
-
-def _most_columns(width: int, scale: bool, bias: bool, recover: bool) -> int:
-    """The longest rows for which a program has enough registers."""
-    if not (scale or bias):
-        return _MOST_COLUMNS
-    return 32 * _RESIDENT_WARPS * _per_thread(width, recover)
 
 
 def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
@@ -215,7 +193,7 @@ def _backward(segments, *arrays, center, x_dtype, recover, cores):
         )
         inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias)]
         dx, *partials = call(launch, *inputs)
-        if launch.kernel is wide_rows.backward_kernel and (affine["scale"] or affine["bias"]):
+        if launch.kernel is kernels.wide_backward_kernel and (affine["scale"] or affine["bias"]):
             launch = sums_launch(segments, rows, width, cores=cores, **affine)
             partials = call(launch, inputs[0], *inputs[2:])
         return dx, *(
