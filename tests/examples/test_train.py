@@ -71,7 +71,7 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     options = (*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
     assert run(*options, output="whole")[0] == 0
     whole = run(*options, output="whole")
-    assert whole[0] == 2
+    assert whole[0] == 2 and [one["step"] for one in log(whole[1], "train")] == [1, 2, 3, 4]
     assert "--output: expected a new or an empty folder, found" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         interrupt(patch, at=3)
