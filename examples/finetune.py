@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, claimed, command_line, exit_status, named, write_json
+from run import Diverged, check_output, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -342,12 +342,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main(config: Config) -> None:
-    with claimed("--output", config.output):
-        results = run(config)
-        plot(results, config.output / "results.png")
+    check_output("--output", config.output)
+    results = run(config)
+    plot(results, config.output / "results.png")
     print_table(results)
     print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(command_line(Config, __doc__))))
+    sys.exit(exit_status(main, Config, __doc__))

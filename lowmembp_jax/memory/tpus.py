@@ -31,10 +31,6 @@ class Tpu:
     slices: dict[int, str] = dataclasses.field(hash=False)
     on_chip: int = 1
 
-    def times(self, count: int) -> str:
-        """Describes `count` of these devices."""
-        return self.description if count == 1 else f"{count} x {self.description}"
-
     def usable_bytes(self, fraction: float = 1.0) -> int:
         """The bytes that a program may use; JAX takes no fraction of a TPU's memory."""
         return self.memory_bytes

@@ -144,9 +144,6 @@ def saved_bytes(
     This is `total_bytes` of `lm.memory.residuals`, which takes the same arguments and raises the
     same errors. Arguments of `fn`, arrays it closes over, literals and reshapes of these are not
     counted. Casts of them are counted.
-
-    Returns:
-      The number of bytes.
     """
     return residuals(fn, *args, argnums=argnums).total_bytes
 
