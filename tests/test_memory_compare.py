@@ -100,11 +100,11 @@ def test_each_row_is_told_as_soon_as_it_is_there(planned, capsys, monkeypatch):
     lm.memory.compare(factory, methods, batch=64, cache=False)
     assert seen == [
         "planning 4 methods, batch 64, up to 1 at once\n"
-        "default       30.00 GiB     10.0 ms (estimate)  fits; 3 left\n"
-        "dots          20.00 GiB     12.0 ms (estimate)  fits; 2 left\n"
-        "lowmembp      22.00 GiB     11.0 ms (estimate)  fits; 1 left\n"
+        "default       30.00 GiB     10.0 ms (estimate)  fits; 3 left, 0 s\n"
+        "dots          20.00 GiB     12.0 ms (estimate)  fits; 2 left, 0 s\n"
+        "lowmembp      22.00 GiB     11.0 ms (estimate)  fits; 1 left, 0 s\n"
     ]
-    assert capsys.readouterr().err.endswith("20.0 ms (estimate)  fits; done\n")
+    assert capsys.readouterr().err.endswith("20.0 ms (estimate)  fits; done, 0 s\n")
 
 
 def test_the_methods_that_are_compared(planned, monkeypatch):
