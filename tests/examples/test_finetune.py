@@ -51,7 +51,7 @@ def test_finetune(small, monkeypatch, capsys, tmp_path):
     assert all(len(run["train_losses"]) == 2 for run in results["runs"].values())
     first = [run["train_losses"][0] for run in results["runs"].values()]
     np.testing.assert_allclose(first, first[0], rtol=1e-5)  # the forward pass is exact
-    saved = results["memory"][0]["residual_bytes"]
+    saved = results["memory"]["residual_bytes"]
     assert saved["lm.compress"] < saved[names[-1]] < saved["plain Flax"]
     assert all(name in printed.out for name in finetune.METHODS)
     assert re.search(r"lm\.compress +\| \d+\.\d% ", printed.out)
