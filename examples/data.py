@@ -223,18 +223,9 @@ def tokenize(texts: Sequence[str], tokenizer: Tokenizer, most: int) -> tuple[Any
     known = filter(None, map(tokenizer.token_to_id, ("[PAD]", "<pad>", "<|padding|>")))
     tokenizer.enable_padding(length=most, pad_id=next(known, 0))
     tokenizer.enable_truncation(most)
-    found = _encoded(tokenizer, [*texts])
+    found = tokenizer.encode_batch([*texts])
     lengths = [sum(one.attention_mask) for one in found]
     return np.array([one.ids for one in found], np.int32), np.array(lengths, np.int32)
-
-
-def _encoded(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[Any]:
-    try:
-        return tokenizer.encode_batch(texts, **options)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of Rust, as of a regex that gives up, is no Exception
-        raise ValueError(f"--data.tokenizer: cannot encode the texts: {error}") from error
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -277,7 +268,7 @@ def _language_task(config: DataConfig) -> Task:
         if tokenizer is None:
             return np.frombuffer("".join(texts).encode(), np.uint8)
         lines = [line for text in texts for line in text.splitlines(keepends=True)]
-        found = _encoded(tokenizer, lines, add_special_tokens=False)
+        found = tokenizer.encode_batch(lines, add_special_tokens=False)
         return np.array([number for one in found for number in one.ids], np.int32)
 
     tokens, length = read(config.train), config.sequence_length

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
-from run import Diverged, claimed, command_line, exit_status, named, write_json
+from run import Diverged, check_output, exit_status, named, write_json
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -89,13 +89,13 @@ class Config:
     classes: int = 8  # Packages of the standard library to tell apart, without --train.
     batch_size: int = 16  # Texts per step.
     max_tokens: int = 32  # Tokens per text. Longer texts are cut.
-    epochs: float = 1.5  # Passes over the training texts.
+    epochs: float = 1.25  # Passes over the training texts.
     steps: int | None = None  # Training steps, instead of --epochs.
     learning_rate: float = 4e-4
     """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""
     seed: int = 0  # Seed of the classifier's initial values and of the order of the texts.
     plan: bool = True
-    """Compile the step for --device if the packages for it are installed (about 2 minutes)."""
+    """Compile the step for --device if the packages for it are installed (about a minute)."""
     device: str = "h200"  # The GPU to compile for, one of lowmembp_jax.memory.DEVICES.
     gpu_batch_size: int = 256  # Texts in a bfloat16 step that is measured and not run.
     gpu_max_tokens: int = 128  # Tokens per text in that step.
@@ -233,7 +233,7 @@ def run(config: Config) -> dict[str, Any]:
         "missing_packages": missing,
         "seconds": seconds,
         "runs": {},
-        "memory": [],
+        "memory": {},
     }
     attention = choose_attention(sizes, "float32", has_cudnn_attention(jax.devices()[0]))
 
@@ -259,14 +259,12 @@ def run(config: Config) -> dict[str, Any]:
             results["runs"][name] = scores | {"train_losses": losses}
             write_json(config.output / "results.json", results)
     make = partial(workload, MINILM, sizes, device=config.device)
-    gpu = {"batch": config.gpu_batch_size, "tokens": config.gpu_max_tokens, "dtype": "bfloat16"}
-    own = {"batch": config.batch_size, "tokens": config.max_tokens, "dtype": "float32"}
     # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.
-    measured, plan = (own,) if missing else (own, gpu), config.plan and not missing
-    with progress(len(measured) * len(METHODS) * (1 + plan), "result") as bar:
-        for size in measured:
-            results["memory"].append(measure(bar, make, size, config, plan, seconds))
-            write_json(config.output / "results.json", results)
+    dtype, plan = "float32" if missing else "bfloat16", config.plan and not missing
+    size = {"batch": config.gpu_batch_size, "tokens": config.gpu_max_tokens, "dtype": dtype}
+    with progress(len(METHODS) * (1 + plan), "result") as bar:
+        results["memory"] = measure(bar, make, size, config, plan, seconds)
+    write_json(config.output / "results.json", results)
     return results
 
 
@@ -275,11 +273,11 @@ def print_table(results: dict[str, Any]) -> None:
     headings, columns = ["method", "accuracy", "loss", "training"], []
     parts = {"residual_bytes": "residuals", "peak_bytes": "GPU peak"}
     parts["estimated_seconds"] = "GPU time (estimate)"
-    for size in results["memory"]:
-        for part, title in parts.items():
-            if size[part]:
-                columns.append((part, size[part]))
-                headings.append(f"{title}, {size['batch']} x {size['tokens']} {size['dtype']}")
+    size = results["memory"]
+    for part, title in parts.items():
+        if size[part]:
+            columns.append((part, size[part]))
+            headings.append(f"{title}, {size['batch']} x {size['tokens']} {size['dtype']}")
     rows = [headings, ["---"] * len(headings)]
     for name in METHODS:
         run = results["runs"].get(name)
@@ -306,9 +304,9 @@ def print_table(results: dict[str, Any]) -> None:
 
 @matplotlib.rc_context(STYLE)
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Writes a PNG with memory bars of the last measured size, and loss curves."""
+    """Writes a PNG with memory bars, and loss curves."""
     figure, (bars, curves) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    size = results["memory"][-1]
+    size = results["memory"]
     colors = [BLUE if is_ours(method) else GRAY for method in METHODS.values()]
     parts = {"residual_bytes": "residuals", "peak_bytes": "peak on the GPU"}
     drawn = [part for part in parts if size[part]]
@@ -342,12 +340,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main(config: Config) -> None:
-    with claimed("--output", config.output):
-        results = run(config)
-        plot(results, config.output / "results.png")
+    check_output("--output", config.output)
+    results = run(config)
+    plot(results, config.output / "results.png")
     print_table(results)
     print(f"written: {config.output / 'results.json'}, {config.output / 'results.png'}")
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(command_line(Config, __doc__))))
+    sys.exit(exit_status(main, Config, __doc__))

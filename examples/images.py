@@ -1,6 +1,5 @@
 """Reads labelled images into memory: a .npz file or a folder."""
 
-import reprlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,21 +35,18 @@ def read_images(path: Path, size: int) -> tuple[LabelledImages, LabelledImages |
             arrays = dict(archive)
     except Exception as error:  # a damaged archive can raise anything
         raise ValueError(f"{path}: expected a .npz of arrays or a folder: {error}") from error
-    labels = np.asarray(arrays.get("train_labels"))
-    is_counted = labels.dtype.kind in "iu" and labels.size > 0
-    names = arrays.get("classes", range(1 + int(labels.max())) if is_counted else range(0))
-    if np.ndim(names) != 1:
-        raise ValueError(f"{path}: classes: expected a list of names, found {reprlib.repr(names)}")
+    if missing := {"train_images", "train_labels"} - arrays.keys():
+        raise ValueError(f"{path}: expected {', '.join(sorted(missing))}, found none")
+    names = arrays.get("classes", range(1 + int(arrays["train_labels"].max())))
 
     def read(part: str) -> LabelledImages:
-        images, labels = (arrays.get(f"{part}_{name}") for name in ("images", "labels"))
+        images, labels = (arrays[f"{part}_{name}"] for name in ("images", "labels"))
         return _checked(f"{path}: {part}_images, {part}_labels", images, labels, names, size)
 
     return read("train"), read("test") if "test_images" in arrays else None
 
 
 def _checked(where: str, images: Any, labels: Any, names: Any, size: int) -> LabelledImages:
-    images, labels = np.asarray(images), np.asarray(labels)
     is_right = images.dtype == np.uint8 and images.shape[3:] == (3,) and labels.dtype.kind in "iu"
     is_right &= labels.shape == images.shape[:1]
     if not is_right or (labels.size and not 0 <= labels.min() <= labels.max() < len(names)):

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from run import Diverged, claimed, command_line, exit_status, write_json
+from run import Diverged, check_output, exit_status, write_json
 from tqdm import tqdm
 from training import learning_rate, make_optimizer
 
@@ -128,12 +128,12 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
 
 
 def main(config: Config) -> None:
+    check_output("--output", config.output)
     task = load_task("text-classification", DataConfig(sequence_length=64))
     results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
-    with claimed("--output", config.output):
-        for number, name in enumerate(METHODS, start=1):
-            results["runs"][name] = train(name, number, task, config)
-            write_json(config.output / "results.json", results)
+    for number, name in enumerate(METHODS, start=1):
+        results["runs"][name] = train(name, number, task, config)
+        write_json(config.output / "results.json", results)
     print(f"{'method':16}  accuracy  residuals of a step")
     for name, run in results["runs"].items():
         print(f"{name:16}  {run['accuracy']:8.1%}  {run['residual_bytes'] / 2**20:.1f} MiB")
@@ -141,4 +141,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: main(command_line(Config, __doc__))))
+    sys.exit(exit_status(main, Config, __doc__))

@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowmembp_jax._exactness import *
-    from lowmembp_jax._platform import *
+    from lowmembp_jax._contexts import *
     from lowmembp_jax.compression import *
     from lowmembp_jax.gradients import *
     from lowmembp_jax.kernels import *
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 # The modules that hold the public names, the cheapest import first.
 _MODULES = (
-    *("policies", "kernels", "_exactness", "_platform", "operators", "compression", "optimizers"),
+    *("policies", "kernels", "_contexts", "operators", "compression", "optimizers"),
     *("tiles", "merging", "linen", "patching", "gradients"),
 )
 

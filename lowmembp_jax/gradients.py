@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from lowmembp_jax._arguments import as_array, check_function, is_inexact
-from lowmembp_jax._exactness import exact
-from lowmembp_jax._source_files import is_framework
+from lowmembp_jax._contexts import exact
+from lowmembp_jax._messages import is_framework
 from lowmembp_jax.compression.observing import Place, Stored, observed
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.saved_residuals.residuals import trained

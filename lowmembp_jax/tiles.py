@@ -14,9 +14,9 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from lowmembp_jax._arguments import call_custom_vjp, check_function
+from lowmembp_jax._messages import warn
 from lowmembp_jax._random_keys import draws_without, is_typed_key, key_inputs, may_be_key
 from lowmembp_jax._slices import Inputs, Slices, by_slices
-from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import in_range, positions
 from lowmembp_jax.compression.jaxprs import without_consts
 

@@ -1,18 +1,35 @@
-"""The interface of the Pallas and the Triton kernels: arguments, their checks, and results."""
+"""The six kernels: their arguments and results, for the Pallas and the Triton versions.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+Each function checks its arguments and calls the kernel of `implementation`: "pallas", "triton", or
+"pallas_interpret", which runs the Pallas kernels on the CPU. `cores` is the number of
+multiprocessors of the target device; None stands for 132.
 
+They raise TypeError for arrays of other dtypes than float32, bfloat16 and float16. They raise
+ValueError for an unknown function, for shapes that do not fit, and for arrays that are too large
+for Pallas' indices.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, Float32, UInt8
 
-from pallas_kernels.step_table import code_bits
+from pallas_kernels.step_table import FUNCTIONS, code_bits
 
 #: The default number of multiprocessors, from H100 and H200.
 DEFAULT_CORES = 132
 
-#: Activations that have a kernel.
-FUNCTIONS = ("gelu_tanh", "gelu_erf", "silu")
+#: The names of the kernels in a compiled program.
+ACTIVATION_FORWARD = "lowmembp_activation_forward"
+ACTIVATION_BACKWARD = "lowmembp_activation_backward"
+GATED_FORWARD = "lowmembp_gated_forward"
+GATED_BACKWARD = "lowmembp_gated_backward"
+NORM_FORWARD = "lowmembp_norm_forward"
+NORM_BACKWARD = "lowmembp_norm_backward"
 
 
 class NormForward(NamedTuple):
@@ -23,12 +40,214 @@ class NormForward(NamedTuple):
     normalized: Array | None  # [rows, width], dtype
 
 
+def activation_forward(
+    x: Float[Array, "*shape"],
+    function: str,
+    thresholds: Sequence[float],
+    *,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> tuple[Float[Array, "*shape"], UInt8[Array, " bytes"]]:
+    """Computes `function(x)` and the codes of x in one pass.
+
+    Args:
+      x: `[*shape]`, n elements, float32, bfloat16 or float16.
+      function: "gelu_tanh", "gelu_erf" or "silu", computed in float32 as in `jax.nn`. At -inf the
+        value is -0, as at the lowest finite number.
+      thresholds: 1 to 15 numbers, ascending. The code of an element is the number of thresholds
+        strictly below float32(x), and 0 for NaN. Up to 3 thresholds make 2-bit codes, more make
+        4-bit codes.
+
+    Returns:
+      y, `[*shape]` in x's dtype; the codes, uint8 `[ceil(n / 4)]` or `[ceil(n / 2)]`. The first
+      code of each byte is in its lowest bits, and unused bits are 0.
+    """
+    _check_float("x", x.dtype)
+    _check_function(function)
+    if not 1 <= len(thresholds) <= 15:
+        raise ValueError(f"thresholds: expected 1 to 15 numbers, got {thresholds}")
+    if x.size == 0:
+        return x, jnp.zeros((0,), jnp.uint8)
+    run = _kernel("flat.activation_forward", implementation, cores)
+    y, packed = run(x.reshape(x.size), function, tuple(thresholds))
+    return y.reshape(x.shape), packed
+
+
+def activation_backward(
+    packed: UInt8[Array, " bytes"],
+    g: Float[Array, "*shape"],
+    levels: Sequence[float],
+    *,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> Float[Array, "*shape"]:
+    """Multiplies `g` with the level of each code.
+
+    Args:
+      packed: the codes that `activation_forward` returned.
+      g: `[*shape]`, float32, bfloat16 or float16; multiplied in float32.
+      levels: the slope for each code, 2 to 16 numbers.
+
+    Returns:
+      `[*shape]` in g's dtype. It is NaN wherever g is NaN, also at a level of 0.
+    """
+    _check_float("g", g.dtype)
+    if not 2 <= len(levels) <= 16:
+        raise ValueError(f"levels: expected 2 to 16 numbers, got {levels}")
+    shape = (-(-g.size // (8 // code_bits(len(levels)))),)
+    if packed.dtype != jnp.uint8 or packed.shape != shape:
+        raise ValueError(
+            f"packed: expected uint8 {shape} for {g.size} elements, got {packed.dtype} "
+            f"{packed.shape}"
+        )
+    if g.size == 0:
+        return g
+    run = _kernel("flat.activation_backward", implementation, cores)
+    (dx,) = run(packed, g.reshape(g.size), tuple(levels))
+    return dx.reshape(g.shape)
+
+
+def gated_forward(
+    gate: Float[Array, "*shape"],
+    up: Float[Array, "*shape"],
+    function: str,
+    *,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> Float[Array, "*shape"]:
+    """Computes `function(gate) * up` in one pass, in float32.
+
+    Args:
+      gate: `[*shape]`, float32, bfloat16 or float16.
+      up: has gate's shape and dtype.
+      function: as for `activation_forward`.
+    """
+    _check_gated(function, gate=gate, up=up)
+    if gate.size == 0:
+        return gate
+    run = _kernel("flat.gated", implementation, cores)
+    (h,) = run(function, gate.reshape(gate.size), up.reshape(up.size))
+    return h.reshape(gate.shape)
+
+
+def gated_backward(
+    gate: Float[Array, "*shape"],
+    up: Float[Array, "*shape"],
+    g: Float[Array, "*shape"],
+    function: str,
+    *,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """Computes the gradients of gate and up in one pass, in float32.
+
+    Args:
+      gate, up, function: as for `gated_forward`.
+      g: the cotangent of the result, with gate's shape and dtype.
+
+    Returns:
+      `g * up` times the derivative of `function` at gate, and `g * function(gate)`. They are NaN
+      wherever g is NaN, also at a slope of 0.
+    """
+    _check_gated(function, gate=gate, up=up, g=g)
+    if gate.size == 0:
+        return gate, up
+    run = _kernel("flat.gated", implementation, cores)
+    d_gate, d_up = run(function, *(array.reshape(array.size) for array in (gate, up, g)))
+    return d_gate.reshape(gate.shape), d_up.reshape(gate.shape)
+
+
+def norm_forward(
+    x: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    *,
+    center: bool,
+    epsilon: float,
+    dtype: jax.typing.DTypeLike,
+    keep_normalized: bool,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> NormForward:
+    """Normalizes every row of x in one pass.
+
+    Args:
+      x: `[rows, width]`. All arrays are float32, bfloat16 or float16.
+      scale, bias: `[width]` or None.
+      center: True for LayerNorm, False for RMSNorm.
+      epsilon: added to the variance.
+      dtype: the dtype of the output.
+      keep_normalized: also return the normalized x if there is a scale or bias.
+    """
+    dtype = _check_float("dtype", dtype)
+    _check_rows(x.shape, x=x, scale=scale, bias=bias)
+    keep_normalized = keep_normalized and not (scale is None and bias is None)
+    if x.size == 0:
+        empty, rstd = jnp.zeros(x.shape, dtype), jnp.full(x.shape[:1], jnp.nan, jnp.float32)
+        return NormForward(empty, rstd, empty if keep_normalized else None)
+    run = _kernel("rows.norm_forward", implementation, cores)
+    static = dict(center=center, epsilon=epsilon, dtype=dtype, keep_normalized=keep_normalized)
+    return run(x, scale, bias, **static)
+
+
+def norm_backward(
+    kept: Float[Array, "rows width"],
+    rstd: Float32[Array, " rows"],
+    g: Float[Array, "rows width"],
+    scale: Float[Array, " width"] | None,
+    bias: Float[Array, " width"] | None,
+    *,
+    center: bool,
+    x_dtype: jax.typing.DTypeLike,
+    recover: bool,
+    implementation: str = "pallas",
+    cores: int | None = None,
+) -> tuple[
+    Float[Array, "rows width"], Float[Array, " width"] | None, Float[Array, " width"] | None
+]:
+    """Computes the gradients of `norm_forward` from its saved results in one pass.
+
+    The order of the sums of parameter gradients depends only on `cores`.
+
+    Args:
+      kept: `[rows, width]`: `normalized`, or `out` without scale and bias or with `recover`.
+      rstd: float32 `[rows]`.
+      g: `[rows, width]`, the cotangent of `out`.
+      scale, bias, center: as in the forward.
+      x_dtype: the dtype of dx.
+      recover: `kept` is the output; y = (kept - bias) / scale is computed with
+        `row_norm.recovery`.
+
+    Returns:
+      dx, `[rows, width]` in x_dtype; the gradients of scale and bias, `[width]` in their dtypes, or
+      None for a parameter that is None.
+    """
+    x_dtype = _check_float("x_dtype", x_dtype)
+    _check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)
+    if kept.size == 0:
+        zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
+        return jnp.zeros(kept.shape, x_dtype), *zeros
+    run = _kernel("rows.norm_backward", implementation, cores)
+    return run(kept, rstd, g, scale, bias, center=center, x_dtype=x_dtype, recover=recover)
+
+
+def _kernel(name: str, implementation: str, cores: int | None) -> Callable[..., Any]:
+    """Imports a kernel, because Pallas and Triton are slow to import and Triton is optional."""
+    module, _, function = name.partition(".")
+    if implementation == "triton":
+        kernels = importlib.import_module(f"pallas_kernels.triton.{module}")
+        return partial(getattr(kernels, function), cores=cores)
+    kernels = importlib.import_module(f"pallas_kernels.{module}")
+    interpret = implementation == "pallas_interpret"
+    return partial(getattr(kernels, function), cores=cores, interpret=interpret)
+
+
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size` and at least 1."""
     return 1 << max(size - 1, 0).bit_length()
 
 
-def check_float(name: str, dtype) -> jnp.dtype:
+def _check_float(name: str, dtype) -> jnp.dtype:
     """Returns the dtype; raises TypeError if the kernels do not support it."""
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -38,53 +257,25 @@ def check_float(name: str, dtype) -> jnp.dtype:
 
 def _check_function(function: str) -> None:
     if function not in FUNCTIONS:
-        raise ValueError(f"function: expected one of {FUNCTIONS}, got {function!r}")
+        raise ValueError(f"function: expected one of {', '.join(FUNCTIONS)}, got {function!r}")
 
 
-def check_gated(function: str, **arrays: Array) -> None:
-    """Checks the function, and that the arrays are floating with one shape and dtype.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: the function has no kernel; shapes or dtypes differ.
-    """
+def _check_gated(function: str, **arrays: Array) -> None:
+    """Checks the function, and that the arrays are floating with one shape and dtype."""
     _check_function(function)
-    kinds = {name: (check_float(name, a.dtype), a.shape) for name, a in arrays.items()}
+    kinds = {name: (_check_float(name, a.dtype), a.shape) for name, a in arrays.items()}
     if len(set(kinds.values())) > 1:
         given = ", ".join(f"{name} {dtype} {shape}" for name, (dtype, shape) in kinds.items())
         raise ValueError(f"{' and '.join(kinds)}: expected one shape and dtype, got {given}")
 
 
-def check_activation(function: str, thresholds: Sequence[float]) -> None:
-    """Raises ValueError for a function without a kernel, or for too many thresholds for 4 bits."""
-    _check_function(function)
-    if not 1 <= len(thresholds) <= 15:
-        raise ValueError(f"thresholds: expected 1 to 15 numbers, got {thresholds}")
-
-
-def check_codes(packed: Array, size: int, levels: Sequence[float]) -> None:
-    """Raises ValueError if `packed` cannot hold `size` codes, or `levels` are not 2 to 16."""
-    if not 2 <= len(levels) <= 16:
-        raise ValueError(f"levels: expected 2 to 16 numbers, got {levels}")
-    shape = (-(-size // (8 // code_bits(len(levels)))),)
-    if packed.dtype != jnp.uint8 or packed.shape != shape:
-        raise ValueError(
-            f"packed: expected uint8 {shape} for {size} elements, got {packed.dtype} {packed.shape}"
-        )
-
-
-def check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
-    """Checks dtypes and shapes: `[rows]` for rstd, `[width]` for scale and bias.
-
-    Raises:
-      TypeError: an array has another dtype.
-      ValueError: an array has another shape.
-    """
+def _check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
+    """Checks dtypes and shapes: `[rows]` for rstd, `[width]` for scale and bias."""
     if len(rows_width) != 2:
         raise ValueError(f"first argument: expected [rows, width], got {rows_width}")
     expected = {"scale": rows_width[1:], "bias": rows_width[1:], "rstd": rows_width[:1]}
     for name, array in arrays.items():
         if array is not None:
-            check_float(name, array.dtype)
+            _check_float(name, array.dtype)
             if array.shape != (shape := expected.get(name, rows_width)):
                 raise ValueError(f"{name}: expected shape {shape}, got {array.shape}")

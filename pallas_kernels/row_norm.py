@@ -7,7 +7,7 @@ and masked where it would not stay 0. Source: LowMemoryBP (arXiv:2406.16282), se
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array
 
 
 def _mean(x: Array, width: int) -> Array:
@@ -15,34 +15,22 @@ def _mean(x: Array, width: int) -> Array:
 
 
 def standardize(
-    x: Float32[Array, "rows columns"],
-    mask: Bool[Array, "#rows columns"] | None,
-    width: int,
-    *,
-    center: bool,
-    epsilon: float,
-) -> tuple[Float32[Array, "rows columns"], Float32[Array, "rows 1"]]:
-    """Computes x - mean and 1 / std."""
+    x: Array, mask: Array | None, width: int, *, center: bool, epsilon: float
+) -> tuple[Array, Array]:
+    """Computes x - mean and 1 / std, `[rows, 1]`."""
     if center:
         x = x - _mean(x, width)
         x = x if mask is None else jnp.where(mask, x, 0.0)
     return x, lax.rsqrt(_mean(x * x, width) + epsilon)
 
 
-def affine(
-    x: Float32[Array, "rows columns"],
-    rstd: Float32[Array, "rows 1"],
-    scale: Float32[Array, "1 columns"] | None,
-    bias: Float32[Array, "1 columns"] | None,
-) -> Float32[Array, "rows columns"]:
+def affine(x: Array, rstd: Array, scale: Array | None, bias: Array | None) -> Array:
     """Computes the output from centered x, multiplied in the order of `nn.LayerNorm`."""
     y = x * (rstd if scale is None else rstd * scale)
     return y if bias is None else y + bias
 
 
-def recovery(
-    scale: Float32[Array, "1 columns"] | None, bias: Float32[Array, "1 columns"] | None, dtype
-) -> Float32[Array, "1 columns"] | None:
+def recovery(scale: Array | None, bias: Array | None, dtype) -> Array | None:
     """The factor that turns (output of `affine` - bias) into y, for an output in `dtype`.
 
     The output of a channel is y scale + bias + n, where the rounding noise n is up to eps / 2 of
@@ -58,24 +46,8 @@ def recovery(
     return jnp.where(ratio < 1e6, 1 / (scale * (1 + ratio * ratio)), 0.0)
 
 
-def gradient_means(
-    y: Float32[Array, "rows columns"],
-    g: Float32[Array, "rows columns"],
-    width: int,
-    *,
-    center: bool,
-) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None]:
-    """Computes the row means that the backward needs: mean(g y), and mean(g) for a LayerNorm."""
-    return _mean(g * y, width), _mean(g, width) if center else None
-
-
-def input_gradient(
-    y: Float32[Array, "rows columns"],
-    rstd: Float32[Array, "rows 1"],
-    g: Float32[Array, "rows columns"],
-    means: tuple[Float32[Array, "rows 1"], Float32[Array, "rows 1"] | None],
-) -> Float32[Array, "rows columns"]:
+def input_gradient(y: Array, rstd: Array, g: Array, width: int, *, center: bool) -> Array:
     """Computes the cotangent of x from the cotangent `g` of y."""
-    along_y, along_one = means
+    along_y = _mean(g * y, width)
     inner = g - y * along_y
-    return rstd * (inner if along_one is None else inner - along_one)
+    return rstd * (inner - _mean(g, width) if center else inner)

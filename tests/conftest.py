@@ -37,7 +37,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # JAX 0.11 and later, where a kernel is lowered: see pallas_kernels/launch.py.
+    # JAX 0.11 and later, where a kernel is lowered: see pallas_kernels/flat.py.
     warning = "The Pallas Triton backend is deprecated:DeprecationWarning"
     config.addinivalue_line("filterwarnings", f"ignore:{warning}")
 

@@ -16,7 +16,7 @@ from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
@@ -119,48 +119,11 @@ def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected)
 
 
 @pytest.mark.compiled
-def test_one_method_in_detail(run, tmp_path):
-    picture = tmp_path / "timeline.svg"
-    plan = ("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
-    status, out, _ = run(*plan, "--timeline", picture)
+def test_one_method_in_detail(run):
+    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
     assert status == 0
     for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
         assert text in out
-    for text in (">intermediates</text>", ">peak ", ">GiB on each device</text>"):
-        assert text in picture.read_text()
-
-
-@pytest.mark.compiled
-def test_what_grew_between_two_plans(planned, run, tmp_path):
-    paths = before, after = tmp_path / "before.json", tmp_path / "after.json"
-    two, _ = planned("mlp", "--batch", 4096)
-    before.write_text(json.dumps(two))
-    after.write_text(json.dumps(planned("mlp", "--batch", 8192, "--method", "default")[0]))
-    status, _, err = run("diff", *paths)
-    assert status == 2 and "--method: expected one of default, lowmembp, compress, got none" in err
-    assert run("diff", after, after)[0] == 0  # a file with one method
-    status, out, _ = run("diff", *paths, "--method", "default")
-    assert status == 0
-    rows = [line.split("  ") for line in out.splitlines()]
-    rows = {row[0]: row[-1].strip() for row in reversed(rows)}
-    assert rows["batch"] == "+524,288 B" and rows["peak"].startswith("+")
-    assert any("Dense" in line and "intermediates" in line for line in out.splitlines())
-    status, out, _ = run("diff", *reversed(paths), "--method", "default")
-    assert f"-{rows['peak'][1:]}" in out
-    two["methods"][0]["plan"]["parts"]["parameters"] = [[[0]]]
-    before.write_text(json.dumps(two))
-    status, _, err = run("diff", *paths, "--method", "default")
-    assert status == 2 and "before.json: expected a file of `lowmembp plan --json`" in err
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["[" * 10**5, "x =", "{}", '{"methods": [{"method": [], "plan": 1}]}'],
-)
-def test_a_file_that_is_no_plan(run, tmp_path, content):
-    (tmp_path / "plan.json").write_text(content)
-    status, out, err = run("diff", tmp_path / "plan.json", tmp_path / "plan.json")
-    assert (status, out) == (2, "") and "plan.json: expected a file of" in err
 
 
 @pytest.mark.compiled
@@ -199,8 +162,6 @@ def test_largest_batch_over_two_devices(planned):
     largest = one["largest_batch"]
     assert largest % 8 == 0 and largest % 8192
     assert f"largest batch that fits: {largest:,}" in shown
-    assert one["largest_plan"]["device_count"] == 2
-    assert one["largest_plan"]["peak"] <= 20_000_000
 
 
 @pytest.mark.compiled
@@ -230,20 +191,13 @@ OPTIONS = {
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
         ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_"),
-        ("plan --model FILE:text_argument", "step: mode: expected an array or a jax.Shape"),
         ("residuals --model FILE:text_argument", "residuals: mode must be an array"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
         ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),
-        ("plan --model FILE:jitted_step", "jitted_step needs params, x: expected a function that"),
-        ("residuals --model FILE:train_step", "train_step needs params, x: expected a function"),
-        (
-            "plan --model FILE:three",
-            "a pair of a step and the tuple of its abstract arguments, got ",
-        ),
-        ("plan --model FILE:three", "got a tuple of function, tuple, int"),
+        ("plan --model FILE:three", "abstract arguments, got a tuple of function, tuple, int"),
         ("plan --model FILE:builtin", "no function 'builtin'; it has abstract, mlp, "),
         ("plan MLP --device DATA/minilm_small.npz", "device: expected a target description, got"),
         ("plan MLP --batch 0", "--batch must be at least 1 and below 2^31, got 0"),
@@ -257,8 +211,7 @@ OPTIONS = {
         ("plan MLP --budget 24", "with one of B, KB, KiB, MB, MiB, GB, GiB"),
         (f"plan MLP --budget {'9' * 400}GB", "--budget: "),
         ("plan MLP --plot /nowhere/plan.png", "no folder /nowhere"),
-        ("plan MLP --timeline a.txt", "--timeline must end in one of .png, .svg"),
-        ("plan MLP --timeline a.png", "--timeline needs one --method"),
+        ("plan MLP --plot a.txt", "--plot must end in one of .png, .svg"),
         ("plan MLP --options width", "--options: expected name=value"),
         # Paths are checked before the model's own code runs.
         *[(f"plan --model FILE:broken --json {path}", words) for path, words in UNWRITABLE.items()],

@@ -204,3 +204,47 @@ def test_a_function_that_would_save_more_runs_as_jax_checkpoint():
     with warnings.catch_warnings():  # it warns once
         warnings.simplefilter("error")
         assert error(jax.grad(loss(ours))(*args), jax.grad(loss(theirs))(*args)) < 1e-6
+
+
+def layer(p, x):
+    gate, up = (x @ p[name] for name in ("gate", "up"))
+    return x + jax.nn.silu(gate) * up
+
+
+def in_a_loop(layers, x):
+    for p in layers:
+        x = layer(p, x)
+    return jnp.mean(x**2)
+
+
+def in_a_scan(layers, x):
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
+    run = jax.jit(lambda stacked, x: lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0])
+    return jnp.mean(run(stacked, x) ** 2)
+
+
+def recurrent(layers, x):
+    p = layers[0]
+    state = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["gate"] + x @ p["up"]), x, unroll=True)
+    return jnp.mean(state**2)
+
+
+@pytest.mark.parametrize(
+    "function, is_told",
+    [
+        (in_a_loop, True),
+        (jax.jit(in_a_loop), True),
+        (in_a_scan, True),
+        (recurrent, False),
+        (lambda layers, x: jnp.mean(layer(layers[0], x)), False),
+        (lambda layers, x: layer(layers[1], layer(layers[0], x)), False),
+    ],
+)
+def test_a_whole_model_in_one_call_is_told(function, is_told):
+    layers = [{name: normal(8, 8, key=i) for name in ("gate", "up")} for i in range(3)]
+    compressed = lm.compress(function)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            jax.grad(lambda p, x: jnp.sum(compressed(p, x)))(layers, normal(4, 8))
+    assert ["holds a whole model" in str(one.message) for one in found] == [True] * is_told

@@ -1,5 +1,7 @@
 """Which part of memory an argument is: as told, by what the step does with it, or by its name."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,7 @@ from flax.training.train_state import TrainState
 from helpers import array
 
 from lowmembp_jax.memory.lowering.arguments import arguments
+from lowmembp_jax.memory.planning import lower_step
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")  # optax mixes dtypes
 
@@ -141,3 +144,51 @@ def test_weights_in_a_batch_frozen_weights_that_come_back_and_random_numbers():
     assert all(parts[f"s['{name}']"] == "parameters" for name in ("w0", "frozen", "lora"))
     rest = ("s['key']", "s['n']", "b['x']", "b['weights']")
     assert all(parts[name] == "batch" for name in rest)
+
+
+STATE = jax.eval_shape(ADAM.init, W)
+
+
+def mean(params, x):
+    return loss([params], x)
+
+
+def adam(params, state, x):
+    updates, state = ADAM.update(jax.grad(mean)(params, x), state)
+    return params + updates, state
+
+
+def unnamed(weight_of_mine, x):
+    return jax.grad(mean)(weight_of_mine, x)
+
+
+def dropped(params, state, x):
+    adam(params, state, x)
+    return mean(params, x), params
+
+
+def frozen_base(params, frozen, x):
+    return jax.grad(lambda p: mean(p[0] @ frozen, x))(params)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (adam, (W, STATE, X), None),
+        (mean, (W, X), None),
+        (unnamed, (W, X), None),
+        (frozen_base, ([W], W, X), None),
+        (dropped, (W, STATE, X), "neither gradients nor new param"),
+        (lambda params, x: unnamed(params, x).sum(), (W, X), "neither gradients nor new param"),
+        (lambda params, opt_state, x: adam(params, opt_state, x)[1], (W, STATE, X), "neither gra"),
+        (lambda *args: adam(*args)[1], (W, STATE, X), "name one `params`, or pass `parts`"),
+    ],
+    ids=[
+        *("a step", "a loss", "a name of one's own", "frozen base"),
+        *("dropped", "a number", "optimizer state alone", "no names"),
+    ],
+)
+def test_work_that_xla_drops_has_a_warning(function, args, message):
+    expected = nullcontext() if message is None else pytest.warns(UserWarning, match=message)
+    with expected:
+        lower_step(function, *args)

@@ -66,7 +66,7 @@ def test_a_mesh_of_the_step(name):
     plan = lm.memory.plan(STEPS[name](planned), W, X, **options)
     assert (plan.device_count, plan.parameters, plan.batch) == (8, WEIGHT, BATCH // 8)
     assert plan.cost.link_bytes > 0
-    assert plan.notes == (f"each of the 8 devices has whole arrays of: parameters {WEIGHT:,} B",)
+    assert plan.notes == ()
     # In shard_map, None is the planned mesh.
     auto = AbstractMesh((8,), ("dp",), axis_types=(AxisType.Auto,))
     abstract = None if name == "shard_map" else auto
@@ -109,11 +109,10 @@ def test_devices_share_the_batch_where_nothing_is_said():
     assert plan.device_count == 8 and plan.parameters == WEIGHT
     assert plan.batch == (BATCH + 4 * ROWS) // 4 + 12
     assert "the devices share the batch" in plan.notes[0]
-    assert "parameters 16,384 B" in plan.notes[1] and "batch" not in plan.notes[1]
     # What is said is done.
     whole = lm.memory.plan(weighted, W, batch, mesh=8, in_shardings=P())
     assert whole.batch == BATCH + 4 * ROWS + 12
-    assert "batch 66,572 B" in whole.notes[0]
+    assert whole.notes == ()
 
 
 TWO = {"dp": 2}

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers
-from lowmembp_jax.memory.result import PARTS
 
 pytestmark = pytest.mark.compiled
 
@@ -126,9 +125,7 @@ def test_eight_devices_share_the_batch(axis_type):
     assert eight.batch == one.batch
     assert eight.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
     # What XLA adds to its texts must be known here first: there is no note of lines.
-    [whole] = eight.notes
-    assert whole.startswith("each of the 8 devices has whole arrays of: ")
-    assert "parameters" in whole and "optimizer state" in whole and "batch" not in whole
+    assert eight.notes == ()
 
 
 def test_several_hosts_that_share_the_batch():
@@ -165,10 +162,8 @@ def test_doubts_are_noted(monkeypatch):
     monkeypatch.setattr(buffers, "parse", other)
     plan = lm.memory.plan(jnp.sin, array(64))
     lines, sums = plan.notes
-    assert "2 lines of XLA's buffer assignment were not understood" in lines
-    assert "the first: 'striped: yes'" in lines
+    assert "XLA's buffer assignment has unknown lines, 2 in all, the first: 'striped: yes'" in lines
     assert "memory_analysis() has 512 bytes and its buffer assignment 528" in sums
-    assert "may be off by 16 bytes" in sums
 
 
 def test_residuals_at_the_peak_have_their_source_line():
@@ -265,27 +260,6 @@ def test_offloaded_residuals_are_in_the_hosts_memory():
     assert offloaded.notes == ()  # the sums agree: memory_analysis() has the host's apart too
     (note,) = offloaded.cost.notes
     assert note.startswith("arrays move to and from the host's memory over PCIe at 64 GB/s")
-
-
-def test_timeline():
-    """The memory over the program: it grows in the forward, and falls in the backward."""
-    layers, size = 60, 256 * 64 * 4
-
-    def step(params, batch):
-        return jax.tree.map(lambda w, g: w - g, params, jax.grad(mlp_loss)(params, batch))
-
-    plan = lm.memory.plan(step, [array(64, 64)] * layers, array(256, 64), donate=0)
-    times, *columns = zip(*plan.timeline, strict=True)
-    assert list(times) == sorted(set(times)) and 100 < len(times) <= 200
-    most = max(plan.timeline, key=lambda row: sum(row[1:]))
-    assert dict(zip(PARTS, most[1:], strict=True)) == parts(plan) and sum(most[1:]) == plan.peak
-    of = dict(zip(PARTS, columns, strict=True))
-    assert set(of["batch"]) == {plan.batch}
-    kept = of["intermediates"]
-    assert (layers - 1) * size <= max(kept) <= plan.most_intermediates
-    top = kept.index(max(kept))
-    assert kept[0] <= 4 * size and kept[-1] == 0
-    assert 0.3 * max(kept) < kept[top // 2] < 0.7 * max(kept)
 
 
 def test_reports():

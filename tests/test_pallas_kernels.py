@@ -11,9 +11,13 @@ from helpers import ACTIVATIONS
 
 import lowmembp_jax as lm
 from lowmembp_jax.operators.codes import encode
-from pallas_kernels import flat_tiling, gated, step_table
-from pallas_kernels.activation import activation_backward, activation_forward
-from pallas_kernels.normalization import norm_backward, norm_forward
+from pallas_kernels import interface, step_table
+from pallas_kernels.interface import (
+    activation_backward,
+    activation_forward,
+    norm_backward,
+    norm_forward,
+)
 
 
 def assert_same(actual, expected):
@@ -52,7 +56,7 @@ def check_activation(name, size, dtype, cores=None):
     """Bit for bit the jnp path; the first codes of a byte are in its lowest bits."""
     (op, _, table), function = ACTIVATIONS[name], name[: -len("_2")]
     x, g = normal(0, (size,), dtype, 4.0).at[::7].set(jnp.nan), normal(1, (size,), dtype)
-    options = {"cores": cores, "interpret": True}
+    options = {"cores": cores, "implementation": "pallas_interpret"}
 
     @jax.jit
     def run(x, g):
@@ -80,28 +84,6 @@ def test_activation_is_the_jnp_path_bit_for_bit(name, size, dtype, cores):
     check_activation(name, size, dtype, cores)
 
 
-@pytest.mark.parametrize("name", ["silu_2", "silu_4"])
-@pytest.mark.parametrize("size", [2050, 1024 + 32])
-def test_activation_of_a_large_array(monkeypatch, size, name):
-    """What sizes beyond 2^31 take: padding in place of masks, words of two bytes of codes."""
-    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
-    monkeypatch.setattr(flat_tiling, "_MOST_BYTES", 0)
-    check_activation(name, size, jnp.float32)
-
-
-@pytest.mark.parametrize("size", [511, 2050])
-def test_gated_units_of_a_large_array(monkeypatch, size):
-    """It is not masked; what is common to all implementations is in test_gated.py."""
-    monkeypatch.setattr(flat_tiling, "_MOST_MASKED", 0)
-    gate, up, g = (normal(seed, (size,), jnp.bfloat16, 4.0) for seed in range(3))
-    h = gated.gated_forward(gate, up, "silu", interpret=True)
-    want, vjp = jax.vjp(lm.swiglu, gate, up)
-    assert_close(h, want, 1)
-    gradients = gated.gated_backward(gate, up, g, "silu", interpret=True)
-    for actual, expected in zip(gradients, vjp(g), strict=True):
-        assert_close(actual, expected, 1)
-
-
 def test_erfc_is_that_of_jax():
     x = np.linspace(-11, 11, 200_001, dtype=np.float32)
     actual = jax.jit(step_table.erfc)(x)
@@ -116,7 +98,7 @@ def test_erfc_is_that_of_jax():
 @functools.partial(jax.jit, static_argnames=("center", "recover", "cores"))
 def run_norm(x, g, scale, bias, *, center, recover, cores=None):
     """Gradients of `norm_backward` from what `norm_forward` kept."""
-    options = dict(center=center, cores=cores, interpret=True)
+    options = dict(center=center, cores=cores, implementation="pallas_interpret")
     how = {"epsilon": 1e-6, "dtype": g.dtype, "keep_normalized": not recover}
     forward = norm_forward(x, scale, bias, **how, **options)
     assert (forward.normalized is None) == recover
@@ -184,16 +166,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["pallas", "triton"])
 @pytest.mark.parametrize(("name", "args", "error", "argument"), BAD)
-def test_arguments_are_checked(backend, name, args, error, argument):
-    family = {"norm": "normalization"}.get(name.split("_")[0], name.split("_")[0])
-    package = "pallas_kernels.triton" if backend == "triton" else "pallas_kernels"
-    function = getattr(pytest.importorskip(f"{package}.{family}"), name)
+def test_arguments_are_checked(name, args, error, argument):
     with pytest.raises(error, match=rf"\b{argument}\b"):
-        function(*args, **(NORM if family == "normalization" else {}))
+        getattr(interface, name)(*args, **(NORM if "norm" in name else {}))
 
 
-def test_rows_of_too_many_columns():
+def test_arrays_that_are_too_large():
     with pytest.raises(ValueError, match="columns"):
         norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)
+    large = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
+    with pytest.raises(ValueError, match="expected up to 2147481600 elements in Pallas"):
+        jax.eval_shape(lambda x: activation_forward(x, "silu", (0.0,)), large)

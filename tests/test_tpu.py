@@ -124,26 +124,6 @@ def test_the_loss_takes_less_than_whole_logits(tokens, limit):
     assert ours <= limit * whole
 
 
-@pytest.mark.slow
-def test_log_probs_and_entropy_take_less_than_a_quarter_of_whole_logits():
-    def of(function):
-        def loss(h, kernel, labels):
-            log_probs, entropy = function(h, kernel, labels)
-            return jnp.sum(log_probs * entropy)
-
-        return jax.grad(loss, (0, 1))
-
-    def plain(h, kernel, labels):
-        log_p = jax.nn.log_softmax((h @ kernel).astype(jnp.float32))
-        own = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
-        return own, -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
-
-    args = shape(1024, 256), shape(256, 16384), shape(1024, dtype=jnp.int32)
-    tiled = functools.partial(lm.linear_log_probs, tile_bytes=2**22)
-    ours, whole = (temporaries(of(one), *args) for one in (tiled, plain))
-    assert ours <= whole / 4
-
-
 SMALL = tuple(shape(2, 128, 128) for _ in range(4)), shape(8, 256, 128)
 
 

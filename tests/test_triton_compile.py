@@ -20,15 +20,9 @@ from triton.compiler import ASTSource
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
-from pallas_kernels.interface import FUNCTIONS
-from pallas_kernels.triton import (
-    activation,
-    activation_kernels,
-    gated,
-    gated_kernels,
-    normalization,
-    row_launches,
-)
+from pallas_kernels import interface
+from pallas_kernels.step_table import FUNCTIONS
+from pallas_kernels.triton import flat, row_kernels, rows
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
 pytestmark = pytest.mark.compiled
@@ -42,34 +36,33 @@ FOUR_BITS = lm.STEP_TABLES["gelu_erf", 4]
 
 
 def _activation(size, dtype, function, thresholds=THRESHOLDS):
-    launch = activation_kernels.forward_launch(size, jnp.dtype(dtype), function, thresholds)
+    launch = flat.activation_forward_launch(size, jnp.dtype(dtype), function, thresholds)
     return launch, [dtype]
 
 
 def _activation_backward(size, dtype, levels=LEVELS):
-    return activation_kernels.backward_launch(size, jnp.dtype(dtype), levels), ["uint8", dtype]
+    return flat.activation_backward_launch(size, jnp.dtype(dtype), levels), ["uint8", dtype]
 
 
 def _gated(size, dtype, function, arrays):
-    make = gated_kernels.forward_launch if arrays == 2 else gated_kernels.backward_launch
-    return make(size, jnp.dtype(dtype), function), [dtype] * arrays
+    return flat.gated_launch(size, jnp.dtype(dtype), function, arrays), [dtype] * arrays
 
 
 def _norm(width, dtype, affine):
     options = {"scale": affine, "bias": affine, "keep_normalized": affine}
     options |= {"center": True, "epsilon": 1e-6}
-    launch = row_launches.forward_launch(ROWS, width, jnp.dtype(dtype), **options)
+    launch = rows.forward_launch(ROWS, width, jnp.dtype(dtype), **options)
     return launch, [dtype, "float32", "float32"]
 
 
-def _norm_backward(width, dtype, bias, recover=False, scale=True, rows=ROWS):
+def _norm_backward(width, dtype, bias, recover=False, scale=True, height=ROWS):
     options = {"scale": scale, "bias": bias, "center": bias or not scale, "recover": recover}
-    launch = row_launches.backward_launch(1, rows, width, jnp.dtype(dtype), **options)
+    launch = rows.backward_launch(1, height, width, jnp.dtype(dtype), **options)
     return launch, [dtype, "float32", dtype, "float32", "float32"]
 
 
 def _sums(width, dtype, recover):
-    launch = row_launches.sums_launch(1, ROWS, width, scale=True, bias=True, recover=recover)
+    launch = rows.sums_launch(1, ROWS, width, scale=True, bias=True, recover=recover)
     return launch, [dtype, dtype, "float32", "float32"]
 
 
@@ -151,8 +144,8 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
     used = _resources(compiled, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, used
     assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
-    # All programs that `row_launches` counts on are resident at once.
-    if "PROGRAMS" in launch.constants and launch.kernel is not row_launches.wide_rows.sums_kernel:
+    # All programs that `rows` counts on are resident at once.
+    if "PROGRAMS" in launch.constants and launch.kernel is not row_kernels.sums_kernel:
         assert used["REG"] <= 128
     # Codes and rstd are what is narrow: an eighth of the bytes at most.
     if "1023" not in case:
@@ -166,8 +159,8 @@ LARGE = {
     "activation-backward": _activation_backward(2**33 + 128, "bfloat16"),
     "gated": _gated(2**33 + 128, "bfloat16", "silu", 2),
     "gated-backward": _gated(2**33 + 128, "bfloat16", "silu", 3),
-    "norm-backward": _norm_backward(512, "bfloat16", False, scale=False, rows=2**25),
-    "norm-backward-affine": _norm_backward(512, "bfloat16", True, rows=2**25),
+    "norm-backward": _norm_backward(512, "bfloat16", False, scale=False, height=2**25),
+    "norm-backward-affine": _norm_backward(512, "bfloat16", True, height=2**25),
 }
 
 
@@ -188,14 +181,16 @@ def test_calls_compile_for_an_h200(monkeypatch):
     monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
 
     def loss(x, scale, bias):
-        out, rstd, kept = normalization.norm_forward(
-            x, scale, bias, center=True, epsilon=1e-6, dtype=x.dtype, keep_normalized=True
+        how = {"center": True, "implementation": "triton"}
+        out, rstd, kept = interface.norm_forward(
+            x, scale, bias, epsilon=1e-6, dtype=x.dtype, keep_normalized=True, **how
         )
-        y, packed = activation.activation_forward(out, "silu", THRESHOLDS)
-        g = activation.activation_backward(packed, y, LEVELS)
-        g, _ = gated.gated_backward(g, y, gated.gated_forward(g, y, "silu"), "silu")
-        return normalization.norm_backward(
-            kept, rstd, g, scale, bias, center=True, x_dtype=x.dtype, recover=False
+        y, packed = interface.activation_forward(out, "silu", THRESHOLDS, implementation="triton")
+        g = interface.activation_backward(packed, y, LEVELS, implementation="triton")
+        h = interface.gated_forward(g, y, "silu", implementation="triton")
+        g, _ = interface.gated_backward(g, y, h, "silu", implementation="triton")
+        return interface.norm_backward(
+            kept, rstd, g, scale, bias, x_dtype=x.dtype, recover=False, **how
         )
 
     def batch(x, scale, bias):
@@ -206,6 +201,6 @@ def test_calls_compile_for_an_h200(monkeypatch):
     x = jax.ShapeDtypeStruct((2, 64, 1024), jnp.bfloat16)
     text = lm.memory.compile_for(batch, x, scale, scale, device="h200").as_text()
     calls = [line for line in text.splitlines() if "custom_call_target=" in line]
-    for module in (activation_kernels, gated_kernels, row_launches):
-        for name in (module.FORWARD_NAME, module.BACKWARD_NAME):
+    for kernel in ("activation", "gated", "norm"):
+        for name in (f"lowmembp_{kernel}_forward", f"lowmembp_{kernel}_backward"):
             assert sum(name in line for line in calls) == 1

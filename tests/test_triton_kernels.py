@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from helpers import only_interpreted, python
 
-activation = pytest.importorskip("pallas_kernels.triton.activation")
-normalization = pytest.importorskip("pallas_kernels.triton.normalization")
+from pallas_kernels.interface import activation_backward, activation_forward, norm_backward
+
+pytest.importorskip("triton")
+TRITON = {"implementation": "triton"}
 
 
 @pytest.mark.slow
@@ -41,7 +43,7 @@ class TestTriton:
     @pytest.mark.parametrize("function", ["gelu_tanh", "gelu_erf", "silu"])
     def test_activation_is_accurate_where_one_plus_tanh_would_cancel(self, function):
         x = np.linspace(-9, 9, 4001, dtype=np.float32)
-        y = activation.activation_forward(x, function, (0.0,))[0]
+        y = activation_forward(x, function, (0.0,), **TRITON)[0]
         x = np.float64(x)
         cubic = 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
         expected = {
@@ -56,9 +58,9 @@ class TestTriton:
     def test_tables_of_fewer_thresholds(self):
         """The first codes of a byte are in its lowest bits."""
         x = np.array([-1.0, 0.0, 1.0, np.inf], np.float32)
-        packed = activation.activation_forward(x, "silu", (0.0,))[1]
+        packed = activation_forward(x, "silu", (0.0,), **TRITON)[1]
         np.testing.assert_array_equal(packed, [0b01010000])
-        dx = activation.activation_backward(packed, x, (0.25, 2.0))
+        dx = activation_backward(packed, x, (0.25, 2.0), **TRITON)
         np.testing.assert_array_equal(dx, [-0.25, 0.0, 2.0, np.inf])
 
     @pytest.mark.parametrize("cores", [1, 2])
@@ -74,7 +76,7 @@ class TestTriton:
         scale, bias = rng.uniform(0.5, 2, (2, width)).astype(np.float32)
         kept, rstd = y * scale + bias if recover else y, np.ones(rows, np.float32)
         options = {"center": True, "x_dtype": np.float32, "recover": recover, "cores": cores}
-        _, dscale, dbias = normalization.norm_backward(kept, rstd, g, scale, bias, **options)
+        _, dscale, dbias = norm_backward(kept, rstd, g, scale, bias, **options, **TRITON)
         np.testing.assert_allclose(dscale, np.sum(y * g, axis=0), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(dbias, np.sum(g, axis=0), rtol=1e-5, atol=1e-5)
 
@@ -84,11 +86,11 @@ class TestTriton:
         thresholds, levels = (0.0, 1.0), (0.5, 1.0, 2.0)
 
         def forward(x):
-            return activation.activation_forward(x, "silu", thresholds)[1]
+            return activation_forward(x, "silu", thresholds, **TRITON)[1]
 
         packed = jax.vmap(forward)(x)
         for i, row in enumerate(x):
             np.testing.assert_array_equal(packed[i], forward(row))
-        backward = functools.partial(activation.activation_backward, levels=levels)
+        backward = functools.partial(activation_backward, levels=levels, **TRITON)
         dx = jax.vmap(backward)(packed, np.ones_like(x))
         np.testing.assert_array_equal(dx, np.float32(levels)[(x > 0).astype(int) + (x > 1)])

@@ -44,17 +44,6 @@ class Bottleneck(Block):
         return x + y
 
 
-class ConvNeXt(Block):
-    """ConvNeXt's block (Liu et al. 2022)."""
-
-    @nn.compact
-    def __call__(self, x):
-        width = x.shape[-1]
-        y = nn.Conv(width, (7, 7), feature_group_count=width, dtype=self.dtype)(x)
-        y = nn.Dense(4 * width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(y))
-        return x + nn.Dense(width, dtype=self.dtype)(nn.gelu(y))
-
-
 class UNetBlock(Block):
     """The residual block of a diffusion model's U-Net (Ho et al. 2020)."""
 
@@ -84,20 +73,6 @@ class Recurrence(Block):
             lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (kept, new), axis=1
         )
         return x + nn.Dense(x.shape[-1], dtype=self.dtype)(gate * state.astype(self.dtype))
-
-
-class Mixer(Block):
-    """MLP-Mixer's block (Tolstikhin et al. 2021)."""
-
-    @nn.compact
-    def __call__(self, x):
-        def mlp(x, factor):
-            h = nn.Dense(factor * x.shape[-1], dtype=self.dtype)(x)
-            return nn.Dense(x.shape[-1], dtype=self.dtype)(nn.gelu(h))
-
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        x = x + mlp(y.swapaxes(1, 2), 2).swapaxes(1, 2)
-        return x + mlp(nn.LayerNorm(dtype=self.dtype)(x), 4)
 
 
 class Experts(Block):
@@ -130,10 +105,8 @@ class Kind(NamedTuple):
 
 KINDS = {
     "ResNet bottleneck": Kind(Bottleneck, (32, 56, 56, 256), (4, 16, 16, 64)),
-    "ConvNeXt": Kind(ConvNeXt, (32, 56, 56, 128), (4, 16, 16, 64)),
     "U-Net of a diffusion model": Kind(UNetBlock, (16, 64, 64, 256), (2, 16, 16, 64)),
     "gated linear recurrence": Kind(Recurrence, (16, 1024, 512), (4, 64, 64)),
-    "MLP-Mixer": Kind(Mixer, (64, 196, 512), (8, 49, 64)),
     "mixture of 8 experts": Kind(Experts, (16, 1024, 512), (4, 64, 64)),
     "mixture of 8 experts, scanned": Kind(Experts, (16, 1024, 512), (4, 64, 64), scanned=True),
 }

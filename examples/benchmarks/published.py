@@ -3,7 +3,7 @@
     python examples/benchmarks/published.py
 
 plans each configuration of `CASES`, writes `results/published.json` after each, and prints the
-table of docs/validation.md. You need no GPU. It takes 5 minutes on 2 cores.
+tables of docs/validation.md. You need no GPU. It takes 4 minutes on 2 cores.
 """
 
 import os
@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from results import FOLDER, GIB, MIB, markdown, versions, write_json
+from results import FOLDER, markdown, versions, write_json
 from tqdm import tqdm
 
 import lowmembp_jax as lm
@@ -31,11 +30,6 @@ from lowmembp_jax.models.workload import MODELS, workload
 
 OUTPUT = FOLDER / "published.json"
 
-_NOTEBOOK = "[JAX's notebook](https://github.com/jax-ml/jax/pull/28988)"
-_TE = (
-    "[TransformerEngine](https://github.com/NVIDIA/TransformerEngine/blob/main/docs/examples/"
-    "gemm_profiling/gemm_profiling.rst)"
-)
 _XLA = "[XLA](https://github.com/openxla/xla/pull/45753)"
 _TOOLBOX = (
     "[JAX-Toolbox](https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/frameworks/maxtext/"
@@ -52,77 +46,6 @@ _MAXTEXT = (
 NVLINK = "380GB"
 #: Every published recipe for MaxText on GPUs sets this option.
 NO_REMATERIALIZATION = {"xla_disable_hlo_passes": "rematerialization"}
-
-
-def array(*shape: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def memory(device: str, unit: int, fn: Any, *args: Any, **options: Any) -> dict[str, float]:
-    """Returns `memory_analysis()`'s temporaries and arguments, and the planner's peak."""
-    sizes = lm.memory.compile_for(fn, *args, device=device, **options).memory_analysis()
-    assert sizes is not None
-    return {
-        "temporaries": sizes.temp_size_in_bytes / unit,
-        "arguments": sizes.argument_size_in_bytes / unit,
-        "peak": lm.memory.plan(fn, *args, device=device, **options).peak / unit,
-    }
-
-
-def scan_of_layers(device: str, offload: bool) -> dict[str, float]:
-    """Returns MiB of the gradient of 10 layers, with their inputs on the device or on the host."""
-
-    def layer(x, weights):
-        w1, w2 = weights
-        return checkpoint_name(x, "x") @ w1 @ w2, None
-
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["x"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if offload else layer
-
-    def loss(weights, x):
-        return jnp.sum(jax.lax.scan(body, x, weights)[0])
-
-    weights = array(10, 256, 1024), array(10, 1024, 256)
-    return memory(device, MIB, jax.grad(loss), weights, array(256, 256))
-
-
-def adam(device: str, offload: bool) -> dict[str, float]:
-    """Returns GiB of a step of 4 layers of 7,168 x 7,168, Adam's state on the device or host."""
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate=0.1))
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    place = partial(NamedSharding, mesh, P())
-    on_device, on_host = place(memory_kind="device"), place(memory_kind="pinned_host")
-
-    def gelu(x):
-        return 0.5 * x * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x**3)))
-
-    def loss(params, x):
-        out = x
-        for number in range(1, 5):
-            out = gelu(out @ params[f"w{number}"])
-        squares = sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
-        return jnp.mean((out - x) ** 2) + 0.001 * squares
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        if offload:
-            state = jax.device_put(state, on_device)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    x = array(7168, 7168)
-    params = {f"w{number}": x for number in range(1, 5)}
-    state = jax.eval_shape(optimizer.init, params)
-    if not offload:
-        return memory(device, GIB, jax.jit(step, donate_argnums=(0, 1)), params, state, x)
-    state = jax.tree.map(lambda s: array(*s.shape, dtype=s.dtype, sharding=on_host), state)
-    places = {"out_shardings": (on_device, on_host)}
-    return memory(device, GIB, jax.jit(step, donate_argnums=0), params, state, x, **places)
 
 
 def divided(tree: Any, mesh: Mesh) -> Any:
@@ -229,48 +152,15 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
     return {"temporaries": sizes.temp_size_in_bytes / 1e9}
 
 
-#: Products of a layer's input, its weights and the gradient of its output.
-PRODUCTS: dict[str, Callable[..., jax.Array]] = {
-    "forward": lambda x, w, y: x @ w,
-    "gradient of the input": lambda x, w, y: y @ w.T,
-    "gradient of the weights": lambda x, w, y: x.T @ y,
-}
-
-
-def layer_products(device: str) -> dict[str, float]:
-    """Returns milliseconds of TransformerEngine's products of a layer, in bfloat16."""
-    tokens, sizes = 15872, ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
-    found = dict.fromkeys(PRODUCTS, 0.0)
-    for terms, features in sizes:
-        shapes = (tokens, terms), (terms, features), (tokens, features)
-        args = [array(*shape, dtype=jnp.bfloat16) for shape in shapes]
-        for name, product in PRODUCTS.items():
-            compiled = lm.memory.compile_for(product, *args, device=device)
-            cost = lm.memory.cost(compiled, lm.memory.get_device(device))
-            found[name] += 1e3 * cost.estimated_seconds
-    return found
-
-
 class Case(NamedTuple):
     """A configuration with published measurements."""
 
     what: str
-    gpu: str  # of the measurement; "GPU" if the source does not name it
+    gpu: str  # of the measurement
     source: str  # a link
     unit: str
     published: dict[str, float]  # by quantity
     plan: Callable[[], dict[str, float]]  # plans the same quantities, and others
-
-
-def _notebook(what: str, unit: str, published: tuple[float, ...], plan: Any, offload: bool) -> Case:
-    numbers = dict(zip(("temporaries", "arguments", "peak"), published, strict=True))
-    return Case(what, "GPU", _NOTEBOOK, unit, numbers, partial(plan, "a100-80gb", offload))
-
-
-def _products(gpu: str, device: str, *milliseconds: float) -> Case:
-    what = "4 products of a layer, 15,872 tokens, 4,096 and 16,384 features"
-    numbers = dict(zip(PRODUCTS, milliseconds, strict=True))
-    return Case(what, gpu, _TE, "ms", numbers, partial(layer_products, device))
 
 
 def _context(what: str, temporaries: float, layers: Literal["scan", "unrolled"]) -> Case:
@@ -284,18 +174,10 @@ def _fsdp(source: str, unit: str, published: dict[str, float], examples: int) ->
 
 
 CASES = (
-    _notebook("scan of 10 layers, gradient", "MiB", (17.25, 20.25, 57.50), scan_of_layers, False),
-    _notebook(
-        "the same, activations on the host", "MiB", (6.50, 20.25, 46.75), scan_of_layers, True
-    ),
-    _notebook("4 layers of 7,168 x 7,168, Adam", "GiB", (2.11, 2.49, 4.59), adam, False),
-    _notebook("the same, Adam's state on the host", "GiB", (1.91, 0.96, 2.87), adam, True),
     _context("Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers", 62.0, "scan"),
     _context("the same, unrolled, without the latency-hiding scheduler", 65.0, "unrolled"),
     _fsdp(_TOOLBOX, "s", {"step": 0.721}, 2),
     _fsdp(_MAXTEXT, "TFLOP/s", {"TFLOP/s": 492.0}, 4),
-    _products("H200 NVL", "h200-nvl", 10.653, 10.813, 10.548),
-    _products("B300", "b300", 4.196, 4.290, 4.272),
 )
 
 

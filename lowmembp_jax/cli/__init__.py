@@ -8,8 +8,6 @@ lowmembp plan --model path/to/file.py:function --budget 24GB --plot plan.png --j
 
 lowmembp residuals --model vit-b16 --method lowmembp
 
-lowmembp diff before.json after.json
-
 lowmembp devices
 
 Exit statuses: 0 success, and the step fits; 1 the model's own code failed; 2 an argument is wrong;
@@ -26,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 _MODEL_FAILED, _USAGE, _MISSING_PACKAGE, _INTERRUPTED = 1, 2, 4, 130
 _NEEDED = ("matplotlib", "tyro")
@@ -46,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {
         "plan": _commands.PlanCommand,
         "residuals": _commands.ResidualsCommand,
-        "diff": _commands.DiffCommand,
         "devices": _commands.DevicesCommand,
     }
     command = tyro.extras.subcommand_cli_from_dict(
@@ -59,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
+        # XLA logs "an error in the calculation" for each step that is too large for its device.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
         return command.run()
     except SystemExit as error:
         return _fail(f"the model's own code ended the program with {error.code!r}", _MODEL_FAILED)

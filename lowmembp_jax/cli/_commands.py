@@ -1,4 +1,4 @@
-"""The commands: `lowmembp plan`, `lowmembp residuals`, `lowmembp diff` and `lowmembp devices`.
+"""The commands: `lowmembp plan`, `lowmembp residuals` and `lowmembp devices`.
 
 `lowmembp --help` imports this file, so it imports JAX only inside functions.
 """
@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 if TYPE_CHECKING:
     from lowmembp_jax.cli._factories import Factory
@@ -90,11 +88,7 @@ class PlanCommand(ModelOptions):
     """Search for the largest batch that fits, with up to 8 plans per method. It is a multiple of 8,
     or of the greatest common divisor of 8 and --batch."""
     plot: Path | None = None
-    """Write a picture to a .png, .svg or .pdf: memory against estimated time for several methods,
-    the memory over the program for one method."""
-    timeline: Path | None = None
-    """With --method: write a picture of the memory over the program, by part, to a .png, .svg or
-    .pdf."""
+    """Write a picture of memory against estimated time to a .png, .svg or .pdf."""
     json: Path | None = None
     """Write all results as JSON, with every kernel; - is stdout, and then the table goes to
     stderr."""
@@ -116,12 +110,12 @@ class PlanCommand(ModelOptions):
         """Returns the exit status."""
         _check_output("--json", self.json)
         _check_output("--plot", self.plot, _IMAGES)
-        _check_output("--timeline", self.timeline, _IMAGES)
-        if self.timeline is not None and self._one is None:
-            raise GivenError("--timeline needs one --method, because it draws one plan")
         comparison, title = self._compare()
         _print(self._report(comparison, title), self.json, _with_versions(comparison.to_dict()))
-        self._draw(comparison, f"{title}, {self.device}")
+        if self.plot is not None:
+            from lowmembp_jax.memory.plot import plot_comparison
+
+            plot_comparison(comparison, self.plot, f"{title}, {self.device}")
         return FITS if comparison.fits else DOES_NOT_FIT
 
     def _compare(self):
@@ -132,7 +126,7 @@ class PlanCommand(ModelOptions):
         from lowmembp_jax.memory.comparison import compare
         from lowmembp_jax.memory.devices import COUNTS, TPUS, get_device, is_count
 
-        if self.plot is not None and self._one is None and self.device in TPUS:
+        if self.plot is not None and self.device in TPUS:
             raise GivenError("--plot draws memory against time, which is not estimated on TPUs")
         if self.device in TPUS and self.devices not in (counts := TPUS[self.device].counts):
             expected = ", ".join(map(str, counts))
@@ -182,15 +176,6 @@ class PlanCommand(ModelOptions):
         title = ", ".join(filter(None, (factory.name, size, *self.options)))
         return comparison, title
 
-    def _draw(self, comparison, title: str) -> None:
-        from lowmembp_jax.memory.plot import plot_comparison, plot_timeline
-
-        for path in filter(None, (self.plot, self.timeline)):
-            if self._one is None:
-                plot_comparison(comparison, path, title)
-            else:
-                plot_timeline(comparison[self._one].plan, path, f"{title}, {self._one}")
-
     def _report(self, comparison, title: str) -> str:
         from lowmembp_jax.memory.comparison import NothingFitsError, choice_of
 
@@ -236,26 +221,6 @@ class ResidualsCommand(ModelOptions):
                 "differentiates and the loss's arguments, or a lm.memory.Workload with `loss`"
             ) from error
         _print(str(table), self.json, table.to_json())
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DiffCommand:
-    """Show what grew and what shrank between two plans, by part and by module."""
-
-    before: tyro.conf.Positional[Path]
-    """A file that `lowmembp plan --json` wrote."""
-    after: tyro.conf.Positional[Path]
-    """A second file."""
-    method: str | None = None
-    """The method to compare, if the files have several."""
-
-    def run(self) -> int:
-        """Returns the exit status."""
-        from lowmembp_jax.memory.difference import describe, read_plan
-
-        before, after = (read_plan(path, self.method) for path in (self.before, self.after))
-        print(f"{self.before} and {self.after}\n{describe(before, after)}")
         return 0
 
 

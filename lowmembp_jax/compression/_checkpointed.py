@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from lowmembp_jax._arguments import as_choice, as_items, is_inexact
-from lowmembp_jax._exactness import is_exact
-from lowmembp_jax._platform import is_for_tpu
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._contexts import is_exact, is_for_tpu
+from lowmembp_jax._messages import warn
+from lowmembp_jax.compression._layers import is_whole_model
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._primitive import How, Input, Saved
 from lowmembp_jax.compression._traced_call import traced_call
@@ -261,6 +261,11 @@ def stored(
         formats = {} if is_exact() else options.formats
         key = is_param, is_exact(), is_for_tpu()
         if key not in hows:
+            if not hows and is_whole_model(jaxpr, is_param):
+                warn(
+                    f"{owner} holds a whole model, whose backward has the numbers of all layers in "
+                    f"memory together: compress each block, or the body of the scan, instead"
+                )
             inputs = tuple(Input.PARAMETER if one else Input.ACTIVATION for one in is_param)
             offload = options.offload and not is_exact()
             marker = Marker(options.policy, formats, owner, offload)

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from lowmembp_jax._arguments import is_inexact
 from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operation, run_backward
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._differences import Differences

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import checkpoint as jax_checkpoint  # the name `jax.checkpoint` may be replaced by ours
 from jax.core import eval_jaxpr
 from jax.extend import core
 from jax.extend.core.primitives import remat_p
@@ -26,8 +27,8 @@ from lowmembp_jax._jax_internals import (
     saved_by_checkpoint,
     weakref_lru_cache,
 )
+from lowmembp_jax._messages import warn
 from lowmembp_jax._sizes import array_bytes, format_bytes
-from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
@@ -99,7 +100,8 @@ class How:
         if any(operation(eqn) == "CustomRemat" for eqn in every_equation(jaxpr)):
             # JAX's custom_remat has a derivative in `jax.checkpoint` alone.
             run = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-            return jax.checkpoint(run, policy=self.marker.policy)(*args)
+            options = {"policy": self.marker.policy, "prevent_cse": self.prevent_cse}
+            return jax_checkpoint(run, **options)(*args)
         return compress_p.bind(*args, jaxpr=jaxpr, how=self)
 
     def of(self, inputs):

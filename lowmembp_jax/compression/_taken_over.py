@@ -18,8 +18,8 @@ from jax.extend import core
 from jax.extend.core.primitives import remat_p
 
 from lowmembp_jax._jax_internals import is_reference, weakref_lru_cache
+from lowmembp_jax._messages import frames_of, is_framework, users_line
 from lowmembp_jax._sizes import format_bytes
-from lowmembp_jax._source_files import frames_of, is_framework, users_line
 from lowmembp_jax.compression import jaxprs
 from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._primitive import How, Input, Saved, compress_p

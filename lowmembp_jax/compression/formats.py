@@ -15,9 +15,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import hashed_bits, undifferentiated
-from lowmembp_jax._platform import least_integer
+from lowmembp_jax._contexts import least_integer
+from lowmembp_jax._messages import warn
 from lowmembp_jax._tiling import explicit_spec
-from lowmembp_jax._warnings import warn
 from lowmembp_jax.compression import _scaled_float8 as scaled_float8
 from lowmembp_jax.compression._scaled_float8 import Rows, to_float8
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowmembp_jax._source_files import frames_of
+from lowmembp_jax._messages import frames_of
 
 # JAX's caches have this number in their key, so the contexts that are open at the same time have
 # different numbers. Later contexts use them again: each new number would fill the caches.

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from string import ascii_lowercase
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +14,16 @@ from jaxtyping import Array
 from lowmembp_jax.kernels.implementations import only_on_gpu
 from lowmembp_jax.kernels.partitioning import Partitioned
 from lowmembp_jax.operators.codes import StepTable
-
-
-def _kernels(implementation: str) -> ModuleType:
-    # The imports are here because Pallas and Triton are slow to import and Triton is optional.
-    if implementation == "triton":
-        import pallas_kernels.triton.activation
-        import pallas_kernels.triton.gated
-        import pallas_kernels.triton.normalization
-
-        return pallas_kernels.triton
-    import pallas_kernels.activation
-    import pallas_kernels.gated
-    import pallas_kernels.normalization
-
-    return pallas_kernels
+from pallas_kernels import interface
 
 
 def _prepare(kernel: Callable, implementation: str, **static) -> Callable:
     """Makes the kernel a function of arrays only, for the device that JAX compiles for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    kernel = partial(kernel, cores=getattr(device, "num_cores", None), **static)
+    cores = getattr(device, "num_cores", None)
+    kernel = partial(kernel, implementation=implementation, cores=cores, **static)
     if implementation == "pallas_interpret":
-        return partial(kernel, interpret=True)
+        return kernel
     if implementation == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         return kernel
     return only_on_gpu(kernel, implementation)
@@ -52,12 +38,8 @@ def activation_forward(
     x: Array, function: str, table: StepTable, implementation: str
 ) -> tuple[Array, Array]:
     """Returns y and the codes of x, both of x's shape; the codes have `table.dtype`."""
-    kernel = _prepare(
-        _kernels(implementation).activation.activation_forward,
-        implementation,
-        function=function,
-        thresholds=table.thresholds,
-    )
+    static = dict(function=function, thresholds=table.thresholds)
+    kernel = _prepare(interface.activation_forward, implementation, **static)
 
     def local(x):
         y, packed = kernel(x)
@@ -71,11 +53,7 @@ def activation_forward(
 
 def activation_backward(codes: Array, g: Array, table: StepTable, implementation: str) -> Array:
     """Multiplies g with the level of each code."""
-    kernel = _prepare(
-        _kernels(implementation).activation.activation_backward,
-        implementation,
-        levels=table.levels,
-    )
+    kernel = _prepare(interface.activation_backward, implementation, levels=table.levels)
     each = 8 // jnp.iinfo(table.dtype).bits  # codes in a byte
 
     def local(codes, g):
@@ -92,9 +70,7 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
 
 def gated_forward(gate: Array, up: Array, function: str, implementation: str) -> Array:
     """Computes `function(gate) * up`."""
-    kernel = _prepare(
-        _kernels(implementation).gated.gated_forward, implementation, function=function
-    )
+    kernel = _prepare(interface.gated_forward, implementation, function=function)
     axes = ascii_lowercase[: gate.ndim]
     run = Partitioned(lambda *arrays: (kernel(*arrays),), (axes, axes), (axes,), (None, None))
     return run(gate, up)[0]
@@ -104,9 +80,7 @@ def gated_backward(
     gate: Array, up: Array, g: Array, function: str, implementation: str
 ) -> tuple[Array, Array]:
     """Computes the gradients of gate and up."""
-    kernel = _prepare(
-        _kernels(implementation).gated.gated_backward, implementation, function=function
-    )
+    kernel = _prepare(interface.gated_backward, implementation, function=function)
     axes = ascii_lowercase[: gate.ndim]
     d_gate, d_up = Partitioned(kernel, (axes,) * 3, (axes,) * 2, (None,) * 3)(gate, up, g)
     return d_gate, d_up
@@ -127,7 +101,7 @@ def norm_forward(
 
     Scale and bias are `[width]`.
     """
-    kernel = _prepare(_kernels(implementation).normalization.norm_forward, implementation, **static)
+    kernel = _prepare(interface.norm_forward, implementation, **static)
     given = [p is not None for p in (scale, bias)]
     keeps = static["keep_normalized"] and any(given)
 
@@ -164,9 +138,7 @@ def norm_backward(
 
     rstd is `[..., 1]`; scale and bias are `[width]`.
     """
-    kernel = _prepare(
-        _kernels(implementation).normalization.norm_backward, implementation, **static
-    )
+    kernel = _prepare(interface.norm_backward, implementation, **static)
     given = [p is not None for p in (scale, bias)]
 
     def local(kept, rstd, g, *parameters):

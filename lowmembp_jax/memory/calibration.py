@@ -43,10 +43,6 @@ class Calibration:
     bandwidth_source: str = UNCALIBRATED
     error: float | None = None
 
-    def product(self, dtype: str) -> float:
-        """Returns the fraction of the published rate that a large product reaches."""
-        return self.products.get(dtype, self.products["bf16"])
-
     def __str__(self) -> str:
         if self.products_source == self.bandwidth_source == UNCALIBRATED:
             return f"{UNCALIBRATED}: uses an H100's products and an A100's bandwidth"

@@ -34,14 +34,12 @@ class MethodPlan:
       plan: the plan of the step at the requested batch size.
       largest_batch: the largest batch that the search found within the budget, 0 if it found none,
         None without a search.
-      largest_plan: the plan of the step at that batch size.
       how: the lines of code that switch the method on; "" for a custom method of the factory.
     """
 
     method: str
     plan: Plan
     largest_batch: int | None = None
-    largest_plan: Plan | None = None
     how: str = ""
 
     @property
@@ -55,7 +53,6 @@ class MethodPlan:
             "method": self.method,
             "plan": self.plan.to_dict(),
             "largest_batch": self.largest_batch,
-            "largest_plan": self.largest_plan and self.largest_plan.to_dict(),
         }
 
 
@@ -101,18 +98,6 @@ class Comparison:
         """Whether a method fits."""
         return any(one.plan.fits for one in self.methods)
 
-    @property
-    def smallest(self) -> MethodPlan:
-        """The method with the smallest peak."""
-        return min(self.methods, key=lambda one: one.plan.peak)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on what the plans leave out, without duplicates; see `Plan.notes`."""
-        plans = [plan for one in self for plan in (one.plan, one.largest_plan) if plan]
-        every = (note for plan in plans for note in plan.every_note)
-        return tuple(dict.fromkeys(every))
-
     def __str__(self) -> str:
         plan, advised = self.methods[0].plan, self.advised
         counts = {"examples/s": self.batch, "tokens/s": self.tokens}
@@ -133,12 +118,13 @@ class Comparison:
             )
             for one in self
         ]
+        notes = dict.fromkeys(note for one in self for note in one.plan.every_note)
         lines = [
             limit(plan) + ("" if self.batch is None else f", batch {self.batch:,}"),
             *aligned(head, *rows, left=("method", "")),
             "",
             *explained(plan),
-            *(f"note: {note}" for note in self.notes),
+            *(f"note: {note}" for note in notes),
         ]
         return "\n".join(lines)
 
@@ -163,7 +149,7 @@ class NothingFitsError(ValueError):
     """
 
     def __init__(self, comparison: Comparison):
-        smallest = comparison.smallest
+        smallest = min(comparison, key=lambda one: one.plan.peak)
         super().__init__(
             f"no method fits in {format_bytes(comparison.budget)}: the smallest peak is "
             f"{format_bytes(smallest.plan.peak)}, with {smallest.method!r}"
@@ -244,9 +230,6 @@ def compare(
       progress: print a line to stderr for each plan as soon as it is made.
       **plan_options: options of `lm.memory.plan`: `device`, `mesh`, `memory_fraction`, ...
 
-    Returns:
-      A `Comparison`.
-
     Raises:
       TypeError: the factory is not callable.
       ValueError: the factory does not return a step and arguments that fit it; or see
@@ -276,18 +259,14 @@ def compare(
     patched: dict[tuple[str, int | None], tuple[str, ...]] = {}  # notes
     largest: dict[str, int] = {}
 
-    def sizes(method: str) -> Generator[int | None, Plan, None]:
-        """Yields batch sizes to plan. Send it the plan of each."""
-        plan = yield batch
+    def sizes(method: str) -> Generator[int | None, int, None]:
+        """Yields batch sizes to plan. Send it the peak of each."""
+        peak = yield batch
         if find_largest_batch and batch is not None:
-            peak = None if batch % multiple else plan.peak
-            search = largest_batch(plan.limit, start=batch, multiple=multiple, peak=peak)
-            try:
-                size = next(search)
-                while True:
-                    size = search.send((yield size).peak)
-            except StopIteration as found:
-                largest[method] = found.value
+            limit = plans[method, batch].limit
+            known = None if batch % multiple else peak
+            search = largest_batch(limit, start=batch, multiple=multiple, peak=known)
+            largest[method] = yield from search
 
     def lower(method: str, size: int | None) -> LoweredStep:
         made = workloads.get((method, size)) or workload_of(step_factory, method, size)
@@ -323,7 +302,7 @@ def compare(
                 plans[key] = dataclasses.replace(made, budget=most, notes=notes)
                 following = None
                 with contextlib.suppress(StopIteration):
-                    following = method, remaining[method].send(plans[key])
+                    following = method, remaining[method].send(plans[key].peak)
                     todo.append(following)
                 if told is not None:
                     told.add(method, size, plans[key], is_last=following is None)
@@ -335,7 +314,6 @@ def compare(
             method,
             plans[method, batch],
             largest.get(method),
-            plans.get((method, largest.get(method, 0))),
             workloads[method, batch].how or HOW.get(method, ""),
         )
         for method in methods
@@ -347,39 +325,25 @@ def compare(
 def choose(
     step_factory: Callable[[str, int | None], Any],
     methods: Sequence[str] | None = None,
-    *,
-    budget: int | str | None = None,
-    batch: int | None = None,
     **options: Any,
 ) -> Choice:
     """Plans a training step with each method and chooses one that fits.
 
     It chooses the fastest method whose gradients are exact. A method with approximate gradients
     comes first only if every exact one that fits takes over 10% longer. Methods that are not in
-    `lm.memory.METHODS` count as approximate, because the planner does not know them.
+    `lm.memory.METHODS` count as approximate, because the planner does not know them. The times are
+    estimates by the roofline.
 
         choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
         train_step, _ = step_factory(choice.method, 64)
 
-    The time is an estimate by the roofline from the compiled program. The memory is XLA's own
-    buffer assignment.
-
-    Args:
-      step_factory: see `compare`.
-      methods: see `compare`.
-      budget: bytes that each device may use, or a size such as "24GB". Default: the device's usable
-        memory.
-      batch: the batch size; None leaves it to the factory.
-      **options: options of `compare` and `lm.memory.plan`: `device`, `mesh`, `cache`, ...
-
-    Returns:
-      A `Choice`.
+    The arguments are those of `compare`.
 
     Raises:
       NothingFitsError: no method fits; the message has the smallest peak and its method.
       TypeError, ValueError, ImportError: see `compare`.
     """
-    return choice_of(compare(step_factory, methods, budget=budget, batch=batch, **options))
+    return choice_of(compare(step_factory, methods, **options))
 
 
 def choice_of(comparison: Comparison) -> Choice:

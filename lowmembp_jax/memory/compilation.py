@@ -1,6 +1,5 @@
 """Compiles lowered programs for GPUs that this machine does not have."""
 
-import contextlib
 import os
 import re
 import tempfile
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from lowmembp_jax._jax_internals import without_compiler_options
-from lowmembp_jax.memory.devices import TPUS, get_device
+from lowmembp_jax.memory.devices import TPUS
 from lowmembp_jax.memory.lowering.lower import lower_for
 from lowmembp_jax.memory.lowering.meshes import MeshLike
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import StepError
-from lowmembp_jax.memory.messages import may_be_too_large, taken_from_stderr
 
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _DUMPS = ("-buffer-assignment.txt", "-buffer-assignment-values.txt", "-live-range.txt")
@@ -44,10 +42,8 @@ def compile_with_buffers(
             "xla_dump_hlo_module_re": ".*",
             "xla_dump_hlo_pass_re": "^$",
         }
-        is_large = may_be_too_large(lowered, get_device(device).memory_bytes)
         try:
-            with taken_from_stderr() if is_large else contextlib.nullcontext():
-                compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
+            compiled, notes = compile_lowered(lowered, device, {**compiler_options, **dumps})
         except jax.errors.JaxRuntimeError as error:
             if "Ran out of memory on HBM" not in str(error):  # a TPU's memory is too small
                 raise

@@ -130,7 +130,8 @@ class Device:
     def product_rate(self, dtype: str) -> float:
         """Returns the FLOP/s that large matrix products of a dtype are estimated to reach."""
         rate = self.matrix_flops.get(_RATED.get(dtype, dtype), self.vector_flops)
-        return rate * self.calibration.product(dtype)
+        products = self.calibration.products
+        return rate * products.get(dtype, products["bf16"])
 
     @property
     def reached_bandwidth(self) -> float:
@@ -141,10 +142,6 @@ class Device:
     def host_bandwidth(self) -> float:
         """Bytes/s to or from the host's memory, over 16 lanes of the GPU's PCIe generation."""
         return {7: 16e9, 8: 32e9}.get(self.capability[0], 64e9)
-
-    def times(self, count: int) -> str:
-        """Describes `count` of these GPUs."""
-        return self.description if count == 1 else f"{count} x {self.description}"
 
     def usable_bytes(self, fraction: float = 0.75) -> int:
         """Returns the bytes that JAX's allocator takes (`XLA_CLIENT_MEM_FRACTION`, 0.75)."""

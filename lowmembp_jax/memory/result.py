@@ -47,8 +47,6 @@ class Plan:
       live: buffers at the peak of at least a thousandth of it, the largest first.
       cost: bytes moved, FLOPs and estimated time; None on a TPU.
       notes: how the compiled program differs from the step, such as callbacks that are left out.
-      timeline: for up to 200 instants of the program, the index in the schedule and the bytes of
-        each of `lm.memory.PARTS`. The body of a loop occurs once. The largest sum is `peak`.
       host: bytes of offloaded arrays in the host's pinned memory, which `peak` excludes.
       budget: bytes that each device may use, None if none was given.
     """
@@ -68,7 +66,6 @@ class Plan:
     live: tuple[LiveBuffer, ...]
     cost: Cost | None
     notes: tuple[str, ...] = ()
-    timeline: tuple[tuple[int, ...], ...] = ()
     host: int = 0
     budget: int | None = None
 
@@ -128,7 +125,6 @@ class Plan:
             "live": [dataclasses.asdict(buffer) for buffer in self.live],
             "cost": self.cost and self.cost.to_dict(),
             "notes": list(self.notes),
-            "timeline": [list(row) for row in self.timeline],
         }
 
     def to_json(self) -> str:
@@ -143,10 +139,9 @@ class Plan:
             live=tuple(LiveBuffer(**buffer) for buffer in data["live"]),
             cost=data["cost"] and Cost.from_dict(data["cost"]),
             notes=tuple(data["notes"]),
-            timeline=tuple(map(tuple, data.get("timeline", ()))),  # release 0.1 wrote none
             budget=data["budget"],
             **data["parts"],
-            **{name: data[name] for name in _NUMBERS if name in data},
+            **{name: data[name] for name in _NUMBERS},
         )
 
     def __str__(self) -> str:
@@ -227,7 +222,8 @@ def limit(plan: Plan) -> str:
     if isinstance(plan.device, Tpu):
         fraction = "usable"
     what = fraction if plan.budget is None else f"budget of {capacity}"
-    return f"{plan.device.times(plan.device_count)}, {format_bytes(plan.limit)} {what}"
+    times = "" if plan.device_count == 1 else f"{plan.device_count} x "
+    return f"{times}{plan.device.description}, {format_bytes(plan.limit)} {what}"
 
 
 def _of_all_layers(live: Iterable[LiveBuffer]) -> list[tuple[tuple[str, str, str], list[int]]]:

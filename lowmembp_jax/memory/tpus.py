@@ -6,7 +6,7 @@ import os
 
 from jax.experimental import topologies
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 # Older versions of libtpu describe only whole hosts, of 4 chips.
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -30,10 +30,6 @@ class Tpu:
     memory_bytes: int
     slices: dict[int, str] = dataclasses.field(hash=False)
     on_chip: int = 1
-
-    def times(self, count: int) -> str:
-        """Describes `count` of these devices."""
-        return self.description if count == 1 else f"{count} x {self.description}"
 
     def usable_bytes(self, fraction: float = 1.0) -> int:
         """The bytes that a program may use; JAX takes no fraction of a TPU's memory."""

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,10 +40,10 @@ def _available_memory() -> int | None:
 
 
 class Progress:
-    """Prints a line to stderr for each plan as soon as it is made."""
+    """Prints a line to stderr for each plan as soon as it is made, with the seconds so far."""
 
     def __init__(self, methods: Sequence[str], at_once: int, batch: int | None):
-        self.left, self.batch = len(methods), batch
+        self.left, self.batch, self.start = len(methods), batch, time.monotonic()
         self.width = max(map(len, methods))
         count = "1 method" if self.left == 1 else f"{self.left} methods"
         size = "" if batch is None else f", batch {batch:,}"
@@ -53,9 +54,10 @@ class Progress:
         self.left -= is_last
         name = method.ljust(self.width)
         name += "" if batch == self.batch else f", batch {batch:,}"
-        time = f"  {plan.estimated_seconds * 1e3:7.1f} ms (estimate)" if plan.cost else ""
+        seconds = f"  {plan.estimated_seconds * 1e3:7.1f} ms (estimate)" if plan.cost else ""
         left = f"{self.left} left" if self.left else "done"
-        self._print(f"{name}  {format_bytes(plan.peak):>11}{time}  {plan.verdict}; {left}")
+        left += f", {time.monotonic() - self.start:.0f} s"
+        self._print(f"{name}  {format_bytes(plan.peak):>11}{seconds}  {plan.verdict}; {left}")
 
     @staticmethod
     def _print(line: str) -> None:

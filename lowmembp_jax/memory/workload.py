@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 from lowmembp_jax.models.methods import METHODS, USUAL
 
 

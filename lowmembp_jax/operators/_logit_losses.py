@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from lowmembp_jax._arguments import as_array, call_custom_vjp, compute_dtype, undifferentiated
+from lowmembp_jax._contexts import is_for_tpu
 from lowmembp_jax._jax_internals import prim_requires_devices_during_lowering, varying
-from lowmembp_jax._platform import is_for_tpu
 from lowmembp_jax._tiling import array_mesh, resharded
 from lowmembp_jax.kernels.partitioning import Partitioned
 from lowmembp_jax.operators._logit_tiles import run_tiles

@@ -27,7 +27,7 @@ from lowmembp_jax._arguments import (
     real_array,
     undifferentiated,
 )
-from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._contexts import is_exact
 from lowmembp_jax.kernels import calls as kernel_calls
 from lowmembp_jax.kernels.implementations import choose_implementation
 from lowmembp_jax.operators.codes import StepTable, encode, slopes

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, UInt8
 
 from lowmembp_jax._arguments import as_array, as_items
-from lowmembp_jax._platform import least_integer
+from lowmembp_jax._contexts import least_integer
 from pallas_kernels import step_table
 
 _SHIFTS = np.array([[0, 2, 4, 6]], np.uint8)

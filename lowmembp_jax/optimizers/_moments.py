@@ -11,7 +11,7 @@ import optax
 from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression.facts import Fact, fact_of, find_facts
 from lowmembp_jax.compression.rules import ANYWHERE, Interval

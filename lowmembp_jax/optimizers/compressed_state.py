@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import compute_dtype, hashed_bits
-from lowmembp_jax._platform import is_for_tpu
+from lowmembp_jax._contexts import is_for_tpu
 from lowmembp_jax._tiling import explicit_spec, reshape, split_axis
 from lowmembp_jax.optimizers._moments import signs
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32, Int8, Int32, UInt32
 
 from lowmembp_jax._arguments import as_choice, hashed_bits
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._messages import warn
 
 
 class MasterWeightsState(NamedTuple):

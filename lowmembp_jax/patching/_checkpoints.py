@@ -10,10 +10,8 @@ import jax
 from flax import nnx
 from jax.core import eval_jaxpr
 
-from lowmembp_jax._exactness import is_exact
-from lowmembp_jax._platform import is_for_tpu
-from lowmembp_jax._source_files import users_line
-from lowmembp_jax._warnings import warn
+from lowmembp_jax._contexts import is_exact, is_for_tpu
+from lowmembp_jax._messages import users_line, warn
 from lowmembp_jax.compression import StorageFormat, check_options, in_range, positions
 from lowmembp_jax.compression._primitive import Input
 from lowmembp_jax.compression._taken_over import Checkpoint, Settings, grouped, take_over

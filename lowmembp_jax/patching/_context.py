@@ -21,21 +21,28 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from lowmembp_jax._exactness import is_exact
+from lowmembp_jax._contexts import is_exact
 from lowmembp_jax._jax_internals import is_differentiated
-from lowmembp_jax._nnx_paths import attribute_path, kernel_shapes, running_modules
 from lowmembp_jax.linen import compress_module
-from lowmembp_jax.patching._activations import linen_kernels, own_activations, swap_activation
+from lowmembp_jax.patching._calling_modules import (
+    attribute_path,
+    linen_kernels,
+    nnx_kernels,
+    running_modules,
+)
 from lowmembp_jax.patching._checkpoints import compressed_vjp
 from lowmembp_jax.patching._function_bodies import exchanged
-from lowmembp_jax.patching._norms import (
-    flax_norm,
+from lowmembp_jax.patching._recognized_norms import RecognizedNorm, recognize
+from lowmembp_jax.patching._replacements import (
+    class_name,
+    linen_norm,
     named_norm,
+    own_activations,
     own_nnx_norms,
+    swap_activation,
     swap_linen_norm,
     swap_nnx_norm,
 )
-from lowmembp_jax.patching._recognized_norms import RecognizedNorm, recognize
 from lowmembp_jax.patching._report import PatchReport
 from lowmembp_jax.patching._settings import ACTIVATIONS, NORMS, Settings
 
@@ -58,7 +65,7 @@ class _Entry:
 
     def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
         """Which norm a module's call computes, and the recognized norm if it is not Flax's."""
-        op = flax_norm(context)
+        op = linen_norm(context)
         if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(NORMS):
             return op, None
         self.asleep = True  # `recognize` calls the module, and must not be intercepted
@@ -130,9 +137,8 @@ class _Entry:
             self.seen(op, reason)
             return plain(x, *args, **kwargs)
         if op in NORMS:
-            dtype, residual = settings.norm_dtype, settings.norm_residual
-            return swap_nnx_norm(op, plain, self.seen, dtype, residual, x, *args, **kwargs)
-        kernels = kernel_shapes(modules) if self.module is None else linen_kernels(self.module)
+            return swap_nnx_norm(op, plain, self.seen, settings, x, *args, **kwargs)
+        kernels = nnx_kernels(modules) if self.module is None else linen_kernels(self.module)
         return swap_activation(op, plain, self.seen, settings.bits, kernels, x, *args)
 
 
@@ -157,22 +163,17 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         op, known = entry.norm(context, args, kwargs) if is_call else (None, None)
         reason = op and settings.why_not(op, entry.place)
         if op in settings.ops and not reason:
-            dtype, residual = settings.norm_dtype, settings.norm_residual
-            swap_linen_norm(context, known, entry.seen, dtype, residual)
+            swap_linen_norm(context, known, entry.seen, settings)
         out = next_fun(*args, **kwargs)
         op = op or (named_norm(module) if is_call else None)
         if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):
-            entry.seen(op, reason or f"{_name(module)} has its own __call__")
+            entry.seen(op, reason or f"{class_name(module)} has its own __call__")
         if is_call and settings.ops.intersection(ACTIVATIONS):
             for name, reason in own_activations(module).items():
                 entry.seen(name, reason)
         return out
     finally:
         entry.module = outer
-
-
-def _name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _compressed_call(entry: _Entry, module: nn.Module, args, kwargs):

@@ -12,13 +12,14 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import jax
-from flax import nnx
 
 from lowmembp_jax._jax_internals import cache_miss
 from lowmembp_jax.operators.activations import own_copy
+from lowmembp_jax.patching._replacements import TABLE
 
 #: Takes the operator's name, the original function and the arguments.
 Handler = Callable[..., Any]
@@ -29,49 +30,30 @@ _thread = threading.local()
 def _run(op: str, *args, **kwargs):
     plain = _PLAIN[op]
     handler = getattr(_thread, "handler", None)
-    return plain(*args, **kwargs) if handler is None else handler(op, plain, *args, **kwargs)
+    if handler is None:
+        return plain(*args, **kwargs)
+    given = inspect.signature(plain).bind(*args, **kwargs)
+    given.apply_defaults()
+    return handler(op, plain, *given.args, **given.kwargs)
 
 
-# JAX and Flax run these bodies with their own globals, so each body imports this file.
-def _gelu(x, approximate=True):
+def _body(*args, **kwargs):
+    # JAX and Flax run this with their own globals, and "an operator" is replaced by its name.
     from lowmembp_jax.patching import _function_bodies
 
-    return _function_bodies._run("gelu", x, approximate)
+    return _function_bodies._run("an operator", *args, **kwargs)
 
 
-def _silu(x):
-    from lowmembp_jax.patching import _function_bodies
-
-    return _function_bodies._run("silu", x)
-
-
-def _layer_norm(self, x, *, mask=None):
-    from lowmembp_jax.patching import _function_bodies
-
-    return _function_bodies._run("layer_norm", self, x, mask=mask)
+def _body_of(op: str) -> CodeType:
+    constants = (op if one == "an operator" else one for one in _body.__code__.co_consts)
+    return _body.__code__.replace(co_consts=tuple(constants))
 
 
-def _rms_norm(self, x, mask=None):
-    from lowmembp_jax.patching import _function_bodies
-
-    return _function_bodies._run("rms_norm", self, x, mask=mask)
-
-
-def _vjp(fun, *primals, **kwargs):
-    from lowmembp_jax.patching import _function_bodies
-
-    return _function_bodies._run("vjp", fun, *primals, **kwargs)
-
-
-# The undecorated functions: `jax.nn.silu` is inside `jax.jit`. `jax.grad` calls `jax.vjp`.
-_EXCHANGED: dict[str, tuple[Any, Any]] = {
-    "gelu": (inspect.unwrap(jax.nn.gelu), _gelu),
-    "silu": (inspect.unwrap(jax.nn.silu), _silu),
-    "layer_norm": (inspect.unwrap(nnx.LayerNorm.__call__), _layer_norm),
-    "rms_norm": (inspect.unwrap(nnx.RMSNorm.__call__), _rms_norm),
-    "vjp": (inspect.unwrap(jax.vjp), _vjp),
-}
-_PLAIN: dict[str, Any] = {op: own_copy(function) for op, (function, _) in _EXCHANGED.items()}
+# `jax.grad` calls `jax.vjp`.
+_FUNCTIONS: dict[str, Any] = {op: row.function for op, row in TABLE.items()}
+_FUNCTIONS["vjp"] = inspect.unwrap(jax.vjp)
+_PLAIN: dict[str, Any] = {op: own_copy(function) for op, function in _FUNCTIONS.items()}
+_OURS = {op: _body_of(op) for op in _FUNCTIONS}
 _silu_missed = cache_miss(jax.nn.silu)
 _plain_missed = _silu_missed.cell_contents
 
@@ -79,7 +61,7 @@ _plain_missed = _silu_missed.cell_contents
 def _missed(*args, **kwargs):
     if getattr(_thread, "handler", None) is None:
         return _plain_missed(*args, **kwargs)
-    return _EXCHANGED["silu"][0](*args, **kwargs), None, False
+    return _FUNCTIONS["silu"](*args, **kwargs), None, False
 
 
 _lock = threading.Lock()
@@ -90,8 +72,8 @@ def _count(change: int) -> None:
     global _inside
     with _lock:
         _inside += change
-        for op, (function, ours) in _EXCHANGED.items():
-            function.__code__ = (ours if _inside else _PLAIN[op]).__code__
+        for op, function in _FUNCTIONS.items():
+            function.__code__ = _OURS[op] if _inside else _PLAIN[op].__code__
         _silu_missed.cell_contents = _missed if _inside else _plain_missed
 
 

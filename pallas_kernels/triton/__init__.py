@@ -1,8 +1,7 @@
 """The functions of `pallas_kernels` as Triton kernels, called through jax-triton.
 
-This file imports nothing of Triton. `activation`, `gated` and `normalization` need the package
-`triton`. They also need `jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter
-(TRITON_INTERPRET=1).
+This file imports nothing of Triton. `flat` and `rows` need the package `triton`. They also need
+`jax-triton` to run on a GPU, or PyTorch to run in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
 import importlib

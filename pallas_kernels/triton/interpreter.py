@@ -31,14 +31,7 @@ def interpret(
     constants: Mapping[str, Any],
     *inputs: jax.Array,
 ) -> tuple[np.ndarray, ...]:
-    """Returns the outputs of a kernel for inputs in host memory.
-
-    Args:
-      run: a kernel of Triton with its grid, `kernel[grid]`.
-      outputs: shapes and dtypes of the outputs.
-      constants: its constants by name.
-      *inputs: its inputs.
-    """
+    """Returns the outputs of `run`, a kernel with its grid, for inputs on the host."""
     made = [torch.empty(out.shape, dtype=getattr(torch, out.dtype.name)) for out in outputs]
     with np.errstate(all="ignore"):  # kernels compute with infinities and NaNs, too
         run(*(_tensor(np.asarray(array)) for array in inputs), *made, **constants)

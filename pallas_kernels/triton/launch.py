@@ -94,15 +94,13 @@ def batchable(run: Callable[..., Any], fold: Callable[..., Any]) -> Callable[...
         batched = [bool(jax.tree.leaves(each)) and jax.tree.leaves(each)[0] for each in batched]
         out = fold(size, batched, *arrays)
         if out is None:
-            looped = [a for a, each in zip(arrays, batched, strict=True) if each]
-
-            def one(elements):
-                rest = iter(elements)
-                return function(
-                    *(next(rest) if each else a for a, each in zip(arrays, batched, strict=True))
-                )
-
-            out = lax.map(one, looped)
+            whole = [
+                jax.tree.map(lambda x: jnp.broadcast_to(x, (size, *x.shape)), array)
+                if not is_batched
+                else array
+                for array, is_batched in zip(arrays, batched, strict=True)
+            ]
+            out = lax.map(lambda each: function(*each), whole)
         return out, jax.tree.map(lambda _: True, out)
 
     return function

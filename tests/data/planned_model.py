@@ -139,9 +139,6 @@ def train_step(params, x):
     return params
 
 
-jitted_step = jax.jit(train_step)
-
-
 def three():
     """A pair, and one too many."""
     return (*mlp(), 3)

@@ -125,11 +125,6 @@ def test_damaged_files(file, content, message, copy):
         checkpoints.load(folder)
 
 
-def test_more_layers_than_tensors(copy):
-    with pytest.raises(ValueError, match="expected at most 41 layers"):
-        checkpoints.load(copy("bert", num_hidden_layers=900))
-
-
 @pytest.mark.parametrize(
     ("name", "kept"), [("bert", "pooler"), ("roberta", "dense"), ("vit", "cls")]
 )

@@ -13,7 +13,6 @@ from data import (
 )
 from PIL import Image
 from stdlib_docs import load_stdlib_docs
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 TEXTS = "".join(f"what a {word} film\t{label}\n" for word, label in [("fine", 1), ("dull", 0)] * 20)
 
@@ -191,25 +190,11 @@ def test_arrays_of_images_that_are_refused(tmp_path):
         ({"train_images": np.zeros((2, 4, 4, 3))}, r"train_images, .*found float64 \[2, 4, 4, 3\]"),
         ({"train_labels": np.arange(3)}, r"as many integers below 3, found .* int64 \[3\]"),
         ({"train_labels": np.array([0, -1])}, "integers below 1"),
-        ({"train_labels": np.array([0.0, 1.0])}, "float64"),
         ({"train_labels": np.array([0, 2**62]), "classes": ["a", "b"]}, "integers below 2"),
-        ({"classes": "cat"}, "classes: expected a list of names, found"),
-        ({"train_labels": np.array(["a", None])}, r"x\.npz: expected a \.npz of arrays"),
     ):
         np.savez(tmp_path / "x.npz", **good | change)
         with pytest.raises(ValueError, match=message):
             images.read_images(tmp_path / "x.npz", 4)
-
-
-def test_a_tokenizer_that_gives_up(write):
-    """Its regex takes too long. Rust reports this with an error that is no Exception."""
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a|a|a?)+$"), "isolated")
-    config = DataConfig(
-        write(f"{'a' * 60}b\tx\nfine\ty\n"), tokenizer=write(tokenizer.to_str(), "tokenizer.json")
-    )
-    with pytest.raises(ValueError, match=r"--data\.tokenizer: cannot encode the texts: .*Regex"):
-        load_task("text-classification", config)
 
 
 def test_package_sources(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from run import command_line, exit_status
+from run import exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -37,7 +36,7 @@ def run(tmp_path, monkeypatch):
         text = () if "--data.train" in options else ("--data.train", str(tmp_path / "train.tsv"))
         command = ["train.py", *text, "--output", str(folder), *map(str, options)]
         monkeypatch.setattr(sys, "argv", command)
-        status = exit_status(lambda: train.train(command_line(train.Config)))
+        status = exit_status(train.train, train.Config)
         for thread in threading.enumerate():
             if thread.name == "async_save":  # a process waits for Orbax when it ends
                 thread.join()
@@ -73,7 +72,7 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     options = (*TINY_TEXT, *FIXED, "--steps", "4", "--checkpoint-every", "2")
     assert run(*options, output="whole")[0] == 0
     whole = run(*options, output="whole")
-    assert whole[0] == 2
+    assert whole[0] == 2 and [one["step"] for one in log(whole[1], "train")] == [1, 2, 3, 4]
     assert "--output: expected a new or an empty folder, found" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         interrupt(patch, at=3)
@@ -93,13 +92,7 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     later = folder / "checkpoints" / "9999"
     later.mkdir()
     assert f"--resume: {later}: cannot be read: " in refusal()
-    shutil.copytree(folder / "checkpoints" / "2", later, dirs_exist_ok=True)
-    assert f"--resume: {later}: expected the state of step 9999, found" in refusal()
     shutil.rmtree(later)
-    records = (folder / "log.jsonl").read_text()
-    (folder / "log.jsonl").write_text(f"{records}{'[' * 100_000}\n")
-    assert re.search(r"--resume: .*log\.jsonl:\d+: expected a record", refusal())
-    (folder / "log.jsonl").write_text(records)
     export = folder.parent / "export"
     status, folder = run(*options, "--resume", "--export", export)
     assert status == 0 and "resuming" not in capsys.readouterr().err
@@ -200,33 +193,24 @@ PLACE = ("--process-count", "2", "--process-index", "0")
 ERRORS = [
     (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
     (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
-    (("--batch-size", "0"), "--batch-size: expected a number from 1 to"),
+    (("--batch-size", "0"), "--batch-size: expected 1 or more, got 0"),
     (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
     (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
     (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
-    (("--warmup", "2"), "--warmup: expected a number from 0 to 1, got 2.0"),
-    (("--learning-rate", "nan"), "--learning-rate: expected a number from"),
     (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
     (("--data.train", "nowhere"), "--data: nowhere: No such file"),
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
     (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
     *[
-        (
-            ("--coordinator", place, *PLACE),
-            "--coordinator: expected HOST:PORT of process 0, or auto",
+        (given, "--coordinator: expected HOST:PORT with --process-count and --process-index")
+        for given in (
+            ("--coordinator", "nonsense", *PLACE),
+            ("--coordinator", "localhost:1"),
+            ("--coordinator", "auto", *PLACE),
+            PLACE,
         )
-        for place in ("nonsense", "localhost:", "localhost:no", "localhost:65536", ":1234")
     ],
-    (("--coordinator", "localhost:1"), "--coordinator: expected HOST:PORT with --process-count"),
-    (("--coordinator", "auto", *PLACE), "--coordinator: expected HOST:PORT with --process-count"),
-    (PLACE, "--coordinator: expected HOST:PORT with --process-count"),
-    (
-        ("--coordinator", "localhost:1", *PLACE[:3], "2"),
-        "--process-index: expected a number from 0",
-    ),
-    (("--data.train", ""), "--data.train: expected a value, got an empty one"),
-    (("--data.dev=",), "--data.dev: expected a value, got an empty one"),
 ]
 
 
@@ -278,50 +262,3 @@ def test_killed_and_several_processes(tmp_path):
     found = results(tmp_path / "run")
     assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")
     assert jax.process_count() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second", "messages"),
-    [
-        ("--seed 1", "", ["--seed: expected the same", "--seed: expected the same"]),
-        ("--data.train a.tsv", "--data.train a.tsv", ["--data: a.tsv: No such file", "process 0"]),
-        ("--data.train b.tsv", "--data.train b.tsv", ["--data: expected the same"] * 2),
-    ],
-)
-def test_processes_that_differ(tmp_path, first, second, messages):
-    """Each stops with one line. Before, they trained on, or waited for each other."""
-    both = []
-    for number, options in enumerate((first, second)):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "b.tsv").write_text(TEXTS.replace("fine", "good", number))
-        if number:
-            (folder / "a.tsv").write_text(TEXTS)
-        options = f"{options} --steps 8 --output {tmp_path / 'run'} {one_of_two(29873, number)}"
-        both.append(launch(options, cwd=folder, stderr=subprocess.PIPE, text=True))
-    for process, message in zip(both, messages, strict=True):
-        errors = process.communicate(timeout=300)[1].splitlines()
-        assert process.returncode == 2 and message in errors[-1], errors
-        assert not any("Traceback" in line for line in errors)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_written(tmp_path):
-    """One line, and then the run resumes to the numbers of an uninterrupted one."""
-    (tmp_path / "train.tsv").write_text(TEXTS)
-    files = "--data.train", tmp_path / "train.tsv", "--output"
-    options = "--steps 6 --checkpoint-every 2 --log-every 1"
-    process = launch(options, *files, tmp_path / "run", stderr=subprocess.PIPE, text=True)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))
-    *before, error = process.communicate(timeout=300)[1].splitlines()
-    assert process.returncode == 1 and "checkpoints: cannot be written: File too large" in error
-    assert error.endswith("; no checkpoint is complete yet, --resume starts anew")
-    noise = ("Traceback", "Error", "Exception", "coroutine")
-    assert not any(word in line for line in before for word in noise), before
-    both = [launch(f"{options} --resume", *files, tmp_path / "run")]
-    both += [launch(options, *files, tmp_path / "whole")]
-    assert [process.wait(300) for process in both] == [0, 0]
-    assert {*os.listdir(tmp_path / "run" / "checkpoints")} == {"4", "6"}
-    for key in ("dev", "steps", "options"):
-        assert results(tmp_path / "run")[key] == results(tmp_path / "whole")[key]

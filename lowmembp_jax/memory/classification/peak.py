@@ -2,10 +2,9 @@
 
 import bisect
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from lowmembp_jax.memory.classification.parts import Buffer
 from lowmembp_jax.memory.lowering.arguments import Argument, Part
@@ -18,8 +17,6 @@ from lowmembp_jax.memory.scopes import module_path
 _ORDER: tuple[Part, ...] = (
     "intermediates", "gradients", "parameters", "outputs", "temporaries"
 )  # fmt: skip
-# The largest number of rows of `Plan.timeline`.
-_INSTANTS = 200
 # Buffers below this share of the peak count in the sums but are not listed.
 _LISTED = 1e-3
 
@@ -47,13 +44,12 @@ class LiveBuffer:
 
 
 class Peak(NamedTuple):
-    """Parts and buffers at the peak, and the timeline; see `lm.memory.Plan`."""
+    """Parts and buffers at the peak; see `lm.memory.Plan`."""
 
     parts: Counter[str]
     fragmentation: int
     most_intermediates: int
     live: tuple[LiveBuffer, ...]
-    timeline: tuple[tuple[int, ...], ...]
 
 
 class _Piece(NamedTuple):
@@ -81,25 +77,21 @@ def at_peak(
         if own.parameter is not None
         for named, shape in [(arguments[own.parameter], shapes[own.parameter])]
     ]
-    always = _sizes(live)
+    parts = _sizes(live) + _sizes(pieces)
     live += map(_live, pieces)
     # Temporaries include constants and the heap's free bytes at the peak.
     heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
     in_heap = sum(piece.bytes for piece in pieces if piece.buffer.value.allocation in heap)
     heap_size = max(total(assignment, "temporary"), in_heap)
     size = total(assignment, "argument", "output", "constant") + heap_size
-    always["temporaries"] += size - sum(each.bytes for each in live)
+    parts["temporaries"] += size - sum(each.bytes for each in live)
     inside = {value.number for value in _inside(assignment, "temporary", "output")}
     kept = [b.value for b in buffers if b.part == "intermediates" and b.value.number in inside]
-    instants = {
-        t: always + _sizes(_pieces(assignment, buffers, t)) for t in _instants(temporaries, time)
-    }
     return Peak(
-        instants[time],
+        parts,
         heap_size - in_heap,
         max(profile(kept).values(), default=0),
         tuple(sorted((b for b in live if b.bytes >= _LISTED * size), key=lambda b: -b.bytes)),
-        tuple((t, *(sizes[part] for part in get_args(Part))) for t, sizes in instants.items()),
     )
 
 
@@ -132,18 +124,6 @@ def _sizes(pieces: Iterable[_Piece | LiveBuffer]) -> Counter[str]:
     for piece in pieces:
         sizes[piece.part] += piece.bytes
     return sizes
-
-
-def _instants(temporaries: Sequence[Value], peak: int) -> list[int]:
-    """Indices of the schedule at which the live temporaries change, including the peak.
-
-    If there are many, this takes the fullest instant of each stretch.
-    """
-    bound = profile(temporaries)
-    times = sorted({*bound, peak})
-    stretch = math.ceil(len(times) / _INSTANTS)
-    stretches = [times[i : i + stretch] for i in range(0, len(times), stretch)]
-    return [peak if peak in some else max(some, key=bound.__getitem__) for some in stretches]
 
 
 def _live(piece: _Piece) -> LiveBuffer:

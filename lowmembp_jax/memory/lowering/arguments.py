@@ -52,9 +52,6 @@ _PARTS: tuple[tuple[re.Pattern[str], Part], ...] = (
 _NO_PARAMETER = (
     "expected a parameter among its arguments, got none: name one `params`, or pass `parts`"
 )
-_NO_BACKWARD = (
-    "no result depends on the gradients, so XLA drops the backward pass: return the new parameters"
-)
 _NO_GRADIENT = (
     "it computes gradients but returns neither gradients nor new parameters, so XLA drops the work "
     "that only they need: return the new parameters"
@@ -279,13 +276,9 @@ def warn_of_lost_work(jaxpr: Any, arguments: Iterable[Argument]) -> None:
     """Warns if the planned step does less than real training."""
     if not has_backward(jaxpr):  # an evaluation step
         return
-    found = []
     has_parameters = any(argument.part == "parameters" for argument in arguments)
-    if not has_parameters:
-        found.append(_NO_PARAMETER)
-    if not has_backward(without_unused(jaxpr)):
-        found.append(_NO_BACKWARD)
-    elif has_parameters and not any(roles(jaxpr)):
-        found.append(_NO_GRADIENT)
-    for message in found:
-        warnings.warn(f"plan: step: {message}", UserWarning, stacklevel=4)
+    is_dropped = not has_backward(without_unused(jaxpr))
+    if is_dropped or (has_parameters and not any(roles(jaxpr))):
+        warnings.warn(f"plan: step: {_NO_GRADIENT}", UserWarning, stacklevel=4)
+    elif not has_parameters:
+        warnings.warn(f"plan: step: {_NO_PARAMETER}", UserWarning, stacklevel=4)

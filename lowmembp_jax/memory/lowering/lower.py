@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh
 
+from lowmembp_jax._contexts import target_platform
 from lowmembp_jax._jax_internals import lower_without_callbacks
-from lowmembp_jax._platform import target_platform
 from lowmembp_jax.memory.devices import TPUS, get_gpu, says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.meshes import (
     MeshLike,

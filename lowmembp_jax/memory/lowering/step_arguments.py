@@ -2,13 +2,12 @@
 
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from lowmembp_jax._errors import GivenError
+from lowmembp_jax._messages import GivenError
 
 
 class StepError(GivenError):
@@ -17,12 +16,8 @@ class StepError(GivenError):
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf has a shape and a dtype, as `jax.ShapeDtypeStruct` and NumPy scalars have."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _is_text(leaf)
-
-
-def _is_text(leaf: Any) -> bool:
     kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-    return isinstance(leaf, str | bytes) or kind in {"U", "S", "O"}
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and kind not in ("U", "S", "O")
 
 
 def _is_in_field(path: Any) -> bool:
@@ -57,16 +52,6 @@ def check_call(step: Callable[..., Any], args: tuple[Any, ...]) -> None:
             f"{name}{signature} cannot be called with {len(args)} arguments: {error}. Pass "
             f"positional arguments, and bind keyword arguments with functools.partial"
         ) from error
-    if hasattr(step, "lower"):  # a jitted step may have static arguments
-        return
-    names = argument_names(step, len(args))
-    for (first, *rest), leaf in jax.tree_util.tree_leaves_with_path(args):
-        if _is_text(leaf) and not _is_in_field(rest):
-            raise StepError(
-                f"step: {names[first.idx]}{jax.tree_util.keystr(tuple(rest))}: expected an array "
-                f"or a jax.ShapeDtypeStruct, got {reprlib.repr(leaf)}: bind it with "
-                f"functools.partial, or give the step in jax.jit with static_argnums"
-            )
 
 
 def close_over_constants(

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from lowmembp_jax._source_files import is_framework
+from lowmembp_jax._messages import is_framework
 
 # XLA's number for the host's pinned memory is 5.
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*S\(5\)[^}]*\})?")

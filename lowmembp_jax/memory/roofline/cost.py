@@ -18,7 +18,7 @@ import jax
 
 from lowmembp_jax.memory.devices import Device
 from lowmembp_jax.memory.parsing import hlo_text as hlo
-from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program, Shape
+from lowmembp_jax.memory.parsing.hlo_text import Computation, Instruction, Program
 from lowmembp_jax.memory.roofline._flops import flops
 from lowmembp_jax.memory.roofline._traffic import (
     bytes_read,
@@ -202,8 +202,7 @@ class _Counter:
         elif sent:
             self.notes["time on the links between devices is left out"] = None
         if not matrix_flops:
-            shapes = sum(operands, results)
-            self.uncounted |= dict.fromkeys(self._uncounted(instruction, shapes))
+            self.uncounted |= dict.fromkeys(_uncounted(instruction))
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
@@ -220,16 +219,13 @@ class _Counter:
             host_bytes=on_host,
         )
 
-    def _uncounted(self, instruction: Instruction, shapes: tuple[Shape, ...]) -> Iterator[str]:
-        """Names the arithmetic of a kernel that may take longer than its memory traffic."""
-        if instruction.opcode == "custom-call":
-            yield instruction.attribute("custom_call_target")
-        if any(i.opcode == "sort" for i in (instruction, *instruction.inner)):
-            yield "sort"
-        slow = self.device.matrix_flops.get("f64", 0.0) < self.device.vector_flops / 8
-        copies = instruction.opcode in ("copy", "copy-start")
-        if slow and not copies and any(shape.dtype in ("f64", "c128") for shape in shapes):
-            yield "float64"
+
+def _uncounted(instruction: Instruction) -> Iterator[str]:
+    """Names the arithmetic of a kernel that may take longer than its memory traffic."""
+    if instruction.opcode == "custom-call":
+        yield instruction.attribute("custom_call_target")
+    if any(i.opcode == "sort" for i in (instruction, *instruction.inner)):
+        yield "sort"
 
 
 def _kind(instruction: Instruction, matrix_flops: int) -> str:
@@ -281,11 +277,6 @@ def cost(
         program = program.as_text() or ""
     if isinstance(program, str):
         program = hlo.parse(program)
-    return count(program, device, link_bandwidth)
-
-
-def count(program: Program, device: Device, link_bandwidth: float | None) -> Cost:
-    """Counts a parsed program, see `cost`."""
     counter = _Counter(program, device, link_bandwidth)
     kernels = tuple(counter.kernels(program.entry))
     notes = tuple(counter.notes)

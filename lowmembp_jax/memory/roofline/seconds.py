@@ -60,8 +60,8 @@ _CACHED = 0.68
 # of the published FLOP/s.
 _ATTENTION = {False: (21e6, 2.0, 20, 0.7), True: (43e6, 4.0, 64, 0.9)}
 _TILE = 128  # cuDNN computes whole tiles of queries and keys
-# How often cuDNN's other kernels move the backward's arrays, and its workspace.
-_ARRAYS, _WORKSPACE = 1.0, 2.8
+# How often cuDNN's other kernels move the backward's workspace.
+_WORKSPACE = 2.8
 # The part of a product's rate that convolutions of fewer than 8 channels reach.
 _FEW_CHANNELS = 0.065
 
@@ -140,17 +140,12 @@ def vector_seconds(
       cached: how many of them are read from the L2 cache.
       instructions: what `instructions` counts.
     """
-    memory = memory_seconds(device, bytes_moved - (1 - _CACHED) * cached)
+    memory = (bytes_moved - (1 - _CACHED) * cached) / device.reached_bandwidth
     memory /= _BANDWIDTH.get(kind, 1.0)
     vector = instructions / (_VECTOR * device.vector_flops / 2)
     # Few warps of a column reduction run at a time, so loads and arithmetic overlap less.
     both = math.hypot(memory, vector) if kind == "column reduction" else max(memory, vector)
     return both + start_seconds(kind)
-
-
-def memory_seconds(device: Device, bytes_moved: float) -> float:
-    """Estimates the seconds in which a kernel reads and writes memory."""
-    return bytes_moved / device.reached_bandwidth
 
 
 def start_seconds(kind: str) -> float:
@@ -192,9 +187,10 @@ def attention_seconds(
     rate = device.matrix_flops.get(dtype, device.vector_flops)
     moved = written
     if backward:
-        moved = _ARRAYS * (read + written) + _WORKSPACE * attention_workspace(instruction)
+        moved = read + written + _WORKSPACE * attention_workspace(instruction)
     seconds = (padded * work + each * math.prod(scores[:2]) * tiles) / rate
-    return max(seconds, memory_seconds(device, read + written)) + memory_seconds(device, moved)
+    bandwidth = device.reached_bandwidth
+    return max(seconds, (read + written) / bandwidth) + moved / bandwidth
 
 
 def attention_workspace(instruction: Instruction) -> int:

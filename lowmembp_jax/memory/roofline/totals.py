@@ -130,5 +130,5 @@ class Cost:
     def from_dict(cls, data: dict[str, Any]) -> "Cost":
         """Inverts `to_dict`."""
         names = [field.name for field in dataclasses.fields(Kernel)]
-        kernels = [{key: one[key] for key in names if key in one} for one in data["kernels"]]
-        return cls(tuple(Kernel(**kernel) for kernel in kernels), tuple(data["notes"]))
+        kernels = [Kernel(**{name: one[name] for name in names}) for one in data["kernels"]]
+        return cls(tuple(kernels), tuple(data["notes"]))

@@ -13,9 +13,8 @@ from flax import nnx
 from jax.extend.core import Primitive
 
 from lowmembp_jax._arguments import as_items, is_inexact
-from lowmembp_jax._errors import GivenTypeError
+from lowmembp_jax._messages import GivenTypeError, frames_of, users_line
 from lowmembp_jax._sizes import array_bytes
-from lowmembp_jax._source_files import frames_of, users_line
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.arguments import has_backward, is_variable, without_unused
 from lowmembp_jax.memory.lowering.nnx_states import of_states
@@ -145,9 +144,6 @@ def saved_bytes(
     This is `total_bytes` of `lm.memory.residuals`, which takes the same arguments and raises the
     same errors. Arguments of `fn`, arrays it closes over, literals and reshapes of these are not
     counted. Casts of them are counted.
-
-    Returns:
-      The number of bytes.
     """
     return residuals(fn, *args, argnums=argnums).total_bytes
 

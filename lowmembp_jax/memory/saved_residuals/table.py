@@ -1,11 +1,9 @@
 """The table of residuals: rows, totals, text and JSON."""
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from lowmembp_jax.memory.result import aligned
@@ -48,12 +46,10 @@ class Residual:
     is_output: bool
 
 
-def _layer(module: str, depth: int | None) -> str:
+def _layer(module: str) -> str:
     parts = module.split("/")
-    if depth is None:
-        numbered = (i for i, part in enumerate(parts, 1) if re.search(r"\d$", part))
-        depth = next(numbered, 2)
-    return "/".join(parts[:depth])
+    numbered = (i for i, part in enumerate(parts, 1) if re.search(r"\d$", part))
+    return "/".join(parts[: next(numbered, 2)])
 
 
 @dataclass(frozen=True)
@@ -86,27 +82,23 @@ class Residuals:
         """Bytes saved by each kind of operation, the largest first."""
         return self._by(lambda row: row.op)
 
-    def by_layer(self, depth: int | None = None) -> dict[str, int]:
+    def by_layer(self) -> dict[str, int]:
         """Bytes saved by each layer, the largest first; "" stands for code outside modules.
 
-        Args:
-          depth: number of names of the module path that make a layer. None means up to the first
-            name that ends in a number, such as `Bert/layer_3`, or two names if there is none.
+        A layer is the module path up to the first name that ends in a number, such as
+        `Bert/layer_3`, or two names if there is none.
         """
-        return self._by(lambda row: _layer(row.module, depth))
+        return self._by(lambda row: _layer(row.module))
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Formats rows and totals as JSON, and writes them to `path` if it is given."""
+    def to_json(self) -> str:
+        """Formats rows and totals as JSON."""
         report = {
             "total_bytes": self.total_bytes,
             "by_op": self.by_op(),
             "by_layer": self.by_layer(),
             "rows": [asdict(row) for row in self.rows],
         }
-        text = json.dumps(report, indent=2) + "\n"
-        if path is not None:
-            Path(path).write_text(text)
-        return text
+        return json.dumps(report, indent=2) + "\n"
 
     def __str__(self) -> str:
         shown, hidden = self.kept[:_SHOWN], self.kept[_SHOWN:]

@@ -1,9 +1,11 @@
-"""Tells the user's source files from the files of frameworks and of Python."""
+"""Errors and warnings about the user's input and code, and the line of it that they name."""
 
 import functools
 import importlib.util
 import os
+import sys
 import sysconfig
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +20,25 @@ _ROOTS = tuple(
 )
 # Python's own library, console scripts, and code that `runpy` runs.
 _PYTHON = (*(sysconfig.get_path(name) + os.sep for name in ("scripts", "stdlib")), "<frozen ")
+
+
+class GivenError(ValueError):
+    """An input is wrong; the message names it and says what was expected.
+
+    Commands show the message alone, in one line.
+    """
+
+
+class GivenTypeError(GivenError, TypeError):
+    """An input has a wrong type."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the first line that is the user's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and is_framework(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 @functools.cache

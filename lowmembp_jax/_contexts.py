@@ -1,12 +1,33 @@
-"""The platform for which the library's programs are traced."""
+"""What the library's programs are traced for: whether they are exact, and on which platform.
+
+JAX's caches have these contexts in their keys: in another one, JAX traces the code again.
+"""
 
 import contextlib
 
 import jax
 import jax.numpy as jnp
 
-# JAX's caches have this in their key: in another context, JAX traces the code again.
+_exact = jax.make_user_context(False)
 _platform = jax.make_user_context(None)
+
+
+def exact() -> contextlib.AbstractContextManager[None]:
+    """Makes every operator of this library exact in code that is traced inside.
+
+        with lm.exact():
+            gradients = jax.grad(loss)(params, batch)
+
+    `lm.compress` and its variants store residuals unrounded, activations have their exact
+    derivative, and `lm.patch` swaps nothing. Only calls that are traced inside the context, in the
+    same thread, are exact; JAX traces a jitted function again when it is called inside.
+    """
+    return _exact(True)
+
+
+def is_exact() -> bool:
+    """Whether the current code is traced inside `exact`."""
+    return bool(_exact.value)
 
 
 def target_platform(platform: str | None) -> contextlib.AbstractContextManager[None]:

@@ -1,12 +1,15 @@
-"""Finds the path of the NNX module that calls an operator: NNX modules do not know their path.
+"""Finds the module that calls an operator: its path, and the kernels beside the call.
 
-The first arguments in the frames of the Python stack are the modules whose methods are running.
+NNX modules do not know their path. The first arguments in the frames of the Python stack are the
+modules whose methods are running.
 """
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax import nnx
 
@@ -46,7 +49,7 @@ def attribute_path(modules: list[nnx.Module]) -> str:
     return type(modules[0]).__name__
 
 
-def kernel_shapes(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
+def nnx_kernels(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
     """The shapes of the kernels in the innermost module that has kernels.
 
     These are the kernels beside an activation.
@@ -60,4 +63,17 @@ def kernel_shapes(modules: list[nnx.Module]) -> list[tuple[int, ...]]:
             each.shape for each in kernels if each is not None and hasattr(each, "shape")
         ]:
             return shapes
+    return []
+
+
+def linen_kernels(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the kernels in a module, or in the nearest parent that holds kernels."""
+    while isinstance(module, nn.Module) and module.scope is not None:
+        held = module.variables.get("params", {}).values()
+        kernels = (each.get("kernel") for each in held if isinstance(each, Mapping))
+        if shapes := [
+            each.shape for each in kernels if each is not None and hasattr(each, "shape")
+        ]:
+            return shapes
+        module = module.parent  # pyright: ignore[reportAssignmentType]
     return []
