@@ -69,7 +69,6 @@ TRAINED = {
     'lm.patch(norm_residual="output")': "lowmembp",
 }
 METHODS = TRAINED | {
-    "nn.remat(nn.LayerNorm), jax.checkpoint(nn.gelu)": "norm+activation",
     "nn.remat(policy=dots_saveable)": "dots",
     "nn.remat": "full-remat",
 }
@@ -89,7 +88,7 @@ class Config:
     classes: int = 8  # Packages of the standard library to tell apart, without --train.
     batch_size: int = 16  # Texts per step.
     max_tokens: int = 32  # Tokens per text. Longer texts are cut.
-    epochs: float = 1.25  # Passes over the training texts.
+    epochs: float = 1.5  # Passes over the training texts.
     steps: int | None = None  # Training steps, instead of --epochs.
     learning_rate: float = 4e-4
     """AdamW's peak learning rate. It rises for a tenth of the steps and then falls to 0."""

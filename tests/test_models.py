@@ -249,7 +249,8 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("llama", "compress+remat"),
+        ("llama", "full-remat"),
+        pytest.param("llama", "compress+remat", marks=pytest.mark.slow),
         *[pytest.param(name, "lowmembp", marks=pytest.mark.slow) for name in ("qwen3", "gemma2")],
     ],
 )
