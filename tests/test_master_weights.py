@@ -255,3 +255,21 @@ def test_equal_numbers_are_rounded_independently(shape):
     deviation = unit * (steps * share * (1 - share) / p.size) ** 0.5
     mean = np.asarray(p, np.float64).mean()
     assert abs(mean - (1 + steps * move)) < 4 * deviation
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_updates_have_the_dtype_of_the_gradients(dtype):
+    """A bfloat16 update is exact for every parameter that changes by less than a factor of 2."""
+    params, optimizer = start(64, 256), lm.master_weights(optax.sgd(1.0))
+    wide, state = jax.tree.map(lambda p: p.astype(jnp.float32), params), optimizer.init(params)
+    given = jax.tree.map(lambda g: (g / 8).astype(dtype), noise(0, params))
+    updates, state = jax.jit(optimizer.update)(given, state, params)
+    assert updates["w"].dtype == dtype
+    params = optax.apply_updates(params, updates)
+    want = np.asarray(wide["w"]) - np.asarray(given["w"], np.float32)
+    got, before = master(params["w"], state, "w"), np.asarray(wide["w"])
+    is_near = (want / before > 0.5) & (want / before < 2)
+    assert 0.8 < is_near.mean() < 1
+    np.testing.assert_allclose(got[is_near], want[is_near], rtol=2.0**-15)
+    size = np.abs(want) if dtype == jnp.float32 else np.abs(want - before) + np.abs(want)
+    assert (np.abs(got - want) <= 2.0 ** (-15 if dtype == jnp.float32 else -8) * size).all()
