@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from compression_models import NOTHING, error, kept
+from compression_models import NOTHING, error, gradients, kept
 from helpers import normal
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -248,3 +248,13 @@ def test_a_whole_model_in_one_call_is_told(function, is_told):
         for _ in range(2):
             jax.grad(lambda p, x: jnp.sum(compressed(p, x)))(layers, normal(4, 8))
     assert ["holds a whole model" in str(one.message) for one in found] == [True] * is_told
+
+
+def test_a_softmax_of_large_logits_is_computed_again_with_its_sum():
+    p, q, x = normal(16, 16, key=0) / 4, normal(16, 16, key=1) / 4, normal(32, 16)
+
+    def block(p, x):
+        return jax.nn.softmax(5 * (x @ p) @ q) @ q
+
+    ours = lm.compress(block, policy=NOTHING)
+    assert error(gradients(ours, p, x), gradients(block, p, x)) < 0.1

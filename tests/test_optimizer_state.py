@@ -323,3 +323,8 @@ def test_an_update_has_no_temporaries_but_new_scales(width):
 
     size = temporaries(step, params, state, params, donate_argnums=(0, 1), device="h200")
     assert size <= 3 * sum(4 * scales.size for scales in jax.tree.leaves(state.scales))
+
+
+def test_small_arrays_stay():
+    state = lm.compress_state(ADAM, min_size=64 * 256 + 1).init(PARAMS)
+    assert not any(x.dtype in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(state))

@@ -276,3 +276,10 @@ def test_the_saving_survives_xla(scan):
     with lm.patch(checkpoint=True):
         ours = peak_bytes("dots policy", "full", scan, 4)
     assert ours < 0.7 * plain, (ours, plain)
+
+
+def test_eager_calls_do_not_grow_the_report():
+    with lm.patch(checkpoint=True) as report:
+        for _ in range(3):
+            grads()
+    assert len(report.differentiated) == 1
