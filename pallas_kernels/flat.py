@@ -13,7 +13,7 @@ JAX 0.11 and later give a DeprecationWarning when they lower a Pallas-Triton ker
 `jit(...).lower`, long after the call here, so it cannot be silenced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -50,15 +50,15 @@ class FlatTiling(NamedTuple):
         return index < pl.cdiv(self.size, each)
 
 
-def flat_tiling(size: int, cores: int | None) -> FlatTiling:
+def flat_tiling(name: str, size: int, cores: int | None) -> FlatTiling:
     """Chooses the largest block that divides `size` and leaves work for every multiprocessor.
 
     Raises:
-      ValueError: the array is too large.
+      ValueError: the array is too large; the message has its name.
     """
     if size > _MOST:
         raise ValueError(
-            f"first argument: expected up to {_MOST} elements in Pallas, got {size}: use "
+            f"{name}: expected up to {_MOST} elements in Pallas, got {size}: use "
             f"implementation='xla' or 'triton'"
         )
     cores = cores or interface.DEFAULT_CORES
@@ -113,27 +113,28 @@ def _launch(
     name: str,
     cores: int | None,
     interpret: bool,
-    inputs: Sequence[tuple[Array, int]],
+    inputs: Mapping[str, tuple[Array, int]],
     outputs: Sequence[tuple[jax.typing.DTypeLike, int]],
     **static,
 ) -> tuple[Array, ...]:
     """Runs a kernel on flat arrays, each with the number of elements that share one entry.
 
-    The last input has all elements.
+    The last input has one entry for each element.
     """
-    size = inputs[-1][0].size
-    tiling = flat_tiling(size, cores)
+    arrays = [array for array, _ in inputs.values()]
+    size = arrays[-1].size
+    tiling = flat_tiling([*inputs][-1], size, cores)
     warps = tiling.block * jnp.dtype(outputs[0][0]).itemsize // (32 * _BYTES_PER_THREAD)
     return pl.pallas_call(
         partial(kernel, tiling=tiling, **static),
         name=name,
         grid=(pl.cdiv(size, tiling.block),),
-        in_specs=[tiling.spec(each) for _, each in inputs],
+        in_specs=[tiling.spec(each) for _, each in inputs.values()],
         out_specs=[tiling.spec(each) for _, each in outputs],
         out_shape=[jax.ShapeDtypeStruct((pl.cdiv(size, each),), dtype) for dtype, each in outputs],
         compiler_params=plgpu.CompilerParams(num_warps=warps),
         interpret=interpret,
-    )(*(array for array, _ in inputs))
+    )(*arrays)
 
 
 def activation_forward(x, function, thresholds, *, cores, interpret) -> tuple[Array, ...]:
@@ -141,12 +142,13 @@ def activation_forward(x, function, thresholds, *, cores, interpret) -> tuple[Ar
     outputs = [(x.dtype, 1), (jnp.uint8, 8 // step_table.code_bits(len(thresholds) + 1))]
     kernel, name = _activation_forward, interface.ACTIVATION_FORWARD
     static = dict(function=function, thresholds=thresholds)
-    return _launch(kernel, name, cores, interpret, [(x, 1)], outputs, **static)
+    return _launch(kernel, name, cores, interpret, {"x": (x, 1)}, outputs, **static)
 
 
 def activation_backward(packed, g, levels, *, cores, interpret) -> tuple[Array, ...]:
     """`interface.activation_backward` of a flat array."""
-    inputs = [(packed, 8 // step_table.code_bits(len(levels))), (g, 1)]
+    each = 8 // step_table.code_bits(len(levels))
+    inputs = {"packed": (packed, each), "g": (g, 1)}
     kernel, name = _activation_backward, interface.ACTIVATION_BACKWARD
     return _launch(kernel, name, cores, interpret, inputs, [(g.dtype, 1)], levels=levels)
 
@@ -156,5 +158,6 @@ def gated(function, *arrays, cores, interpret) -> tuple[Array, ...]:
     kernel, name, count = _gated_forward, interface.GATED_FORWARD, 1
     if len(arrays) == 3:
         kernel, name, count = _gated_backward, interface.GATED_BACKWARD, 2
-    inputs, outputs = [(array, 1) for array in arrays], [(arrays[0].dtype, 1)] * count
+    inputs = {one: (array, 1) for one, array in zip(("gate", "up", "g"), arrays, strict=False)}
+    outputs = [(arrays[0].dtype, 1)] * count
     return _launch(kernel, name, cores, interpret, inputs, outputs, function=function)

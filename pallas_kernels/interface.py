@@ -5,8 +5,8 @@ Each function checks its arguments and calls the kernel of `implementation`: "pa
 multiprocessors of the target device; None stands for 132.
 
 They raise TypeError for arrays of other dtypes than float32, bfloat16 and float16. They raise
-ValueError for an unknown function, for shapes that do not fit, and for arrays that are too large
-for Pallas' indices.
+ValueError for an unknown function or implementation, for shapes that do not fit, and for arrays
+that are too large for Pallas' indices.
 """
 
 import importlib
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, UInt8
 
 from pallas_kernels.step_table import FUNCTIONS, code_bits
+
+IMPLEMENTATIONS = ("pallas", "pallas_interpret", "triton")
 
 #: The default number of multiprocessors, from H100 and H200.
 DEFAULT_CORES = 132
@@ -180,7 +182,7 @@ def norm_forward(
       keep_normalized: also return the normalized x if there is a scale or bias.
     """
     dtype = _check_float("dtype", dtype)
-    _check_rows(x.shape, x=x, scale=scale, bias=bias)
+    _check_rows(x=x, scale=scale, bias=bias)
     keep_normalized = keep_normalized and not (scale is None and bias is None)
     if x.size == 0:
         empty, rstd = jnp.zeros(x.shape, dtype), jnp.full(x.shape[:1], jnp.nan, jnp.float32)
@@ -223,7 +225,7 @@ def norm_backward(
       None for a parameter that is None.
     """
     x_dtype = _check_float("x_dtype", x_dtype)
-    _check_rows(kept.shape, kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)
+    _check_rows(kept=kept, rstd=rstd, g=g, scale=scale, bias=bias)
     if kept.size == 0:
         zeros = (None if p is None else jnp.zeros_like(p) for p in (scale, bias))
         return jnp.zeros(kept.shape, x_dtype), *zeros
@@ -233,6 +235,9 @@ def norm_backward(
 
 def _kernel(name: str, implementation: str, cores: int | None) -> Callable[..., Any]:
     """Imports a kernel, because Pallas and Triton are slow to import and Triton is optional."""
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation: expected one of {known}, got {implementation!r}")
     module, _, function = name.partition(".")
     if implementation == "triton":
         kernels = importlib.import_module(f"pallas_kernels.triton.{module}")
@@ -269,10 +274,12 @@ def _check_gated(function: str, **arrays: Array) -> None:
         raise ValueError(f"{' and '.join(kinds)}: expected one shape and dtype, got {given}")
 
 
-def _check_rows(rows_width: tuple[int, ...], **arrays: Array | None) -> None:
+def _check_rows(**arrays: Any) -> None:
     """Checks dtypes and shapes: `[rows]` for rstd, `[width]` for scale and bias."""
+    first = next(iter(arrays))
+    rows_width = arrays[first].shape
     if len(rows_width) != 2:
-        raise ValueError(f"first argument: expected [rows, width], got {rows_width}")
+        raise ValueError(f"{first}: expected [rows, width], got {rows_width}")
     expected = {"scale": rows_width[1:], "bias": rows_width[1:], "rstd": rows_width[:1]}
     for name, array in arrays.items():
         if array is not None:

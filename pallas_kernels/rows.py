@@ -76,16 +76,17 @@ class RowTiling(NamedTuple):
         return start + lax.broadcasted_iota(jnp.int32, (self.tile_rows, 1), 0) < self.rows
 
 
-def row_tiling(rows: int, width: int, cores: int | None, *, sums: bool) -> RowTiling:
+def row_tiling(name: str, rows: int, width: int, cores: int | None, *, sums: bool) -> RowTiling:
     """Chooses the tiles of a kernel that reads rows and, with `sums`, sums over a program's rows.
 
     Raises:
-      ValueError: there are more rows than `MOST_ROWS` or more columns than `MOST_COLUMNS`.
+      ValueError: there are more rows than `MOST_ROWS` or more columns than `MOST_COLUMNS`; the
+        message has the array's name.
     """
     if width > MOST_COLUMNS or rows > MOST_ROWS:
         raise ValueError(
-            f"first argument: expected up to {MOST_ROWS} rows of up to {MOST_COLUMNS} columns, got "
-            f"[{rows}, {width}]"
+            f"{name}: expected up to {MOST_ROWS} rows of up to {MOST_COLUMNS} columns in Pallas, "
+            f"got [{rows}, {width}]: use implementation='xla' or 'triton'"
         )
     columns = interface.power_of_two(width)
     tile_rows = max(min(_TILE // columns, interface.power_of_two(rows)), 1)
@@ -160,7 +161,7 @@ def norm_forward(
 ) -> interface.NormForward:
     """`interface.norm_forward` in Pallas."""
     rows, width = x.shape
-    tiling = row_tiling(rows, width, cores, sums=False)
+    tiling = row_tiling("x", rows, width, cores, sums=False)
     parameters = [p.reshape(1, width) for p in (scale, bias) if p is not None]
     matrix = jax.ShapeDtypeStruct(x.shape, dtype)
     out, rstd, *normalized = pl.pallas_call(
@@ -190,7 +191,7 @@ def norm_backward(
     """`interface.norm_backward` in Pallas."""
     rows, width = kept.shape
     given = [p for p in (scale, bias) if p is not None]
-    tiling = row_tiling(rows, width, cores, sums=bool(given))
+    tiling = row_tiling("kept", rows, width, cores, sums=bool(given))
     dx, *partials = pl.pallas_call(
         partial(
             _backward_kernel,

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _cpu_seconds():
-    """Of this process and of the processes that it waited for."""
+    """The CPU time of this process and of the child processes that have ended."""
     return sum(os.times()[:4])
 
 

@@ -90,7 +90,7 @@ def with_channel(size: float) -> np.ndarray:
 
 
 def rescaled(x):
-    """A norm whose scale gives all channels the same size, as those of language models do."""
+    """A norm with a scale that makes all channels equally large, as in language models."""
     scale = 1e6 / WIDTH**0.5 * jnp.where(jnp.arange(WIDTH) == 7, 1e-6, 1)
     return rms_norm(x) * scale[None]
 

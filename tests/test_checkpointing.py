@@ -75,7 +75,7 @@ def test_policies_that_disagree_raise(policies, words):
     ],
 )
 def test_gradients_do_not_depend_on_the_policy(policy, offloads):
-    """Of three blocks under `lax.scan`."""
+    """The gradients of three blocks in a `lax.scan`."""
 
     def gradients(policy):
         op = jax.checkpoint(block, policy=policy)

@@ -217,6 +217,13 @@ def in_a_loop(layers, x):
     return jnp.mean(x**2)
 
 
+def with_attention(layers, x):
+    for p in layers:
+        q, k = (x @ p[name] for name in ("gate", "up"))
+        x = x + jax.nn.softmax(q @ k.T) @ x
+    return jnp.mean(x**2)
+
+
 def in_a_scan(layers, x):
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
     run = jax.jit(lambda stacked, x: lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0])
@@ -233,6 +240,7 @@ def recurrent(layers, x):
     "function, is_told",
     [
         (in_a_loop, True),
+        (with_attention, True),
         (jax.jit(in_a_loop), True),
         (in_a_scan, True),
         (recurrent, False),

@@ -160,7 +160,7 @@ BAD = [
     ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up"),
     ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up"),
     ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g"),
-    ("norm_forward", (X[0], None, None), ValueError, "rows"),
+    ("norm_forward", (X[0], None, None), ValueError, "x: expected .rows, width"),
     ("norm_forward", (X, X[:, 0], None), ValueError, "scale"),
     ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x"),
 ]
@@ -172,9 +172,14 @@ def test_arguments_are_checked(name, args, error, argument):
         getattr(interface, name)(*args, **(NORM if "norm" in name else {}))
 
 
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation: expected one of 'pallas', .* got 'cuda'"):
+        activation_forward(X, "silu", (0.0,), implementation="cuda")
+
+
 def test_arrays_that_are_too_large():
     with pytest.raises(ValueError, match="columns"):
         norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)
     large = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
-    with pytest.raises(ValueError, match="expected up to 2147481600 elements in Pallas"):
+    with pytest.raises(ValueError, match="x: expected up to 2147481600 elements in Pallas"):
         jax.eval_shape(lambda x: activation_forward(x, "silu", (0.0,)), large)

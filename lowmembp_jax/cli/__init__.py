@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         jax.config.update("jax_platforms", "cpu")
         # XLA logs "an error in the calculation" for each step that is too large for its device.
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         return command.run()
     except SystemExit as error:
         return _fail(f"the model's own code ended the program with {error.code!r}", _MODEL_FAILED)

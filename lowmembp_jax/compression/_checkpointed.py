@@ -263,8 +263,8 @@ def stored(
         if key not in hows:
             if not hows and is_whole_model(jaxpr, is_param):
                 warn(
-                    f"{owner} holds a whole model, whose backward has the numbers of all layers in "
-                    f"memory together: compress each block, or the body of the scan, instead"
+                    f"{owner} holds a whole model: compress each block, or the body of the scan, "
+                    f"instead, which takes less memory, above all with policy=None"
                 )
             inputs = tuple(Input.PARAMETER if one else Input.ACTIVATION for one in is_param)
             offload = options.offload and not is_exact()

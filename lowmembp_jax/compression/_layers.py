@@ -6,37 +6,35 @@ from typing import Any
 from jax.extend import core
 
 from lowmembp_jax._messages import frames_of
-from lowmembp_jax.compression import jaxprs
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+from lowmembp_jax.compression import jaxprs, rules
 
 
 def is_whole_model(jaxpr: Any, is_param: Sequence[bool]) -> bool:
-    """Whether a function returns numbers alone, such as a loss, and holds layers.
+    """Whether a function returns only single numbers, such as a loss, and holds layers.
 
-    Layers are products of the same line of code and shapes, with different parameters, of which one
-    depends on the other; or the steps of a scan over stacked matrices of parameters. The products
-    of a block that share a line, such as those of queries, keys and values, stand beside each
-    other, and the steps of a recurrent layer share their parameters: one product depends on itself.
+    Two products are of two layers if the same line of code computes both, with the same shapes and
+    different parameters, and one reads the result of the other. Those of queries, keys and values
+    do not read each other. A recurrent layer reads the same parameters in each step. The steps of a
+    scan are layers if they read slices of stacked matrices of parameters.
     """
     shapes = (getattr(atom.aval, "shape", ()) for atom in jaxpr.outvars)
     if any(size != 1 for shape in shapes for size in shape):
         return False
-    earlier, none = set(), frozenset()
+    is_recurrent, none = set[bool](), frozenset()
 
     def through(eqn, read):
+        """The products that a value is computed from, and the parameters since the last ones."""
         every = none.union(*read)
-        if eqn.primitive.name not in _PRODUCTS:
-            return every
         params = frozenset(one for one in every if isinstance(one, int))
+        if not params or not rules.rule(eqn).product:
+            return every
         kind = tuple(frames_of(eqn)), *(atom.aval.shape for atom in eqn.invars)
-        earlier.update(one[1] == params for one in every - params if one[0] == kind)
-        # What the product reads through earlier products belongs to these.
+        is_recurrent.update(one[1] == params for one in every - params if one[0] == kind)
         return frozenset((*(every - params), (kind, params)))
 
     given = [frozenset([i]) if one else none for i, one in enumerate(is_param)]
     jaxprs.follow(jaxpr, given, through, lambda each: none.union(*each))
-    return earlier == {False} or _scans_layers(jaxpr, is_param)
+    return is_recurrent == {False} or _scans_layers(jaxpr, is_param)
 
 
 def _scans_layers(jaxpr: Any, is_param: Sequence[bool]) -> bool:

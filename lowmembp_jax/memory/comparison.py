@@ -337,7 +337,13 @@ def choose(
         choice = lm.memory.choose(step_factory, budget="24GB", device="rtx4090", batch=64)
         train_step, _ = step_factory(choice.method, 64)
 
-    The arguments are those of `compare`.
+    Args:
+      step_factory: see `compare`.
+      methods: see `compare`.
+      **options: the other arguments of `compare`, such as `budget`, `batch` and `device`.
+
+    Returns:
+      A `Choice`.
 
     Raises:
       NothingFitsError: no method fits; the message has the smallest peak and its method.

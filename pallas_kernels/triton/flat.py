@@ -86,7 +86,7 @@ def gated_backward_kernel(
 def _launch(kernel, name, size, dtypes, cores, **constants) -> Launch:
     """Makes a launch of 16 elements a thread, with smaller programs if cores would be idle.
 
-    Outputs have `size` elements, and those of uint8 the bytes of their codes.
+    An output has `size` elements, or the bytes of as many codes if its dtype is uint8.
     """
     block = 2048
     while block > 512 and size < 4 * (cores or interface.DEFAULT_CORES) * block:
@@ -141,9 +141,9 @@ def gated_launch(size: int, dtype, function: str, arrays: int, cores: int | None
 
 
 def _run(make: Callable[[int], Launch], each: int, *arrays: Array) -> tuple[Array, ...]:
-    """Runs a launch on flat arrays, the last of which has all elements.
+    """Runs a launch on flat arrays.
 
-    `each` is the number of elements that share a byte.
+    The last array has one entry for each element. `each` elements share a byte of codes.
     """
     size = arrays[-1].size
 

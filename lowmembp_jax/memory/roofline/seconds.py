@@ -14,8 +14,8 @@ a LLaMA with JAX 0.11.2). The rates of other GPUs scale them, see `calibration.p
   and store of each element) and `_SCATTERED` are fitted to reductions, to float8 casts and fills,
   and to scatters of word embeddings.
 - `_CACHED` is the time of a byte in the L2 cache relative to one in memory.
-- Attention is fitted to cuDNN's kernels for 128, 198 and 2,048 tokens with heads of 64. What a bias
-  adds is fitted to steps of a Swin on an H200, of which nobody has profiled the kernels.
+- Attention is fitted to cuDNN's kernels for 128, 198 and 2,048 tokens with heads of 64. The
+  factor for a bias is fitted to whole steps of a Swin on an H200. Its kernels are not measured.
 - `_FEW_CHANNELS` is fitted to the convolution of the ViT's images and its gradient.
 """
 
