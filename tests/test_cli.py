@@ -336,6 +336,15 @@ def test_platforms_that_are_not_there():
 
 
 @pytest.mark.compiled
+def test_a_step_that_is_too_large_shows_no_messages_of_xla(tmp_path):
+    """XLA would call it "an error in the calculation"."""
+    command = ("-m", "lowmembp_jax.cli", "plan", "--model", "llama-3-8b", "--method", "dots")
+    out = python(*command, XDG_CACHE_HOME=str(tmp_path))
+    assert out.returncode == 3 and "does not fit" in out.stderr
+    assert "rematerialization" not in out.stderr and "calculation" not in out.stderr
+
+
+@pytest.mark.compiled
 @pytest.mark.skipif(sys.platform != "linux", reason="signals as Linux has them")
 def test_interrupt_while_xla_compiles(tmp_path):
     scratch = tmp_path / "scratch"

@@ -173,7 +173,9 @@ def test_arguments_are_checked(name, args, error, argument):
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation: expected one of 'pallas', .* got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"implementation: expected one of 'pallas', .* got 'cuda'"
+    ):
         activation_forward(X, "silu", (0.0,), implementation="cuda")
 
 

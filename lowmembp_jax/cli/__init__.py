@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"lowmembp needs {', '.join(missing)}: pip install 'lowmembp_jax[planner]'",
             _MISSING_PACKAGE,
         )
+    # Before JAX starts: XLA logs "an error in the calculation" for each step that is too large.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tyro
 
     from lowmembp_jax.cli import _commands
@@ -56,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        # XLA logs "an error in the calculation" for each step that is too large for its device.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         return command.run()
     except SystemExit as error:
         return _fail(f"the model's own code ended the program with {error.code!r}", _MODEL_FAILED)
