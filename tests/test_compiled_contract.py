@@ -54,7 +54,6 @@ COMPRESSED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.* runs jax.checkpoint with its policy")  # the first block
 @pytest.mark.parametrize(("method", "train", "limit", "scan"), COMPRESSED)
 def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
     # With fewer blocks XLA 0.10.2 has its peak elsewhere.

@@ -206,6 +206,18 @@ def test_a_function_that_would_save_more_runs_as_jax_checkpoint():
         assert error(jax.grad(loss(ours))(*args), jax.grad(loss(theirs))(*args)) < 1e-6
 
 
+def test_a_first_block_of_data_has_nothing_to_round_and_no_warning():
+    def block(p, x):
+        h = jax.nn.relu(x @ p["router"])
+        return (h / jnp.sqrt(jnp.mean(h * h, 0, keepdims=True) + 1)) @ p["router"].T
+
+    run = lm.compress(block, policy=NOTHING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = jax.grad(lambda p: jnp.sum(run(p, X) ** 2))(PARAMS)
+    assert error(found, jax.grad(lambda p: jnp.sum(block(p, X) ** 2))(PARAMS)) < 1e-5
+
+
 def layer(p, x):
     gate, up = (x @ p[name] for name in ("gate", "up"))
     return x + jax.nn.silu(gate) * up

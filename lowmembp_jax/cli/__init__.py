@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"lowmembp needs {', '.join(missing)}: pip install 'lowmembp_jax[planner]'",
             _MISSING_PACKAGE,
         )
-    # Before JAX starts, which sets it to 1. XLA logs "an error in the calculation" for each step that
-    # is too large for its device.
+    # Before JAX starts, which sets it to 1. XLA logs "an error in the calculation" for each step
+    # that is too large for its device.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tyro
 

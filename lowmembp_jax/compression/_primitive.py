@@ -290,7 +290,9 @@ def _differentiated(primals, tangents, varied, jaxpr, how):
         before = _saved_bytes(body, counted, how.marker.policy)
         saved = before, (after := _saved_bytes(marked, counted, only_stored))
         if after >= before and not body.effects:
-            how.saved.warn(how.marker.owner, before, after)
+            # The input of a model's first block is data, which is not rounded.
+            if any(fact.lossy for fact in given):
+                how.saved.warn(how.marker.owner, before, after)
             return body, how.marker.policy, closed.consts, is_real, saved
     return marked, only_stored, closed.consts, is_real, saved
 
