@@ -47,6 +47,11 @@ def load(
     folder = Path(folder)
     family, config = read_config(folder / "config.json")
     tensors = {_current_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    layers = config.num_hidden_layers
+    if layers > len(tensors):  # tracing so many layers would take minutes
+        raise ValueError(
+            f"{folder}: expected at most {len(tensors)} layers, the number of tensors, got {layers}"
+        )
     if not any(name.startswith(family.prefix) for name in tensors):  # an encoder without a head
         tensors = {family.prefix + name: tensor for name, tensor in tensors.items()}
     new = []
@@ -129,7 +134,9 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         return _read_file(folder / _FILE)
     if not index.exists():
         raise ValueError(f"{folder}: expected {_FILE} or {_INDEX}, got neither")
-    shard_of = read_json(index)["weight_map"]
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict):
+        raise ValueError(f"{index}: weight_map: expected an object, got {reprlib.repr(shard_of)}")
     for name, shard in shard_of.items():
         if not (isinstance(shard, str) and shard and shard == Path(shard).name):
             found = reprlib.repr(shard)

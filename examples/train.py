@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import re
 import shlex
 import sys
 import time
@@ -113,8 +112,13 @@ _MAY_CHANGE = {
     *("mesh", "coordinator", "process_count", "process_index", "output", "resume"),
     *("log_every", "evaluate_every", "checkpoint_every", "keep", "export"),
 }
-_COUNTS = ("batch_size", "accumulate", "steps", "rank", "keep")
-_COUNTS += ("log_every", "evaluate_every", "checkpoint_every")
+_COUNTS = ("batch_size", "log_every", "evaluate_every", "checkpoint_every", "keep", "steps", "rank")
+_RANGES = {
+    **dict.fromkeys(_COUNTS, (1, 2**31 - 1)),
+    **dict.fromkeys(("alpha", "learning_rate", "clip_norm", "epochs"), (1e-30, 1e30)),
+    **{"warmup": (0, 1), "weight_decay": (0, 1e30)},
+    **{"accumulate": (1, 2**20), "seed": (0, 2**32 - 1)},
+}
 
 
 def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
@@ -124,10 +128,10 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
 
     Returns the family, sizes, a checkpoint's parameters or None, the data, and the run's identity.
     """
-    for name in _COUNTS:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected 1 or more, got {value}")
+    for name, (low, high) in _RANGES.items():
+        value, option = getattr(config, name), f"--{name.replace('_', '-')}"
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"{option}: expected a number from {low} to {high}, got {value}")
     if config.batch_size % config.accumulate:
         given = f"{config.accumulate}, got {config.batch_size}"
         raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
@@ -173,13 +177,20 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
 def _check_place(config: Config) -> None:
     """Raises ValueError if --coordinator and the process's place are not as JAX needs them."""
     where, place = config.coordinator, (config.process_count, config.process_index)
-    is_address = bool(re.fullmatch(r".+:[1-9]\d{0,4}", where or ""))
+    host, _, port = (where or "").rpartition(":")
+    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
     if (where not in (None, "auto") and not is_address) or any(
         (number is not None) != is_address for number in place
     ):
         raise ValueError(
             "--coordinator: expected HOST:PORT with --process-count and --process-index, or auto "
             f"without them, got {where}, {place[0]} and {place[1]}"
+        )
+    count, index = place
+    if count is not None and index is not None and not 0 <= index < count:
+        raise ValueError(
+            f"--process-index: expected a number from 0 and below --process-count, got {index} of "
+            f"{count}"
         )
 
 

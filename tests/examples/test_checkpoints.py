@@ -84,6 +84,9 @@ def test_shards_with_an_index(copy):
         path.write_text(json.dumps({"weight_map": index["weight_map"] | {names[0]: place}}))
         with pytest.raises(ValueError, match=rf"index\.json: {names[0]}: .*{message}"):
             checkpoints.load(folder)
+    path.write_text(json.dumps({"weight_map": []}))
+    with pytest.raises(ValueError, match=r"index\.json: weight_map: expected an object, got \[\]"):
+        checkpoints.load(folder)
     path.write_text(json.dumps({"weight_map": index["weight_map"] | {"more": "a.safetensors"}}))
     with pytest.raises(ValueError, match=r"a\.safetensors: lacks tensors .*more"):
         checkpoints.load(folder)
@@ -123,6 +126,11 @@ def test_damaged_files(file, content, message, copy):
         (folder / file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         checkpoints.load(folder)
+
+
+def test_more_layers_than_tensors(copy):
+    with pytest.raises(ValueError, match="expected at most 41 layers"):
+        checkpoints.load(copy("bert", num_hidden_layers=900))
 
 
 @pytest.mark.parametrize(

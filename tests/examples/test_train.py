@@ -193,10 +193,12 @@ PLACE = ("--process-count", "2", "--process-index", "0")
 ERRORS = [
     (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
     (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
-    (("--batch-size", "0"), "--batch-size: expected 1 or more, got 0"),
+    (("--batch-size", "0"), "--batch-size: expected a number from 1 to"),
     (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
     (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
     (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
+    (("--warmup", "2"), "--warmup: expected a number from 0 to 1, got 2.0"),
+    (("--learning-rate", "nan"), "--learning-rate: expected a number from"),
     (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
     (("--data.train", "nowhere"), "--data: nowhere: No such file"),
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
@@ -206,11 +208,16 @@ ERRORS = [
         (given, "--coordinator: expected HOST:PORT with --process-count and --process-index")
         for given in (
             ("--coordinator", "nonsense", *PLACE),
+            ("--coordinator", "localhost:65536", *PLACE),
             ("--coordinator", "localhost:1"),
             ("--coordinator", "auto", *PLACE),
             PLACE,
         )
     ],
+    (
+        ("--coordinator", "localhost:1", "--process-count", "2", "--process-index", "2"),
+        "--process-index: expected a number from 0 and below --process-count, got 2 of 2",
+    ),
 ]
 
 
