@@ -65,7 +65,7 @@ _WORKSPACE = 2.8
 # The part of a product's rate that convolutions of fewer than 8 channels reach.
 _FEW_CHANNELS = 0.065
 
-#: What `vector_kind` returns.
+#: What `vector_kind` returns, but "copy", which has no instructions.
 VECTOR_KINDS = ("loop", "row reduction", "column reduction", "transpose", "scatter")
 
 
