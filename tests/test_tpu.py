@@ -177,3 +177,23 @@ def test_a_mesh():
     assert all(len(lm.memory.topology(name, 8).devices) == 8 for name in TPUS)
     with pytest.raises(ValueError, match=r"count: .* got 7"):
         lm.memory.topology("v5e", 7)
+
+
+def test_the_exponential_of_a_softmax_is_not_written_in_float32():
+    """Nor is it by plain JAX. XLA wrote it in the kernel of the maximum, before it was encoded."""
+
+    def attention(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k)
+        mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(mask, scores.astype(jnp.float32), -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+    def loss(*args):
+        return jnp.mean(jnp.square(lm.compress(attention)(*args).astype(jnp.float32)))
+
+    args = (shape(1, 1024, 32, 128),) * 3
+    text = lm.memory.compile_for(jax.grad(loss, (0, 1, 2)), *args, device="v6e").as_text()
+    kernels = re.findall(r"^ .* = (.*) fusion\(", text[text.index("ENTRY") :], re.M)
+    written = [kernel for kernel in kernels if "32,1024,1024]" in kernel]
+    assert any("f8e4m3fn" in kernel for kernel in written)
+    assert not any("f32[32,1024,1024]" in kernel for kernel in written)

@@ -258,8 +258,10 @@ class _Decisions:
                     rest[i] = need
                 else:
                     self.plan.stores[var] = format
-                    if not format.is_exact and var in self.read_elementwise:
-                        self.plan.shared |= self.products(var)
+                    if not format.is_exact:
+                        self.plan.barriers |= self.maxima(eqn)
+                        if var in self.read_elementwise:
+                            self.plan.barriers |= self.products(var)
         most = max(need.level for need in rest)
         if rules.rule(eqn).passes or operation(eqn) == "optimization_barrier":
             # Each result is the operand with the same number.
@@ -393,6 +395,14 @@ class _Decisions:
             return set()
         terms = (v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).term)
         return set().union(*map(self.products, terms))
+
+    def maxima(self, eqn: core.JaxprEqn) -> set[Any]:
+        """The maxima of rows that a softmax subtracts before its exponential, `eqn`."""
+        shifted = eqn.invars[0]
+        if not self.facts.of[eqn.outvars[0]].unit or shifted not in self.made:
+            return set()
+        subtraction = self.jaxpr.eqns[self.made[shifted]]
+        return set(jaxprs.variables(subtraction)[1:]) if operation(subtraction) == "sub" else set()
 
 
 def _is_discrete(atom: Any) -> bool:

@@ -138,15 +138,17 @@ class Plan:
 
     Attributes:
       stores: the formats of stored variables.
-      shared: products behind a stored array that the forward also reads elementwise. XLA encodes an
-        array in the kernel of such a reader, but not if it sees that a kernel of a product makes
-        the array. So these products are behind a barrier.
+      barriers: variables that are read behind a barrier. These are products behind a stored array
+        that the forward also reads elementwise: XLA encodes an array in the kernel of such a
+        reader, but not if it sees that a kernel of a product makes the array. And maxima that a
+        stored softmax subtracts: XLA for TPUs puts the maximum into the kernel of the exponential,
+        and then writes this in float32 before it is encoded.
       effects: numbers of the equations with side effects, which run only in the forward.
       inside: a plan for each body of each equation, by the equation's number.
     """
 
     stores: dict[Any, Format] = field(default_factory=dict)
-    shared: set[Any] = field(default_factory=set)
+    barriers: set[Any] = field(default_factory=set)
     effects: set[int] = field(default_factory=set)
     inside: dict[int, list["Plan"]] = field(default_factory=dict)
 
@@ -195,7 +197,7 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
         else:
             new.append(eqn.replace(invars=[read(atom) for atom in eqn.invars]))
         for var in eqn.outvars:
-            if var in plan.shared:
+            if var in plan.barriers:
                 stored[var] = apply(lax.optimization_barrier_p, var)
             if var in plan.stores:
                 stored[var] = store(read(var), plan.stores[var], bounds.get(var), eqn)
