@@ -82,8 +82,16 @@ def looped(w, h, pos):
     return lax.scan(step, pos, length=3)[0] - pos
 
 
+def weighted(w, h, pos):
+    """Differences of sums with a large bias, times weights that are nearly one."""
+    a, b = jnp.split(h @ w + (w[:1] + 100.0), 2, -1)
+    angles = jnp.arange(WIDTH // 2)[None]
+    weighted = a * (1 + 1e-4 * jnp.cos(angles)) - b * (1 + 1e-4 * jnp.sin(angles))
+    return jnp.tanh(weighted) @ w[: WIDTH // 2]
+
+
 PROGRAMS = [
-    particles, graph, periodic, changes, centered, bonds, own_backward, looped,
+    particles, graph, periodic, changes, centered, bonds, own_backward, looped, weighted,
 ]  # fmt: skip
 
 

@@ -7,11 +7,13 @@ if that takes fewer bytes. These differences do not cancel in this way:
 
 - x - max(x) of a softmax has the errors of x. exp(x - max(x)) is stored if x is at hand.
 - x - mean(x), because x is then stored without its mean, as for a norm.
-- Differences of products with two different constants, such as x * cos - y * sin of a rotation.
+- x * cos - y * sin of a rotation, beside y * cos + x * sin: not both can cancel, because the sum of
+  their squares is (x^2 + y^2) (cos^2 + sin^2).
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
 - Sums, such as a residual stream.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -67,8 +69,7 @@ class Differences:
             # Not of a sum with a mask: beside -1e9 the other numbers of a row would be lost.
             is_kept = self._is_source(self.origin(eqn.invars[i])) and read[i].at_hand
             return is_kept and not is_zero and not is_bounded
-        factors = [self._factor(atom) for atom in eqn.invars]
-        return None in factors or factors[0] is factors[1]
+        return not self._is_rotation(eqn)
 
     def rows_of_mean(self, eqn: Any, read: list[Fact]) -> tuple[Any, Rows | None]:
         """The operand whose mean the other one is, and its rows, if it is stored by these rows."""
@@ -133,13 +134,43 @@ class Differences:
         signs = [self._is_negative(a) for a in eqn.invars]
         return signs.count(True) % 2 == (operation(eqn) != "neg")
 
-    def _factor(self, atom: Any) -> Any:
-        """The array without rounding errors that a product has as a factor, or None."""
+    def _is_rotation(self, eqn: Any) -> bool:
+        """Whether x c - y s is computed beside y c + x s, where c and s have no rounding errors."""
+        terms = [self._factors(atom) for atom in eqn.invars]
+        if None in terms:
+            return False
+        (x, c), (y, s) = terms
+        return any(self._are_same(pair, ((y, c), (x, s))) for pair in self._sums)
+
+    @functools.cached_property
+    def _sums(self) -> list[tuple[Any, Any]]:
+        """The factors of the sums of two products."""
+        sums = (eqn.invars for eqn in self.jaxpr.eqns if operation(eqn) == "add")
+        pairs = ([self._factors(atom) for atom in sum_] for sum_ in sums)
+        return [order for pair in pairs if None not in pair for order in (pair, pair[::-1])]
+
+    def _factors(self, atom: Any) -> tuple[Any, Any] | None:
+        """The two factors of a product, of which the second alone has no rounding errors."""
         eqn = self._maker(self.origin(atom))
         if eqn is None or operation(eqn) != "mul":
             return None
-        exact = [v for v in jaxprs.variables(eqn) if not fact_of(self.facts.of, v).lossy]
-        return self.origin(exact[0], _PARTS) if exact else None
+        x, y = sorted(eqn.invars, key=lambda v: not fact_of(self.facts.of, v).lossy)
+        lossy = [fact_of(self.facts.of, v).lossy for v in (x, y)]
+        return (x, y) if lossy == [True, False] else None
+
+    def _are_same(self, a: Any, b: Any) -> bool:
+        """Whether arrays, or nested tuples of arrays, are computed in the same way from the same."""
+        if isinstance(a, tuple | list):
+            return len(a) == len(b) and all(map(self._are_same, a, b))
+        a, b = self.origin(a), self.origin(b)
+        if isinstance(a, core.Literal) and isinstance(b, core.Literal):
+            return bool(np.array_equal(a.val, b.val))
+        one, other = self._maker(a), self._maker(b)
+        if a is b or one is None or other is None:
+            return a is b
+        is_known = rules.rule(one).elementwise or operation(one) in (*_PARTS, "iota")
+        is_equal = (one.primitive, one.params) == (other.primitive, other.params)
+        return is_known and is_equal and self._are_same(one.invars, other.invars)
 
     def _rows_of_sum(self, atom: Any, of: Any) -> Rows | None:
         """The rows of `of` over which an array is a sum, perhaps times a number."""
