@@ -86,12 +86,31 @@ def weighted(w, h, pos):
     """Differences of sums with a large bias, times weights that are nearly one."""
     a, b = jnp.split(h @ w + (w[:1] + 100.0), 2, -1)
     angles = jnp.arange(WIDTH // 2)[None]
-    weighted = a * (1 + 1e-4 * jnp.cos(angles)) - b * (1 + 1e-4 * jnp.sin(angles))
-    return jnp.tanh(weighted) @ w[: WIDTH // 2]
+    a, b = a * (1 + 1e-4 * jnp.cos(angles)), b * (1 + 1e-4 * jnp.sin(angles))
+    return jnp.tanh(a - b) @ w[: WIDTH // 2] + jnp.tanh((a + b) / 200) @ w[WIDTH // 2 :]
+
+
+def centers(w, h, pos):
+    """Distances of sums with a large bias from trained centers, in radial basis functions."""
+    d = (h @ w + (w[:1] + 100.0))[:, None] - (w + 100.0)[None]
+    return jnp.exp(-0.02 * jnp.sum(d * d, -1)) @ w
+
+
+def masked(w, h, pos):
+    """Scores under a mask, beside which the other numbers of a row must not be lost."""
+    mask = jnp.arange(COUNT)[:, None] % 3 == jnp.arange(WIDTH)[None] % 3
+    return jax.nn.sigmoid(h @ w - 1e9 * mask.astype(h.dtype)) @ w
+
+
+def averaged(w, h, pos):
+    """Moving averages of sums with a large bias, which is subtracted."""
+    sums = jnp.cumsum(h @ w + (w[:1] + 100.0), 0)
+    return jnp.tanh((sums[4:] - sums[:-4]) / 4 - (w[:1] + 100.0)) @ w
 
 
 PROGRAMS = [
     particles, graph, periodic, changes, centered, bonds, own_backward, looped, weighted,
+    centers, masked, averaged,
 ]  # fmt: skip
 
 

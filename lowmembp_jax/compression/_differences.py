@@ -11,6 +11,8 @@ if that takes fewer bytes. These differences do not cancel in this way:
   their squares is (x^2 + y^2) (cos^2 + sin^2).
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
 - Sums, such as a residual stream.
+- x - c of a constant c, if x is not a sum with weights of arrays in memory. Beside an array of
+  constants, which may be a mask, the sources are stored unrounded.
 """
 
 import functools
@@ -30,6 +32,8 @@ from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression.facts import Fact, Facts, fact_of
 
 _PARTS = frozenset(("dynamic_slice", "gather", "slice", "split"))
+#: Linear in an operand, if the others have no rounding errors.
+_LINEAR = _PARTS | {"add", "cumsum", "div", "mul", "neg", "sub"}
 
 
 class Differences:
@@ -66,9 +70,7 @@ class Differences:
             constant = self.origin(eqn.invars[1 - i], _PARTS)
             is_zero = isinstance(constant, core.Literal) and not np.any(constant.val)
             is_bounded = all(map(math.isfinite, read[i].bounds))
-            # Not of a sum with a mask: beside -1e9 the other numbers of a row would be lost.
-            is_kept = self._is_source(self.origin(eqn.invars[i])) and read[i].at_hand
-            return is_kept and not is_zero and not is_bounded
+            return self._is_kept(eqn.invars[i]) and not is_zero and not is_bounded
         return not self._is_rotation(eqn)
 
     def rows_of_mean(self, eqn: Any, read: list[Fact]) -> tuple[Any, Rows | None]:
@@ -84,8 +86,11 @@ class Differences:
     def are_less_than_sources(self, eqn: Any, size: int) -> bool:
         """Whether an equation's results of so many bytes take fewer than its sources unrounded.
 
-        Results of other equations count, too, if they are stored instead of the same sources.
+        They are not stored beside a constant. Results of other equations count, too, if they are
+        stored instead of the same sources.
         """
+        if self._has_constants(eqn):
+            return False
         todo, sources, seen = list[Any](jaxprs.variables(eqn)), list[Any](), set[Any]()
         while todo:
             atom = todo.pop()
@@ -103,6 +108,38 @@ class Differences:
             return False
         self.instead |= {v: self.instead.get(v, 0) + size for v in sources}
         return True
+
+    def _is_kept(self, atom: Any) -> bool:
+        """Whether an array, or all of which it is a sum with weights, is in memory."""
+        todo, seen = [atom], set[Any]()
+        while todo:
+            atom = self.origin(todo.pop())
+            if self._is_source(atom):
+                if not fact_of(self.facts.of, atom).at_hand:
+                    return False
+                continue
+            # A call is not looked into: anything may happen there.
+            if atom in seen or self.made[atom] in self.facts.inside:
+                continue
+            seen.add(atom)
+            eqn = self._maker(atom)
+            lossy = [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]
+            linear = ("add", "sub") if len(lossy) > 1 else _LINEAR
+            if operation(eqn) not in linear or self._has_constants(eqn):
+                return False
+            todo += lossy
+        return True
+
+    def _has_constants(self, eqn: Any) -> bool:
+        """Whether one operand has rounding errors, and the other is an array that is not trained.
+
+        It may be a mask of 0 and 1e9. Beside 1e9 the other numbers of a row would be lost.
+        """
+        facts = {atom: fact_of(self.facts.of, atom) for atom in jaxprs.variables(eqn)}
+        others = (self.origin(atom) for atom, fact in facts.items() if not fact.lossy)
+        lossy = any(fact.lossy for fact in facts.values())
+        arrays = (v for v in others if v.aval.size > 1)
+        return lossy and not all(fact_of(self.facts.of, v).varied for v in arrays)
 
     def _is_source(self, atom: Any) -> bool:
         """Whether an array is not computed again if the backward needs it exactly."""
@@ -136,41 +173,50 @@ class Differences:
 
     def _is_rotation(self, eqn: Any) -> bool:
         """Whether x c - y s is computed beside y c + x s, where c and s have no rounding errors."""
-        terms = [self._factors(atom) for atom in eqn.invars]
-        if None in terms:
+        terms = self._products(eqn)
+        if len(terms) < 2:
             return False
-        (x, c), (y, s) = terms
-        return any(self._are_same(pair, ((y, c), (x, s))) for pair in self._sums)
+        [(x, c), (y, s)] = terms
+        turned = (y, c, x, s)
+        return any(all(map(self._are_same, turned, (*a, *b))) for a, b in self._sums)
 
     @functools.cached_property
-    def _sums(self) -> list[tuple[Any, Any]]:
-        """The factors of the sums of two products."""
-        sums = (eqn.invars for eqn in self.jaxpr.eqns if operation(eqn) == "add")
-        pairs = ([self._factors(atom) for atom in sum_] for sum_ in sums)
-        return [order for pair in pairs if None not in pair for order in (pair, pair[::-1])]
+    def _sums(self) -> list[Any]:
+        """The factors of each sum of two products, in both orders."""
+        sums = (self._products(eqn) for eqn in self.jaxpr.eqns if operation(eqn) == "add")
+        return [order for pair in sums if len(pair) == 2 for order in (pair, pair[::-1])]
 
-    def _factors(self, atom: Any) -> tuple[Any, Any] | None:
-        """The two factors of a product, of which the second alone has no rounding errors."""
-        eqn = self._maker(self.origin(atom))
-        if eqn is None or operation(eqn) != "mul":
-            return None
-        x, y = sorted(eqn.invars, key=lambda v: not fact_of(self.facts.of, v).lossy)
-        lossy = [fact_of(self.facts.of, v).lossy for v in (x, y)]
-        return (x, y) if lossy == [True, False] else None
+    def _products(self, eqn: Any) -> list[tuple[Any, Any]]:
+        """The factors of those operands that are products of a lossy array and another one."""
+        found = []
+        for term in map(self._maker, map(self.origin, eqn.invars)):
+            if term is not None and operation(term) == "mul":
+                x, y = sorted(term.invars, key=lambda v: not fact_of(self.facts.of, v).lossy)
+                if fact_of(self.facts.of, x).lossy and not fact_of(self.facts.of, y).lossy:
+                    found.append((x, y))
+        return found
 
     def _are_same(self, a: Any, b: Any) -> bool:
-        """Whether arrays, or nested tuples of arrays, are computed in the same way from the same."""
-        if isinstance(a, tuple | list):
-            return len(a) == len(b) and all(map(self._are_same, a, b))
-        a, b = self.origin(a), self.origin(b)
-        if isinstance(a, core.Literal) and isinstance(b, core.Literal):
-            return bool(np.array_equal(a.val, b.val))
-        one, other = self._maker(a), self._maker(b)
-        if a is b or one is None or other is None:
-            return a is b
-        is_known = rules.rule(one).elementwise or operation(one) in (*_PARTS, "iota")
-        is_equal = (one.primitive, one.params) == (other.primitive, other.params)
-        return is_known and is_equal and self._are_same(one.invars, other.invars)
+        """Whether arrays are computed by the same equations."""
+        todo, seen = [(a, b)], set[tuple[Any, Any]]()
+        while todo:
+            a, b = map(self.origin, todo.pop())
+            one, other = self._maker(a), self._maker(b)
+            if isinstance(a, core.Literal) and isinstance(b, core.Literal):
+                if not np.array_equal(a.val, b.val):
+                    return False
+            elif a is not b:
+                if one is None or other is None:
+                    return False
+                if (a, b) in seen:
+                    continue
+                is_known = rules.rule(one).elementwise or operation(one) in (*_PARTS, "iota")
+                is_equal = (one.primitive, one.params) == (other.primitive, other.params)
+                if not is_known or not is_equal or _place(one, a) != _place(other, b):
+                    return False
+                seen.add((a, b))
+                todo += zip(one.invars, other.invars, strict=True)
+        return True
 
     def _rows_of_sum(self, atom: Any, of: Any) -> Rows | None:
         """The rows of `of` over which an array is a sum, perhaps times a number."""
@@ -206,3 +252,7 @@ class Differences:
             elif not rule.product:
                 return False
         return True
+
+
+def _place(eqn: Any, result: Any) -> int:
+    return next(i for i, var in enumerate(eqn.outvars) if var is result)
