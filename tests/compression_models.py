@@ -38,7 +38,7 @@ def loss(block, params, x):
 
 
 def gradients(block, params, x):
-    return jax.grad(partial(loss, block), argnums=(0, 1))(params, x)
+    return jax.jit(jax.grad(partial(loss, block), argnums=(0, 1)))(params, x)
 
 
 def error(got, want):

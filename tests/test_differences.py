@@ -115,9 +115,9 @@ PROGRAMS = [
 
 
 def gradients(run, pos):
-    y = run(W, H, pos)
+    y = jax.eval_shape(run, W, H, pos)
     weights = normal(*y.shape, key=4)
-    return jax.grad(lambda *args: jnp.vdot(weights, run(*args)), (0, 1, 2))(W, H, pos)
+    return jax.jit(jax.grad(lambda *args: jnp.vdot(weights, run(*args)), (0, 1, 2)))(W, H, pos)
 
 
 @pytest.mark.filterwarnings("ignore:.* runs jax.checkpoint with its policy")
