@@ -41,7 +41,7 @@ def loss(block):
 
 
 def both(function, *args):
-    return jax.value_and_grad(function, tuple(range(len(args))))(*args)
+    return jax.jit(jax.value_and_grad(function, tuple(range(len(args)))))(*args)
 
 
 def patched():
