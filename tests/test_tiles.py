@@ -156,7 +156,9 @@ def test_each_slice_draws_its_own_numbers(name):
         assert noise.std() == pytest.approx(1, abs=0.6)
         assert len(np.unique(noise)) == noise.size
         np.testing.assert_array_equal(noise, call(x, keys))
-    slope = jax.grad(lambda x: (run(x, keys) ** 2).sum())(x)  # the backward draws the same again
+    slope = jax.jit(jax.grad(lambda x: (run(x, keys) ** 2).sum()))(
+        x
+    )  # the backward draws the same again
     np.testing.assert_allclose(slope, 2 * noise, rtol=1e-5)
 
 
