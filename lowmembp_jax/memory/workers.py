@@ -28,15 +28,12 @@ def workers() -> int:
 def _available_memory() -> int | None:
     """Bytes that this machine has left, at most a container's own; None if that is unknown."""
     try:
-        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        free = re.findall(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         limit = Path("/sys/fs/cgroup/memory.max")
-        most = limit.read_text().strip() if limit.is_file() else "max"
+        most = re.findall(r"\d+", limit.read_text() if limit.is_file() else "")
     except OSError:
         return None
-    if found is None:
-        return None
-    left = 1024 * int(found[1])
-    return min(left, int(most)) if most.isdigit() else left
+    return min([1024 * int(size) for size in free] + [int(size) for size in most], default=None)
 
 
 class Progress:
@@ -47,7 +44,8 @@ class Progress:
         self.width = max(map(len, methods))
         count = "1 method" if self.left == 1 else f"{self.left} methods"
         size = "" if batch is None else f", batch {batch:,}"
-        self._print(f"planning {count}{size}, up to {min(at_once, self.left)} at once")
+        line = f"planning {count}{size}, up to {min(at_once, self.left)} at once"
+        print(line, file=sys.stderr, flush=True)
 
     def add(self, method: str, batch: int | None, plan: Plan, *, is_last: bool) -> None:
         """Prints a plan; `is_last` says whether it is the method's last one."""
@@ -57,8 +55,5 @@ class Progress:
         seconds = f"  {plan.estimated_seconds * 1e3:7.1f} ms (estimate)" if plan.cost else ""
         left = f"{self.left} left" if self.left else "done"
         left += f", {time.monotonic() - self.start:.0f} s"
-        self._print(f"{name}  {format_bytes(plan.peak):>11}{seconds}  {plan.verdict}; {left}")
-
-    @staticmethod
-    def _print(line: str) -> None:
+        line = f"{name}  {format_bytes(plan.peak):>11}{seconds}  {plan.verdict}; {left}"
         print(line, file=sys.stderr, flush=True)
