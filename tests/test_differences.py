@@ -108,9 +108,22 @@ def averaged(w, h, pos):
     return jnp.tanh((sums[4:] - sums[:-4]) / 4 - (w[:1] + 100.0)) @ w
 
 
+def chosen(w, h, pos):
+    """Choices among sums with a large bias, from which a loop subtracts the bias."""
+    bias = w[:1] + 100.0
+    sums = jnp.where(h > 0, (h @ w + bias)[NEAR[:, 0]], bias)
+    return lax.scan(lambda c, row: (c, jnp.tanh(row - bias[0]) @ w), 0, sums)[1]
+
+
+def hidden(w, h, pos):
+    """Scores of which a choice hides some, minus a threshold."""
+    mask = jnp.arange(COUNT)[:, None] % 3 == jnp.arange(WIDTH)[None] % 3
+    return jax.nn.sigmoid(jnp.where(mask, h @ w, -1e9) - w[:1]) @ w
+
+
 PROGRAMS = [
     particles, graph, periodic, changes, centered, bonds, own_backward, looped, weighted,
-    centers, masked, averaged,
+    centers, masked, averaged, chosen, hidden,
 ]  # fmt: skip
 
 

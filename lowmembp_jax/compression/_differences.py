@@ -11,8 +11,8 @@ if that takes fewer bytes. These differences do not cancel in this way:
   their squares is (x^2 + y^2) (cos^2 + sin^2).
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
 - Sums, such as a residual stream.
-- x - c of a constant c, if x is not a sum with weights of arrays in memory. Beside an array of
-  constants, which may be a mask, the sources are stored unrounded.
+- x - c of a constant c, if x is not computed from arrays in memory by weighted sums and choices.
+  Beside an array of constants, which may be a mask, the sources are stored unrounded.
 """
 
 import functools
@@ -32,8 +32,10 @@ from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression.facts import Fact, Facts, fact_of
 
 _PARTS = frozenset(("dynamic_slice", "gather", "slice", "split"))
+#: Sums of operands, or a choice among them.
+_SUMS = frozenset(("add", "clamp", "concatenate", "max", "min", "select_n", "sub"))
 #: Linear in an operand, if the others have no rounding errors.
-_LINEAR = _PARTS | {"add", "cumsum", "div", "mul", "neg", "sub"}
+_LINEAR = _PARTS | _SUMS | {"cumsum", "div", "mul", "neg"}
 
 
 class Differences:
@@ -110,21 +112,22 @@ class Differences:
         return True
 
     def _is_kept(self, atom: Any) -> bool:
-        """Whether an array, or all of which it is a sum with weights, is in memory."""
+        """Whether an array is in memory, or all of which it is a weighted sum or a choice."""
         todo, seen = [atom], set[Any]()
         while todo:
             atom = self.origin(todo.pop())
+            eqn = self._maker(atom)
+            # A call is not looked into: anything may happen there.
+            if eqn is None or atom in seen or self.made[atom] in self.facts.inside:
+                continue
+            seen.add(atom)
             if self._is_source(atom):
                 if not fact_of(self.facts.of, atom).at_hand:
                     return False
                 continue
-            # A call is not looked into: anything may happen there.
-            if atom in seen or self.made[atom] in self.facts.inside:
-                continue
-            seen.add(atom)
-            eqn = self._maker(atom)
-            lossy = [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]
-            linear = ("add", "sub") if len(lossy) > 1 else _LINEAR
+            read = [v for v in jaxprs.variables(eqn) if is_inexact(v.aval)]
+            lossy = [v for v in read if fact_of(self.facts.of, v).lossy]
+            linear = _SUMS if len(lossy) > 1 else _LINEAR
             if operation(eqn) not in linear or self._has_constants(eqn):
                 return False
             todo += lossy
@@ -135,11 +138,11 @@ class Differences:
 
         It may be a mask of 0 and 1e9. Beside 1e9 the other numbers of a row would be lost.
         """
-        facts = {atom: fact_of(self.facts.of, atom) for atom in jaxprs.variables(eqn)}
-        others = (self.origin(atom) for atom, fact in facts.items() if not fact.lossy)
-        lossy = any(fact.lossy for fact in facts.values())
-        arrays = (v for v in others if v.aval.size > 1)
-        return lossy and not all(fact_of(self.facts.of, v).varied for v in arrays)
+        read = [(atom, fact_of(self.facts.of, atom)) for atom in eqn.invars]
+        others = [a for a, fact in read if is_inexact(a.aval) and not (fact.lossy or fact.varied)]
+        if operation(eqn) != "select_n":  # which may choose a number here and there
+            others = [a for a in others if self.origin(a).aval.size > 1]
+        return bool(others) and any(fact.lossy for _, fact in read)
 
     def _is_source(self, atom: Any) -> bool:
         """Whether an array is not computed again if the backward needs it exactly."""
