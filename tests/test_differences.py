@@ -113,7 +113,7 @@ def chosen(w, h, pos):
     bias = w[:1] + 100.0
     sums = jnp.where(h > 0, (h @ w + bias)[NEAR[:, 0]], bias)
     rows = lax.scan(lambda c, row: (c, jnp.tanh(row - bias[0]) @ w), 0, sums)[1]
-    return rows + jnp.sin(sums - bias) @ w
+    return rows + jnp.tanh(sums - bias) @ w
 
 
 def hidden(w, h, pos):
