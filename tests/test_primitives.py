@@ -82,6 +82,7 @@ FUNCTIONS |= {
     "fft": lambda h: jnp.abs(jnp.fft.fft(h)),
     "phase": lambda h: jnp.real(jnp.exp(30j * h)),
     "tan": lambda h: jnp.tan(3 * h),
+    "steep_sin": lambda h: jnp.sin(30 * h),
     "cancel_sin": lambda h: jnp.sin(3 * h) / h,
     "cancel_log": lambda h: jnp.log(1 + h * h) / (h * h),
     "cancel_cos": lambda h: (1 - jnp.cos(2 * h)) / h**2,
@@ -219,6 +220,7 @@ def loss(function, w, x):
     ("name", "dtype", "policy"),
     [(name, "float8", lm.products_saveable) for name in FUNCTIONS]
     + [(name, "float8", lm.everything_saveable) for name in ("layer_norm", "log1mexp", "spectrum")]
+    + [(f"cancel_{name}", "float8", lm.everything_saveable) for name in ("cos", "rsqrt", "tanh")]
     + [(name, "int8", lm.products_saveable) for name in ("attention", "log1mexp", "spectrum")]
     + [(name, None, lm.products_saveable) for name in ("xlogy", "cond", "solve")],
 )
