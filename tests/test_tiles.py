@@ -221,12 +221,14 @@ class Mlp(nn.Module):
 
 def test_linen():
     plain, ours = Mlp(32), lm.tile_module(Mlp, axis=1, size=4)(32)
-    variables = ours.init(jax.random.key(0), X)
-    assert jax.tree.structure(variables) == jax.tree.structure(plain.init(jax.random.key(0), X))
+    variables = jax.jit(ours.init)(jax.random.key(0), X)
+    expected = jax.eval_shape(plain.init, jax.random.key(0), X)
+    assert jax.tree.structure(variables) == jax.tree.structure(expected)
     check(ours.apply, plain.apply, variables, X)
     same = jnp.broadcast_to(X[:, :1], X.shape)
+    drop = jax.jit(lambda key: ours.apply(variables, same, False, rngs={"dropout": key}))
     for make in (jax.random.key, jax.random.PRNGKey):
-        dropped = ours.apply(variables, same, False, rngs={"dropout": make(1)})
+        dropped = drop(make(1))
         assert float(jnp.abs(dropped[:, :4] - dropped[:, 4:8]).mean()) > 0.01
 
 
