@@ -117,7 +117,7 @@ def chosen(w, h, pos):
 
 
 def hidden(w, h, pos):
-    """Scores of which a choice hides some, minus a threshold."""
+    """Scores minus a threshold, after a mask has replaced some of them."""
     mask = jnp.arange(COUNT)[:, None] % 3 == jnp.arange(WIDTH)[None] % 3
     return jax.nn.sigmoid(jnp.where(mask, h @ w, -1e9) - w[:1]) @ w
 

@@ -180,7 +180,7 @@ def test_a_mesh():
 
 
 def test_the_exponential_of_a_softmax_is_not_written_in_float32():
-    """Nor is it by plain JAX. XLA wrote it in the kernel of the maximum, before it was encoded."""
+    """Plain JAX does not write it either. With the maximum in the same kernel, XLA did."""
 
     def attention(q, k, v):
         scores = jnp.einsum("bthd,bshd->bhts", q, k)

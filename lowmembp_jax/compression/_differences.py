@@ -11,8 +11,8 @@ if that takes fewer bytes. These differences do not cancel in this way:
   their squares is (x^2 + y^2) (cos^2 + sin^2).
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
 - Sums, such as a residual stream.
-- x - c of a constant c, if x is not computed from arrays in memory by weighted sums and choices.
-  Beside an array of constants, which may be a mask, the sources are stored unrounded.
+- x - c of a constant c, unless x is in memory, is a weighted sum of such arrays, or selects from
+  them. If c is an array of constants, it may be a mask, so the sources are stored unrounded.
 """
 
 import functools
@@ -112,7 +112,7 @@ class Differences:
         return True
 
     def _is_kept(self, atom: Any) -> bool:
-        """Whether an array is in memory, or all of which it is a weighted sum or a choice."""
+        """Whether an array is in memory, or is a weighted sum of such arrays, or selects from them."""
         todo, seen = [atom], set[Any]()
         while todo:
             atom = self.origin(todo.pop())
