@@ -32,10 +32,10 @@ from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression.facts import Fact, Facts, fact_of
 
 _PARTS = frozenset(("dynamic_slice", "gather", "slice", "split"))
-#: Sums of operands, or a choice among them.
-_SUMS = frozenset(("add", "clamp", "concatenate", "max", "min", "select_n", "sub"))
+#: Elementwise sums of operands, or a choice among them.
+_SUMS = frozenset(("add", "clamp", "max", "min", "select_n", "sub"))
 #: Linear in an operand, if the others have no rounding errors.
-_LINEAR = _PARTS | _SUMS | {"cumsum", "div", "mul", "neg"}
+_LINEAR = _SUMS | {"div", "mul", "neg"}
 
 
 class Differences:
@@ -112,7 +112,7 @@ class Differences:
         return True
 
     def _is_kept(self, atom: Any) -> bool:
-        """Whether an array is in memory, or is a weighted sum of such arrays, or selects from them."""
+        """Whether an array is in memory, or a weighted sum of or selection from such arrays."""
         todo, seen = [atom], set[Any]()
         while todo:
             atom = self.origin(todo.pop())
@@ -128,7 +128,8 @@ class Differences:
             read = [v for v in jaxprs.variables(eqn) if is_inexact(v.aval)]
             lossy = [v for v in read if fact_of(self.facts.of, v).lossy]
             linear = _SUMS if len(lossy) > 1 else _LINEAR
-            if operation(eqn) not in linear or self._has_constants(eqn):
+            is_curved = rules.rule(eqn).elementwise and operation(eqn) not in linear
+            if is_curved or rules.rule(eqn).product or self._has_constants(eqn):
                 return False
             todo += lossy
         return True
