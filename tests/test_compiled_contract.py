@@ -61,7 +61,7 @@ def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, s
     assert units <= limit + EXTRA_IN_SCANS * scan
 
 
-@pytest.mark.parametrize(("scan", "mib", "units"), [(False, 715, 136), (True, 890, 168)])
+@pytest.mark.parametrize(("scan", "mib", "units"), [(False, 750, 133), (True, 870, 166)])
 def test_compressed_blocks_take_and_move_little(scan, mib, units):
     """The bytes of four blocks: products are behind barriers, and sums with a bias are stored."""
     step, abstract = training_step("compress", "full", scan, 4)
@@ -72,12 +72,12 @@ def test_compressed_blocks_take_and_move_little(scan, mib, units):
 
 
 def test_a_loop_without_barriers_keeps_no_more_and_copies_no_slices():
-    """With barriers it moves 166.7 units a block, because slices of the stacks are copied."""
+    """With barriers it moves 165.2 units a block, because slices of the stacks are copied."""
     assert block_units("compress, for a loop", "full", True, (4, 8)) <= 5.15 + EXTRA_IN_SCANS
     step, abstract = training_step("compress, for a loop", "full", True, 4)
     compiled = lm.memory.compile_for(step, *abstract, device="h200")
     cost = lm.memory.cost(compiled, lm.memory.get_device("h200"))
-    assert cost.bytes_moved < 4 * 163 * UNIT
+    assert cost.bytes_moved < 4 * 157 * UNIT
 
 
 #: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,

@@ -23,7 +23,6 @@ from lowmembp_jax._arguments import is_inexact
 from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operation, run_backward
 from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
-from lowmembp_jax.compression._copies import with_copies
 from lowmembp_jax.compression._differences import Differences
 from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before, narrows
 from lowmembp_jax.compression._recomputed import with_recomputed
@@ -94,9 +93,8 @@ class Marker:
                 f"{', '.join(sorted(map(repr, unseen)))}; use a policy that saves this name, and "
                 f"give the name to the array that the backward reads"
             )
-        linear = [fact.linear for fact in given]
-        marked = with_copies(rewritten(jaxpr, decisions.plan), linear)
-        return with_recomputed(marked, [False] * len(linear))[0]
+        marked = rewritten(jaxpr, decisions.plan)
+        return with_recomputed(marked, [False] * len(given))[0]
 
     def format(self, var: Any, fact: Fact, need: Need) -> Format:
         """The format of an array that the backward needs."""

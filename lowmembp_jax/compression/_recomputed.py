@@ -1,10 +1,13 @@
 """Functions that the backward computes again from rounded numbers, to their precision.
 
-XLA's erf and erfc take about 90 instructions an element: two rational functions, an exponential and
-two divisions. So XLA gives them a kernel of their own, which arithmetic bounds. The backward reads
-numbers of at most 8 bits, so it computes polynomials, within 2^-14. Then XLA puts GELU, its slope
-and the gradient of the bias into one kernel. The forward is exact, and so is float64, which nobody
-chooses for speed.
+After a Dense with a bias, an activation's backward computes three results from the Dense's output:
+the activation, for the gradient of the next Dense's kernel; its slope times the cotangent; and the
+sum of this product over rows, for the gradient of the bias. XLA puts all three into one kernel, but
+not erf, erfc and tanh, which it writes to memory in a kernel of their own. Arithmetic bounds this
+kernel: erf and erfc take about 90 instructions an element.
+
+The backward reads numbers of at most 8 bits, so it computes polynomials, within 2^-14. XLA puts
+these into the one kernel. The forward is exact, and so is float64, which nobody chooses for speed.
 """
 
 import itertools
@@ -51,8 +54,18 @@ def _erfc(x: Array) -> Array:
     return jnp.where(x < 0, 2 - y, y).astype(x.dtype)
 
 
+def _tanh(x: Array) -> Array:
+    # From exp(z / 8) - 1, a series, squaring four times leads to exp(2 z) - 1. Nothing cancels near
+    # 0. If two operations read z itself, XLA writes the result to memory.
+    z = jnp.clip(x.astype(jnp.float32), -10, 10) / 8
+    y = z * (1 + z * (1 / 2 + z * (1 / 6 + z / 24)))
+    for _ in range(4):
+        y = y * (y + 2)
+    return (y / (y + 2)).astype(x.dtype)
+
+
 #: The exact and the approximate function, by the primitive's name.
-_FUNCTIONS = {"erf": (lax.erf, _erf), "erfc": (lax.erfc, _erfc)}
+_FUNCTIONS = {"erf": (lax.erf, _erf), "erfc": (lax.erfc, _erfc), "tanh": (lax.tanh, _tanh)}
 
 
 def _run(x, *, name, again):
@@ -82,7 +95,8 @@ partial_eval_jaxpr_custom_rules[recomputed_p] = _split
 
 
 def _is_replaced(eqn: Any) -> bool:
-    return eqn.primitive.name in _FUNCTIONS and eqn.invars[0].aval.dtype != jnp.float64
+    name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
+    return name in _FUNCTIONS and jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.float64
 
 
 def with_recomputed(jaxpr: core.Jaxpr, rounded: Sequence[bool]) -> tuple[core.Jaxpr, list[bool]]:

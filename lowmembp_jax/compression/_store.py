@@ -5,7 +5,6 @@ Its rule of partial evaluation, which `jax.checkpoint` calls, becomes `encode` i
 inserts it into a jaxpr.
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,18 +23,16 @@ from lowmembp_jax.compression.formats import FORWARD, NO_SECOND_DERIVATIVE, Form
 from lowmembp_jax.compression.observing import Place, observe, observer, place
 
 #: Its operands are x, and the norms that bound x if the format has `terms`.
-#: `times` is the number of results. All of them are x, and each is decoded from memory separately.
 store_p = core.Primitive("store")
-store_p.multiple_results = True
-store_p.def_impl(lambda x, *_, format, times: [x] * times)
-store_p.def_abstract_eval(lambda x, *_, format, times: [x] * times)
-mlir.register_lowering(store_p, lambda ctx, x, *_, format, times: [x] * times)
+store_p.def_impl(lambda x, *_, format: x)
+store_p.def_abstract_eval(lambda x, *_, format: x)
+mlir.register_lowering(store_p, lambda ctx, x, *_, format: [x])
 
 
-def _jvp(primals, tangents, *, format, times):
+def _jvp(primals, tangents, *, format):
     if not format.is_exact:
         raise NotImplementedError(f"{format.owner} {NO_SECOND_DERIVATIVE}")
-    return store_p.bind(*primals, format=format, times=times), [tangents[0]] * times
+    return store_p.bind(*primals, format=format), tangents[0]
 
 
 def _batch(args, dims, **params):
@@ -45,13 +42,11 @@ def _batch(args, dims, **params):
         batching.bdim_at_front(x, d, size if i == 0 else 1)
         for i, (x, d) in enumerate(zip(args, dims, strict=True))
     ]
-    return store_p.bind(*args, **params), [0] * params["times"]
+    return store_p.bind(*args, **params), 0
 
 
-def _transpose(cotangents, x, *norms, **params):
-    given = [ct for ct in cotangents if not isinstance(ct, ad.Zero)]
-    ct = functools.reduce(ad.add_jaxvals, given) if given else ad.Zero(x.aval)
-    return [ct, *[None] * len(norms)]
+def _transpose(cotangent, x, *norms, **params):
+    return [cotangent, *[None] * len(norms)]
 
 
 ad.primitive_jvps[store_p] = _jvp
@@ -69,9 +64,9 @@ def only_stored(prim: Any, /, *_: Any, **__: Any) -> bool:
 
 @cache()
 def _encoding(
-    format: Format, times: int, avals: tuple[Any, ...], mesh: Any, number: int, at: Place | None
+    format: Format, avals: tuple[Any, ...], mesh: Any, number: int, at: Place | None
 ) -> core.JaxprEqn:
-    """Makes one call equation that returns x `times` times, and the stored arrays."""
+    """Makes one call equation that returns x and the stored arrays."""
 
     def encode(x, *norms):
         stored = format.encode(x, *norms)
@@ -79,13 +74,13 @@ def _encoding(
             stored = jax.device_put(stored, jax.memory.Space.Host)
         if at and not format.is_exact:
             observe(number, at, x, stored[0], format.decode(stored, x.dtype))
-        return [*[x] * times, *stored]
+        return [x, *stored]
 
     return jaxprs.call_of(encode, *avals)
 
 
 @cache()
-def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], mesh: Any):
+def _decoding(format: Format, dtype: Any, avals: tuple[Any, ...], mesh: Any):
     def decode(*stored):
         if format.host:
             stored = jax.device_put(stored, jax.memory.Space.Device)
@@ -93,8 +88,7 @@ def _decoding(format: Format, times: int, dtype: Any, avals: tuple[Any, ...], me
             # In a loop without the barriers of `jax.checkpoint`, XLA would otherwise decode in the
             # kernel that reads from the stack, long before the numbers are needed.
             stored = (stored[0], *lax.optimization_barrier(stored[1:]))
-        again = [stored, *(lax.optimization_barrier(stored) for _ in range(times - 1))]
-        return [format.decode(each, dtype) for each in again]
+        return [format.decode(stored, dtype)]
 
     return jaxprs.call_of(decode, *avals)
 
@@ -104,29 +98,28 @@ def _split(saveable, unknown, instantiated, eqn):
 
     Returns both equations, which results are unknown, which are staged, and the residuals.
     """
-    (x, *_), results, format = eqn.invars, eqn.outvars, eqn.params["format"]
-    times, aval = len(results), x.aval
+    format, aval = eqn.params["format"], eqn.invars[0].aval
     if unknown[0]:
-        return None, eqn, [True] * times, [True] * times, []
+        return None, eqn, [True], [True], []
     if saveable(store_p, aval, **eqn.params) in (False, Recompute):  # an outer checkpoint
         pairs = zip(eqn.invars, instantiated, strict=True)
         new = [v for v, one in pairs if isinstance(v, core.Var) and not one]
-        return eqn, eqn, [False] * times, [True] * times, new
+        return eqn, eqn, [False], [True], new
     if format.storage == FORWARD:
-        return eqn, None, [False] * times, [False] * times, []
+        return eqn, None, [False], [False], []
     is_complex = jnp.issubdtype(aval.dtype, jnp.complexfloating)
     if format.storage is None and not is_complex and not format.host:
-        return eqn, None, [False] * times, [False] * times, []
+        return eqn, None, [False], [False], []
     mesh = jax.sharding.get_abstract_mesh()
     number = observer()
     avals = tuple(atom.aval for atom in eqn.invars)
-    known = _encoding(format, times, avals, mesh, number, place(eqn) if number else None)
-    stored: list[Any] = [core.Var(var.aval) for var in known.outvars[times:]]
-    staged = _decoding(format, times, aval.dtype, tuple(var.aval for var in stored), mesh)
+    known = _encoding(format, avals, mesh, number, place(eqn) if number else None)
+    stored: list[Any] = [core.Var(var.aval) for var in known.outvars[1:]]
+    staged = _decoding(format, aval.dtype, tuple(var.aval for var in stored), mesh)
     own = {"source_info": eqn.source_info, "ctx": eqn.ctx}
-    known = known.replace(invars=eqn.invars, outvars=[*results, *stored], **own)
-    staged = staged.replace(invars=stored, outvars=results, **own)
-    return known, staged, [False] * times, [True] * times, stored
+    known = known.replace(invars=eqn.invars, outvars=[*eqn.outvars, *stored], **own)
+    staged = staged.replace(invars=stored, outvars=eqn.outvars, **own)
+    return known, staged, [False], [True], stored
 
 
 partial_eval_jaxpr_custom_rules[store_p] = _split
@@ -173,10 +166,10 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
     def store(var, format, bound=None, like=None):
         norms = norms_of(bound, like) if bound else None
         if bound is None or norms is None:
-            return apply(store_p, var, format=format, times=1)
+            return apply(store_p, var, format=format)
         new.append(norms)
         format = format._replace(terms=tuple(map(len, bound)))
-        return apply(store_p, var, *norms.outvars, format=format, times=1)
+        return apply(store_p, var, *norms.outvars, format=format)
 
     def forward(atom):
         return store(atom, Format(FORWARD, "")) if isinstance(atom, core.Var) else atom

@@ -4,15 +4,14 @@ An equation may read a rounded operand if the error stays in proportion. This ho
 linear operations, and elementwise functions whose slope is at most about 1 in every range. Every
 other equation reads exact numbers, so an unlisted primitive is safe.
 
-The backward replaces erf and erfc of rounded numbers by shorter forms (_recomputed.py). These other
-functions also take more than 20 instructions, and stay:
+The backward replaces erf, erfc and tanh of rounded numbers by polynomials (_recomputed.py). These
+other functions also take more than 20 instructions, and stay:
 
 - acos, acosh, asin, atan2, atanh, cbrt, cos, erf_inv, pow, sin, tan, and the unlisted digamma,
   igamma and lgamma read exact numbers, so their results must be exact.
 - expm1 and log1p read rounded numbers only where their slope is at most 1. They are made for small
   operands, whose relative precision a shorter form would lose.
-- tanh, logistic, logaddexp and exp_neg_sq take 10 to 30 instructions. Reading their operands takes
-  longer.
+- logistic, logaddexp and exp_neg_sq take 10 to 30 instructions. Reading operands takes longer.
 - asinh and atan are in no activation that models use.
 """
 
@@ -40,7 +39,7 @@ class Rule(NamedTuple):
         nothing.
       reduces: each number of the results is computed from many numbers.
       elementwise: each element of the results depends only on the operands' elements in its place.
-      expensive: XLA does not fuse it into kernels that sum.
+      curved: it is not linear in pieces. Complex operands must be exact: such functions have poles.
       product: it takes a matrix product, a convolution, a kernel or a collective.
       selects: its results are numbers of its operands, so only the choice of them needs exact ones.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
@@ -54,7 +53,7 @@ class Rule(NamedTuple):
     passes: bool = False
     reduces: bool = False
     elementwise: bool = False
-    expensive: bool = False
+    curved: bool = False
     product: bool = False
     selects: bool = False
     random: bool = False
@@ -62,8 +61,8 @@ class Rule(NamedTuple):
 
 
 _UNKNOWN = Rule(exact=ALL)
-_SLOPE_1 = Rule(elementwise=True, expensive=True)
-_STEEP = Rule(exact=ALL, elementwise=True, expensive=True)
+_SLOPE_1 = Rule(elementwise=True, curved=True)
+_STEEP = Rule(exact=ALL, elementwise=True, curved=True)
 #: By operation: a primitive, or a function of JAX that is a custom JVP.
 RULES: dict[str, Rule] = {}
 
@@ -140,8 +139,8 @@ def may_round(eqn: core.JaxprEqn, operand: int, bounds: Interval) -> bool:
         return 0 <= eqn.params["y"] <= 4
     own = rule(eqn)
     dtype = getattr(eqn.invars[operand].aval, "dtype", None)
-    if own.expensive and dtype and jnp.issubdtype(dtype, jnp.complexfloating):
-        return False  # functions that are bounded on real numbers have poles beside them
+    if own.curved and dtype and jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
     if own.exact not in (ALL, operand):
         return True
     return own.gentle is not None and own.gentle[0] <= bounds[0] and bounds[1] <= own.gentle[1]

@@ -119,7 +119,7 @@ def _subtracted(jaxpr: core.Jaxpr, given: Sequence[_Read]) -> frozenset[int]:
         if name == "neg":
             negated.update(eqn.outvars)
         for operand, one in enumerate(read):
-            is_steep = rule.expensive or name in ("div", "integer_pow")
+            is_steep = rule.curved or name in ("div", "integer_pow")
             if is_steep and not rules.may_round(eqn, operand, ANYWHERE):
                 found.update(one.subtracted)
         if any(jaxprs.every_inside(eqn)) and len(every.arrays) > 1:
