@@ -28,6 +28,7 @@ from lowmembp_jax._jax_internals import operation
 from lowmembp_jax._sizes import array_bytes
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._needs import EXACT, Need
+from lowmembp_jax.compression._origins import Origins
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression.facts import Fact, Facts, fact_of
 
@@ -43,7 +44,7 @@ class Differences:
 
     Args:
       jaxpr: the jaxpr.
-      made: the number of the equation that makes each variable.
+      origins: where its variables come from.
       facts: the facts about the variables.
       needs: how the backward needs them, as far as that is known.
     """
@@ -51,11 +52,11 @@ class Differences:
     def __init__(
         self,
         jaxpr: core.Jaxpr,
-        made: Mapping[Any, int],
+        origins: Origins,
         facts: Facts,
         needs: Mapping[Any, Need],
     ):
-        self.jaxpr, self.made, self.facts, self.needs = jaxpr, made, facts, needs
+        self.jaxpr, self.origins, self.facts, self.needs = jaxpr, origins, facts, needs
         self.instead = dict[Any, int]()  # the bytes that are stored instead of a source
 
     def has(self, eqn: Any, read: list[Fact]) -> bool:
@@ -69,7 +70,7 @@ class Differences:
             return False
         if len(lossy) == 1:
             [i] = lossy
-            constant = self.origin(eqn.invars[1 - i], _PARTS)
+            constant = self.origins.origin(eqn.invars[1 - i], _PARTS)
             is_zero = isinstance(constant, core.Literal) and not np.any(constant.val)
             is_bounded = all(map(math.isfinite, read[i].bounds))
             return self._is_kept(eqn.invars[i]) and not is_zero and not is_bounded
@@ -100,10 +101,10 @@ class Differences:
             if atom in seen or not fact.lossy or fact.exact or need.level == EXACT:
                 continue
             seen.add(atom)
-            if self._is_source(atom):
+            if self.origins.is_source(atom):
                 sources.append(atom)
             else:
-                todo += jaxprs.variables(self.jaxpr.eqns[self.made[atom]])
+                todo += jaxprs.variables(self.jaxpr.eqns[self.origins.made[atom]])
         before = sum(self.instead.get(v, 0) for v in sources)
         exact = sum(array_bytes(v.aval.shape, v.aval.dtype) for v in sources)
         if not size or before + size >= exact:
@@ -115,13 +116,13 @@ class Differences:
         """Whether an array is in memory, or a weighted sum of or selection from such arrays."""
         todo, seen = [atom], set[Any]()
         while todo:
-            atom = self.origin(todo.pop())
-            eqn = self._maker(atom)
+            atom = self.origins.origin(todo.pop())
+            eqn = self.origins.maker(atom)
             # A call is not looked into: anything may happen there.
-            if eqn is None or atom in seen or self.made[atom] in self.facts.inside:
+            if eqn is None or atom in seen or self.origins.made[atom] in self.facts.inside:
                 continue
             seen.add(atom)
-            if self._is_source(atom):
+            if self.origins.is_source(atom):
                 if not fact_of(self.facts.of, atom).at_hand:
                     return False
                 continue
@@ -142,34 +143,15 @@ class Differences:
         read = [(atom, fact_of(self.facts.of, atom)) for atom in eqn.invars]
         others = [a for a, fact in read if is_inexact(a.aval) and not (fact.lossy or fact.varied)]
         if operation(eqn) != "select_n":  # which may choose a number here and there
-            others = [a for a in others if self.origin(a).aval.size > 1]
+            others = [a for a in others if self.origins.origin(a).aval.size > 1]
         return bool(others) and any(fact.lossy for _, fact in read)
-
-    def _is_source(self, atom: Any) -> bool:
-        """Whether an array is not computed again if the backward needs it exactly."""
-        eqn = self._maker(atom)
-        if eqn is None or self.made[atom] in self.facts.saved or rules.rule(eqn).reduces:
-            return True
-        return eqn.primitive.name in ("scan", "shard_map")
-
-    def _maker(self, atom: Any) -> Any:
-        is_made = isinstance(atom, core.Var) and atom in self.made
-        return self.jaxpr.eqns[self.made[atom]] if is_made else None
-
-    def origin(self, atom: Any, through: frozenset[str] = frozenset()) -> Any:
-        """The array that is passed on as `atom`, perhaps by operations `through`."""
-        while (eqn := self._maker(atom)) is not None:
-            if operation(eqn) == "neg" or not (rules.rule(eqn).passes or operation(eqn) in through):
-                break
-            atom = eqn.invars[0]
-        return atom
 
     def _is_negative(self, atom: Any) -> bool:
         """Whether an operand is a negative number, or is computed as the negative of an array."""
-        atom = self.origin(atom)
+        atom = self.origins.origin(atom)
         if isinstance(atom, core.Literal):
             return bool(np.all(np.real(atom.val) < 0))
-        eqn = self._maker(atom)
+        eqn = self.origins.maker(atom)
         if eqn is None or operation(eqn) not in ("mul", "div", "neg"):
             return False
         signs = [self._is_negative(a) for a in eqn.invars]
@@ -193,7 +175,7 @@ class Differences:
     def _products(self, eqn: Any) -> list[tuple[Any, Any]]:
         """The factors of those operands that are products of a lossy array and another one."""
         found = []
-        for term in map(self._maker, map(self.origin, eqn.invars)):
+        for term in map(self.origins.maker, map(self.origins.origin, eqn.invars)):
             if term is not None and operation(term) == "mul":
                 x, y = sorted(term.invars, key=lambda v: not fact_of(self.facts.of, v).lossy)
                 if fact_of(self.facts.of, x).lossy and not fact_of(self.facts.of, y).lossy:
@@ -204,8 +186,8 @@ class Differences:
         """Whether arrays are computed by the same equations."""
         todo, seen = [(a, b)], set[tuple[Any, Any]]()
         while todo:
-            a, b = map(self.origin, todo.pop())
-            one, other = self._maker(a), self._maker(b)
+            a, b = map(self.origins.origin, todo.pop())
+            one, other = self.origins.maker(a), self.origins.maker(b)
             if isinstance(a, core.Literal) and isinstance(b, core.Literal):
                 if not np.array_equal(a.val, b.val):
                     return False
@@ -224,7 +206,7 @@ class Differences:
 
     def _rows_of_sum(self, atom: Any, of: Any) -> Rows | None:
         """The rows of `of` over which an array is a sum, perhaps times a number."""
-        while (eqn := self._maker(atom)) is not None:
+        while (eqn := self.origins.maker(atom)) is not None:
             if rules.rule(eqn).reduces:
                 return Rows(eqn.invars[0].aval.shape, tuple(eqn.params["axes"]))
             lossy = [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]
@@ -246,10 +228,14 @@ class Differences:
         todo, seen = [atom], set[Any]()
         while todo:
             atom = todo.pop()
-            if atom in seen or self._is_source(atom) or self.made[atom] in self.facts.inside:
+            if (
+                atom in seen
+                or self.origins.is_source(atom)
+                or self.origins.made[atom] in self.facts.inside
+            ):
                 continue
             seen.add(atom)
-            eqn = self.jaxpr.eqns[self.made[atom]]
+            eqn = self.jaxpr.eqns[self.origins.made[atom]]
             rule = rules.rule(eqn)
             if rule.elementwise or rule.passes:
                 todo += [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]

@@ -25,6 +25,7 @@ from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._differences import Differences
 from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before, narrows
+from lowmembp_jax.compression._origins import Origins
 from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression._store import Plan, rewritten
@@ -120,12 +121,8 @@ class _Decisions:
     def __init__(self, marker: Marker, jaxpr: core.Jaxpr, facts: Facts, may_store: bool = True):
         self.marker, self.jaxpr, self.facts, self.may_store = marker, jaxpr, facts, may_store
         self.plan, self.needs, self.exact = Plan(), dict[Any, Need](), set[Any]()
-        self.readers, self.made = dict[Any, int](), dict[Any, int]()
-        for number, eqn in enumerate(jaxpr.eqns):
-            self.made |= dict.fromkeys(eqn.outvars, number)
-            for var in set(jaxprs.variables(eqn)):
-                self.readers[var] = self.readers.get(var, 0) + 1
-        self.differences = Differences(jaxpr, self.made, facts, self.needs)
+        self.origins = Origins(jaxpr, facts)
+        self.differences = Differences(jaxpr, self.origins, facts, self.needs)
         self.read_elementwise = set[Any]()  # by the forward
         for eqn in reversed(jaxpr.eqns):
             rule = rules.rule(eqn)
@@ -257,9 +254,9 @@ class _Decisions:
                 else:
                     self.plan.stores[var] = format
                     if not format.is_exact:
-                        self.plan.barriers |= self.maxima(eqn)
+                        self.plan.barriers |= self.origins.maxima(eqn)
                         if var in self.read_elementwise:
-                            self.plan.barriers |= self.products(var)
+                            self.plan.barriers |= self.origins.products(var)
         most = max(need.level for need in rest)
         if rules.rule(eqn).passes or operation(eqn) == "optimization_barrier":
             # Each result is the operand with the same number.
@@ -304,7 +301,7 @@ class _Decisions:
         if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
             return None
         if self.replaces_terms(eqn, read, need):
-            need = need._replace(host=need.host or any(map(self.is_offloaded, eqn.invars)))
+            need = need._replace(host=need.host or any(map(self.origins.is_offloaded, eqn.invars)))
             return self.marker.format(var, fact, need)
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
@@ -348,59 +345,10 @@ class _Decisions:
         if len(ours) == 1:
             # Not a constant, such as a mask: beside -1e9 the other numbers of a row would be lost.
             is_trained = all(fact.varied for _, fact in pairs)
-            return is_trained and self.is_alone(ours[0][0], eqn.outvars[0].aval)
+            return is_trained and self.origins.is_alone(ours[0][0], eqn.outvars[0].aval)
         is_one = all(fact.term for _, fact in ours) or need.rows is not None
-        alone = [atom for atom, fact in ours if fact.term and self.readers[atom] == 1]
-        return is_one and any(map(self.is_whole, alone))
-
-    def is_whole(self, atom: Any) -> bool:
-        """Whether an array is no smaller array that is broadcast."""
-        return self.differences.origin(atom).aval.size == atom.aval.size
-
-    def is_alone(self, atom: Any, like: Any) -> bool:
-        """Whether nothing else reads a saved result of the type `like`, in whatever shape."""
-        if (atom.aval.shape, atom.aval.dtype) != (like.shape, like.dtype):
-            return False
-        while self.readers[atom] == 1 and atom in self.made:
-            number = self.made[atom]
-            eqn = self.jaxpr.eqns[number]
-            if not rules.rule(eqn).passes:
-                return number in self.facts.saved
-            if checkpoint_name_of(eqn) is not None:  # the name is for the term, not for the sum
-                return False
-            atom = eqn.invars[0]
-        return False
-
-    def is_offloaded(self, atom: Any) -> bool:
-        """Whether the policy offloads an array, perhaps in another shape and dtype."""
-        while atom in self.made:
-            number = self.made[atom]
-            if number in self.facts.offloaded:
-                return True
-            if not rules.rule(self.jaxpr.eqns[number]).passes:
-                return False
-            atom = self.jaxpr.eqns[number].invars[0]
-        return False
-
-    def products(self, atom: Any) -> set[Any]:
-        """The saved products that an array is the sum of, perhaps in other shapes and dtypes."""
-        if atom not in self.made:
-            return set()
-        eqn = self.jaxpr.eqns[self.made[atom]]
-        if rules.rule(eqn).product:
-            return {atom}
-        if not rules.rule(eqn).passes and operation(eqn) not in ("add", "sub"):
-            return set()
-        terms = (v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).term)
-        return set().union(*map(self.products, terms))
-
-    def maxima(self, eqn: core.JaxprEqn) -> set[Any]:
-        """The maxima of rows that a softmax subtracts before its exponential, `eqn`."""
-        shifted = eqn.invars[0]
-        if not self.facts.of[eqn.outvars[0]].unit or shifted not in self.made:
-            return set()
-        subtraction = self.jaxpr.eqns[self.made[shifted]]
-        return set(jaxprs.variables(subtraction)[1:]) if operation(subtraction) == "sub" else set()
+        alone = [atom for atom, fact in ours if fact.term and self.origins.readers[atom] == 1]
+        return is_one and any(map(self.origins.is_whole, alone))
 
 
 def _is_discrete(atom: Any) -> bool:
