@@ -209,7 +209,7 @@ def _flat(x) -> np.ndarray:
 def _of_group(group: list[_Leaf], leaves: list[_Leaf]) -> Fidelity:
     """Compares a group's gradients, or relative to its layer if the exact ones are rounding."""
     found = _fidelity(group, {})
-    if found.error <= 1:
+    if found.error <= 0.5:
         return found
     path, layer = group[0].path, group
     while path and len(layer) == len(group):  # the layer is more than the group

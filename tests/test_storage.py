@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import storage_cases
-from compression_models import NOTHING, block, each_dtype, kept, loss, params
+from compression_models import NOTHING, block, each_dtype, error, kept, loss, params
 from helpers import assert_close, assert_equal, normal
 from jax import P, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 
 import lowmembp_jax as lm
@@ -43,6 +44,72 @@ def test_the_default_is_right_at_any_scale_offset_and_tail(name):
 )
 def test_errors_of_the_docs(name, format, percent):
     assert 100 * storage_cases.error(name, format) == pytest.approx(percent, rel=0.1)
+
+
+def _flash(q, k, v):
+    scores = q @ k.T / 8
+    lse = jax.nn.logsumexp(scores, 1, keepdims=True)
+    y = jnp.exp(scores - lse) @ v
+    return y, (q, k, v, y, lse)
+
+
+def _flash_backward(saved, dy):
+    q, k, v, y, lse = saved
+    p = jnp.exp(q @ k.T / 8 - lse)
+    ds = p * (dy @ v.T - jnp.sum(dy * y, 1, keepdims=True)) / 8
+    return ds @ k, ds.T @ q, p.T @ dy
+
+
+#: Attention as the kernels compute it: their backward reads their output, for a sum over keys.
+flash = jax.custom_vjp(lambda *qkv: _flash(*qkv)[0])
+flash.defvjp(_flash, _flash_backward)
+#: How each row of the docs computes attention, and its method and dtype.
+ATTENTION = {
+    "plain": (lambda q, k, v: jax.nn.softmax(q @ k.T / 8) @ v, lambda f: f, jnp.bfloat16),
+    "softmax": (lambda q, k, v: jax.nn.softmax(q @ k.T / 8) @ v, lm.compress, jnp.float32),
+    "flash": (flash, lm.compress, jnp.float32),
+    "names": (
+        lambda *qkv: checkpoint_name(flash(*(checkpoint_name(a, "qkvy") for a in qkv)), "qkvy"),
+        partial(lm.compress, dtype={"qkvy": None, None: "float8"}),
+        jnp.float32,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "percents"),
+    [
+        ("plain", (1.0, 1.2, 2.0, 1.8, 38, 5.3)),
+        ("softmax", (3.9, 3.2, 3.9, 3.5, 6.0, 4.1)),
+        ("flash", (3.3, 2.0, 14, 10, 92, 32)),
+        ("names", (2.7, 0.7, 2.3, 0.6, 2.3, 0.6)),
+    ],
+)
+def test_errors_of_attention_whose_tokens_share_a_part(name, percents):
+    """The gradients of a query's weights and of x, if all share 0, 1 and 3 times the rest."""
+    attend, wrap, dtype = ATTENTION[name]
+    p = {name: normal(64, 64, key=i) / 8 for i, name in enumerate("qkvo")}
+    dy, found = normal(256, 64, key=6), []
+
+    def gradients(wrap, attend, x, dtype):
+        def run(p, x):
+            x = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+            return attend(*(x @ p[name] for name in "qkv")) @ p["o"]
+
+        loss = lambda p, x: jnp.sum(dy.astype(dtype) * wrap(run)(p, x))  # noqa: E731
+        p_and_x = jax.tree.map(lambda a: a.astype(dtype), (p, x))
+        dp, dx = jax.grad(loss, (0, 1))(*p_and_x)
+        return dp["q"].astype(jnp.float32), dx.astype(jnp.float32)
+
+    for shared in (0, 1, 3):
+        x = normal(256, 64, key=4) + shared * normal(1, 64, key=5)
+        pairs = zip(
+            gradients(wrap, attend, x, dtype),
+            gradients(lambda f: f, ATTENTION["plain"][0], x, jnp.float32),
+            strict=True,
+        )
+        found += [100 * error(got, want) for got, want in pairs]
+    assert found == pytest.approx(percents, rel=0.15, abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,8 @@ class _Decisions:
                 new = Need(need.level, name, saved, rows, host) if need.level else Need(rows=rows)
                 self.need(atom, new)
             return
+        if most and self.facts.of[eqn.outvars[0]].normalizer and read[0].at_hand:
+            self.plan.barriers.update(eqn.outvars)
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
         if most and cancels and not is_rounded:
             levels = [EXACT] * len(read)

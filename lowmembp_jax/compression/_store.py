@@ -135,7 +135,8 @@ class Plan:
         that the forward also reads elementwise: XLA encodes an array in the kernel of such a
         reader, but not if it sees that a kernel of a product makes the array. And maxima that a
         stored softmax subtracts: XLA for TPUs puts the maximum into the kernel of the exponential,
-        and then writes this in float32 before it is encoded.
+        and then writes this in float32 before it is encoded. And sums by which it divides: XLA for
+        GPUs makes one kernel of the sum and the quotient, which writes the quotient in float32.
       effects: numbers of the equations with side effects, which run only in the forward.
       inside: a plan for each body of each equation, by the equation's number.
     """

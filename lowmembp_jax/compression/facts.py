@@ -52,7 +52,8 @@ class Fact(NamedTuple):
       shifted: the axes of the maximum, if this is x - max(x), which is not above 0, or its exp.
       unit: is the exp of x - max(x), and therefore between 0 and 1.
       normalizer: is the sum of such an exp over these axes, recomputed from rounded numbers. It is
-        at least 1, and its error is in proportion.
+        at least 1, and its error is in proportion. What a softmax divides by an exact sum would not
+        add up to 1, so its backward would not cancel what all its operands share.
       reduced: is computed elementwise from reductions, such as the statistics of a norm.
       term: is computed cheaply from results that the policy saves.
       at_hand: is computed elementwise from an array of the same size that the policy saves.
@@ -242,8 +243,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     bounds = _bounds(eqn, [fact.bounds for fact in read])
     if operation(eqn) == "sub" and shifted is not None:
         bounds = -math.inf, 0.0
-    # A recomputed softmax must divide by the sum of the same rounded numbers.
-    is_sum = operation(eqn) == "reduce_sum" and first.unit and not first.at_hand
+    is_sum = operation(eqn) == "reduce_sum" and first.unit and not is_saved
     is_normalizer = is_sum and bool(first.shifted) and first.shifted <= {*eqn.params["axes"]}
     own = either._replace(
         bounds=bounds,
