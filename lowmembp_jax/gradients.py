@@ -39,9 +39,9 @@ class Fidelity:
       error: |g - g*| / |g*| over all parameters together; 0 if both are 0.
       cosine: the cosine of the angle between g and g*; 1 if both are 0.
       groups: a `Fidelity` for each group of parameters, without `groups` of its own.
-      is_rounding: whether the exact gradient of a group holds only rounding errors, such as the
-        gradient of a key's bias in attention. `error` is then relative to the largest gradient of
-        the layer.
+      is_rounding: whether the exact gradient of a group seems to hold only rounding errors, such as
+        the gradient of a key's bias in attention: it is less than 1/128 of the largest gradient of
+        the layer, and more than half off. `error` is then relative to this largest gradient.
       stored: for each array that `lm.compress` stored in fewer bits, the largest magnitude and the
         shares of elements that were clipped and flushed to zero; only from `gradient_fidelity`.
     """

@@ -104,7 +104,7 @@ class Differences:
             if self.origins.is_source(atom):
                 sources.append(atom)
             else:
-                todo += jaxprs.variables(self.jaxpr.eqns[self.origins.made[atom]])
+                todo += jaxprs.variables(self.origins.maker(atom))
         before = sum(self.instead.get(v, 0) for v in sources)
         exact = sum(array_bytes(v.aval.shape, v.aval.dtype) for v in sources)
         if not size or before + size >= exact:
@@ -235,7 +235,7 @@ class Differences:
             ):
                 continue
             seen.add(atom)
-            eqn = self.jaxpr.eqns[self.origins.made[atom]]
+            eqn = self.origins.maker(atom)
             rule = rules.rule(eqn)
             if rule.elementwise or rule.passes:
                 todo += [v for v in jaxprs.variables(eqn) if fact_of(self.facts.of, v).lossy]

@@ -39,7 +39,8 @@ class Rule(NamedTuple):
         nothing.
       reduces: each number of the results is computed from many numbers.
       elementwise: each element of the results depends only on the operands' elements in its place.
-      curved: it is not linear in pieces. Complex operands must be exact: such functions have poles.
+      curved: it is a root or a transcendental function. Complex operands must be exact: such
+        functions have poles or branches.
       product: it takes a matrix product, a convolution, a kernel or a collective.
       selects: its results are numbers of its operands, so only the choice of them needs exact ones.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
