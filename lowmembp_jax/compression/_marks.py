@@ -150,10 +150,8 @@ class _Decisions:
             elif operation(eqn) == "custom_lin":
                 self.of_custom_backward(eqn, read)
             elif any(fact.linear for fact in read):
-                levels = self.as_read(eqn, read)
-                for i, (atom, fact) in enumerate(zip(eqn.invars, read, strict=True)):
-                    is_statistic = rules.rule(eqn).statistic == i - len(read)
-                    level = WHOLE if is_statistic else levels[i]
+                levels = zip(eqn.invars, read, self.as_read(eqn, read), strict=True)
+                for atom, fact, level in levels:
                     self.need(atom, Need(ROUNDED if fact.linear else level))
             else:
                 self.of_forward(number, eqn, read, results)
@@ -229,9 +227,14 @@ class _Decisions:
             facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
-        needs += [Need(ROUNDED)] * (len(eqn.invars) - count)  # the tangents
-        for atom, need in zip(eqn.invars, needs, strict=True):
-            self.need(atom, need._replace(name=None, saved=False, host=False))
+        for atom, need in zip(eqn.invars[:count], needs, strict=True):
+            # The rule may rely on how one residual follows from the others. In attention, sums of
+            # products of the result and of the values with a cotangent then cancel.
+            is_result = need.level and self.origins.follows(atom, eqn.invars[:count])
+            level = max(need.level, WHOLE) if is_result else need.level
+            self.need(atom, need._replace(level=level, name=None, saved=False, host=False))
+        for atom in eqn.invars[count:]:  # the tangents
+            self.need(atom, Need(ROUNDED))
 
     def of_forward(self, number: int, eqn: Any, read: list[Fact], results: list[Need]):
         """Stores results, or needs the operands to recompute the results."""

@@ -1,6 +1,6 @@
 """From which equations and arrays the variables of a jaxpr come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend import core
@@ -53,6 +53,23 @@ class Origins:
         if eqn is None or self.made[atom] in self.facts.saved or rules.rule(eqn).reduces:
             return True
         return eqn.primitive.name in ("scan", "shard_map")
+
+    def follows(self, atom: Any, others: Iterable[Any]) -> bool:
+        """Whether an array is computed, not only element by element, from a lossy one of others."""
+        lossy = {v for v in others if v is not atom and fact_of(self.facts.of, v).lossy}
+        first = min((self.made.get(v, -1) for v in lossy), default=len(self.jaxpr.eqns))
+        todo, seen = [(atom, False)], set[Any]()
+        while todo:
+            atom, is_computed = step = todo.pop()
+            if is_computed and atom in lossy:
+                return True
+            eqn = self.maker(atom)
+            if eqn is None or step in seen or self.made[atom] <= first:
+                continue
+            seen.add(step)
+            is_computed |= not (rules.rule(eqn).elementwise or rules.rule(eqn).passes)
+            todo += [(v, is_computed) for v in jaxprs.variables(eqn)]
+        return False
 
     def is_whole(self, atom: Any) -> bool:
         """Whether an array is no smaller array that is broadcast."""

@@ -44,8 +44,6 @@ class Rule(NamedTuple):
       product: it takes a matrix product, a convolution, a kernel or a collective.
       selects: its results are numbers of its operands, so only the choice of them needs exact ones.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
-      statistic: the operand, counted from the end, that is a statistic of the others and is stored
-        unrounded.
     """
 
     exact: int | None = None
@@ -58,7 +56,6 @@ class Rule(NamedTuple):
     product: bool = False
     selects: bool = False
     random: bool = False
-    statistic: int | None = None
 
 
 _UNKNOWN = Rule(exact=ALL)
@@ -98,7 +95,7 @@ _add(
 )
 # Attention kernels, which compute their softmax from products.
 RULES["dot_product_attention_fwd_wrapper"] = Rule(product=True)
-RULES["dot_product_attention_bwd_wrapper"] = Rule(statistic=-3)  # the logsumexp
+RULES["dot_product_attention_bwd_wrapper"] = Rule()
 # These read exact numbers.
 _add("acos acosh asin atan2 atanh cbrt cos erf_inv pow sin sinh tan", _STEEP)
 RULES["cosh"] = _STEEP._replace(positive=True)
