@@ -115,7 +115,6 @@ def block(method: Method, x, parameters: tuple[dict, dict]):
     y = method.norm(x)
     q, k, v = (checkpoint_name(dense(y, name, weights), "attention") for name in "qkv")
     y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    y = checkpoint_name(y, "attention")
     x = x + dense(y, "o", weights)
     y = method.norm(x)
     return x + dense(method.activation(dense(y, "fc1", weights)), "fc2", weights)

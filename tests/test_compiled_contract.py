@@ -42,15 +42,15 @@ def test_the_remat_policy_keeps_codes_and_norm_outputs_only():
     assert block_units("lowmembp_jax, its remat policy", "full", True) <= 3.5 * TOLERANCE
 
 
-#: Units a block by arithmetic, in 8 bits: the input, q, k, v, attention, its projection 0.5 each,
-#: fc1's output 2. int8 has a scale for each 64 elements of a head: 0.125 in all.
+#: Units a block by arithmetic: attention 1, and in 8 bits the input, q, k, v and attention's
+#: projection 0.5 each, fc1's output 2. int8 has a scale for each 64 elements of a head: 0.09 in all.
 COMPRESSED = [
-    ("compress", "full", 5.15, False),
-    ("compress", "full", 5.15, True),
-    ("compress, int8", "full", 5.2, False),
+    ("compress", "full", 5.65, False),
+    ("compress", "full", 5.65, True),
+    ("compress, int8", "full", 5.65, False),
     ("compress, its input alone", "full", 0.6, True),
     ("compress, attention in bfloat16", "full", 7.15, False),
-    ("compress, lowmembp_jax", "lora-qv", 3.7, False),
+    ("compress, lowmembp_jax", "lora-qv", 4.2, False),
 ]
 
 
@@ -61,7 +61,7 @@ def test_compressed_block_keeps_what_the_arithmetic_says(method, train, limit, s
     assert units <= limit + EXTRA_IN_SCANS * scan
 
 
-@pytest.mark.parametrize(("scan", "mib", "units"), [(False, 750, 133), (True, 890, 166)])
+@pytest.mark.parametrize(("scan", "mib", "units"), [(False, 785, 129), (True, 920, 166)])
 def test_compressed_blocks_take_and_move_little(scan, mib, units):
     """The bytes of four blocks: products are behind barriers, and sums with a bias are stored."""
     step, abstract = training_step("compress", "full", scan, 4)
@@ -73,15 +73,15 @@ def test_compressed_blocks_take_and_move_little(scan, mib, units):
 
 def test_a_loop_without_barriers_keeps_no_more_and_copies_no_slices():
     """With barriers it moves 165.2 units a block, because slices of the stacks are copied."""
-    assert block_units("compress, for a loop", "full", True, (4, 8)) <= 5.15 + EXTRA_IN_SCANS
+    assert block_units("compress, for a loop", "full", True, (4, 8)) <= 5.65 + EXTRA_IN_SCANS
     step, abstract = training_step("compress, for a loop", "full", True, 4)
     compiled = lm.memory.compile_for(step, *abstract, device="h200")
     cost = lm.memory.cost(compiled, lm.memory.get_device("h200"))
     assert cost.bytes_moved < 4 * 157 * UNIT
 
 
-#: A LLaMA block whose hidden width in the MLP is 2.75 times the other: the input, q, k, v,
-#: attention, its projection 0.5 each, gate and up 1.375 each.
+#: A LLaMA block whose hidden width in the MLP is 2.75 times the other: attention 1, the input, q, k,
+#: v and attention's projection 0.5 each, gate and up 1.375 each.
 LLAMA = LlamaConfig(2048, 2, 16, 5632)
 
 
@@ -109,7 +109,7 @@ def llama_units(method, scan):
 
 @each_layout
 def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, scan):
-    assert llama_units("compress", scan) <= 5.9
+    assert llama_units("compress", scan) <= 6.4
 
 
 @each_layout
