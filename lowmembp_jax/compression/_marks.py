@@ -24,7 +24,7 @@ from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operati
 from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._differences import Differences
-from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before, narrows
+from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, Need, before, narrows
 from lowmembp_jax.compression._origins import Origins
 from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
@@ -227,11 +227,12 @@ class _Decisions:
             facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
+        # The backward may rely on how one residual follows from the others, as that of a flash
+        # attention: products with its result and with the values cancel.
+        needed = [a for a, need in zip(eqn.invars, needs, strict=False) if need.level]
+        is_equation = any(self.origins.follows(atom, needed) for atom in needed)
         for atom, need in zip(eqn.invars[:count], needs, strict=True):
-            # The rule may rely on how one residual follows from the others. In attention, sums of
-            # products of the result and of the values with a cotangent then cancel.
-            is_result = need.level and self.origins.follows(atom, eqn.invars[:count])
-            level = max(need.level, WHOLE) if is_result else need.level
+            level = EXACT if need.level and is_equation else need.level
             self.need(atom, need._replace(level=level, name=None, saved=False, host=False))
         for atom in eqn.invars[count:]:  # the tangents
             self.need(atom, Need(ROUNDED))
@@ -300,14 +301,17 @@ class _Decisions:
             return exact if chooses or is_kept else None
         # Where errors of two results may not cancel, as in a quotient of numbers near 0, both must
         # be computed from the same numbers. A format for a name applies all the same.
-        is_cheap = rules.is_cheap(eqn) and need.name not in self.marker.formats.keys() - {None}
+        is_cheap = rules.is_cheap(eqn) and not self.is_named(var)
         if is_cheap and (are_exact(read) or self.reads_exactly(eqn, read)):
             return None
-        if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
-            return None
+        if rules.rule(eqn).again and not self.is_named(var):
+            is_stored = any(map(self.is_named, eqn.outvars))
+            return exact if is_stored or not any(map(self.is_rounded, eqn.invars)) else None
         if self.replaces_terms(eqn, read, need):
             need = need._replace(host=need.host or any(map(self.origins.is_offloaded, eqn.invars)))
             return self.marker.format(var, fact, need)
+        if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
+            return None
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
         # Another sharding may take a collective, which does not run again if the policy saves it.
@@ -318,6 +322,19 @@ class _Decisions:
         if need.level == EXACT and fact.lossy and rules.rule(eqn).reduces:
             return exact
         return None
+
+    def is_named(self, var: Any) -> bool:
+        """Whether a format is given for the `checkpoint_name` of an array."""
+        return self.needed(var).name in self.marker.formats.keys() - {None}
+
+    def is_rounded(self, atom: Any) -> bool:
+        """Whether the backward reads an array that is stored in fewer bits."""
+        fact = fact_of(self.facts.of, atom)
+        if not fact.lossy or fact.reduced or self.needed(atom).level == EXACT:
+            return False
+        names = (checkpoint_name_of(eqn) for _, eqn in self.origins.back(atom))
+        name = next((name for name in names if name and name in self.marker.formats), None)
+        return self.marker.formats.get(name) is not None
 
     def may_round(self, number: int, results: list[Need]) -> bool:
         """Whether results take fewer bytes in 8 bits than the exact numbers behind them."""

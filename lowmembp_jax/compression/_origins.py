@@ -68,7 +68,8 @@ class Origins:
                 continue
             seen.add(step)
             is_computed |= not (rules.rule(eqn).elementwise or rules.rule(eqn).passes)
-            todo += [(v, is_computed) for v in jaxprs.variables(eqn)]
+            if not rules.rule(eqn).again:
+                todo += [(v, is_computed) for v in jaxprs.variables(eqn)]
         return False
 
     def is_whole(self, atom: Any) -> bool:

@@ -16,6 +16,8 @@ other functions also take more than 20 instructions, and stay:
 """
 
 import math
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jax.extend import core
 
 from lowmembp_jax._jax_internals import operation
 
-ALL = -1
+ALL: Sequence[int] = range(sys.maxsize)
 Interval = tuple[float, float]
 ANYWHERE: Interval = (-math.inf, math.inf)
 
@@ -32,7 +34,7 @@ class Rule(NamedTuple):
     """The facts about a primitive.
 
     Attributes:
-      exact: the operand that must be exact; ALL for all operands, None for no operand.
+      exact: the operands that must be exact.
       gentle: the interval in which the slope is at most 1, so that the operand need not be exact.
       positive: no element of the results is below 0.
       passes: the results are the operands in another shape, dtype or memory, so storing them gains
@@ -43,10 +45,12 @@ class Rule(NamedTuple):
         functions have poles or branches.
       product: it takes a matrix product, a convolution, a kernel or a collective.
       selects: its results are numbers of its operands, so only the choice of them needs exact ones.
+      again: its backward relies on how results follow from the operands. If one of these is rounded,
+        the results are computed again from it, although that takes a product.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
     """
 
-    exact: int | None = None
+    exact: Sequence[int] = ()
     gentle: Interval | None = None
     positive: bool = False
     passes: bool = False
@@ -55,6 +59,7 @@ class Rule(NamedTuple):
     curved: bool = False
     product: bool = False
     selects: bool = False
+    again: bool = False
     random: bool = False
 
 
@@ -93,9 +98,12 @@ _add(
     "ragged_all_to_all ragged_dot_general reduce_scatter",
     Rule(product=True),
 )
-# Attention kernels, which compute their softmax from products.
-RULES["dot_product_attention_fwd_wrapper"] = Rule(product=True)
-RULES["dot_product_attention_bwd_wrapper"] = Rule()
+# The softmax of attention kernels reads an exponential of queries, keys and the bias. The backward
+# subtracts a product with the output from products with the values: with a rounded output, or with
+# that of other values, nothing cancels. Pallas's kernels read exact numbers, below.
+_ATTENTION = Rule(exact=(0, 1, 3))
+RULES["dot_product_attention_fwd_wrapper"] = _ATTENTION._replace(product=True, again=True)
+RULES["dot_product_attention_bwd_wrapper"] = _ATTENTION
 # These read exact numbers.
 _add("acos acosh asin atan2 atanh cbrt cos erf_inv pow sin sinh tan", _STEEP)
 RULES["cosh"] = _STEEP._replace(positive=True)
@@ -113,7 +121,7 @@ _add(
     Rule(exact=ALL, product=True),
 )
 RULES["reduce_prod"] = Rule(exact=ALL, reduces=True)
-RULES["div"] = Rule(exact=1, gentle=(1, 2), elementwise=True)
+RULES["div"] = Rule(exact=(1,), gentle=(1, 2), elementwise=True)
 
 
 def rule(eqn: core.JaxprEqn) -> Rule:
@@ -123,7 +131,7 @@ def rule(eqn: core.JaxprEqn) -> Rule:
 
 def is_known(eqn: core.JaxprEqn) -> bool:
     """Whether the equation may read rounded numbers, so that no body needs to be looked into."""
-    return rule(eqn).exact is None
+    return not rule(eqn).exact
 
 
 def is_cheap(eqn: core.JaxprEqn) -> bool:
@@ -139,6 +147,6 @@ def may_round(eqn: core.JaxprEqn, operand: int, bounds: Interval) -> bool:
     dtype = getattr(eqn.invars[operand].aval, "dtype", None)
     if own.curved and dtype and jnp.issubdtype(dtype, jnp.complexfloating):
         return False
-    if own.exact not in (ALL, operand):
+    if operand not in own.exact:
         return True
     return own.gentle is not None and own.gentle[0] <= bounds[0] and bounds[1] <= own.gentle[1]
