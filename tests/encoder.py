@@ -113,7 +113,8 @@ def block(method: Method, x, parameters: tuple[dict, dict]):
     trained, frozen = parameters
     weights = {name: trained.get(name, {}) | frozen.get(name, {}) for name in DENSES}
     y = method.norm(x)
-    q, k, v = (checkpoint_name(dense(y, name, weights), "attention") for name in "qkv")
+    q, k, v = (dense(y, name, weights) for name in "qkv")
+    v = checkpoint_name(v, "attention")
     y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
     x = x + dense(y, "o", weights)
     y = method.norm(x)

@@ -24,7 +24,7 @@ from lowmembp_jax._jax_internals import checkpoint_name_of, has_effects, operati
 from lowmembp_jax._messages import warn
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._differences import Differences
-from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, Need, before, narrows
+from lowmembp_jax.compression._needs import EXACT, NOT, ROUNDED, WHOLE, Need, before, narrows
 from lowmembp_jax.compression._origins import Origins
 from lowmembp_jax.compression._recomputed import with_recomputed
 from lowmembp_jax.compression._scaled_float8 import Rows
@@ -170,10 +170,11 @@ class _Decisions:
             self.needs[atom] = need.join(self.needed(atom))
 
     def as_read(self, eqn: core.JaxprEqn, read: Sequence[Fact]) -> list[int]:
-        may = [
-            fact.normalizer or rules.may_round(eqn, i, fact.bounds) for i, fact in enumerate(read)
-        ]
-        return [ROUNDED if one else EXACT for one in may]
+        levels = [WHOLE if i in rules.rule(eqn).whole else ROUNDED for i in range(len(read))]
+        for i, fact in enumerate(read):
+            if not (fact.normalizer or rules.may_round(eqn, i, fact.bounds)):
+                levels[i] = EXACT
+        return levels
 
     def of_bodies(self, number: int, eqn: core.JaxprEqn, wanted: list[Need]) -> None:
         """Decides in the bodies; the needs of a scan's step become needs of the step before."""
@@ -278,6 +279,8 @@ class _Decisions:
         levels = self.as_read(eqn, read) if most else [NOT] * len(read)
         if most and cancels and not is_rounded:
             levels = [EXACT] * len(read)
+        if most > ROUNDED and rules.is_cheap(eqn):
+            levels = [max(most, level) for level in levels]
         for atom, level in zip(eqn.invars, levels, strict=True):
             rows = before(rest[0].rows, eqn, atom) or (rows_of if atom is centered else None)
             if rules.rule(eqn).reduces and results[0].level:
@@ -310,7 +313,7 @@ class _Decisions:
         if self.replaces_terms(eqn, read, need):
             need = need._replace(host=need.host or any(map(self.origins.is_offloaded, eqn.invars)))
             return self.marker.format(var, fact, need)
-        if is_cheap and need.level == EXACT and fact.lossy and not fact.reduced:
+        if is_cheap and need.level > ROUNDED and fact.lossy and not fact.reduced:
             return None
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
         is_saved = need.saved or number in self.facts.saved
@@ -328,10 +331,13 @@ class _Decisions:
         return self.needed(var).name in self.marker.formats.keys() - {None}
 
     def is_rounded(self, atom: Any) -> bool:
-        """Whether the backward reads an array that is stored in fewer bits."""
-        fact = fact_of(self.facts.of, atom)
-        if not fact.lossy or fact.reduced or self.needed(atom).level == EXACT:
+        """Whether the backward reads an array that is stored in fewer bits, or made from such."""
+        fact, level = fact_of(self.facts.of, atom), self.needed(atom).level
+        is_exact = not fact.lossy or fact.reduced or level == EXACT
+        if is_exact or not any(self.marker.formats.values()):
             return False
+        if level == WHOLE or not fact.term:
+            return not fact.term
         names = (checkpoint_name_of(eqn) for _, eqn in self.origins.back(atom))
         name = next((name for name in names if name and name in self.marker.formats), None)
         return self.marker.formats.get(name) is not None
@@ -362,7 +368,7 @@ class _Decisions:
         """
         pairs = [*zip(eqn.invars, read, strict=True)]
         ours = [(atom, fact) for atom, fact in pairs if fact.activation]
-        if operation(eqn) not in ("add", "sub"):
+        if operation(eqn) not in ("add", "sub") or (need.level == EXACT and len(ours) > 1):
             return False
         if len(ours) == 1:
             # Not a constant, such as a mask: beside -1e9 the other numbers of a row would be lost.

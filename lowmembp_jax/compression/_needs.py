@@ -9,15 +9,16 @@ from lowmembp_jax._jax_internals import operation
 from lowmembp_jax.compression import rules
 from lowmembp_jax.compression._scaled_float8 import Rows
 
-#: How the backward needs an array; a higher need includes the lower ones.
-NOT, ROUNDED, EXACT = range(3)
+#: How the backward needs an array; a higher need includes the lower ones. A WHOLE array must not be
+#: stored in fewer bits, but a product of rounded numbers may compute it again.
+NOT, ROUNDED, WHOLE, EXACT = range(4)
 
 
 class Need(NamedTuple):
     """How the backward needs a variable.
 
     Attributes:
-      level: NOT, ROUNDED or EXACT.
+      level: NOT, ROUNDED, WHOLE or EXACT.
       name: the `checkpoint_name` that it gets later.
       saved: the policy saves it by this name.
       rows: the rows of the statistic of it that the backward needs.

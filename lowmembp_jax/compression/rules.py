@@ -45,8 +45,9 @@ class Rule(NamedTuple):
         functions have poles or branches.
       product: it takes a matrix product, a convolution, a kernel or a collective.
       selects: its results are numbers of its operands, so only the choice of them needs exact ones.
-      again: its backward relies on how results follow from the operands. If one of these is rounded,
-        the results are computed again from it, although that takes a product.
+      whole: the operands that must not be stored in fewer bits.
+      again: its backward relies on how results follow from operands. If an operand is rounded, the
+        results are computed again from it, although that takes a product.
       random: its results are random integers. Drawing them again takes longer than reading 2 bits.
     """
 
@@ -59,6 +60,7 @@ class Rule(NamedTuple):
     curved: bool = False
     product: bool = False
     selects: bool = False
+    whole: Sequence[int] = ()
     again: bool = False
     random: bool = False
 
@@ -101,7 +103,7 @@ _add(
 # The softmax of attention kernels reads an exponential of queries, keys and the bias. The backward
 # subtracts a product with the output from products with the values: with a rounded output, or with
 # that of other values, nothing cancels. Pallas's kernels read exact numbers, below.
-_ATTENTION = Rule(exact=(0, 1, 3))
+_ATTENTION = Rule(whole=(0, 1, 3))
 RULES["dot_product_attention_fwd_wrapper"] = _ATTENTION._replace(product=True, again=True)
 RULES["dot_product_attention_bwd_wrapper"] = _ATTENTION
 # These read exact numbers.
