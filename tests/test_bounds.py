@@ -44,8 +44,6 @@ def inputs(case):
             x[7] *= 1e4
         case "element 1e5":
             x[7, 9] = 1e5
-        case "column 1e4":
-            w[:, 5] *= 1e4
         case "bias 100":
             b += 100 + 50 * np.array(normal(WIDTH, key=3))
         case "one bias 1e4":
@@ -54,10 +52,6 @@ def inputs(case):
             x *= {"tiny": 1e-30, "huge": 1e30}[case]
         case "both tiny":
             x, w = x * 1e-12, w * 1e-22
-        case "tiny and huge":
-            x, w = x * 1e-30, w * 1e30
-        case "correlated":
-            x = np.array(normal(TOKENS, 1)) * np.array(normal(1, FEATURES, key=4)) + x / 10
         case "sparse":
             x *= np.array(normal(TOKENS, FEATURES, key=5)) > 2
         case "a channel of a norm's output 300":
@@ -67,9 +61,8 @@ def inputs(case):
 
 
 CASES = [
-    *("normal", "channel 1e4", "token 1e4", "element 1e5", "column 1e4"),
-    *("bias 100", "one bias 1e4", "tiny", "huge", "both tiny"),
-    *("tiny and huge", "correlated", "sparse", "a channel of a norm's output 300"),
+    *("normal", "channel 1e4", "token 1e4", "element 1e5", "bias 100", "one bias 1e4"),
+    *("tiny", "huge", "both tiny", "sparse", "a channel of a norm's output 300"),
 ]
 
 
@@ -81,7 +74,7 @@ def test_the_error_is_that_of_float8(case):
 
     x, w = np.float64(x), np.float64(w)
     bound = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(w, axis=0) + np.abs(b)
-    if case not in ("tiny", "huge", "both tiny", "tiny and huge"):  # beyond the range of squares
+    if case not in ("tiny", "huge", "both tiny"):  # beyond the range of squares
         assert np.all(np.abs(z - y) <= 1.001 * np.maximum(np.abs(y) / 16, bound / 220_000))
 
     def errors(axis=None):

@@ -30,19 +30,6 @@ def graph(w, h, pos):
     return jnp.concatenate([h + jnp.sum(message, 1) @ w / COUNT, moved], -1)
 
 
-def periodic(w, h, pos):
-    """Distances in a cell with periodic borders."""
-    d = pos[:, None] - pos[None]
-    d = d - jnp.round(d)
-    return jnp.tanh(jnp.exp(-4 * jnp.sum(d * d, -1)) @ h / 8) @ w
-
-
-def changes(w, h, pos):
-    """Changes over time, and the changes of these changes."""
-    once = jnp.diff(pos, axis=0)[1:]
-    return jnp.tanh(once @ w[:3] + (jnp.roll(once, 1, axis=0) - once) @ w[3:6]) @ w
-
-
 def centered(w, h, pos):
     """Distances from the center of mass, and from the first atom."""
     d = pos - pos.mean(0, keepdims=True)
@@ -102,12 +89,6 @@ def masked(w, h, pos):
     return jax.nn.sigmoid(h @ w - 1e9 * mask.astype(h.dtype)) @ w
 
 
-def averaged(w, h, pos):
-    """Moving averages of sums with a large bias, which is subtracted."""
-    sums = jnp.cumsum(h @ w + (w[:1] + 100.0), 0)
-    return jnp.tanh((sums[4:] - sums[:-4]) / 4 - (w[:1] + 100.0)) @ w
-
-
 def chosen(w, h, pos):
     """Choices among sums with a large bias, which is subtracted, in a loop, too."""
     bias = w[:1] + 100.0
@@ -123,8 +104,8 @@ def hidden(w, h, pos):
 
 
 PROGRAMS = [
-    particles, graph, periodic, changes, centered, bonds, own_backward, looped, weighted,
-    centers, masked, averaged, chosen, hidden,
+    particles, graph, centered, bonds, own_backward, looped, weighted, centers, masked, chosen,
+    hidden,
 ]  # fmt: skip
 
 

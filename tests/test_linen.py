@@ -79,16 +79,12 @@ FIELDS = [
     {"epsilon": 0.1},
     {"use_bias": False},
     {"use_scale": False},
-    {"use_scale": False, "use_bias": False},
     {"use_fast_variance": False},
     {"param_dtype": jnp.bfloat16},
-    {"dtype": jnp.float16},
-    {"bias_init": nn.initializers.constant(3.0), "scale_init": nn.initializers.constant(-2.0)},
     {"reduction_axes": (1, 2)},
 ]
 OF_LINEN = [
     {"reduction_axes": 1, "feature_axes": -1},
-    {"reduction_axes": (-3, -1), "feature_axes": (0, 2)},
     {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
     {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
 ]
@@ -124,16 +120,6 @@ def test_every_field_means_what_it_means_in_flax(mixed_dtypes, norm, given, mask
 def test_output_and_its_dtype_are_flax_own(mixed_dtypes, norm, dtype, x_dtype, affine):
     given = {"dtype": dtype, "use_scale": affine, "use_bias": affine}
     compare(norm, given, data((5, 32), x_dtype), 3e-2)
-
-
-@each_norm
-def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
-    build, ours, flax = NORMS[norm]
-    x = data((5, 32), jnp.int32)
-    pairs = (build(kind, x) for kind in (ours, flax))
-    y, expected = (jax.jit(partial(apply, mask=None))(params, x) for params, apply in pairs)
-    assert y.dtype == expected.dtype
-    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -187,14 +173,12 @@ def test_complex_input_is_refused_at_the_call(norm):
         apply(params, data((2, 8)).astype(jnp.complex64), None)
 
 
-ACTIVATIONS = {"ReGELU2": lm.regelu2, "ReSiLU2": lm.resilu2}
-
-
 @pytest.mark.parametrize("library", [lm, lm.nnx], ids=["linen", "nnx"])
 @pytest.mark.parametrize(
-    ("name", "given"), [("ReGELU2", {}), ("ReGELU2", {"approximate": False}), ("ReSiLU2", {})]
+    ("name", "given", "function"),
+    [("ReGELU2", {"approximate": False}, lm.regelu2), ("ReSiLU2", {}, lm.resilu2)],
 )
-def test_activation_modules(library, name, given):
+def test_activation_modules(library, name, given, function):
     module, x = getattr(library, name)(**given), jnp.linspace(-9.0, 9.0, 64)
     if library is lm:
         assert module.init(jax.random.key(0), x) == {}
@@ -202,7 +186,7 @@ def test_activation_modules(library, name, given):
     else:
         assert not jax.tree.leaves(nnx.state(module))
         run = module
-    np.testing.assert_array_equal(run(x), ACTIVATIONS[name](x, **given))
+    np.testing.assert_array_equal(run(x), function(x, **given))
     assert {dtype for dtype, _ in residuals(lambda x: jnp.sum(run(x)), x)} == {"uint2"}
     with pytest.raises(ValueError, match="implementation"):
         getattr(library, name)(implementation="cuda")

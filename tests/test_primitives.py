@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import error
+from compression_models import NOTHING, error
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
@@ -107,6 +107,8 @@ FUNCTIONS |= {
         jnp.exp(h - h.max(1, keepdims=True))
         / jnp.exp(h - h.max(1, keepdims=True)).sum(1, keepdims=True)
     ),
+    # Attention over two parts of the keys weighs them in this way.
+    "softmax_of_two": lambda h: jnp.exp(h[::2] - jnp.logaddexp(h[::2], h[1::2])),
     "softmax_of_float16": lambda h: jax.nn.softmax(h.astype(jnp.float16)).astype(jnp.float32),
     "layer_norm": lambda h: (h - h.mean(1, keepdims=True)) / (h.std(1, keepdims=True) + 1e-6),
     "rms_norm": lambda h: h * lax.rsqrt((h * h).mean(1, keepdims=True) + 1e-6),
@@ -221,6 +223,7 @@ def loss(function, w, x):
     [(name, "float8", lm.products_saveable) for name in FUNCTIONS]
     + [(name, "float8", lm.everything_saveable) for name in ("layer_norm", "log1mexp", "spectrum")]
     + [(f"cancel_{name}", "float8", lm.everything_saveable) for name in ("cos", "rsqrt", "tanh")]
+    + [(name, "float8", NOTHING) for name in ("large_logits", "softmax_of_two")]
     + [(name, "int8", lm.products_saveable) for name in ("attention", "log1mexp", "spectrum")]
     + [(name, None, lm.products_saveable) for name in ("xlogy", "cond", "solve")],
 )

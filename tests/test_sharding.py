@@ -35,7 +35,6 @@ def swiglu_of_one(x, **how):
 #: Ours, what Flax has, and how many parameters of [hidden] go in.
 OPS = {
     "regelu2": (lm.regelu2, nn.gelu, 0),
-    "resilu2": (lm.resilu2, nn.silu, 0),
     "swiglu": (swiglu_of_one, lambda x: nn.silu(x) * jnp.cos(x), 0),
     "layer_norm": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 0),
     "layer_norm_affine": (lm.ms_layer_norm, partial(flax_norm, nn.LayerNorm()), 2),
@@ -94,7 +93,7 @@ def exchanged_by_flax(name, split, mesh, mapped=False):
 
 @pytest.mark.parametrize(
     ("name", "split", "axis_type", "implementation"),
-    [(*case, AxisType.Auto, "xla") for case in CASES if case[0] != "resilu2"]
+    [(*case, AxisType.Auto, "xla") for case in CASES]
     + [("regelu2", "hidden", AxisType.Explicit, "pallas_interpret")]
     + [("swiglu", "batch", AxisType.Auto, "pallas_interpret")]
     + [("layer_norm_affine", "sequence", AxisType.Explicit, "pallas_interpret")]

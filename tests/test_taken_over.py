@@ -46,12 +46,12 @@ def end(x):
 decorated = jax.checkpoint(layer)
 
 
-def unrolled(run: Callable[..., Any], x_first: bool = False) -> Callable[..., Any]:
+def unrolled(run: Callable[..., Any]) -> Callable[..., Any]:
     """The loss of layers that `run` calls with a checkpoint."""
 
     def loss(params, x):
         for p in params:
-            x = run(x, p) if x_first else run(p, x)
+            x = run(p, x)
         return end(x)
 
     return loss
@@ -70,20 +70,8 @@ def _tree(both):
     return layer(both["p"], both["x"])
 
 
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _static(p, x, name):
-    return x + getattr(jax.nn, name)(x @ p["a"]) @ p["b"]
-
-
 def _keywords(params, x, *, scale):
     return unrolled(lambda p, x: decorated(p, x=x))(params, x) * scale
-
-
-def _in_cond(params, x):
-    def body(x, p):
-        return lax.cond(jnp.sum(x) > 1e9, lambda x: x, lambda x: decorated(p, x), x), None
-
-    return end(lax.scan(body, x, params)[0])
 
 
 def _callback(p, x):
@@ -91,19 +79,23 @@ def _callback(p, x):
     return layer(p, x)
 
 
-def _around_a_scan(params, x):
-    return jax.checkpoint(scanned(_step))(params, x @ params["a"][0, :, :WIDTH])
-
-
 def _penalty(params, x):
     loss = unrolled(decorated)
     return loss(params, x) + jnp.sum(jax.grad(loss, argnums=1)(params, x) ** 2)
 
 
-def _maml(params, x):
-    loss = unrolled(decorated)
-    inner = jax.grad(loss)(params, x)
-    return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, inner), x)
+def _forces(params, x):
+    """The forces of a force field are derivatives: the gradient of its loss is a second one."""
+    energy, forces = jax.value_and_grad(unrolled(decorated), 1)(params, x)
+    return energy**2 + jnp.sum(forces**2)
+
+
+def _closure(params, x):
+    """JAX differentiates this custom derivative, but not after a trace."""
+    most = 1e-4 * jnp.sqrt(jnp.float32(x.size))
+    clip = jax.custom_vjp(lambda x: x)
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -most, most),))
+    return unrolled(decorated)(params, clip(decorated(params[0], x)))
 
 
 @jax.custom_vjp
@@ -125,17 +117,6 @@ def _with_ref(p, x):
     return layer(p, x) * ref[...]
 
 
-def _shared(params, x):
-    """An encoder's output that each layer of a decoder reads."""
-    encoded = jnp.tanh(x @ params["a"][0, :, :WIDTH])
-
-    @jax.checkpoint
-    def body(h, p):
-        return layer(p, h) * encoded, None
-
-    return end(lax.scan(body, x, params)[0])
-
-
 class Block(nn.Module):
     train: bool = False
 
@@ -143,14 +124,6 @@ class Block(nn.Module):
     def __call__(self, x):
         y = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return x + nn.Dropout(0.1, deterministic=not self.train)(nn.Dense(WIDTH)(y))
-
-
-class Unrolled(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(LAYERS):
-            x = nn.remat(Block)(train=True, name=f"block_{i}")(x)
-        return end(x)
 
 
 class Scanned(nn.Module):
@@ -198,31 +171,22 @@ def _with_token(p, x):
 
 FORMS = {
     "decorated": Form(unrolled(decorated)),
-    "x_first": Form(unrolled(another_name(lambda x, p: layer(p, x)), x_first=True)),
     "one_tree": Form(unrolled(lambda p, x: _tree({"p": p, "x": x}))),
     "keywords": Form(_keywords, kwargs={"scale": 2.0}),
-    "static": Form(unrolled(lambda p, x: _static(p, x, "silu"))),
     "closed_over_params": Form(
         unrolled(lambda p, x: jax.checkpoint(functools.partial(layer, p))(x))
     ),
     "nested": Form(unrolled(jax.checkpoint(lambda p, x: decorated(p, decorated(p, x))))),
     "names": Form(unrolled(jax.checkpoint(layer, policy=NAMES))),
-    "dots": Form(unrolled(jax.checkpoint(layer, policy=DOTS))),
-    "scan": Form(scanned(jax.checkpoint(_step)), STACKED),
     "scan_dots": Form(scanned(jax.checkpoint(_step, policy=DOTS, prevent_cse=False)), STACKED),
     "prevent_cse_of_each": Form(
         unrolled(lambda p, x: jax.checkpoint(layer, prevent_cse=(True, False))(p, x))
     ),
-    "around_a_scan": Form(_around_a_scan, STACKED),
     "vmap": Form(lambda p, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(p, x[:, None]))),
-    "cond": Form(_in_cond, STACKED),
     "jit": Form(jax.jit(unrolled(jax.jit(decorated)))),
     "callback": Form(unrolled(jax.checkpoint(_callback))),
     "penalty": Form(_penalty),
-    "maml": Form(_maml),
-    "shared": Form(_shared, STACKED),
     "shard_map_inside": Form(_shard_map_inside),
-    "nn.remat": Form(*linen(Unrolled())),
     "nn.scan": Form(*linen(Scanned())),
     "offload": Form(unrolled(_offloading)),
     "offload_elsewhere": Form(
@@ -236,6 +200,8 @@ FORMS = {
     "mutable_array": Form(
         unrolled(jax.checkpoint(_with_ref)), left="it has mutable arrays", taken=False
     ),
+    "forces": Form(_forces, left="the function differentiates it itself", taken=False),
+    "closure": Form(_closure, left="it keeps arrays, as in a closure", taken=False),
     "own_derivative": Form(
         unrolled(_own_backward), left="inside a function with a derivative of its own", taken=False
     ),
