@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from helpers import temporaries
+from helpers import array, temporaries
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -23,18 +23,15 @@ BATCH, TOKENS, HIDDEN, HEADS, HEAD_DIM, FFN, RANK = 64, 256, 768, 12, 64, 3072, 
 #: Bytes of one bf16 activation of the residual stream's shape.
 UNIT = BATCH * TOKENS * HIDDEN * 2
 
-#: Each Dense's einsum, the shape of its kernel, which ends with the shape of its bias, and the two
-#: einsums of its LoRA pair.
+#: Each Dense's einsum, and the shape of its kernel.
 DENSES = {
-    "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "v": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "o": ("bshk,hkd->bsd", (HEADS, HEAD_DIM, HIDDEN), "bshk,hkr->bsr", "bsr,rd->bsd"),
-    "fc1": ("bsd,df->bsf", (HIDDEN, FFN), "bsd,dr->bsr", "bsr,rf->bsf"),
-    "fc2": ("bsf,fd->bsd", (FFN, HIDDEN), "bsf,fr->bsr", "bsr,rd->bsd"),
+    "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "v": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "o": ("bshk,hkd->bsd", (HEADS, HEAD_DIM, HIDDEN)),
+    "fc1": ("bsd,df->bsf", (HIDDEN, FFN)),
+    "fc2": ("bsf,fd->bsd", (FFN, HIDDEN)),
 }
-#: What is trained: all parameters, or a LoRA pair beside some Denses.
-LORA_TARGETS = {"full": (), "lora-qv": ("q", "v")}
 
 
 class Method(NamedTuple):
@@ -92,11 +89,10 @@ METHODS: dict[str, Method] = {
 
 def dense(x, name: str, weights: dict):
     """Applies one Dense, with its LoRA pair if it has one."""
-    einsum, _, down, up = DENSES[name]
-    y = jnp.einsum(einsum, x, weights[name]["kernel"])
+    y = jnp.einsum(DENSES[name][0], x, weights[name]["kernel"])
     y = y + weights[name]["bias"].reshape(y.shape[2:])[None, None]
     if "a" in weights[name]:
-        y = y + jnp.einsum(up, jnp.einsum(down, x, weights[name]["a"]), weights[name]["b"])
+        y = y + jnp.einsum("bsr,rhk->bshk", x @ weights[name]["a"], weights[name]["b"])
     return y
 
 
@@ -117,20 +113,22 @@ def block(method: Method, x, parameters: tuple[dict, dict]):
 
 
 def parameters(train: str) -> tuple[dict, dict]:
-    """Returns the abstract trained and frozen parameters of one block."""
-    base, lora = {}, {}
-    for name, (_, shape, down, up) in DENSES.items():
-        inputs, outputs = len(down.split("->")[0].split(",")[1]) - 1, len(up.split("->")[1]) - 2
-        base[name] = {"kernel": shape, "bias": shape[len(shape) - outputs :]}
-        if name in LORA_TARGETS[train]:
-            lora[name] = {"a": (*shape[:inputs], RANK), "b": (RANK, *shape[inputs:])}
+    """Returns the abstract trained and frozen parameters of one block.
 
-    def abstract(tree):
-        is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, DTYPE), tree, is_leaf=is_shape)
-
-    base, lora = abstract(base), abstract(lora)
-    return (base, {}) if train == "full" else (lora, base)
+    `train` is "full", or "lora-qv" for a LoRA pair beside the Denses of q and v.
+    """
+    abstract = partial(array, dtype=DTYPE)
+    base = {
+        name: {
+            "kernel": abstract(*shape),
+            "bias": abstract(*shape[-2:] if name in "qkv" else shape[-1:]),
+        }
+        for name, (_, shape) in DENSES.items()
+    }
+    if train == "full":
+        return base, {}
+    pair = {"a": abstract(HIDDEN, RANK), "b": abstract(RANK, HEADS, HEAD_DIM)}
+    return {"q": pair, "v": pair}, base
 
 
 def layers_of(weights: Any, layers: int, scan: bool) -> Any:

@@ -99,25 +99,13 @@ def llama_units(method, scan):
 
 
 @each_layout
-def test_compressed_llama_block_keeps_what_the_arithmetic_says(jax_defaults, scan):
-    assert llama_units("compress", scan) <= 5.9
-
-
-@each_layout
 def test_llama_block_keeps_no_product_of_gate_and_up(jax_defaults, scan):
     """Norm outputs 1 + 1, q, k, v, attention 4, gate and up 2.75 each; exact gradients."""
+    assert llama_units("compress", scan) <= 5.9
     units = llama_units("lowmembp_jax", scan)
     assert units <= 11.5 * TOLERANCE + EXTRA_IN_SCANS * scan
     if not scan:  # where plain Flax keeps least: 16.25, scanned 30.5
         assert 1.35 * units < llama_units("default", scan)
-
-
-def test_compressed_block_computes_no_product_again():
-    flops = {}
-    for method in ("default", "products policy", "compress"):
-        step, arguments = training_step(method, "full", False, 2)
-        flops[method] = lm.memory.plan(step, *arguments, device="h200").cost.flops
-    assert flops["compress"] == flops["default"] == flops["products policy"]
 
 
 def mlp_units(wrap, scan):

@@ -66,19 +66,6 @@ def test_closed_over_arrays_are_parameters():
     assert error(got, gradients(lm.compress(block), p, x)) < 1e-6
 
 
-def test_transformations():
-    p, x = params(), normal(3, 32, 64)
-    run = lm.compress(block)
-    each = [gradients(run, p, row)[1] for row in x]
-    mapped = jax.vmap(lambda x: gradients(run, p, x)[1])
-    for got in (mapped(x), jax.jit(mapped)(x)):
-        np.testing.assert_allclose(got, np.stack(each), rtol=1e-5, atol=1e-5)
-    got = gradients(jax.vmap(run, in_axes=(None, 0)), p, x)[1]
-    np.testing.assert_allclose(got, np.stack(each), rtol=1e-5, atol=1e-5)
-    outer = jax.checkpoint(run, policy=lm.products_saveable)
-    np.testing.assert_allclose(gradients(outer, p, x[0])[1], each[0], rtol=1e-5, atol=1e-5)
-
-
 def converted(wrap, q):
     run, consts = jax.closure_convert(lambda x: wrap(layer)(q, x), X)
     return run(run(X, *consts), *consts)

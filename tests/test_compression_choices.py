@@ -42,18 +42,10 @@ def branch(p, x, threshold):
     return lax.cond(jnp.mean(h) > threshold, jnp.sin, lambda h: 9 - h, h)
 
 
-def cells(h):
-    """Between the points of a grid, as splines and feature grids are."""
-    h = 16 * jax.nn.sigmoid(h / 8)
-    cell, grid = h.astype(jnp.int32), jnp.sin(jnp.arange(17.0))
-    return grid[cell] + (h - cell.astype(h.dtype)) * (grid[cell + 1] - grid[cell])
-
-
 #: Functions of a product. Its values next to a threshold may be far from 0.
 OF_PRODUCT = {
     "relu": lambda h: jax.nn.relu(h - jnp.mean(h, 0, keepdims=True) + 1) @ PARAMS["router"].T,
     "where": lambda h: jnp.where(h > 1, 2 * h, -h) + jnp.abs(h + 1) + jnp.clip(h, -0.5, 0.5),
-    "cells": cells,
     # As SIREN's first layer: 8 bits would leave half a radian of a phase of 30 uncertain.
     "phases": lambda h: (jnp.sin(30 * h) + jax.jit(jnp.cos)(20 * h)) @ PARAMS["router"].T,
     # A choice or a steep function behind a reduction.
@@ -67,13 +59,6 @@ def steep(p, x):
     h = x @ p["router"]
     h = jnp.sin(30 * h) + h - jnp.floor(h) + jnp.log(jnp.square(h) + 1e-3)
     return h @ p["router"].T
-
-
-def recurrent(p, x):
-    def step(h, x):
-        return (h := jax.nn.relu(x @ p["router"] + h / 2)), h
-
-    return lax.scan(step, jnp.zeros((2, EXPERTS)), x.reshape(ROWS // 2, 2, WIDTH))[1]
 
 
 def in_steps(p, x, inner=steep):
@@ -103,7 +88,6 @@ FUNCTIONS = {
     "argmax": partial(experts, count=1),
     "below": partial(branch, threshold=MEAN + 1e-6),
     "above": partial(branch, threshold=MEAN - 1e-6),
-    "relu_of_steps": recurrent,
     "steps": in_steps,
     "branch": in_a_branch,
     "mesh": on_a_mesh,
@@ -188,23 +172,12 @@ def test_a_function_that_would_save_more_runs_as_jax_checkpoint():
         assert error(jax.grad(loss(ours))(*args), jax.grad(loss(theirs))(*args)) < 1e-6
 
 
-def test_a_first_block_of_data_has_nothing_to_round_and_no_warning():
-    def block(p, x):
-        h = jax.nn.relu(x @ p["router"])
-        return (h / jnp.sqrt(jnp.mean(h * h, 0, keepdims=True) + 1)) @ p["router"].T
-
-    run = lm.compress(block, policy=NOTHING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = jax.grad(lambda p: jnp.sum(run(p, X) ** 2))(PARAMS)
-    assert error(found, jax.grad(lambda p: jnp.sum(block(p, X) ** 2))(PARAMS)) < 1e-5
-
-
 def layer(p, x):
     gate, up = (x @ p[name] for name in ("gate", "up"))
     return x + jax.nn.silu(gate) * up
 
 
+@jax.jit
 def in_a_loop(layers, x):
     for p in layers:
         x = layer(p, x)
@@ -213,8 +186,7 @@ def in_a_loop(layers, x):
 
 def in_a_scan(layers, x):
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
-    run = jax.jit(lambda stacked, x: lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0])
-    return jnp.mean(run(stacked, x) ** 2)
+    return jnp.mean(lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0] ** 2)
 
 
 def unrolled(layers, x):
@@ -226,7 +198,7 @@ def unrolled(layers, x):
 @pytest.mark.parametrize(
     "function, is_told",
     [
-        (jax.jit(in_a_loop), True),
+        (in_a_loop, True),
         (in_a_scan, True),
         (unrolled, False),
         (lambda layers, x: jnp.mean(layer(layers[0], x)), False),

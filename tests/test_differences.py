@@ -36,29 +36,6 @@ def centered(w, h, pos):
     return jnp.tanh(d * d @ w[:3] + d @ w[3:6] + (pos - pos[:1]) @ w[6:9]) @ w
 
 
-def bonds(w, h, pos):
-    """The harmonics of a bond's direction times features of its length."""
-    d = pos[1:] + -1.0 * pos[:-1]
-    x, y, z = jnp.split(d, 3, axis=-1)
-    harmonics = jnp.concatenate([x, y, z, x * y, y * z, x * x - y * y, z * z - 0.5 * x * x], -1)
-    return jnp.tanh(harmonics @ w[:7]) * (h[1:] @ w)
-
-
-def own_backward(w, h, pos):
-    """Reads differences of its residuals in the backward."""
-
-    @jax.custom_vjp
-    def energy(pos):
-        return jnp.sum(jnp.square(pos[1:] - pos[:-1]), -1)
-
-    def backward(pos, g):
-        step = 2 * (pos[1:] - pos[:-1]) * g[:, None]
-        return (jnp.pad(step, ((1, 0), (0, 0))) - jnp.pad(step, ((0, 1), (0, 0))),)
-
-    energy.defvjp(lambda pos: (energy(pos), pos), backward)
-    return jnp.tanh(energy(pos)[:, None] * w[:1]) @ w
-
-
 def looped(w, h, pos):
     """The forces of springs move a chain."""
 
@@ -104,8 +81,7 @@ def hidden(w, h, pos):
 
 
 PROGRAMS = [
-    particles, graph, centered, bonds, own_backward, looped, weighted, centers, masked, chosen,
-    hidden,
+    particles, graph, centered, looped, weighted, centers, masked, chosen, hidden,
 ]  # fmt: skip
 
 

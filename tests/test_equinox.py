@@ -15,9 +15,6 @@ X = normal(64, WIDTH)
 MHA = eqx.nn.MultiheadAttention(2, WIDTH, key=KEY)
 MLP = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 2, key=KEY)
 NORM, STATE = eqx.nn.make_with_state(eqx.nn.BatchNorm)(WIDTH, "batch", mode="batch")
-DROPOUT = eqx.nn.Sequential(
-    [eqx.nn.Linear(WIDTH, WIDTH, key=KEY), eqx.nn.Lambda(jax.nn.gelu), eqx.nn.Dropout(0.5)]
-)
 
 
 def attention(module, x):
@@ -33,13 +30,8 @@ def normed(module, x):
     return wrapped(x, STATE)[0]
 
 
-def dropped(module, x):
-    return jax.vmap(module)(x, key=jax.random.split(KEY, len(x)))
-
-
 CASES = {
     "attention": (attention, MHA), "mlp": (mlp, MLP), "batch norm with state": (normed, NORM),
-    "dropout": (dropped, DROPOUT),
 }  # fmt: skip
 
 

@@ -164,19 +164,6 @@ def test_second_derivative(name):
     assert_close(second(OPS[name][0]), second(unfused(name)), rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"dtype": jnp.int8}, "lm.swiglu has no second derivative.*residuals are rounded"),
-        ({"implementation": "pallas_interpret"}, "lm.swiglu has no second derivative .*'xla'"),
-    ],
-)
-def test_second_derivative_that_is_not_there(options, words):
-    op = partial(lm.swiglu, **options)
-    with pytest.raises(NotImplementedError, match=words):
-        jax.grad(lambda x: jax.grad(lambda x: op(x, x).sum())(x).sum())(jnp.ones(2000))
-
-
 @each_op
 def test_float64_is_computed_in_float64(name):
     with jax.enable_x64(True):

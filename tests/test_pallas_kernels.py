@@ -17,21 +17,6 @@ from pallas_kernels.interface import (
 )
 
 
-def assert_close(actual, expected, units):
-    """Within `units` of the last place of the largest absolute value."""
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    unit = float(jnp.finfo(expected.dtype).eps)
-    actual, expected = (np.asarray(a).astype(np.float64) for a in (actual, expected))
-    np.testing.assert_allclose(
-        actual, expected, rtol=0, atol=units * unit * np.abs(expected).max(initial=1e-30)
-    )
-
-
-def normal(seed, shape, dtype=jnp.float32, scale=1.0, loc=0.0):
-    values = np.random.default_rng(seed).normal(loc, scale, shape)
-    return jnp.asarray(values, jnp.float32).astype(dtype)
-
-
 def test_erfc_is_that_of_jax():
     x = np.linspace(-11, 11, 200_001, dtype=np.float32)
     actual = jax.jit(step_table.erfc)(x)
@@ -71,26 +56,17 @@ def expected_norm(x, g, *parameters, center, recover):
 )
 def test_parameter_gradients_summed_over_many_tiles(rows, width, dtype, center, recover):
     """As on a device of one multiprocessor; what is common to all is in test_normalization.py."""
-    x, g = normal(0, (rows, width), dtype, loc=0.5), normal(1, (rows, width), dtype)
-    scale = normal(2, (width,), dtype, 0.2, 1.0)
-    bias = normal(3, (width,), dtype) if center else None
+    x, g = (normal(rows, width, key=key, dtype=dtype) for key in (0, 1))
+    scale = 1 + normal(width, key=2, dtype=dtype) / 5
+    bias = normal(width, key=3, dtype=dtype) if center else None
     got = run_norm(x, g, scale, bias, center=center, recover=recover, cores=1)
     parameters = [p for p in (scale, bias) if p is not None]
     want = expected_norm(x, g, *parameters, center=center, recover=recover)
+    # Sums in another order, and the rounding that follows from them.
     for actual, expected in zip(got, want, strict=False):
-        # Sums in another order, and the rounding that follows from them.
-        assert_close(actual, expected, 8 if dtype == jnp.float32 else 2)
-
-
-def test_what_cannot_be_recovered_is_finite():
-    """Nor do padded rows and columns, whose y is -bias / scale, reach the sums."""
-    x, g = normal(0, (3, 5)), normal(1, (3, 5))
-    scale, bias = jnp.full(5, 1e-30).at[1].set(0), jnp.full(5, 1e-30).at[0].set(1e30)
-    got = run_norm(x, g, scale, bias, center=True, recover=True)
-    assert all(np.isfinite(array).all() for array in got)
-    want = expected_norm(x, g, scale, bias, center=True, recover=True)
-    assert_close(got[1][2:], want[1][2:], 8)
-    assert np.isnan(want[1][:2]).all()  # the operator says that these are lost
+        assert actual.dtype == expected.dtype
+        distance = lm.gradient_distance(actual, expected).error
+        assert distance < (4 if dtype == jnp.float32 else 1) * float(jnp.finfo(dtype).eps)
 
 
 X, X16 = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16)

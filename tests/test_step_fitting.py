@@ -61,6 +61,7 @@ def test_more_bits_are_nearer(function):
     assert errors[0] > errors[1] > 3 * errors[2]
     if function is GELU:
         assert errors[1] == pytest.approx(0.1325, abs=1e-3)
+        np.testing.assert_allclose(*mean_slopes(tables[2], GELU), atol=1e-4)
     # A table for other values is worse under these.
     wide = lm.fit_step_table(function, 4, weight=3.0)
     assert lm.derivative_error(function, wide) > errors[2]
@@ -104,7 +105,6 @@ def test_shipped_tables_are_the_fitted_ones(name):
         want, got = lm.fit_step_table(ACTIVATIONS[name], bits), lm.STEP_TABLES[name, bits]
         np.testing.assert_allclose(got.thresholds, want.thresholds, atol=2e-3)
         np.testing.assert_allclose(got.levels, want.levels, atol=1e-3)
-        np.testing.assert_allclose(*mean_slopes(want, ACTIVATIONS[name]), atol=1e-4)
 
 
 def test_no_other_cut_of_a_sample_is_better():
@@ -119,11 +119,3 @@ def test_no_other_cut_of_a_sample_is_better():
 
     least = min(map(error, itertools.combinations(range(1, x.size), 3)))
     assert error(np.searchsorted(x, table.thresholds)) == pytest.approx(least, rel=1e-6)
-
-
-def test_a_sample_gives_the_table_of_its_distribution():
-    sample = 1.5 * np.random.default_rng(0).normal(size=200_000)
-    got = lm.fit_step_table(GELU, 2, weight=sample)
-    want = lm.fit_step_table(GELU, 2, weight=1.5)
-    np.testing.assert_allclose(got.thresholds, want.thresholds, atol=0.03)
-    np.testing.assert_allclose(got.levels, want.levels, atol=0.01)

@@ -70,31 +70,24 @@ def by_softmax(q, k, v):
     return jax.nn.softmax((q @ k.T).astype(jnp.float32) / 8).astype(v.dtype) @ v
 
 
-#: How each row of the docs computes attention, and its method and dtype.
+#: How each row of the docs computes attention, its method and dtype, and the errors: the gradients
+#: of a query's weights and of x, if all tokens share 0, 1 and 3 times the rest.
 ATTENTION = {
-    "plain": (by_softmax, lambda f: f, jnp.bfloat16),
-    "softmax": (by_softmax, lm.compress, jnp.float32),
-    "flash": (flash, lm.compress, jnp.float32),
+    "plain": (by_softmax, lambda f: f, jnp.bfloat16, (1.0, 1.2, 0.8, 1.0, 1.0, 0.9)),
+    "softmax": (by_softmax, lm.compress, jnp.float32, (3.9, 3.2, 3.9, 3.5, 6.0, 4.1)),
+    "flash": (flash, lm.compress, jnp.float32, (3.3, 2.0, 14, 10, 92, 32)),
     "names": (
         lambda *qkv: checkpoint_name(flash(*(checkpoint_name(a, "qkvy") for a in qkv)), "qkvy"),
         partial(lm.compress, dtype={"qkvy": None, None: "float8"}),
         jnp.float32,
+        (2.7, 0.7, 2.3, 0.6, 2.3, 0.6),
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "percents"),
-    [
-        ("plain", (1.0, 1.2, 0.8, 1.0, 1.0, 0.9)),
-        ("softmax", (3.9, 3.2, 3.9, 3.5, 6.0, 4.1)),
-        ("flash", (3.3, 2.0, 14, 10, 92, 32)),
-        ("names", (2.7, 0.7, 2.3, 0.6, 2.3, 0.6)),
-    ],
-)
-def test_errors_of_attention_whose_tokens_share_a_part(name, percents):
-    """The gradients of a query's weights and of x, if all share 0, 1 and 3 times the rest."""
-    attend, wrap, dtype = ATTENTION[name]
+@pytest.mark.parametrize("name", ATTENTION)
+def test_errors_of_attention_whose_tokens_share_a_part(name):
+    attend, wrap, dtype, percents = ATTENTION[name]
     p = {name: normal(64, 64, key=i) / 8 for i, name in enumerate("qkvo")}
     dy, found = normal(256, 64, key=6), []
 
@@ -117,18 +110,6 @@ def test_errors_of_attention_whose_tokens_share_a_part(name, percents):
         )
         found += [100 * error(got, want) for got, want in pairs]
     assert found == pytest.approx(percents, rel=0.15, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "exponent"), [((1,), 12), ((5, 1), 0), ((33, 50), -30), ((2, 3, 64), 30), ((0, 4), 0)]
-)
-def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
-    """Each element has 3 bits after its leading one, where x^2 may leave float32."""
-    size = jax.random.uniform(jax.random.key(0), shape, minval=0.5)
-    x = jnp.where(normal(*shape) > 0, size, -size)
-    scaled = lm.compress(lambda _, x: jnp.square(x / 10.0**exponent) / 2, policy=NOTHING)
-    dx = jax.grad(lambda x: scaled(0.0, x).sum())(x * 10.0**exponent) * 10.0**exponent
-    np.testing.assert_allclose(dx, x, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("offset", [0, 50])

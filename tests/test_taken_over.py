@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compression_models import error
 from helpers import initial, normal, offload
 from jax import P, lax
-from jax import remat as another_name
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
@@ -23,12 +21,8 @@ NAMES = jax.checkpoint_policies.save_only_these_names("hidden")
 DOTS = jax.checkpoint_policies.dots_saveable
 
 
-def _normal(key, *shape):
-    return normal(*shape, key=key) / np.sqrt(shape[0])
-
-
 PARAMS = [
-    {"a": _normal(key, WIDTH, 4 * WIDTH), "b": _normal(key, 4 * WIDTH, WIDTH)}
+    {"a": normal(WIDTH, 4 * WIDTH, key=key) / 6, "b": normal(4 * WIDTH, WIDTH, key=key) / 11}
     for key in range(LAYERS)
 ]
 STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
@@ -65,13 +59,15 @@ def _step(x, p):
     return layer(p, x), None
 
 
-@another_name
-def _tree(both):
-    return layer(both["p"], both["x"])
-
-
 def _keywords(params, x, *, scale):
     return unrolled(lambda p, x: decorated(p, x=x))(params, x) * scale
+
+
+def _in_cond(params, x):
+    def body(x, p):
+        return lax.cond(jnp.sum(x) > 1e9, lambda x: x, lambda x: decorated(p, x), x), None
+
+    return end(lax.scan(body, x, params)[0])
 
 
 def _callback(p, x):
@@ -118,30 +114,20 @@ def _with_ref(p, x):
 
 
 class Block(nn.Module):
-    train: bool = False
-
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _):
         y = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
-        return x + nn.Dropout(0.1, deterministic=not self.train)(nn.Dense(WIDTH)(y))
+        return x + nn.Dropout(0.1, deterministic=False)(nn.Dense(WIDTH)(y)), None
 
 
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        body = nn.remat(Block, prevent_cse=False)
-        axes = {"params": 0}
-        run = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs={"params": True},
-            length=LAYERS,
-        )  # fmt: skip
-        return end(run(body(), x, None)[0])
+SCANNED = nn.scan(
+    nn.remat(Block, prevent_cse=False), variable_axes={"params": 0},
+    split_rngs={"params": True}, length=LAYERS,
+)()  # fmt: skip
 
 
-def linen(module: nn.Module):
-    variables = initial(module, X)
-    own = {"dropout": jax.random.key(5)}
-    return lambda params, x: module.apply(params, x, rngs=own), variables
+def _linen(params, x):
+    return end(SCANNED.apply(params, x, None, rngs={"dropout": jax.random.key(5)})[0])
 
 
 class Form(NamedTuple):
@@ -171,7 +157,7 @@ def _with_token(p, x):
 
 FORMS = {
     "decorated": Form(unrolled(decorated)),
-    "one_tree": Form(unrolled(lambda p, x: _tree({"p": p, "x": x}))),
+    "cond": Form(_in_cond, STACKED),
     "keywords": Form(_keywords, kwargs={"scale": 2.0}),
     "closed_over_params": Form(
         unrolled(lambda p, x: jax.checkpoint(functools.partial(layer, p))(x))
@@ -187,7 +173,7 @@ FORMS = {
     "callback": Form(unrolled(jax.checkpoint(_callback))),
     "penalty": Form(_penalty),
     "shard_map_inside": Form(_shard_map_inside),
-    "nn.scan": Form(*linen(Scanned())),
+    "nn.scan": Form(_linen, initial(SCANNED, X, None)),
     "offload": Form(unrolled(_offloading)),
     "offload_elsewhere": Form(
         unrolled(functools.partial(_offloading, to="unpinned_host")),

@@ -126,15 +126,6 @@ def test_a_function_that_reads_values():
         jax.grad(lm.compress_checkpoints(reads))(W, X)
 
 
-def test_the_error_of_the_function_itself():
-    def fails(params, x):
-        raise KeyError("own")
-
-    for fun in (fails, lm.compress_checkpoints(fails)):
-        with lm.patch(checkpoint=True), pytest.raises(KeyError, match="own"):
-            jax.grad(fun)(W, X)
-
-
 def test_gradients_that_are_differentiated_again_are_exact():
     def scaled(s):
         return loss([s * w for w in W[:2]], X)
@@ -161,6 +152,17 @@ def test_only_the_thread_that_patches():
         run("this")
         other.join()
     assert error(got["other"], grads()) == 0 < error(got["this"], grads())
+
+
+def test_exact():
+    want = grads()
+    with lm.exact(), lm.patch(checkpoint=True):
+        assert error(grads(), want) == error(grads(lm.compress_checkpoints(loss)), want) == 0
+
+
+def test_parameters_that_are_not_given():
+    with pytest.raises(ValueError, match="compress_checkpoints: params_argnums"):
+        lm.compress_checkpoints(loss, params_argnums=2)(W, X)
 
 
 def test_nothing_to_take_over():
