@@ -148,13 +148,6 @@ def test_a_residual_is_stored_once_and_parameters_and_statistics_are_not_rounded
     assert len(rows) - len(wide) <= len(large)
 
 
-def test_a_mapping_chooses_by_name():
-    hidden = stored(block, P, X, dtype={"hidden": "int8"})
-    assert ("int8", (32, 256)) in hidden and NARROW not in hidden
-    others = stored(block, P, X, dtype={"hidden": None, None: "float8"})
-    assert NARROW in others and WIDE not in others
-
-
 @pytest.mark.parametrize(
     "policy", [lm.everything_saveable, jax.checkpoint_policies.save_only_these_names("steep")]
 )

@@ -58,12 +58,6 @@ def test_a_module_whose_numbers_decide():
     assert 1e-6 < error(gradient(lm.compress(MHA)), gradient(MHA)) < 0.05
 
 
-def test_a_number_as_an_argument_is_an_array():
-    """As in `jax.checkpoint`."""
-    scaled = lambda scale, x: scale.astype(x.dtype) * jnp.tanh(x)  # noqa: E731
-    assert error(lm.compress(scaled)(2.0, X), jax.checkpoint(scaled)(2.0, X)) == 0
-
-
 FORMS = {
     "a module": lambda module, x: jax.vmap(eqx.filter_checkpoint(module, policy=DOTS))(x),
     "a bound method": lambda m, x: jax.vmap(eqx.filter_checkpoint(m.__call__, policy=DOTS))(x),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import lowmembp_jax as lm
 from pallas_kernels import interface, step_table

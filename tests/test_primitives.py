@@ -109,9 +109,6 @@ FUNCTIONS |= {
     "gather": lambda h: h[jnp.argmax(h, 0)] * h[:WIDTH],
     "searchsorted": lambda h: h * jnp.searchsorted(jnp.linspace(-2, 2, 33), h),
     "cond": lambda h: lax.cond(h.mean() > 0, jnp.exp, jnp.log1p, jnp.abs(h)),
-    "scan_log": lambda h: lax.scan(
-        lambda c, a: (c + a, jnp.log(jnp.abs(c) + 0.1)), jnp.zeros(WIDTH), h
-    )[1],
     "max_pool": lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"),
     "avg_pool": lambda h: lax.reduce_window(h, 0.0, lax.add, (3, 1), (1, 1), "SAME") ** 2,
     "min_pool": lambda h: lax.reduce_window(h, jnp.inf, lax.min, (3, 1), (1, 1), "SAME"),

@@ -41,9 +41,6 @@ OPS = {
 CASES = [
     (name, split) for name in OPS for split in (("batch", "sequence") if "norm" in name else SPECS)
 ]
-each_axis_type = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
 
 
 def arguments(count):
@@ -109,7 +106,7 @@ def test_meshes(name, split, axis_type, implementation):
     assert_close(got, on_one_device(name, implementation), atol=2e-4)
 
 
-@each_axis_type
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_affine"])
 def test_kernels_of_norms_where_rows_are_split(name, axis_type):
     """They take whole rows; results and gradients are sharded as the arguments."""

@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 SCANNED = nn.scan(
     nn.remat(Block, prevent_cse=False), variable_axes={"params": 0},
-    split_rngs={"params": True}, length=LAYERS,
+    split_rngs={"params": True, "dropout": True}, length=LAYERS,
 )()  # fmt: skip
 
 

@@ -228,17 +228,6 @@ def test_nnx():
     assert int(module.drop.rngs.count[...]) == before + 1
 
 
-class Statistics(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.BatchNorm(use_running_average=False)(x)
-
-
-def with_statistics():
-    module = lm.tile_module(Statistics, axis=1, size=4)()
-    return module.apply(module.init(jax.random.key(0), X), X, mutable=["batch_stats"])
-
-
 def cut(fun, *more):
     return CUT(lambda _, *args: fun(*args))(PARAMS, X, *more)
 
@@ -261,7 +250,6 @@ ERRORS = [
         r"with the 2 pos.* axis 1, got shape \(8, 2, 2\), and \(8, 4, 4\) for the first slice",
     ),
     (symbolic, "axis: expected a length that is known .* got the symbolic dimension n"),
-    (with_statistics, r"tile_module: axis: expected results with the 4 pos.*, got shape \(16,\)"),
     (lambda: lm.nnx.tile(3, axis=1, size=4), "nnx.tile: function: expected a function of a module"),
 ]
 
