@@ -59,7 +59,7 @@ def test_block_keeps_what_the_arithmetic_says(method, train, limit, scan):
         ("compress", False, 750, 133),
         ("compress", True, 890, 166),
         # With barriers, slices of the stacks are copied.
-        ("compress, for a loop", True, 890, 157),
+        ("compress, for a loop", True, 1000, 157),
     ],
 )
 def test_compressed_blocks_take_and_move_little(method, scan, mib, units):

@@ -1,7 +1,7 @@
 """lm.compress(dtype=None) is jax.checkpoint: the same values, gradients and kinds of error.
 
-Functions of one array, one primitive each, are in test_primitives.py; nested and complex functions
-are in test_compression.py.
+Functions of one array, one primitive each, are in test_primitives.py, nested functions in
+test_compression.py.
 """
 
 import functools
