@@ -186,7 +186,8 @@ def in_a_loop(layers, x):
 
 def in_a_scan(layers, x):
     stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
-    return jnp.mean(lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0] ** 2)
+    run = jax.jit(lambda stacked, x: lax.scan(lambda x, p: (layer(p, x), None), x, stacked)[0])
+    return jnp.mean(run(stacked, x) ** 2)
 
 
 def unrolled(layers, x):

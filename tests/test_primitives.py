@@ -99,6 +99,7 @@ FUNCTIONS |= {
     "maximum_of_a_selected_array": lambda h: jnp.exp(
         jnp.where(_infinite_in_fifths(h) == jnp.inf, 3 * h[::-1], h) - _highest(h)
     ),
+    "logits": lambda h: jax.nn.softmax(5 * h),
     "large_logits": lambda h: jax.nn.softmax(10 * h),
     # Attention over two parts of the keys weighs them in this way.
     "softmax_of_two": lambda h: jnp.exp(h[::2] - jnp.logaddexp(h[::2], h[1::2])),
@@ -109,6 +110,9 @@ FUNCTIONS |= {
     "gather": lambda h: h[jnp.argmax(h, 0)] * h[:WIDTH],
     "searchsorted": lambda h: h * jnp.searchsorted(jnp.linspace(-2, 2, 33), h),
     "cond": lambda h: lax.cond(h.mean() > 0, jnp.exp, jnp.log1p, jnp.abs(h)),
+    "while_of_a_constant": lambda h: (
+        h * lax.while_loop(lambda s: s < 3.0, lambda s: s + 1, lax.stop_gradient(h.sum() * 0))
+    ),
     "max_pool": lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (3, 1), (1, 1), "SAME"),
     "avg_pool": lambda h: lax.reduce_window(h, 0.0, lax.add, (3, 1), (1, 1), "SAME") ** 2,
     "min_pool": lambda h: lax.reduce_window(h, jnp.inf, lax.min, (3, 1), (1, 1), "SAME"),
@@ -191,7 +195,7 @@ def loss(function, w, x):
     [(name, "float8", lm.products_saveable) for name in FUNCTIONS]
     + [(name, "float8", lm.everything_saveable) for name in ("layer_norm", "log1mexp", "spectrum")]
     + [(f"cancel_{name}", "float8", lm.everything_saveable) for name in ("cos", "rsqrt", "tanh")]
-    + [(name, "float8", NOTHING) for name in ("large_logits", "softmax_of_two")]
+    + [(name, "float8", NOTHING) for name in ("logits", "softmax_of_two")]
     + [(name, "int8", lm.products_saveable) for name in ("attention", "log1mexp", "spectrum")]
     + [(name, None, lm.products_saveable) for name in ("xlogy", "cond", "solve")],
 )
