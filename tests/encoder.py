@@ -6,49 +6,40 @@ attention, tanh-GELU and biases everywhere. The projection after the attention c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from helpers import temporaries
+from helpers import array, temporaries
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
 
-Train = Literal["full", "lora-qv", "lora-all"]
 DTYPE = jnp.bfloat16
 BATCH, TOKENS, HIDDEN, HEADS, HEAD_DIM, FFN, RANK = 64, 256, 768, 12, 64, 3072, 8
 #: Bytes of one bf16 activation of the residual stream's shape.
 UNIT = BATCH * TOKENS * HIDDEN * 2
 
-#: Each Dense's einsum, the shape of its kernel, which ends with the shape of its bias, and the two
-#: einsums of its LoRA pair.
+#: Each Dense's einsum, and the shape of its kernel.
 DENSES = {
-    "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "v": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM), "bsd,dr->bsr", "bsr,rhk->bshk"),
-    "o": ("bshk,hkd->bsd", (HEADS, HEAD_DIM, HIDDEN), "bshk,hkr->bsr", "bsr,rd->bsd"),
-    "fc1": ("bsd,df->bsf", (HIDDEN, FFN), "bsd,dr->bsr", "bsr,rf->bsf"),
-    "fc2": ("bsf,fd->bsd", (FFN, HIDDEN), "bsf,fr->bsr", "bsr,rd->bsd"),
+    "q": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "k": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "v": ("bsd,dhk->bshk", (HIDDEN, HEADS, HEAD_DIM)),
+    "o": ("bshk,hkd->bsd", (HEADS, HEAD_DIM, HIDDEN)),
+    "fc1": ("bsd,df->bsf", (HIDDEN, FFN)),
+    "fc2": ("bsf,fd->bsd", (FFN, HIDDEN)),
 }
-LORA_TARGETS = {"full": (), "lora-qv": ("q", "v"), "lora-all": tuple(DENSES)}
 
 
-def _unwrapped(block: Callable) -> Callable:
-    return block
-
-
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method that saves memory: its norm, its activation, and a wrapper around the block."""
 
     norm: Callable
     activation: Callable
-    wrap: Callable = _unwrapped
+    wrap: Callable = lambda block: block
 
 
 def _flax_norm(x):
@@ -72,36 +63,36 @@ _compress_but_attention = partial(
 )
 _ours = Method(partial(lm.ms_layer_norm, dtype=DTYPE), lm.gelu)
 
-#: The methods that a user can choose. The first is plain Flax.
+_POLICIES = jax.checkpoint_policies
+#: The methods that a user can choose: wrappers of a block of Flax, and the library's operators.
 METHODS: dict[str, Method] = {
-    "default": Method(_flax_norm, nn.gelu),
-    "dots policy": Method(_flax_norm, nn.gelu, _remat(jax.checkpoint_policies.dots_saveable)),
-    "products policy": Method(_flax_norm, nn.gelu, _remat(lm.products_saveable)),
-    "compress": Method(_flax_norm, nn.gelu, _compress),
-    "compress, int8": Method(_flax_norm, nn.gelu, partial(_compress, dtype="int8")),
-    "compress, for a loop": Method(_flax_norm, nn.gelu, partial(_compress, prevent_cse=False)),
-    "compress, its input alone": Method(
-        _flax_norm, nn.gelu, partial(_compress, policy=jax.checkpoint_policies.nothing_saveable)
-    ),
-    "compress, attention in bfloat16": Method(_flax_norm, nn.gelu, _compress_but_attention),
+    name: Method(_flax_norm, nn.gelu, wrap)
+    for name, wrap in {
+        "default": lambda block: block,
+        "dots policy": _remat(_POLICIES.dots_saveable),
+        "products policy": _remat(lm.products_saveable),
+        "compress": _compress,
+        "compress, int8": partial(_compress, dtype="int8"),
+        "compress, for a loop": partial(_compress, prevent_cse=False),
+        "compress, its input alone": partial(_compress, policy=_POLICIES.nothing_saveable),
+        "compress, attention in bfloat16": _compress_but_attention,
+    }.items()
+} | {
     "lowmembp_jax": _ours,
-    "lowmembp_jax, 4 bits": Method(_ours.norm, partial(lm.gelu, bits=4)),
-    "compress, lowmembp_jax": Method(
-        _ours.norm, _ours.activation, partial(_compress, policy=lm.everything_saveable)
+    "lowmembp_jax, 4 bits": _ours._replace(activation=partial(lm.gelu, bits=4)),
+    "compress, lowmembp_jax": _ours._replace(
+        wrap=partial(_compress, policy=lm.everything_saveable)
     ),
-    "lowmembp_jax, its remat policy": Method(
-        _ours.norm, _ours.activation, _remat(lm.checkpoint_policy())
-    ),
+    "lowmembp_jax, its remat policy": _ours._replace(wrap=_remat(lm.checkpoint_policy())),
 }
 
 
 def dense(x, name: str, weights: dict):
     """Applies one Dense, with its LoRA pair if it has one."""
-    einsum, _, down, up = DENSES[name]
-    y = jnp.einsum(einsum, x, weights[name]["kernel"])
+    y = jnp.einsum(DENSES[name][0], x, weights[name]["kernel"])
     y = y + weights[name]["bias"].reshape(y.shape[2:])[None, None]
     if "a" in weights[name]:
-        y = y + jnp.einsum(up, jnp.einsum(down, x, weights[name]["a"]), weights[name]["b"])
+        y = y + jnp.einsum("bsr,rhk->bshk", x @ weights[name]["a"], weights[name]["b"])
     return y
 
 
@@ -121,21 +112,23 @@ def block(method: Method, x, parameters: tuple[dict, dict]):
     return x + dense(method.activation(dense(y, "fc1", weights)), "fc2", weights)
 
 
-def parameters(train: Train) -> tuple[dict, dict]:
-    """Returns the abstract trained and frozen parameters of one block."""
-    base, lora = {}, {}
-    for name, (_, shape, down, up) in DENSES.items():
-        inputs, outputs = len(down.split("->")[0].split(",")[1]) - 1, len(up.split("->")[1]) - 2
-        base[name] = {"kernel": shape, "bias": shape[len(shape) - outputs :]}
-        if name in LORA_TARGETS[train]:
-            lora[name] = {"a": (*shape[:inputs], RANK), "b": (RANK, *shape[inputs:])}
+def parameters(train: str) -> tuple[dict, dict]:
+    """Returns the abstract trained and frozen parameters of one block.
 
-    def abstract(tree):
-        is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, DTYPE), tree, is_leaf=is_shape)
-
-    base, lora = abstract(base), abstract(lora)
-    return (base, {}) if train == "full" else (lora, base)
+    `train` is "full", or "lora-qv" for a LoRA pair beside the Denses of q and v.
+    """
+    abstract = partial(array, dtype=DTYPE)
+    base = {
+        name: {
+            "kernel": abstract(*shape),
+            "bias": abstract(*shape[-2:] if name in "qkv" else shape[-1:]),
+        }
+        for name, (_, shape) in DENSES.items()
+    }
+    if train == "full":
+        return base, {}
+    pair = {"a": abstract(HIDDEN, RANK), "b": abstract(RANK, HEADS, HEAD_DIM)}
+    return {"q": pair, "v": pair}, base
 
 
 def layers_of(weights: Any, layers: int, scan: bool) -> Any:
@@ -155,7 +148,7 @@ def loss_of_layers(run, weights: Any, x, scan: bool):
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-def training_step(method: str, train: Train, scan: bool, layers: int):
+def training_step(method: str, train: str, scan: bool, layers: int):
     """Returns a function for the encoder's loss and gradients, and its abstract arguments."""
     run = METHODS[method].wrap(partial(block, METHODS[method]))
 
@@ -168,7 +161,7 @@ def training_step(method: str, train: Train, scan: bool, layers: int):
     return jax.value_and_grad(loss), (trained, frozen, x)
 
 
-def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_args) -> int:
+def peak_bytes(method: str, train: str, scan: bool, layers: int, **compile_args) -> int:
     """Returns the peak of temporaries, in bytes, from XLA's buffer assignment.
 
     It excludes arguments and outputs.
@@ -178,7 +171,7 @@ def peak_bytes(method: str, train: Train, scan: bool, layers: int, **compile_arg
 
 
 def block_units(
-    method: str, train: Train, scan: bool, layers: tuple[int, int] = (2, 4), **compile_args
+    method: str, train: str, scan: bool, layers: tuple[int, int] = (2, 4), **compile_args
 ) -> float:
     """Returns how much one more block adds to the peak, in units of tokens x hidden x 2 bytes."""
     fewer, more = (peak_bytes(method, train, scan, n, **compile_args) for n in layers)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -92,6 +93,12 @@ def offload(*names: str, to: str = "pinned_host"):
 def temporaries(function, *args, **options) -> int:
     """Bytes of the temporaries of a compiled program at its peak."""
     return lm.memory.compile_for(function, *args, **options).memory_analysis().temp_size_in_bytes
+
+
+def whole_cross_entropy(hidden, kernel, labels):
+    """The mean loss of whole logits, as users compute it."""
+    logits = (hidden @ kernel).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

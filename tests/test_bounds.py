@@ -44,8 +44,6 @@ def inputs(case):
             x[7] *= 1e4
         case "element 1e5":
             x[7, 9] = 1e5
-        case "column 1e4":
-            w[:, 5] *= 1e4
         case "bias 100":
             b += 100 + 50 * np.array(normal(WIDTH, key=3))
         case "one bias 1e4":
@@ -54,10 +52,6 @@ def inputs(case):
             x *= {"tiny": 1e-30, "huge": 1e30}[case]
         case "both tiny":
             x, w = x * 1e-12, w * 1e-22
-        case "tiny and huge":
-            x, w = x * 1e-30, w * 1e30
-        case "correlated":
-            x = np.array(normal(TOKENS, 1)) * np.array(normal(1, FEATURES, key=4)) + x / 10
         case "sparse":
             x *= np.array(normal(TOKENS, FEATURES, key=5)) > 2
         case "a channel of a norm's output 300":
@@ -67,9 +61,8 @@ def inputs(case):
 
 
 CASES = [
-    *("normal", "channel 1e4", "token 1e4", "element 1e5", "column 1e4"),
-    *("bias 100", "one bias 1e4", "tiny", "huge", "both tiny"),
-    *("tiny and huge", "correlated", "sparse", "a channel of a norm's output 300"),
+    *("normal", "channel 1e4", "token 1e4", "element 1e5", "bias 100", "one bias 1e4"),
+    *("tiny", "huge", "both tiny", "sparse", "a channel of a norm's output 300"),
 ]
 
 
@@ -81,7 +74,7 @@ def test_the_error_is_that_of_float8(case):
 
     x, w = np.float64(x), np.float64(w)
     bound = np.linalg.norm(x, axis=1, keepdims=True) * np.linalg.norm(w, axis=0) + np.abs(b)
-    if case not in ("tiny", "huge", "both tiny", "tiny and huge"):  # beyond the range of squares
+    if case not in ("tiny", "huge", "both tiny"):  # beyond the range of squares
         assert np.all(np.abs(z - y) <= 1.001 * np.maximum(np.abs(y) / 16, bound / 220_000))
 
     def errors(axis=None):
@@ -115,19 +108,13 @@ def test_nan_and_infinity_reach_only_their_row_and_column():
     assert error(np.delete(db, 9), np.delete(exact[0], 9)) < 0.03
 
 
-def kinds(block, *args):
-    with jax.set_mesh(ONE_DEVICE):
-        return residuals(lm.compress(block), *args)
-
-
 def test_which_products_have_bounds():
     def has_bound(function, width=WIDTH):
         """Whether norms of columns are saved."""
         p = {"w": normal(FEATURES, WIDTH), "b": normal(WIDTH), "v": normal(WIDTH, width)}
-        return any(
-            dtype == "float32" and shape == (1, WIDTH)
-            for dtype, shape in kinds(function, p, normal(TOKENS, FEATURES))
-        )
+        with jax.set_mesh(ONE_DEVICE):
+            found = residuals(lm.compress(function), p, normal(TOKENS, FEATURES))
+        return ("float32", (1, WIDTH)) in found
 
     assert has_bound(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])
     assert has_bound(lambda p, x: jnp.tanh(x @ p["w"] + p["b"][None]) @ p["v"])

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
 
 import jax
 import pytest
@@ -22,16 +21,12 @@ CASES = [
 ]
 
 
-class Step(NamedTuple):
-    args: tuple  # parameters, optimizer state, batch
-    outputs: tuple  # parameters, optimizer state, loss
-    memory: Any  # XLA's sizes
-    cost: lm.memory.Cost
-
-
 @functools.cache
 def compiled(family, method):
-    """Compiles a step with a batch so large that activations take more than weights."""
+    """Compiles a step with a batch so large that activations take more than weights.
+
+    Returns parameters, optimizer state and batch; parameters, state and loss; XLA's sizes; cost.
+    """
     tokens = None if family in ("vit", "swin") else TOKENS
     made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
     # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
@@ -39,7 +34,7 @@ def compiled(family, method):
     given = {"donate_argnums": made.donate_argnums, "keep_unused": True}
     program = lm.memory.compile_for(made.step, *made.args, compiler_options=options, **given)
     cost = lm.memory.cost(program, lm.memory.get_device("h200"))
-    return Step(made.args, program.out_info, program.memory_analysis(), cost)
+    return made.args, program.out_info, program.memory_analysis(), cost
 
 
 def nbytes(tree):

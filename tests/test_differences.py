@@ -30,46 +30,10 @@ def graph(w, h, pos):
     return jnp.concatenate([h + jnp.sum(message, 1) @ w / COUNT, moved], -1)
 
 
-def periodic(w, h, pos):
-    """Distances in a cell with periodic borders."""
-    d = pos[:, None] - pos[None]
-    d = d - jnp.round(d)
-    return jnp.tanh(jnp.exp(-4 * jnp.sum(d * d, -1)) @ h / 8) @ w
-
-
-def changes(w, h, pos):
-    """Changes over time, and the changes of these changes."""
-    once = jnp.diff(pos, axis=0)[1:]
-    return jnp.tanh(once @ w[:3] + (jnp.roll(once, 1, axis=0) - once) @ w[3:6]) @ w
-
-
 def centered(w, h, pos):
     """Distances from the center of mass, and from the first atom."""
     d = pos - pos.mean(0, keepdims=True)
     return jnp.tanh(d * d @ w[:3] + d @ w[3:6] + (pos - pos[:1]) @ w[6:9]) @ w
-
-
-def bonds(w, h, pos):
-    """The harmonics of a bond's direction times features of its length."""
-    d = pos[1:] + -1.0 * pos[:-1]
-    x, y, z = jnp.split(d, 3, axis=-1)
-    harmonics = jnp.concatenate([x, y, z, x * y, y * z, x * x - y * y, z * z - 0.5 * x * x], -1)
-    return jnp.tanh(harmonics @ w[:7]) * (h[1:] @ w)
-
-
-def own_backward(w, h, pos):
-    """Reads differences of its residuals in the backward."""
-
-    @jax.custom_vjp
-    def energy(pos):
-        return jnp.sum(jnp.square(pos[1:] - pos[:-1]), -1)
-
-    def backward(pos, g):
-        step = 2 * (pos[1:] - pos[:-1]) * g[:, None]
-        return (jnp.pad(step, ((1, 0), (0, 0))) - jnp.pad(step, ((0, 1), (0, 0))),)
-
-    energy.defvjp(lambda pos: (energy(pos), pos), backward)
-    return jnp.tanh(energy(pos)[:, None] * w[:1]) @ w
 
 
 def looped(w, h, pos):
@@ -102,12 +66,6 @@ def masked(w, h, pos):
     return jax.nn.sigmoid(h @ w - 1e9 * mask.astype(h.dtype)) @ w
 
 
-def averaged(w, h, pos):
-    """Moving averages of sums with a large bias, which is subtracted."""
-    sums = jnp.cumsum(h @ w + (w[:1] + 100.0), 0)
-    return jnp.tanh((sums[4:] - sums[:-4]) / 4 - (w[:1] + 100.0)) @ w
-
-
 def chosen(w, h, pos):
     """Choices among sums with a large bias, which is subtracted, in a loop, too."""
     bias = w[:1] + 100.0
@@ -123,8 +81,7 @@ def hidden(w, h, pos):
 
 
 PROGRAMS = [
-    particles, graph, periodic, changes, centered, bonds, own_backward, looped, weighted,
-    centers, masked, averaged, chosen, hidden,
+    particles, graph, centered, looped, weighted, centers, masked, chosen, hidden,
 ]  # fmt: skip
 
 

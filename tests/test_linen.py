@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, assert_equal, normal, residuals, saved_residuals
+from helpers import assert_close, assert_equal, normal, residuals
 
 import lowmembp_jax as lm
 
@@ -40,12 +40,6 @@ def data(shape, dtype=jnp.float32):
     return (normal(*shape) * 3 + 1).astype(dtype)
 
 
-def assert_same_parameters(ours, flax):
-    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype), tree) for tree in (ours, flax)]
-    assert kinds[0] == kinds[1]
-    assert_equal(ours, flax)
-
-
 def compare(norm, given, x, tolerance, mask=None, **options):
     """Compares parameters, output and gradients of our norm with `options` and of Flax's norm."""
     build, *kinds = NORMS[norm]
@@ -63,7 +57,9 @@ def compare(norm, given, x, tolerance, mask=None, **options):
 
         found.append((params, *run(params, x)))
     (params, y, gradients), (flax_params, expected, exact) = found
-    assert_same_parameters(params, flax_params)
+    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype), tree) for tree in (params, flax_params)]
+    assert kinds[0] == kinds[1]
+    assert_equal(params, flax_params)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
     # Both are jitted, and on XLA:CPU all bits of linen's norms are the same.
     eps, near_zero = float(jnp.finfo(y.dtype).eps), 0 if build is linen else 1e-6
@@ -79,16 +75,12 @@ FIELDS = [
     {"epsilon": 0.1},
     {"use_bias": False},
     {"use_scale": False},
-    {"use_scale": False, "use_bias": False},
     {"use_fast_variance": False},
     {"param_dtype": jnp.bfloat16},
-    {"dtype": jnp.float16},
-    {"bias_init": nn.initializers.constant(3.0), "scale_init": nn.initializers.constant(-2.0)},
     {"reduction_axes": (1, 2)},
 ]
 OF_LINEN = [
     {"reduction_axes": 1, "feature_axes": -1},
-    {"reduction_axes": (-3, -1), "feature_axes": (0, 2)},
     {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
     {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
 ]
@@ -126,16 +118,6 @@ def test_output_and_its_dtype_are_flax_own(mixed_dtypes, norm, dtype, x_dtype, a
     compare(norm, given, data((5, 32), x_dtype), 3e-2)
 
 
-@each_norm
-def test_integers_are_promoted_as_by_flax(mixed_dtypes, norm):
-    build, ours, flax = NORMS[norm]
-    x = data((5, 32), jnp.int32)
-    pairs = (build(kind, x) for kind in (ours, flax))
-    y, expected = (jax.jit(partial(apply, mask=None))(params, x) for params, apply in pairs)
-    assert y.dtype == expected.dtype
-    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("norm", "residual", "axes", "masked"),
     [
@@ -170,16 +152,6 @@ def test_what_is_not_supported_is_refused_at_construction(norm, name):
 
 
 @each_norm
-def test_the_output_is_saved(norm):
-    build, ours, _ = NORMS[norm]
-    x, no_affine = data((16, 64)), {"use_scale": False}
-    params, apply = build(ours, x, **no_affine | ({} if "RMS" in norm else {"use_bias": False}))
-    found = saved_residuals(lambda x: apply(params, x, None), x)
-    large = [(aval.shape, "from the argument" in why) for aval, why in found if aval.size > 16]
-    assert large == [((16, 64), False)]
-
-
-@each_norm
 def test_complex_input_is_refused_at_the_call(norm):
     build, ours, _ = NORMS[norm]
     params, apply = build(ours, data((2, 8)))
@@ -187,14 +159,12 @@ def test_complex_input_is_refused_at_the_call(norm):
         apply(params, data((2, 8)).astype(jnp.complex64), None)
 
 
-ACTIVATIONS = {"ReGELU2": lm.regelu2, "ReSiLU2": lm.resilu2}
-
-
 @pytest.mark.parametrize("library", [lm, lm.nnx], ids=["linen", "nnx"])
 @pytest.mark.parametrize(
-    ("name", "given"), [("ReGELU2", {}), ("ReGELU2", {"approximate": False}), ("ReSiLU2", {})]
+    ("name", "given", "function"),
+    [("ReGELU2", {"approximate": False}, lm.regelu2), ("ReSiLU2", {}, lm.resilu2)],
 )
-def test_activation_modules(library, name, given):
+def test_activation_modules(library, name, given, function):
     module, x = getattr(library, name)(**given), jnp.linspace(-9.0, 9.0, 64)
     if library is lm:
         assert module.init(jax.random.key(0), x) == {}
@@ -202,7 +172,7 @@ def test_activation_modules(library, name, given):
     else:
         assert not jax.tree.leaves(nnx.state(module))
         run = module
-    np.testing.assert_array_equal(run(x), ACTIVATIONS[name](x, **given))
+    np.testing.assert_array_equal(run(x), function(x, **given))
     assert {dtype for dtype, _ in residuals(lambda x: jnp.sum(run(x)), x)} == {"uint2"}
     with pytest.raises(ValueError, match="implementation"):
         getattr(library, name)(implementation="cuda")

@@ -100,20 +100,6 @@ def test_values_and_gradients(name):
     check(*example(5, 9), **OPTIONS[name])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tile_bytes"), [((), TILE), ((1,), 1), ((3, 0), TILE), ((2, 3, 5), None)]
-)
-def test_shapes_of_tokens(tokens, tile_bytes):
-    check(*example(*tokens), tile_bytes=tile_bytes)
-
-
-@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
-def test_logits_of_large_deviation(temperature):
-    hidden, kernel, labels, bias = example(40, factor=6)
-    assert 25 < jnp.std(hidden @ kernel) < 35
-    check(hidden, kernel, labels, bias, temperature=temperature)
-
-
 def test_small_entropies_keep_their_digits():
     """The label's probability is 1 - 3e-13, which is 1 in float32."""
     found = lm.linear_log_probs(jnp.array([30.0, 0, 1]), jnp.eye(3), jnp.int32(0))
@@ -217,20 +203,14 @@ def test_a_frozen_kernel_or_an_unused_entropy_costs_no_product():
         assert text.count("= dot_general") == count
 
 
-def test_vmap_scan_checkpoint_compress_and_embedding():
-    hidden, kernel, labels, _ = example(4, 8)
+def test_scan_of_a_vmap_of_a_checkpoint():
+    hidden, kernel, labels, _ = example(2, 4, 8)
 
-    def ways(function):
-        one = lambda h, y: total(*function(h, kernel, y))  # noqa: E731
-        yield lambda h: jax.vmap(one)(h, labels).sum()
-        yield lambda h: lax.scan(lambda c, x: (c + one(*x), None), 0.0, (h, labels))[0]
-        yield lambda h: jax.checkpoint(one)(h[0], labels[0])
+    def steps(function):
+        one = jax.vmap(jax.checkpoint(lambda h, y: total(*function(h, kernel, y))))
+        return lambda h: lax.scan(lambda c, x: (c + one(*x).sum(), None), 0.0, (h, labels))[0]
 
     ours = functools.partial(lm.linear_log_probs, tile_bytes=TILE)
-    for run, want in zip(ways(ours), ways(plain), strict=True):
-        assert_close(*(jax.jit(jax.grad(f))(hidden) for f in (run, want)), 4e-6)
+    assert_close(*(jax.jit(jax.grad(steps(f)))(hidden) for f in (ours, plain)), 4e-6)
     table = functools.partial(ours, kernel=None, labels=labels, embedding=kernel.T)
     assert_close(jax.jit(table)(hidden), ours(hidden, kernel, labels))
-    block = lambda k, h: total(*ours(jnp.tanh(h), k, labels))  # noqa: E731
-    found, want = (jax.jit(jax.grad(f))(kernel, hidden) for f in (lm.compress(block), block))
-    assert lm.gradient_distance(found, want).error < 0.05

@@ -1,8 +1,10 @@
 """Offloading under lm.compress: arrays are encoded, then moved to the host's memory."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from helpers import initial, normal, offload
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -83,24 +85,6 @@ def test_a_checkpoint_that_offloads_is_taken_over():
     assert lm.gradient_distance(grads, jax.grad(loss)(params, x)).error < 0.05
 
 
-def test_modules():
-    import flax.linen as nn
-    from flax import nnx
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(WIDTH)(x)))
-
-    _, x = inputs()
-    module = lm.compress_module(Block, policy=None, offload="pinned_host")()
-    params = initial(module, x)
-    assert on_host(lambda p, x: jnp.sum(module.apply(p, jnp.tanh(module.apply(p, x)))), params, x)
-    linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-    run = lm.nnx.compress(lambda m, x: jnp.tanh(m(x)), policy=None, offload="pinned_host")
-    assert on_host(lambda m, x: jnp.sum(run(m, run(m, x))), linear, x)
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("scanned", [False, True])
 def test_memory_of_a_compiled_step(scanned):
@@ -117,3 +101,13 @@ def test_memory_of_a_compiled_step(scanned):
     theirs, their_host = sizes(jax.checkpoint(block, policy=offload("input")))
     assert 0 < host <= 0.53 * their_host
     assert device <= 1.1 * theirs
+
+
+def test_modules():
+    _, x = inputs()
+    module = lm.compress_module(nn.Dense, policy=None, offload="pinned_host")(WIDTH)
+    params = initial(module, x)
+    assert on_host(lambda p, x: jnp.sum(module.apply(p, jnp.tanh(module.apply(p, x)))), params, x)
+    linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    run = lm.nnx.compress(lambda m, x: jnp.tanh(m(x)), policy=None, offload="pinned_host")
+    assert on_host(lambda m, x: jnp.sum(run(m, run(m, x))), linear, x)

@@ -7,87 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS
+from helpers import normal
 
 import lowmembp_jax as lm
-from lowmembp_jax.operators.codes import encode
 from pallas_kernels import interface, step_table
 from pallas_kernels.interface import (
-    activation_backward,
     activation_forward,
     norm_backward,
     norm_forward,
 )
 
 
-def assert_same(actual, expected):
-    """Bit for bit, but for the sign and payload of NaNs."""
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    actual, expected = (np.asarray(a).astype(np.float64) for a in (actual, expected))
-    np.testing.assert_array_equal(actual, expected)
-    real = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(actual[real]), np.signbit(expected[real]))
-
-
-def assert_close(actual, expected, units):
-    """Within `units` of the last place of the largest absolute value."""
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    unit = float(jnp.finfo(expected.dtype).eps)
-    actual, expected = (np.asarray(a).astype(np.float64) for a in (actual, expected))
-    np.testing.assert_allclose(
-        actual, expected, rtol=0, atol=units * unit * np.abs(expected).max(initial=1e-30)
-    )
-
-
-def normal(seed, shape, dtype=jnp.float32, scale=1.0, loc=0.0):
-    values = np.random.default_rng(seed).normal(loc, scale, shape)
-    return jnp.asarray(values, jnp.float32).astype(dtype)
-
-
-def packed_codes(x, table):
-    codes = encode(x.astype(jnp.float32), table)
-    if table.dtype == jnp.uint2:
-        return lm.pack_2bit(codes)
-    pairs = jnp.pad(codes.ravel().astype(jnp.uint8), (0, codes.size % 2)).reshape(-1, 2)
-    return pairs[:, 0] | (pairs[:, 1] << 4)
-
-
-def check_activation(name, size, dtype, cores=None):
-    """Bit for bit the jnp path; the first codes of a byte are in its lowest bits."""
-    (op, _, table), function = ACTIVATIONS[name], name[: -len("_2")]
-    x, g = normal(0, (size,), dtype, 4.0).at[::7].set(jnp.nan), normal(1, (size,), dtype)
-    options = {"cores": cores, "implementation": "pallas_interpret"}
-
-    @jax.jit
-    def run(x, g):
-        y, packed = activation_forward(x, function, table.thresholds, **options)
-        return y, packed, activation_backward(packed, g, table.levels, **options)
-
-    y, packed, dx = run(x, g)
-    expected, vjp = jax.vjp(jax.jit(op), x)
-    assert_same(y, expected)
-    assert_same(packed, packed_codes(x, table))
-    assert_same(dx, vjp(g)[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "dtype", "cores"),
-    [
-        ("gelu_tanh_2", 10 * 1024, jnp.float32, None),
-        ("gelu_erf_2", 2049, jnp.bfloat16, None),
-        ("silu_2", 8197, jnp.float16, 1),
-        ("gelu_tanh_4", 2049, jnp.bfloat16, None),
-    ],
-)
-def test_activation_is_the_jnp_path_bit_for_bit(name, size, dtype, cores):
-    """Sizes of several blocks; test_properties.py has smaller ones."""
-    check_activation(name, size, dtype, cores)
-
-
 def test_erfc_is_that_of_jax():
     x = np.linspace(-11, 11, 200_001, dtype=np.float32)
     actual = jax.jit(step_table.erfc)(x)
-    assert_same(actual, jax.jit(jax.lax.erfc)(x))
+    np.testing.assert_array_equal(actual, jax.jit(jax.lax.erfc)(x))
     exact = np.array([math.erfc(float(value)) for value in x[::10]])
     ulps = np.abs(np.asarray(actual, np.float64)[::10] - exact) / np.spacing(np.float32(exact))
     assert ulps[x[::10] < 0].max() < 1.5
@@ -117,52 +51,38 @@ def expected_norm(x, g, *parameters, center, recover):
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "center", "recover"),
     [
-        (1000, 64, jnp.float32, True, True),
         (1001, 100, jnp.bfloat16, False, True),
         (5, 16384, jnp.float32, True, False),
-        (9, 1023, jnp.float16, True, True),
     ],
 )
 def test_parameter_gradients_summed_over_many_tiles(rows, width, dtype, center, recover):
     """As on a device of one multiprocessor; what is common to all is in test_normalization.py."""
-    x, g = normal(0, (rows, width), dtype, loc=0.5), normal(1, (rows, width), dtype)
-    scale = normal(2, (width,), dtype, 0.2, 1.0)
-    bias = normal(3, (width,), dtype) if center else None
+    x, g = (normal(rows, width, key=key, dtype=dtype) for key in (0, 1))
+    scale = 1 + normal(width, key=2, dtype=dtype) / 5
+    bias = normal(width, key=3, dtype=dtype) if center else None
     got = run_norm(x, g, scale, bias, center=center, recover=recover, cores=1)
     parameters = [p for p in (scale, bias) if p is not None]
     want = expected_norm(x, g, *parameters, center=center, recover=recover)
+    # Sums in another order, and the rounding that follows from them.
     for actual, expected in zip(got, want, strict=False):
-        # Sums in another order, and the rounding that follows from them.
-        assert_close(actual, expected, 8 if dtype == jnp.float32 else 2)
+        assert actual.dtype == expected.dtype
+        distance = lm.gradient_distance(actual, expected).error
+        assert distance < (4 if dtype == jnp.float32 else 1) * float(jnp.finfo(dtype).eps)
 
 
-def test_what_cannot_be_recovered_is_finite():
-    """Nor do padded rows and columns, whose y is -bias / scale, reach the sums."""
-    x, g = normal(0, (3, 5)), normal(1, (3, 5))
-    scale, bias = jnp.full(5, 1e-30).at[1].set(0), jnp.full(5, 1e-30).at[0].set(1e30)
-    got = run_norm(x, g, scale, bias, center=True, recover=True)
-    assert all(np.isfinite(array).all() for array in got)
-    want = expected_norm(x, g, scale, bias, center=True, recover=True)
-    assert_close(got[1][2:], want[1][2:], 8)
-    assert np.isnan(want[1][:2]).all()  # the operator says that these are lost
-
-
-X, X16, FEW = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16), jnp.zeros((3, 32))
+X, X16 = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16)
 NORM = {"center": True, "epsilon": 1e-6, "dtype": jnp.float32, "keep_normalized": True}
 CODES, THREE = jnp.zeros(32, jnp.uint8), jnp.zeros(3, jnp.uint8)
 BAD = [
     ("activation_forward", (X, "relu", (0.0,)), ValueError, "function"),
     ("activation_forward", (X, "silu", (0.0,) * 16), ValueError, "thresholds"),
-    ("activation_forward", (X.astype(int), "silu", (0.0,)), TypeError, "x"),
     ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, "packed"),
     ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels"),
-    ("gated_forward", (X, X, "relu"), ValueError, "function"),
     ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up"),
-    ("gated_forward", (X, FEW, "silu"), ValueError, "gate and up"),
     ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g"),
     ("norm_forward", (X[0], None, None), ValueError, "x: expected .rows, width"),
     ("norm_forward", (X, X[:, 0], None), ValueError, "scale"),
-    ("norm_forward", (X.astype(int), X[0], X[0]), TypeError, "x"),
+    ("norm_forward", (jnp.zeros((1, 65537)), None, None), ValueError, "columns"),
 ]
 
 
@@ -172,16 +92,7 @@ def test_arguments_are_checked(name, args, error, argument):
         getattr(interface, name)(*args, **(NORM if "norm" in name else {}))
 
 
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(
-        ValueError, match=r"implementation: expected one of 'pallas', .* got 'cuda'"
-    ):
-        activation_forward(X, "silu", (0.0,), implementation="cuda")
-
-
 def test_arrays_that_are_too_large():
-    with pytest.raises(ValueError, match="columns"):
-        norm_forward(jnp.zeros((1, 65537)), None, None, **NORM)
     large = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
     with pytest.raises(ValueError, match="x: expected up to 2147481600 elements in Pallas"):
         jax.eval_shape(lambda x: activation_forward(x, "silu", (0.0,)), large)

@@ -15,14 +15,6 @@ import lowmembp_jax as lm
 ACTIVATIONS = {"gelu_erf": GELU, "silu": jax.nn.silu, "mish": jax.nn.mish, "elu": jax.nn.elu}
 
 
-def shipped(name, bits):
-    """A fitted table, rounded as in the library."""
-    fitted = lm.fit_step_table(ACTIVATIONS[name], bits)
-    return lm.StepTable(
-        *(tuple(round(v, 5) for v in each) for each in (fitted.thresholds, fitted.levels))
-    )
-
-
 def mean_slopes(table, function):
     """Means of the step function and of the derivative under N(0, 1), in float64."""
     x = np.linspace(-8, 8, 100_001)
@@ -62,17 +54,14 @@ def test_the_published_objective_has_the_published_optimum(function, k, s):
     np.testing.assert_allclose(table.levels, (0, -s, 1 + s, 1), rtol=0, atol=1e-9)
 
 
-def test_two_bits_of_gelus_derivative():
-    table = lm.fit_step_table(GELU)
-    assert lm.derivative_error(GELU, table) == pytest.approx(0.1325, abs=1e-3)
-    np.testing.assert_allclose(*mean_slopes(table, GELU), atol=1e-4)
-
-
-@pytest.mark.parametrize("function", [jax.nn.mish, jax.nn.elu])
+@pytest.mark.parametrize("function", [GELU, jax.nn.elu])
 def test_more_bits_are_nearer(function):
     tables = {bits: lm.fit_step_table(function, bits) for bits in (1, 2, 4)}
     errors = [lm.derivative_error(function, table) for table in tables.values()]
     assert errors[0] > errors[1] > 3 * errors[2]
+    if function is GELU:
+        assert errors[1] == pytest.approx(0.1325, abs=1e-3)
+        np.testing.assert_allclose(*mean_slopes(tables[2], GELU), atol=1e-4)
     # A table for other values is worse under these.
     wide = lm.fit_step_table(function, 4, weight=3.0)
     assert lm.derivative_error(function, wide) > errors[2]
@@ -113,7 +102,7 @@ def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_shipped_tables_are_the_fitted_ones(name):
     for bits in (2, 4):
-        want, got = shipped(name, bits), lm.STEP_TABLES[name, bits]
+        want, got = lm.fit_step_table(ACTIVATIONS[name], bits), lm.STEP_TABLES[name, bits]
         np.testing.assert_allclose(got.thresholds, want.thresholds, atol=2e-3)
         np.testing.assert_allclose(got.levels, want.levels, atol=1e-3)
 
@@ -130,11 +119,3 @@ def test_no_other_cut_of_a_sample_is_better():
 
     least = min(map(error, itertools.combinations(range(1, x.size), 3)))
     assert error(np.searchsorted(x, table.thresholds)) == pytest.approx(least, rel=1e-6)
-
-
-def test_a_sample_gives_the_table_of_its_distribution():
-    sample = 1.5 * np.random.default_rng(0).normal(size=200_000)
-    got = lm.fit_step_table(GELU, 2, weight=sample)
-    want = lm.fit_step_table(GELU, 2, weight=1.5)
-    np.testing.assert_allclose(got.thresholds, want.thresholds, atol=0.03)
-    np.testing.assert_allclose(got.levels, want.levels, atol=0.01)

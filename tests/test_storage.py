@@ -82,28 +82,24 @@ def by_softmax(q, k, v):
     return jax.nn.softmax((q @ k.T).astype(jnp.float32) / 8).astype(v.dtype) @ v
 
 
-BY_NAME = {"exact": None, "rounded": "float8", None: "float8"}
-#: How each row of the docs computes attention, and its method and dtype.
+#: How each row of the docs computes attention, its method and dtype, and the errors.
 ATTENTION = {
-    "plain": (by_softmax, lambda f: f, jnp.bfloat16),
-    "softmax": (by_softmax, lm.compress, jnp.float32),
-    "cudnn": (by_cudnn, partial(lm.compress, dtype=BY_NAME), jnp.float32),
-    "flash": (flash, lm.compress, jnp.float32),
+    "plain": (by_softmax, lambda f: f, jnp.bfloat16, (1.0, 1.1, 0.8, 1.0, 1.0, 0.9, 5.9, 6.0)),
+    "softmax": (by_softmax, lm.compress, jnp.float32, (3.9, 3.2, 3.8, 3.4, 6.1, 4.1, 5.0, 4.2)),
+    "cudnn": (
+        by_cudnn,
+        partial(lm.compress, dtype={"exact": None, "rounded": "float8", None: "float8"}),
+        jnp.float32,
+        (3.2, 1.9, 2.9, 2.2, 4.9, 3.4, 4.1, 3.0),
+    ),
+    "flash": (flash, lm.compress, jnp.float32, (2.7, 0.7, 2.3, 0.6, 2.3, 0.6, 2.5, 0.7)),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "percents"),
-    [
-        ("plain", (1.0, 1.1, 0.8, 1.0, 1.0, 0.9, 5.9, 6.0)),
-        ("softmax", (3.9, 3.2, 3.8, 3.4, 6.1, 4.1, 5.0, 4.2)),
-        ("cudnn", (3.2, 1.9, 2.9, 2.2, 4.9, 3.4, 4.1, 3.0)),
-        ("flash", (2.7, 0.7, 2.3, 0.6, 2.3, 0.6, 2.5, 0.7)),
-    ],
-)
-def test_errors_of_attention_whose_tokens_share_a_part_and_whose_logits_are_large(name, percents):
-    """The gradients of a query's weights and of x."""
-    attend, wrap, dtype = ATTENTION[name]
+@pytest.mark.parametrize("name", ATTENTION)
+def test_errors_of_attention(name):
+    """The gradients of a query's weights and of x, by the shared part and the size of logits."""
+    attend, wrap, dtype, percents = ATTENTION[name]
     dy, found = normal(256, 64, key=6), []
 
     def gradients(wrap, attend, p, x, dtype):
@@ -127,18 +123,6 @@ def test_errors_of_attention_whose_tokens_share_a_part_and_whose_logits_are_larg
         )
         found += [100 * error(got, want) for got, want in pairs]
     assert found == pytest.approx(percents, rel=0.15, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "exponent"), [((1,), 12), ((5, 1), 0), ((33, 50), -30), ((2, 3, 64), 30), ((0, 4), 0)]
-)
-def test_magnitudes_that_are_alike_are_never_clipped(shape, exponent):
-    """Each element has 3 bits after its leading one, where x^2 may leave float32."""
-    size = jax.random.uniform(jax.random.key(0), shape, minval=0.5)
-    x = jnp.where(normal(*shape) > 0, size, -size)
-    scaled = lm.compress(lambda _, x: jnp.square(x / 10.0**exponent) / 2, policy=NOTHING)
-    dx = jax.grad(lambda x: scaled(0.0, x).sum())(x * 10.0**exponent) * 10.0**exponent
-    np.testing.assert_allclose(dx, x, rtol=2.0**-4)
 
 
 @pytest.mark.parametrize("offset", [0, 50])
@@ -267,52 +251,6 @@ def test_scales_of_int4_are_of_32_numbers_or_of_the_next_divisor():
         rows = kept(lambda x: square(x).sum(), normal(32, width))
         assert ("int4", (32, groups, width // groups)) in rows
         assert [row for row in rows if row[0] == "bfloat16"] == [("bfloat16", (32, groups, 1))] * 2
-
-
-def losses_with_an_outlier(dtype, channel, steps=100):
-    """A channel far beyond the others, as in large language models; norms make up for it."""
-    width = 64
-
-    def normed(p, x):
-        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["scale"]
-
-    def layer(p, x):
-        return x + jnp.tanh(normed(p, x) @ p["up"]) @ p["down"]
-
-    run = layer if dtype is None else lm.compress(layer, dtype=dtype)
-    scale = jnp.full((1, width), channel / width**0.5).at[0, 0].set(0.01)
-    layers = [params(key) | {"scale": scale} for key in range(4)]
-    data, teacher = normal(1024, width, key=5), normal(width, width, key=6) / width**0.5
-
-    def loss(layers, x):
-        wanted, x = jnp.sin(2 * x @ teacher), x.at[:, 0].set(channel)
-        for p in layers[:-1]:
-            x = run(p, x)
-        got = normed(layers[-1], x) @ layers[-1]["up"][:, :width]
-        return jnp.mean(jnp.square(got - wanted))
-
-    @jax.jit
-    def train(layers, batches):
-        def step(state, x):
-            layers, squares = state
-            value, grads = jax.value_and_grad(loss)(layers, x)
-            # Adam without momentum.
-            squares = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, squares, grads)
-            update = lambda p, g, s: p - 3e-3 * g * lax.rsqrt(s + 1e-12)  # noqa: E731
-            return (jax.tree.map(update, layers, grads, squares), squares), value
-
-        zeros = jax.tree.map(jnp.zeros_like, layers)
-        return lax.scan(step, (layers, zeros), batches)[1]
-
-    return train(layers, jnp.tile(data.reshape(16, 64, width), (steps // 16 + 1, 1, 1))[:steps])
-
-
-@pytest.mark.parametrize("channel", [5e3, 1e5])
-def test_the_loss_curve_is_that_of_exact_gradients_with_a_channel_of(channel):
-    plain = losses_with_an_outlier(None, channel)
-    assert plain[-20:].mean() < plain[0] / 2
-    ours = losses_with_an_outlier("float8", channel)
-    assert float(ours[-20:].mean()) == pytest.approx(float(plain[-20:].mean()), rel=0.01)
 
 
 @pytest.mark.parametrize(

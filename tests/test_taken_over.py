@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from compression_models import error
 from helpers import initial, normal, offload
 from jax import P, lax
-from jax import remat as another_name
 from jax.ad_checkpoint import checkpoint_name
 
 import lowmembp_jax as lm
@@ -23,12 +21,8 @@ NAMES = jax.checkpoint_policies.save_only_these_names("hidden")
 DOTS = jax.checkpoint_policies.dots_saveable
 
 
-def _normal(key, *shape):
-    return normal(*shape, key=key) / np.sqrt(shape[0])
-
-
 PARAMS = [
-    {"a": _normal(key, WIDTH, 4 * WIDTH), "b": _normal(key, 4 * WIDTH, WIDTH)}
+    {"a": normal(WIDTH, 4 * WIDTH, key=key) / 6, "b": normal(4 * WIDTH, WIDTH, key=key) / 11}
     for key in range(LAYERS)
 ]
 STACKED = jax.tree.map(lambda *leaves: jnp.stack(leaves), *PARAMS)
@@ -46,12 +40,12 @@ def end(x):
 decorated = jax.checkpoint(layer)
 
 
-def unrolled(run: Callable[..., Any], x_first: bool = False) -> Callable[..., Any]:
+def unrolled(run: Callable[..., Any]) -> Callable[..., Any]:
     """The loss of layers that `run` calls with a checkpoint."""
 
     def loss(params, x):
         for p in params:
-            x = run(x, p) if x_first else run(p, x)
+            x = run(p, x)
         return end(x)
 
     return loss
@@ -63,16 +57,6 @@ def scanned(body) -> Callable[..., Any]:
 
 def _step(x, p):
     return layer(p, x), None
-
-
-@another_name
-def _tree(both):
-    return layer(both["p"], both["x"])
-
-
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _static(p, x, name):
-    return x + getattr(jax.nn, name)(x @ p["a"]) @ p["b"]
 
 
 def _keywords(params, x, *, scale):
@@ -91,19 +75,23 @@ def _callback(p, x):
     return layer(p, x)
 
 
-def _around_a_scan(params, x):
-    return jax.checkpoint(scanned(_step))(params, x @ params["a"][0, :, :WIDTH])
-
-
 def _penalty(params, x):
     loss = unrolled(decorated)
     return loss(params, x) + jnp.sum(jax.grad(loss, argnums=1)(params, x) ** 2)
 
 
-def _maml(params, x):
-    loss = unrolled(decorated)
-    inner = jax.grad(loss)(params, x)
-    return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, inner), x)
+def _forces(params, x):
+    """The forces of a force field are derivatives: the gradient of its loss is a second one."""
+    energy, forces = jax.value_and_grad(unrolled(decorated), 1)(params, x)
+    return energy**2 + jnp.sum(forces**2)
+
+
+def _closure(params, x):
+    """JAX differentiates this custom derivative, but not after a trace."""
+    most = 1e-4 * jnp.sqrt(jnp.float32(x.size))
+    clip = jax.custom_vjp(lambda x: x)
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -most, most),))
+    return unrolled(decorated)(params, clip(decorated(params[0], x)))
 
 
 @jax.custom_vjp
@@ -125,50 +113,21 @@ def _with_ref(p, x):
     return layer(p, x) * ref[...]
 
 
-def _shared(params, x):
-    """An encoder's output that each layer of a decoder reads."""
-    encoded = jnp.tanh(x @ params["a"][0, :, :WIDTH])
-
-    @jax.checkpoint
-    def body(h, p):
-        return layer(p, h) * encoded, None
-
-    return end(lax.scan(body, x, params)[0])
-
-
 class Block(nn.Module):
-    train: bool = False
-
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _):
         y = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
-        return x + nn.Dropout(0.1, deterministic=not self.train)(nn.Dense(WIDTH)(y))
+        return x + nn.Dropout(0.1, deterministic=False)(nn.Dense(WIDTH)(y)), None
 
 
-class Unrolled(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(LAYERS):
-            x = nn.remat(Block)(train=True, name=f"block_{i}")(x)
-        return end(x)
+SCANNED = nn.scan(
+    nn.remat(Block, prevent_cse=False), variable_axes={"params": 0},
+    split_rngs={"params": True, "dropout": True}, length=LAYERS,
+)()  # fmt: skip
 
 
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        body = nn.remat(Block, prevent_cse=False)
-        axes = {"params": 0}
-        run = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes=axes, split_rngs={"params": True},
-            length=LAYERS,
-        )  # fmt: skip
-        return end(run(body(), x, None)[0])
-
-
-def linen(module: nn.Module):
-    variables = initial(module, X)
-    own = {"dropout": jax.random.key(5)}
-    return lambda params, x: module.apply(params, x, rngs=own), variables
+def _linen(params, x):
+    return end(SCANNED.apply(params, x, None, rngs={"dropout": jax.random.key(5)})[0])
 
 
 class Form(NamedTuple):
@@ -198,32 +157,23 @@ def _with_token(p, x):
 
 FORMS = {
     "decorated": Form(unrolled(decorated)),
-    "x_first": Form(unrolled(another_name(lambda x, p: layer(p, x)), x_first=True)),
-    "one_tree": Form(unrolled(lambda p, x: _tree({"p": p, "x": x}))),
+    "cond": Form(_in_cond, STACKED),
     "keywords": Form(_keywords, kwargs={"scale": 2.0}),
-    "static": Form(unrolled(lambda p, x: _static(p, x, "silu"))),
     "closed_over_params": Form(
         unrolled(lambda p, x: jax.checkpoint(functools.partial(layer, p))(x))
     ),
     "nested": Form(unrolled(jax.checkpoint(lambda p, x: decorated(p, decorated(p, x))))),
     "names": Form(unrolled(jax.checkpoint(layer, policy=NAMES))),
-    "dots": Form(unrolled(jax.checkpoint(layer, policy=DOTS))),
-    "scan": Form(scanned(jax.checkpoint(_step)), STACKED),
     "scan_dots": Form(scanned(jax.checkpoint(_step, policy=DOTS, prevent_cse=False)), STACKED),
     "prevent_cse_of_each": Form(
         unrolled(lambda p, x: jax.checkpoint(layer, prevent_cse=(True, False))(p, x))
     ),
-    "around_a_scan": Form(_around_a_scan, STACKED),
     "vmap": Form(lambda p, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(p, x[:, None]))),
-    "cond": Form(_in_cond, STACKED),
     "jit": Form(jax.jit(unrolled(jax.jit(decorated)))),
     "callback": Form(unrolled(jax.checkpoint(_callback))),
     "penalty": Form(_penalty),
-    "maml": Form(_maml),
-    "shared": Form(_shared, STACKED),
     "shard_map_inside": Form(_shard_map_inside),
-    "nn.remat": Form(*linen(Unrolled())),
-    "nn.scan": Form(*linen(Scanned())),
+    "nn.scan": Form(_linen, initial(SCANNED, X, None)),
     "offload": Form(unrolled(_offloading)),
     "offload_elsewhere": Form(
         unrolled(functools.partial(_offloading, to="unpinned_host")),
@@ -236,6 +186,8 @@ FORMS = {
     "mutable_array": Form(
         unrolled(jax.checkpoint(_with_ref)), left="it has mutable arrays", taken=False
     ),
+    "forces": Form(_forces, left="the function differentiates it itself", taken=False),
+    "closure": Form(_closure, left="it keeps arrays, as in a closure", taken=False),
     "own_derivative": Form(
         unrolled(_own_backward), left="inside a function with a derivative of its own", taken=False
     ),

@@ -4,7 +4,6 @@ import importlib.util
 import re
 import subprocess
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,7 +19,6 @@ from triton.compiler import ASTSource
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
-from pallas_kernels import interface
 from pallas_kernels.step_table import FUNCTIONS
 from pallas_kernels.triton import flat, row_kernels, rows
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
@@ -171,36 +169,3 @@ def test_offsets_have_64_bits(case):
     program = re.search(r"(%\w+) = tt.get_program_id x", ttir)[1]
     assert re.search(rf"arith.extsi {program} : i32 to i64", ttir)
     assert not re.search(rf"arith.\w+i {program},", ttir)
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # jax-triton's temporary directory
-def test_calls_compile_for_an_h200(monkeypatch):
-    """Through jax-triton and XLA, in a scan and under vmap, with the kernels' names in the HLO."""
-    library = pytest.importorskip("jax_triton.triton_lib").triton_kernel_call_lib
-    # All that jax-triton 0.3 asks of a GPU.
-    monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
-
-    def loss(x, scale, bias):
-        how = {"center": True, "implementation": "triton"}
-        out, rstd, kept = interface.norm_forward(
-            x, scale, bias, epsilon=1e-6, dtype=x.dtype, keep_normalized=True, **how
-        )
-        y, packed = interface.activation_forward(out, "silu", THRESHOLDS, implementation="triton")
-        g = interface.activation_backward(packed, y, LEVELS, implementation="triton")
-        h = interface.gated_forward(g, y, "silu", implementation="triton")
-        g, _ = interface.gated_backward(g, y, h, "silu", implementation="triton")
-        return interface.norm_backward(
-            kept, rstd, g, scale, bias, x_dtype=x.dtype, recover=False, **how
-        )
-
-    def batch(x, scale, bias):
-        step = jax.vmap(loss, in_axes=(0, None, None), out_axes=(0, 0, 0))
-        return jax.lax.scan(lambda x, _: (step(x, scale, bias)[0], None), x, None, length=2)[0]
-
-    scale = jnp.ones(1024)
-    x = jax.ShapeDtypeStruct((2, 64, 1024), jnp.bfloat16)
-    text = lm.memory.compile_for(batch, x, scale, scale, device="h200").as_text()
-    calls = [line for line in text.splitlines() if "custom_call_target=" in line]
-    for kernel in ("activation", "gated", "norm"):
-        for name in (f"lowmembp_{kernel}_forward", f"lowmembp_{kernel}_backward"):
-            assert sum(name in line for line in calls) == 1
