@@ -16,12 +16,9 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 pytestmark = pytest.mark.compiled
 
 
-def rates(device="h200"):
-    return dataclasses.replace(lm.memory.get_device(device), calibration=AS_PUBLISHED)
-
-
 def compiled(fn, *args, device="h200", **options):
-    return lm.memory.cost(lm.memory.compile_for(fn, *args, device=device, **options), rates(device))
+    rates = dataclasses.replace(lm.memory.get_device(device), calibration=AS_PUBLISHED)
+    return lm.memory.cost(lm.memory.compile_for(fn, *args, device=device, **options), rates)
 
 
 def array(*shape, dtype=BF16):
@@ -65,16 +62,11 @@ def test_time_of_products(device, dtype, precision, flops, rate):
 
 
 @pytest.mark.parametrize(
-    ("fn", "shapes", "name"),
-    [
-        (jnp.sort, [(8, 1000)], "sort"),
-        (jax.scipy.linalg.solve_triangular, [(512, 512), (512, 512)], "triangularSolve"),
-    ],
+    ("fn", "count", "name"),
+    [(jnp.sort, 1, "sort"), (jax.scipy.linalg.solve_triangular, 2, "triangularSolve")],
 )
-def test_arithmetic_that_is_left_out_is_named(fn, shapes, name):
-    with jax.enable_x64(True):
-        arrays = [array(*shape, dtype=F32) for shape in shapes]
-        total = compiled(fn, *arrays, device="a6000")
+def test_arithmetic_that_is_left_out_is_named(fn, count, name):
+    total = compiled(fn, *[array(512, 512, dtype=F32)] * count, device="a6000")
     (note,) = total.notes
     assert name in note and "left out" in note
     assert total.flops == 0
@@ -143,6 +135,4 @@ def test_modules_and_phases():
     assert phases["recomputation"].flops == product
     assert sum(part.flops for part in phases.values()) == total.flops
     assert sum(part.bytes_moved for part in phases.values()) == total.bytes_moved
-    seconds = sum(part.estimated_seconds for part in phases.values())
-    assert seconds == pytest.approx(total.estimated_seconds)
     assert phases["other"].bytes_moved >= 2 * 4 * 2 * 512 * 2048  # the update

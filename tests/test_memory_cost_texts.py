@@ -161,16 +161,6 @@ custom_call_target="__cudnn$fmhaSoftmaxBackward\""""
     assert attention_workspace(program.entry.instructions["a"]) == 270532864 - 256
 
 
-def test_a_fusion_without_a_name_takes_one_of_its_operations():
-    fused = P + (
-        '%e = f32[4,256] negate(%p), metadata={op_name="jit(f)/jvp(M)/neg"}\n'
-        "ROOT %r = f32[4,256] bitcast(%e)"
-    )
-    entry = "ROOT %f = f32[4,256] fusion(%x, %i), kind=kLoop, calls=%c0"
-    (kernel,) = counted(X + entry, fused).kernels
-    assert (kernel.op_name, kernel.phase) == ("jit(f)/jvp(M)/neg", "forward")
-
-
 @pytest.mark.parametrize(
     ("op_name", "phase", "module"),
     [
@@ -267,11 +257,3 @@ def test_a_copy_to_the_host_runs_beside_kernels():
     back = f"%x = {host} parameter(0)\n%s = (u8[1048576], {host}, u32[]) copy-start(%x)\n"
     total = counted(back + "ROOT %d = u8[1048576]{0} copy-done(%s)\n")
     assert (total.bytes_read, total.bytes_written, total.host_bytes) == (0, MIB, MIB)
-    assert set(total.by("kind")) == {"copy"}
-
-
-def test_the_body_of_a_loop_overlaps_and_repeats():
-    x = "%x = u8[1048576]{0} parameter(0)\n"
-    entry = x + "ROOT %w = u8[1048576]{0} while(%x), condition=%c1, body=%c0" + TRIPS
-    total = counted(entry, GATHER + BESIDE + GATHERED, x, link_bandwidth=1e11)
-    assert total.estimated_seconds == pytest.approx(7 * (OWN + KERNEL))

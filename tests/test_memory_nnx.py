@@ -154,21 +154,6 @@ def test_parts_by_the_kind_of_variable():
     assert held["parameters"] == 5 and held["optimizer_state"] == 2 + 2 * 3
     of_model = arguments(*of_states(lambda model: model, (model,)), None)
     assert len(of_model) == len(jax.tree.leaves(state))  # what is shared counts once
-    given = arguments(lambda s, t: s, (state, rest), ("parameters", "batch"))
-    counts = Counter(argument.part for argument in given)
-    assert counts["parameters"] == len(jax.tree.leaves(state))
-    assert counts["batch"] == len(jax.tree.leaves(rest))
-
-
-def test_residuals_of_a_loss():
-    model, optimizer = abstract(Mlp)
-    graph, state = nnx.split(model)
-    by_hand = lm.memory.residuals(lambda state, x: loss(nnx.merge(graph, state), x), state, X)
-    for function in (loss, nnx.jit(loss)):
-        table = lm.memory.residuals(function, model, X)
-        assert table.total_bytes == by_hand.total_bytes > 3 * ROWS * WIDTH * 4
-    with pytest.raises(ValueError, match=r"step computes gradients itself.*give the loss"):
-        lm.memory.residuals(nnx.jit(step), model, optimizer, X)
 
 
 def test_residuals_of_variables_that_are_trained():

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, assert_close, initial, integers, normal
+from helpers import assert_close, initial, integers, normal
 from tiny_models import TINY, TOKENS, inputs
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute, swin, vit
 from lowmembp_jax.models.attention import attention, choose_attention, has_cudnn_attention
-from lowmembp_jax.models.bert import BertClassifier, BertConfig
+from lowmembp_jax.models.bert import BertClassifier
 from lowmembp_jax.models.families import MODELS
 
 
@@ -128,22 +128,6 @@ def test_choice_of_attention():
         assert has_cudnn_attention(device) == expected
 
 
-@pytest.mark.compiled
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["all", "causal", "bias", "lengths"])
-def test_cudnn_compiles_for_odd_tokens(name, mixed_dtypes):
-    lengths, bias = array(2, dtype=jnp.int32), array(1, 4, 33, 33, dtype=jnp.bfloat16)
-    arrays = {"lengths": {"lengths": lengths}, "bias": {"bias": bias}}.get(name, {})
-    x = array(2, 33, 4, 64, dtype=jnp.bfloat16)
-
-    def loss(q, arrays):
-        out = attention(q, q, q, "cudnn", causal=name == "causal", **arrays)
-        return jnp.sum(out.astype(jnp.float32))
-
-    text = lm.memory.compile_for(jax.grad(loss), x, arrays, device="h200").as_text()
-    assert "__cudnn$fmha" in text
-
-
 @pytest.mark.parametrize(
     ("name", "merged"), [pytest.param("vit", False, marks=pytest.mark.slow), ("swin", True)]
 )
@@ -223,21 +207,6 @@ def test_only_words_add_every_token_to_a_table():
     text = jax.jit(jax.grad(loss)).lower(params).as_text()
     indices = re.findall(r"}\) : \(tensor<\w+>, tensor<(\w+)xi32>, ", text)  # of scatters
     assert sorted(indices) == ["1x1x1", f"1x{TOKENS}x1", f"2x{TOKENS}x1"]
-
-
-def test_residuals_of_bert():
-    """In units of batch x tokens x hidden, `norm_residual="output"` saves two arrays a layer."""
-    config = BertConfig(50, 64, 4, 4, 256, type_vocab_size=1)
-    ids, lengths = jnp.zeros((4, 32), jnp.int32), jnp.full((4,), 32)
-
-    def saved(norm_residual):
-        compute = Compute("lowmembp", norm_residual=norm_residual)
-        model = FAMILIES["bert"].build(config, compute)
-        params = jax.eval_shape(model.init, jax.random.key(0), ids, lengths)
-        total = lambda *args: model.apply(*args).sum()  # noqa: E731
-        return lm.memory.saved_bytes(total, params, ids, lengths) / (4 * 32 * 64 * 4)
-
-    assert saved("normalized") - saved("output") == pytest.approx(8, abs=0.3)
 
 
 def test_a_merged_scale_of_zero_pads_with_numbers():

@@ -16,7 +16,6 @@ import lowmembp_jax as lm
 from lowmembp_jax import cli
 from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.decoder_configs import CONFIGS
-from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.workload import MODELS, Batch, make_optimizer, of_config_json, workload
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
@@ -112,16 +111,6 @@ def test_updates_in_the_backward_are_for_equal_layers():
     for name, options in (("gemma-2-2b", {}), ("llama-tiny", {"layers": "unrolled"})):
         with pytest.raises(ValueError, match=r"update: expected .end., because .* not scanned or"):
             MODELS[name](update="backward", **options)
-
-
-def test_tiles_keep_the_parameters_of_merged_norms():
-    family, float32, ids = FAMILIES["llama"], jnp.dtype("float32"), jnp.zeros((1, 8), jnp.int32)
-    shapes = []
-    for tiles in (None, 4):
-        compute = Compute("default", float32, float32, merged=True, tiles=tiles)
-        model = family.build(family.toy, compute, "scan")
-        shapes.append(jax.eval_shape(model.init, jax.random.key(0), ids))
-    assert shapes[0] == shapes[1]
 
 
 def written(folder, content):

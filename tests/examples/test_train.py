@@ -114,15 +114,6 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_exported_head_is_kept(run, tmp_path, capsys):
-    assert run(*TINY_TEXT, "--steps", "2", "--export", tmp_path / "export")[0] == 0
-    options = ("--checkpoint", tmp_path / "export", *TINY_TEXT, "--learning-rate", "1e-30")
-    status, folder = run(*options, "--steps", "1", output="again")
-    assert status == 0 and "head: the checkpoint's" in capsys.readouterr().out
-    assert results(folder)["dev"] == pytest.approx(results(tmp_path / "run")["dev"], 1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "options"),
     [
@@ -193,26 +184,17 @@ PLACE = ("--process-count", "2", "--process-index", "0")
 ERRORS = [
     (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
     (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
-    (("--batch-size", "0"), "--batch-size: expected a number from 1 to"),
     (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
     (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
     (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
-    (("--warmup", "2"), "--warmup: expected a number from 0 to 1, got 2.0"),
     (("--learning-rate", "nan"), "--learning-rate: expected a number from"),
     (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
     (("--data.train", "nowhere"), "--data: nowhere: No such file"),
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
-    (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
     *[
         (given, "--coordinator: expected HOST:PORT with --process-count and --process-index")
-        for given in (
-            ("--coordinator", "nonsense", *PLACE),
-            ("--coordinator", "localhost:65536", *PLACE),
-            ("--coordinator", "localhost:1"),
-            ("--coordinator", "auto", *PLACE),
-            PLACE,
-        )
+        for given in (("--coordinator", "localhost:65536", *PLACE), PLACE)
     ],
     (
         ("--coordinator", "localhost:1", "--process-count", "2", "--process-index", "2"),

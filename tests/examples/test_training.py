@@ -34,13 +34,12 @@ def loss_fn(params, frozen, x):
     return jnp.square(y.astype(jnp.float32)).mean(), ()
 
 
-def trained(batches, dtype=jnp.float32, **options):
+def trained(*batches, **options):
     optimizer = make_optimizer(1e-2, **options)
-    param_dtype = jnp.bfloat16 if options.get("master_bits") else jnp.float32
-    state = init_state(PARAMS, optimizer, dtype, param_dtype)
+    state = init_state(PARAMS, optimizer, jnp.float32)
     step, metrics = jax.jit(make_step(loss_fn, optimizer)), None
     for batch in batches:
-        state, metrics = step(state, {}, batch.astype(dtype))
+        state, metrics = step(state, {}, batch)
     return state, metrics
 
 
@@ -61,17 +60,10 @@ def test_weight_decay_is_for_matrices():
 
 
 def test_accumulated_batches_are_one_batch():
-    state, _ = trained([X, X])
-    accumulated, _ = trained([X[:4], X[4:]] * 2, accumulate=2)
+    state, _ = trained(X, X)
+    accumulated, _ = trained(*[X[:4], X[4:]] * 2, accumulate=2)
     assert int(accumulated.step) == 4
     assert_close(accumulated.params, state.params, 1e-7, 1e-6)
-
-
-@pytest.mark.parametrize("options", [{"is_8bit": True}, {"master_bits": 24}, {"master_bits": 16}])
-def test_compressed_optimizers_stay_near(options):
-    state, _ = trained([X] * 5)
-    near, _ = trained([X] * 5, **options)
-    assert_close(jax.tree.map(np.float32, near.params), state.params, 1e-7, 2e-2)
 
 
 def test_overflow_in_float16_is_skipped():
@@ -79,7 +71,7 @@ def test_overflow_in_float16_is_skipped():
     state = init_state(PARAMS, optimizer, jnp.float16)
     step = jax.jit(make_step(loss_fn, optimizer))
     state, metrics = step(state, {}, X.astype(jnp.float16))
-    exact = float(trained([X])[1].grad_norm)
+    exact = float(trained(X)[1].grad_norm)
     assert not metrics.skipped and float(metrics.grad_norm) == pytest.approx(exact, rel=0.01)
     after, metrics = step(state, {}, jnp.full_like(X, jnp.inf).astype(jnp.float16))
     assert metrics.skipped and metrics.loss_scale == state.loss_scale.scale / 2
@@ -113,7 +105,6 @@ def test_padding_does_not_count(name):
     ("path", "shape", "spec"),
     [
         (("layer_0", "query", "kernel"), (64, 4, 16), P("fsdp", "tensor", None)),
-        (("layers", "query", "kernel"), (2, 64, 4, 16), P(None, "fsdp", "tensor", None)),
         (("layers", "down", "kernel"), (4, 176, 64), P(None, "tensor", "fsdp")),
         (("layer_0", "intermediate", "bias"), (64,), P("tensor")),
         (("layer_0", "query", "kernel_lora_b"), (8, 64), P(None, "tensor")),
