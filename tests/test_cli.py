@@ -119,14 +119,6 @@ def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected)
 
 
 @pytest.mark.compiled
-def test_one_method_in_detail(run):
-    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
-    assert status == 0
-    for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
-        assert text in out
-
-
-@pytest.mark.compiled
 def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
     plan = ("mlp", "--method", "default", "--batch", 256)
     [shared] = plans(planned(*plan, "--devices", 8)[0])
@@ -178,7 +170,7 @@ UNWRITABLE = {"DATA": "is a folder", "/no/plan": "is no folder", "/proc/plan": "
 OPTIONS = {
     "FILE:mlp": ("width=abc", "batch=3"),
     "FILE:typed": ("rate=x", "biased=maybe"),
-    "bert-base": ("rank=x", "tokens=1.5", "tokens=" + "9" * 5000, "batch=3", "method=x"),
+    "bert-base": ("rank=x", "tokens=1.5", "method=x"),
 }
 
 
@@ -187,29 +179,21 @@ OPTIONS = {
     [
         ("residuals MLP", ":mlp gives a training step: return the loss that it differentiates"),
         ("plan --model vit-b17", "--model: expected one of vit-ti16, vit-b16"),
-        ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
         ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_"),
-        ("residuals --model FILE:text_argument", "residuals: mode must be an array"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
         ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),
-        ("plan --model FILE:three", "abstract arguments, got a tuple of function, tuple, int"),
-        ("plan --model FILE:builtin", "no function 'builtin'; it has abstract, mlp, "),
         ("plan MLP --device DATA/minilm_small.npz", "device: expected a target description, got"),
         ("plan MLP --batch 0", "--batch must be at least 1 and below 2^31, got 0"),
-        (f"plan MLP --batch {2**31}", "--batch must be at least 1 and below 2^31, got"),
         ("plan MLP --method dots", "it can have only default, lowmembp, compress"),
-        ("plan MLP --method magic", "got 'magic'"),
         ("plan MLP --options train=full", "takes no argument train; it takes batch"),
         ("plan MLP --link-bandwidth 50", "--link-bandwidth: '50' is not a size"),
-        ("plan MLP --devices 9", "--devices must be 1 to 8, or whole hosts of 8 up"),
         ("plan MLP --devices 3", "multiple of --devices 3, which share it"),
         ("plan MLP --budget 24", "with one of B, KB, KiB, MB, MiB, GB, GiB"),
-        (f"plan MLP --budget {'9' * 400}GB", "--budget: "),
         ("plan MLP --plot /nowhere/plan.png", "no folder /nowhere"),
         ("plan MLP --plot a.txt", "--plot must end in one of .png, .svg"),
         ("plan MLP --options width", "--options: expected name=value"),
@@ -287,7 +271,9 @@ def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*found, wheel])
     plan = ("plan", "--model", f"{FILE}:fixed", "--method", "default", "--no-cache")
     status, out, err = run(*plan, "--json", "/dev/stdout")
-    assert status == 0 and "largest at the peak" in err
+    assert status == 0
+    for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
+        assert text in err
     data = json.loads(out)
     assert data["fastest"] == "default" and data["versions"]["jax-cuda13-plugin"] == "1.2"
     assert {"jax", "jaxlib", "flax", "lowmembp_jax"} < set(data["versions"])

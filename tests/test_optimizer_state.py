@@ -92,16 +92,17 @@ def test_optimizers_of_optax(name):
                 assert float(jnp.linalg.norm(a - b)) <= 0.04 * float(jnp.linalg.norm(b))
 
 
-def test_an_optimizer_that_needs_more_arguments_keeps_its_state_with_a_warning():
+def test_states_that_stay_as_they_are():
+    """Small arrays, and the state of an optimizer that needs more arguments."""
+    small = lm.compress_state(ADAM, min_size=64 * 256 + 1).init(PARAMS)
     with pytest.warns(UserWarning, match="compress_state.*value_fn"):
         state = lm.compress_state(optax.lbfgs()).init(PARAMS)
-    assert not any(x.dtype == jnp.int8 for x in jax.tree.leaves(state))
+    assert not any(x.dtype in (jnp.int8, jnp.uint8) for x in jax.tree.leaves((small, state)))
 
 
 @pytest.mark.parametrize(
     ("optimizer", "exact"),
     [
-        (optax.rmsprop(1e-2, centered=True), {"mu", "nu"}),
         (optax.rmsprop(1e-2, centered=True, momentum=0.9), {"mu", "nu"}),
         (optax.scale_by_stddev(), {"mu", "nu"}),
         (optax.optimistic_adam_v2(1e-2), set()),  # divides by no difference
@@ -159,22 +160,6 @@ def test_rounding_again_changes_nothing(optimizer, dtype):
     assert_equal(after, state)
 
 
-def test_rows_without_gradient_do_not_drift():
-    """An embedding of which a batch reads some rows."""
-    params = {"embedding": normal(64, 256)}
-    ours = lm.compress_state(optax.adam(1e-2))
-
-    def step(state, number):
-        rows = (jnp.arange(64) % 2 == 0) | (number < 5)
-        updates, state = ours.update(
-            {"embedding": gradients(number, params)["embedding"] * rows[:, None]}, state, params
-        )
-        return state, jnp.abs(updates["embedding"][1::2]).max()
-
-    sizes = jax.jit(lambda: jax.lax.scan(step, ours.init(params), jnp.arange(400)))()[1]
-    assert float(sizes[2]) > 1e-3 and float(sizes[-1]) < 1e-12
-
-
 def test_no_number_becomes_zero_and_the_mean_is_right():
     """A second moment changes by less than a code in a step."""
     params = {"w": jnp.zeros((32, 256))}
@@ -189,29 +174,6 @@ def test_no_number_becomes_zero_and_the_mean_is_right():
     state = jax.jit(lambda s: jax.lax.scan(step, s, length=3000)[0])(state)
     moments = lm.decompress_state(state)[0].nu["w"]
     assert float(moments.mean()) == pytest.approx(0.01 * (1 - 0.999**3000), rel=0.05)
-
-
-@pytest.mark.parametrize("is_signed", [True, False])
-@pytest.mark.parametrize("largest", [65504, 21.0, 0.0101, 2.0**-14, 2.0**-24])
-def test_every_float16_number(largest, is_signed):
-    """Subnormal numbers have few bits, so two codes may decode to one of them."""
-    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16)
-    numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) <= np.float16(largest))]
-    w = np.random.default_rng(0).choice(numbers, (128, 128))
-    w[:, 0] = largest
-    plain = optax.trace(0.9)
-    if not is_signed:
-        w, plain = np.abs(w), optax.GradientTransformation(plain.init, unchanged)
-    ours, params = lm.compress_state(plain), {"w": jnp.asarray(w)}
-    state = ours.init(params, optax.TraceState(params))
-    assert state.inner_state.trace["w"].dtype == (jnp.int8 if is_signed else jnp.uint8)
-    decoded = lm.decompress_state(state)
-    assert_equal(lm.decompress_state(ours.init(params, decoded)), decoded)
-    got, want = (np.asarray(x, np.float64) for x in (decoded.trace["w"], w))
-    assert ((got != 0) == (want != 0)).all() and (got[:, 0] == want[:, 0]).all()
-    roots = [np.abs(x / want[:, :1]) ** 0.25 * (127 if is_signed else 255) for x in (got, want)]
-    # One code, or one number of float16, apart.
-    assert ((np.abs(roots[0] - roots[1]) < 1.2) | (np.abs(got - want) <= 2.0**-24)).all()
 
 
 @pytest.mark.parametrize(
@@ -284,13 +246,6 @@ def test_errors():
             call()
 
 
-def test_a_state_inside_of_others_is_decompressed():
-    ours = optax.chain(optax.clip(1.0), lm.compress_state(ADAM))
-    plain = optax.chain(optax.clip(1.0), optax.adam(1e-3))
-    found = lm.decompress_state(ours.init(PARAMS))
-    assert jax.tree.structure(found) == jax.tree.structure(plain.init(PARAMS))
-
-
 def test_a_plain_state_is_encoded_and_decoded_again():
     params = {"w": normal(64, 128), "b": jnp.ones(4)}
     plain, ours = optax.adamw(1e-2), lm.compress_state(optax.adamw(1e-2))
@@ -308,6 +263,8 @@ def test_a_plain_state_is_encoded_and_decoded_again():
         np.testing.assert_allclose(one, exact, rtol=0.05, atol=0.02 * np.max(np.abs(exact)))
     with pytest.raises(ValueError, match="compress_state: state: expected the state of the plain"):
         ours.init(params, state[0])
+    around = [optax.chain(optax.clip(1.0), inner).init(params) for inner in (ours, plain)]
+    assert jax.tree.structure(lm.decompress_state(around[0])) == jax.tree.structure(around[1])
 
 
 @pytest.mark.compiled
@@ -323,8 +280,3 @@ def test_an_update_has_no_temporaries_but_new_scales(width):
 
     size = temporaries(step, params, state, params, donate_argnums=(0, 1), device="h200")
     assert size <= 3 * sum(4 * scales.size for scales in jax.tree.leaves(state.scales))
-
-
-def test_small_arrays_stay():
-    state = lm.compress_state(ADAM, min_size=64 * 256 + 1).init(PARAMS)
-    assert not any(x.dtype in (jnp.int8, jnp.uint8) for x in jax.tree.leaves(state))
