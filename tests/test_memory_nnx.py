@@ -161,27 +161,19 @@ def test_residuals_of_variables_that_are_trained():
     model = nnx.eval_shape(Everything)
     assert lm.memory.saved_bytes(loss, model, IDS) > 0  # what it writes is ignored
 
-    class Adapted(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.frozen = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-            self.lora = nnx.LoRA(WIDTH, 4, WIDTH, rngs=rngs)
+    def adapted():
+        base = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        return nnx.LoRA(WIDTH, 4, WIDTH, base_module=base, rngs=nnx.Rngs(0))
 
-        def __call__(self, x):
-            x = 2.0 * x
-            return self.frozen(x) + self.lora(x)
+    def saved(argnums):
+        twice, lora = lambda model, x: model(2.0 * x), nnx.eval_shape(adapted)
+        return lm.memory.saved_bytes(twice, lora, X, argnums=argnums)
 
-    model = nnx.eval_shape(Adapted)
-
-    def saved(trained):
-        argnums = nnx.DiffState(0, trained)
-        return lm.memory.saved_bytes(Adapted.__call__, model, X, argnums=argnums)
-
-    everything = lm.memory.saved_bytes(Adapted.__call__, model, X, argnums=0)
-    assert saved(nnx.LoRAParam) == everything  # the adapter needs the same input
-    assert saved(nnx.PathContains("lora_b")) == ROWS * 4 * 4
-    with pytest.raises(TypeError, match="nothing to differentiate in self"):
-        saved(nnx.BatchStat)
+    # The adapter needs the same input.
+    assert saved(nnx.DiffState(0, nnx.LoRAParam)) == saved(0)
+    assert saved(nnx.DiffState(0, nnx.PathContains("lora_b"))) == ROWS * 4 * 4
+    with pytest.raises(TypeError, match="nothing to differentiate in model"):
+        saved(nnx.DiffState(0, nnx.BatchStat))
 
 
 @pytest.mark.compiled

@@ -127,17 +127,9 @@ def test_the_text_model_of_gemma_3(tmp_path):
     assert sum(leaf.size for leaf in params) == 3_880_263_168
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mixtral"}, "model_type: expected one of vit, .*, got 'mixtral'"),
-        ({"architectures": ["LlamaModel"]}, "architectures: expected .'LlamaForCausalLM'., got"),
-        ({"quantization_config": {}}, "quantization_config: expected no such key, because llama"),
-    ],
-)
-def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, message):
-    path = written(tmp_path, json.loads((TINY / "llama/config.json").read_text()) | change)
-    with pytest.raises(ValueError, match=message):
-        of_config_json(path)
+def test_a_config_json_of_another_model_is_refused(tmp_path, capsys):
+    given = json.loads((TINY / "llama/config.json").read_text())
+    path = written(tmp_path, given | {"quantization_config": {}})
     assert cli.main(["plan", "--model", path]) == 2
-    assert f"lowmembp: error: --model: {path}: " in capsys.readouterr().err
+    message = f"lowmembp: error: --model: {path}: quantization_config: expected no such key"
+    assert message in capsys.readouterr().err
