@@ -1,8 +1,6 @@
 """Comparisons of methods: the fastest that fits, the largest batch, and the cache of plans."""
 
 import dataclasses
-import itertools
-import json
 import random
 import re
 import sys
@@ -175,10 +173,8 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     assert len(compiled) == 2
 
     given["progress"] = False
-    again = lm.memory.compare(factory, methods, **given)
+    assert lm.memory.compare(factory, methods, **given) == comparison
     assert len(compiled) == 2
-    assert again == comparison
-    assert json.loads(json.dumps(again.to_dict())) == json.loads(json.dumps(comparison.to_dict()))
     # A file that is no plan is made again, and a folder that cannot be written is left alone.
     (file, *_) = lm.memory.plan_cache_directory().glob("*.json")
     file.write_text("[" * 100_000)
@@ -303,9 +299,6 @@ def test_a_flat_line_through_two_close_batches_is_not_followed_far():
     found, calls = search(padded, 2600, start=2504, multiple=8)
     assert found == 2560
     assert max(calls) < 4000
-    # A line takes few compilations, and the step grows by at most 16 times at once.
+    # A line takes few compilations.
     found, calls = search(lambda batch: 1000 + 7 * batch, 50_000, start=64)
     assert found == 7000 and len(calls) <= 4
-    found, calls = search(lambda batch: 500 + batch, 80_000, start=1, most=8)
-    assert found == 79_500
-    assert max(after / before for before, after in itertools.pairwise(calls)) <= 16

@@ -70,8 +70,6 @@ def test_parts_by_hand_of_the_peak_that_xla_allocates(donate):
     memory = lm.memory.compile_for(mlp_step, *MLP, donate_argnums=donate).memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert plan.peak == memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
-    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.11 counts what is inside of kernels too
-        assert 0 <= memory.total_allocation_bytes - plan.peak < 1024
 
 
 def test_a_jitted_step_says_what_it_donates_and_can_be_overruled():
@@ -121,6 +119,7 @@ def test_several_hosts_that_share_the_batch():
     eight, many = plan(8), plan(64, link_bandwidth="1GB")
     assert many.device_count == 64
     assert parts(many) == parts(eight)
+    assert eight.notes == ()  # what XLA adds to its texts must be known here first
     # One all-reduce of the gradients, and of the loss.
     assert eight.cost.link_bytes == pytest.approx(2 * 7 / 8 * WEIGHTS, rel=1e-3)
     assert many.cost.link_bytes == pytest.approx(2 * 63 / 64 * WEIGHTS, rel=1e-3)
@@ -160,9 +159,6 @@ def test_residuals_at_the_peak_have_their_source_line():
     assert codes.source == f"{__file__}:{line}"
     given = {buffer.op: buffer for buffer in plan.live if buffer.part in ("parameters", "batch")}
     assert set(given) == {"params['w']", "params['v']", "batch"}
-    assert given["params['w']"].shape == "f32[256,2048]"
-    rest = plan.peak - sum(buffer.bytes for buffer in plan.live)
-    assert plan.fragmentation <= rest < 0.01 * plan.peak
 
 
 def test_mixed_precision_casts_are_parameters():
@@ -247,8 +243,6 @@ def test_reports():
     plan = plan_mlp()
     data = json.loads(plan.to_json())
     assert data["parts"] == parts(plan) and data["peak"] == plan.peak
-    assert data["device"] == "h200" and data["cost"] == json.loads(json.dumps(plan.cost.to_dict()))
-    assert [buffer["bytes"] for buffer in data["live"]] == [buffer.bytes for buffer in plan.live]
     assert lm.memory.Plan.from_dict(data) == plan
     text = str(plan)
     assert text.startswith("NVIDIA H200") and "optimizer state" in text and "fits\n" in text

@@ -134,6 +134,17 @@ def test_what_runs_after_the_patch_is_refused():
                 decorate(later)
 
 
+def test_suspended_generators_leave_in_any_order():
+    first, second = patching_generator(), patching_generator(activations=False)
+    next(first)
+    next(second)
+    first.close()
+    assert codes_kept() == 0
+    with lm.patch():
+        second.close()
+        assert codes_kept() == 3
+
+
 def test_a_generator_that_is_closed_in_another_thread_raises():
     def run():
         next(generator)

@@ -20,21 +20,21 @@ RANK, ALPHA = 4, 12.0
 
 
 @functools.cache
-def base(family, method="lowmembp", layers=None):
-    """Returns a model, its parameters, drawn at random, and its jitted `apply`."""
-    model = FAMILIES[family].build(TINY[family], Compute(method), layers=layers)
+def base(family):
+    """Returns a model, and its parameters, drawn at random."""
+    model = FAMILIES[family].build(TINY[family], Compute("lowmembp"))
     abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
     draw = np.random.default_rng(1)
     params = {
         path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
         for path, leaf in flatten_dict(abstract).items()
     }
-    return model, unflatten_dict(params), jax.jit(model.apply)
+    return model, unflatten_dict(params)
 
 
-def with_lora(train, family, **fields):
+def with_lora(train, family):
     """Returns the model with LoRA, and its parameters with random B."""
-    plain, params, _ = base(family, **fields)
+    plain, params = base(family)
     model = apply_lora(plain, train, RANK, ALPHA)
     params = flatten_dict(add_lora(model, params, jax.random.key(1), *inputs(family)))
     draw = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def with_lora(train, family, **fields):
 
 @pytest.mark.parametrize("train", ["lora-qv", pytest.param("qlora-all", marks=pytest.mark.slow)])
 def test_gradients_follow_from_the_weights(train):
-    plain, _, _ = base("bert")
+    plain, _ = base("bert")
     model, params = with_lora(train, "bert")
     trained, frozen = partition(params, train)
 
@@ -89,7 +89,7 @@ def test_what_is_trained(train, leaves):
 
 
 def test_errors():
-    model, params, _ = base("llama")
+    model, params = base("llama")
     with pytest.raises(ValueError, match=r"apply_lora: train: expected one of full, .* got 'x'"):
         apply_lora(model, "x")
     with pytest.raises(ValueError, match="apply_lora: rank: expected 1 or more, got 0"):

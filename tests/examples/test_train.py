@@ -83,8 +83,7 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
         assert run(*options, *changed, "--resume")[0] == 2
         return capsys.readouterr().err
 
-    for option, value in (("seed", "1"), ("steps", "7")):
-        assert f"--resume: --{option}: expected the run's" in refusal(f"--{option}", value)
+    assert "--resume: --seed: expected the run's" in refusal("--seed", "1")
     path = folder.parent / "train.tsv"
     path.write_text(TEXTS.replace("fine", "good", 1))
     assert "--resume: expected the run's data and tensors" in refusal()
