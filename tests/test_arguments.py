@@ -30,14 +30,11 @@ def root_of_positive(x):
 
 FUNCTIONS = {
     lm.gelu: dict(x=X, approximate=True, bits=2, implementation="xla"),
-    lm.silu: dict(x=X, bits=2, implementation="xla"),
     lm.regelu2: dict(x=X, approximate=True, implementation="xla"),
-    lm.resilu2: dict(x=X, implementation="xla"),
     lm.step_activation: dict(x=X, function=jax.nn.mish, table=lm.REGELU2_TABLE),
     lm.ms_layer_norm: dict(x=X, scale=ONES, bias=ONES, epsilon=1e-6, dtype="float32", mask=True),
     lm.ms_rms_norm: dict(x=X, scale=ONES, epsilon=1e-6, residual="auto", implementation="xla"),
     lm.swiglu: dict(gate=X, up=X, dtype="float8", implementation="xla"),
-    lm.geglu: dict(gate=X, up=X, approximate=True),
     lm.linear_cross_entropy: dict(
         hidden=X, kernel=KERNEL, labels=jnp.arange(4), bias=jnp.ones(16), reduction="mean",
         logit_soft_cap=1.0, z_loss=0.0, label_smoothing=0.0, weights=jnp.ones(4), ignore_index=1,
@@ -80,7 +77,7 @@ FUNCTIONS = {
 NONSENSE = [object(), "nonsense", np.array(["a"]), 1j, b"x", float("nan"), -3, jax.random.key(0)]
 #: Values that have a meaning.
 MEANINGFUL = {
-    ("gelu", "x"), ("silu", "x"), ("regelu2", "x"), ("resilu2", "x"), ("step_activation", "x"),
+    ("gelu", "x"), ("regelu2", "x"), ("step_activation", "x"),
     *[(name, "mask") for name in ("ms_layer_norm", "ms_rms_norm")],
     *[("patch", name) for name in ("include", "exclude", "compress")],
     *[("linear_cross_entropy", name) for name in ("ignore_index", "weights")],

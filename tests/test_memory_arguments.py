@@ -50,8 +50,6 @@ def test_names_of_arguments_where_nothing_is_trained():
         "state['opt_state']['mu']": "optimizer_state",
     }
     assert found(lambda *args: args, X, X) == {"args[0]": "batch", "args[1]": "batch"}
-    jitted = jax.jit(lambda weights, options: weights)
-    assert found(jitted, X, X) == {"weights": "parameters", "options": "batch"}
     of_batch = found(lambda batch, w: w, {"weights": X}, W)
     assert of_batch == {"batch['weights']": "batch", "w": "batch"}
 

@@ -1,10 +1,8 @@
 """Compiling steps as users have them, for GPUs that are not there."""
 
-import dataclasses
 import importlib.util
 import textwrap
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,35 +132,6 @@ def test_callbacks_are_left_out(ordered):
         for name in ("debug_print", "debug_callback", "io_callback", "pure_callback"):
             assert name in note
     assert plan.peak >= 3 * SIZE
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    """As Equinox's modules are: a pytree whose leaves are no arrays alone."""
-
-    weight: Any
-    activation: Any
-    power: Any
-    mode: Any
-
-
-@pytest.mark.compiled
-def test_a_leaf_that_is_no_array_is_a_constant():
-    def step(model, x, frozen=None):
-        assert model.mode == "train" and model.power == 3
-
-        def loss(weight):
-            return (model.activation(x @ weight) ** model.power).sum()
-
-        weight = model.weight - jax.grad(loss)(model.weight)
-        return Layer(weight, model.activation, model.power, model.mode), model.activation
-
-    model = Layer(F32, jax.nn.relu, 3, "train")
-    plan = lm.memory.plan(step, model, F32, None, donate=0)
-    assert (plan.parameters, plan.batch) == (SIZE, SIZE)
-    assert plan.outputs < 1000  # the weight goes where it was
-    assert any(buffer.op == "model.weight" for buffer in plan.live)
 
 
 @pytest.mark.compiled

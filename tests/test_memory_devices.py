@@ -1,8 +1,14 @@
-"""What is known of the GPUs: published numbers, and the part of them that measurements reach."""
+"""What is known of the GPUs: published numbers, and times of kernels against measured ones."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 import lowmembp_jax as lm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/benchmarks"))
+import kernel_times
 
 # Published: memory in the name, bandwidth in GB/s, dense TFLOP/s with float32 accumulation (f16;
 # TF32; 8-bit floats), float32 TFLOP/s without matrix units; of some, TOP/s of int8
@@ -82,3 +88,21 @@ def test_errors_name_what_is_wrong(tmp_path):
         lm.memory.get_device(own(tmp_path, {"  clock_rate_ghz: 1.8\n": ""}))
     with pytest.raises(ValueError, match=r"cuda_compute_capability 7\.0, 7\.5.*got 6\.6"):
         lm.memory.get_device(own(tmp_path, {"major: 8": "major: 6"}))
+
+
+STEPS = kernel_times.load()
+#: Kinds that take less of a step have too few kernels for a median.
+SHARE = 0.03
+
+
+@pytest.mark.parametrize("step", STEPS["steps"])
+def test_kernels_on_an_h100(step):
+    times = kernel_times.compare(STEPS, step)
+    own, measured = (sum(one[i] for one in times.values()) for i in (0, 1))
+    # The error that the plan prints, rounded up.
+    assert own == pytest.approx(
+        measured, rel=lm.memory.get_device("h100").calibration.error + 0.005
+    )
+    errors = {kind: one.error for kind, one in times.items() if one.measured > SHARE * measured}
+    assert {"loop", "matrix product", "attention", "row reduction"} <= set(errors)
+    assert {kind: error for kind, error in errors.items() if error > 0.12} == {}

@@ -78,14 +78,12 @@ def test_model(name):
         patched_bytes = lm.memory.saved_bytes(lambda p: loss(p)[0], params)
     with lm.patch(activations=False):
         norm_grads = step(params)[1]
-    norm = "rms_norm" if name == "Llama" else "layer_norm"
-    activation = "silu" if name == "Llama" else "gelu"
     # Before and after attention in each of 2 layers, and one more at an end.
     counts = {op: len(places) for op, places in report.swapped.items()}
     if name == "Llama":  # its gates are left as they are
-        assert counts == {norm: 5} and list(report.skipped) == [activation]
+        assert counts == {"rms_norm": 5} and list(report.skipped) == ["silu"]
     else:
-        assert counts == {norm: 5, activation: 2} and report.skipped == {}
+        assert counts == {"layer_norm": 5, "gelu": 2} and report.skipped == {}
     # Hidden states are of size 1. Rounding only: both compute in float32.
     np.testing.assert_allclose(patched_hidden, hidden, rtol=0, atol=5e-6)
     assert error(norm_grads, grads) < 1e-5

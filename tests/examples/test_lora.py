@@ -9,6 +9,7 @@ import lora
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import initial, normal
 from lora import add_lora, apply_lora, combine, fold_lora, partition
 from tiny_models import TINY, inputs
 
@@ -23,13 +24,7 @@ RANK, ALPHA = 4, 12.0
 def base(family):
     """Returns a model, and its parameters, drawn at random."""
     model = FAMILIES[family].build(TINY[family], Compute("lowmembp"))
-    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
-    draw = np.random.default_rng(1)
-    params = {
-        path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
-        for path, leaf in flatten_dict(abstract).items()
-    }
-    return model, unflatten_dict(params)
+    return model, initial(model, *inputs(family))["params"]
 
 
 def with_lora(train, family):
@@ -37,11 +32,10 @@ def with_lora(train, family):
     plain, params = base(family)
     model = apply_lora(plain, train, RANK, ALPHA)
     params = flatten_dict(add_lora(model, params, jax.random.key(1), *inputs(family)))
-    draw = np.random.default_rng(0)
     for path, leaf in params.items():
         if path[-1].endswith("_lora_b"):
             assert not leaf.any()
-            params[path] = jnp.asarray(draw.normal(0, 0.05, leaf.shape), leaf.dtype)
+            params[path] = 0.05 * normal(*leaf.shape, dtype=leaf.dtype)
     return model, unflatten_dict(params)
 
 
