@@ -49,6 +49,7 @@ def test_no_update_is_lost(size):
     """Updates of 1 / 2^23 of a weight, which change neither bfloat16 nor 24 bits by themselves."""
     first, steps = start(64, 256), 300
     params, state = train(lm.master_weights(optax.sgd(1.0)), first, constant(size), steps)
+    assert params["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.int8
     moved = np.asarray(first["w"], np.float64) - master(params["w"], state, "w")
     want = steps * float(jnp.bfloat16(size))
     # float32 itself rounds the smallest updates of these weights to 1.04 to 1.05 of their size.
@@ -195,16 +196,8 @@ def test_equal_numbers_are_rounded_independently(shape):
     """The mean of equal numbers, such as unit scales, is right within 4 standard errors."""
     steps, move, unit = 64, 2.0**-12, 2.0**-7
     optimizer = lm.master_weights(optax.sgd(1.0), bits=16)
-    p = jnp.ones(shape, jnp.bfloat16)
-    state, g = optimizer.init(p), jnp.full(shape, -move, jnp.bfloat16)
-
-    @jax.jit
-    def step(carry, _):
-        p, state = carry
-        updates, state = optimizer.update(g, state, p)
-        return (optax.apply_updates(p, updates), state), None
-
-    (p, _), _ = jax.lax.scan(step, (p, state), length=steps)
+    p, state = train(optimizer, jnp.ones(shape, jnp.bfloat16), constant(-move), steps)
+    assert [x.shape for x in jax.tree.leaves(state)] == [()]  # the number of steps
     share = move / unit
     deviation = unit * (steps * share * (1 - share) / p.size) ** 0.5
     mean = np.asarray(p, np.float64).mean()

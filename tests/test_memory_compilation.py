@@ -185,8 +185,4 @@ def test_products_without_tiles(monkeypatch):
     plan = lm.memory.plan(jnp.matmul, F32, F32)
     (note,) = plan.notes
     assert note.startswith("compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for")
-    lm.memory.compile_for(jnp.matmul, F32, F32)
-    assert tried == [None, False] * 2
-    # Who asks for Triton's gets the error.
-    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
-        lm.memory.plan(jnp.matmul, F32, F32, compiler_options={"xla_gpu_enable_triton_gemm": True})
+    assert tried == [None, False]

@@ -75,9 +75,7 @@ def test_own_description_is_derived(tmp_path):
     assert (device.capability, device.memory_bytes) == ((8, 6), 25438715904)
     # NVIDIA Ampere GA102 GPU architecture whitepaper.
     assert device.matrix_flops["bf16"] == pytest.approx(71e12, rel=0.005)
-    assert device.matrix_flops["f32"] == pytest.approx(35.6e12, rel=0.005)
     assert device.vector_flops == pytest.approx(35.6e12, rel=0.005)
-    assert device.source == f"target description {path}"
     assert str(device.calibration).startswith("uncalibrated")
 
 

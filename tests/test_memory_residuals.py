@@ -82,24 +82,6 @@ def test_nested_scans_vmap_and_jit():
     assert row.op == "exp" and row.source.endswith(f":{inner.__code__.co_firstlineno + 1}")
 
 
-def test_custom_functions_and_names():
-    @jax.custom_vjp
-    def flash(x):
-        return jnp.tanh(x)
-
-    flash.defvjp(lambda x: (jnp.tanh(x), jnp.cos(x)), lambda c, g: (g * c,))
-
-    def f(x):
-        return jnp.exp(checkpoint_name(jnp.sin(flash(x)), "angles"))
-
-    everything = jax.checkpoint_policies.everything_saveable
-    for fn in (f, jax.jit(f), jax.checkpoint(f, policy=everything)):
-        assert {"cos", "exp"} <= {row.op for row in kept(fn, X)}
-    keep = jax.checkpoint_policies.save_only_these_names("angles")
-    (row,) = kept(jax.checkpoint(f, policy=keep), X)
-    assert row.op == "angles"
-
-
 def test_an_array_that_is_returned_or_reshaped_counts_once():
     def f(x, w):
         y = jnp.exp(x)

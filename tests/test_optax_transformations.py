@@ -96,17 +96,12 @@ OPTIMIZERS |= {name: lambda make=make: make(ADAM) for name, make in WRAPPERS.ite
 
 LOSS = lambda params, *_: jnp.mean(jnp.square(params["w"]))  # noqa: E731
 #: Arguments that an update takes besides gradients, state and parameters.
+SEARCHES = "lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"
+BY_VALUE = "momo", "momo_adam", "polyak_sgd", "reduce_on_plateau", "scale_by_polyak"
 MORE = {
-    **{
-        name: {"value": LOSS(PARAMS), "grad": PARAMS, "value_fn": LOSS}
-        for name in ("lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch")
-    },
-    **{
-        name: {"value": LOSS(PARAMS)}
-        for name in ("momo", "momo_adam", "polyak_sgd", "reduce_on_plateau", "scale_by_polyak")
-    },
-    "hutchinson_estimator_diag_hessian": {"obj_fn": LOSS},
-    "sophia": {"obj_fn": LOSS},
+    **{name: {"value": LOSS(PARAMS), "grad": PARAMS, "value_fn": LOSS} for name in SEARCHES},
+    **{name: {"value": LOSS(PARAMS)} for name in BY_VALUE},
+    **{name: {"obj_fn": LOSS} for name in ("hutchinson_estimator_diag_hessian", "sophia")},
     "sam, opaque": {"grad_fn": lambda params, *_: jax.grad(LOSS)(params)},
 }
 

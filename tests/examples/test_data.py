@@ -8,6 +8,8 @@ from PIL import Image
 
 TEXTS = "".join(f"what a {word} film\t{label}\n" for word, label in [("fine", 1), ("dull", 0)] * 20)
 
+TEXT, LANGUAGE, IMAGES = "text-classification", "language-modelling", "image-classification"
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -58,35 +60,29 @@ def test_texts_are_padded_to_few_lengths():
 
 
 def test_a_text_task(write):
-    task = load_task("text-classification", DataConfig(write(TEXTS)))
+    task = load_task(TEXT, DataConfig(write(TEXTS)))
     assert (len(task.train), len(task.dev), task.classes) == (36, 4, ("0", "1"))
     ids, lengths = task.train.inputs
     assert ids.shape == (36, 128) and set(lengths) == {6}  # [CLS] what a fine film [SEP]
     assert task.vocab_size == 4 + 5 and ids.max() < task.vocab_size
-    task = load_task("text-classification", DataConfig(write(TEXTS)), known=("1", "0"))
-    assert task.classes == ("1", "0")
-    header = write("idx\tlabel\tsentence\n1\tgood\ta film\n2\tbad\tno film\n", "header.tsv")
-    task = load_task("text-classification", DataConfig(header, header, sequence_length=8))
-    assert task.classes == ("bad", "good") and task.train.labels.tolist() == [1, 0]
-
-
-def test_a_tokenizer(write):
-    task = load_task("text-classification", DataConfig(write(TEXTS)))
     path = write(task.tokenizer, "tokenizer.json")
-    again = load_task("text-classification", DataConfig(write(TEXTS), tokenizer=path))
+    again = load_task(TEXT, DataConfig(write(TEXTS), tokenizer=path), known=("1", "0"))
     np.testing.assert_array_equal(again.train.inputs[0], task.train.inputs[0])
-    assert again.tokenizer == task.tokenizer
+    assert again.tokenizer == task.tokenizer and again.classes == ("1", "0")
+    header = write("idx\tlabel\tsentence\n1\tgood\ta film\n2\tbad\tno film\n", "header.tsv")
+    task = load_task(TEXT, DataConfig(header, header, sequence_length=8))
+    assert task.classes == ("bad", "good") and task.train.labels.tolist() == [1, 0]
 
 
 def test_language(write):
     path = write("abcdefghijklmnopqrstuvwxyz" * 4, "a.txt")
-    task = load_task("language-modelling", DataConfig(path, sequence_length=5))
+    task = load_task(LANGUAGE, DataConfig(path, sequence_length=5))
     text = np.frombuffer(path.read_bytes(), np.uint8)
     batch = task.train.batch(np.arange(len(task.train)))
     np.testing.assert_array_equal(batch.labels.reshape(-1), text[1 : 1 + batch.labels.size])
     np.testing.assert_array_equal(batch.inputs[0][:, 1:], batch.labels[:, :-1])
     assert task.vocab_size == 256 and not task.classes
-    folder = load_task("language-modelling", DataConfig(path.parent, path, sequence_length=5))
+    folder = load_task(LANGUAGE, DataConfig(path.parent, path, sequence_length=5))
     assert len(folder.dev) == 20
 
 
@@ -101,11 +97,11 @@ def save_images(folder, **splits):
 
 def test_images(tmp_path):
     path = save_images(tmp_path, train=4, test=2)
-    task = load_task("image-classification", DataConfig(path), image_size=6)
+    task = load_task(IMAGES, DataConfig(path), image_size=6)
     assert (len(task.train), len(task.dev), task.classes) == (4, 2, ("cat", "dog"))
     assert (task.train.batch(np.arange(4)).inputs[0] == 1).all()
     imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    task = load_task("image-classification", DataConfig(path), ("dog", "cat"), 8, imagenet)
+    task = load_task(IMAGES, DataConfig(path), ("dog", "cat"), 8, imagenet)
     assert task.classes == ("dog", "cat") and task.train.labels.tolist() == [1, 0, 1, 0]
     pixels = task.train.batch(np.arange(1)).inputs[0]
     assert pixels.shape == (1, 8, 8, 3)
@@ -119,16 +115,13 @@ def test_a_folder_of_images(tmp_path):
             for shade in shades:
                 image = Image.new("L", (5, 7), shade)
                 image.save(tmp_path / split / name / f"{shade}.png")
-    task = load_task("image-classification", DataConfig(tmp_path), image_size=4)
+    task = load_task(IMAGES, DataConfig(tmp_path), image_size=4)
     assert task.classes == ("a", "b") and (len(task.train), len(task.dev)) == (4, 2)
     assert task.train.inputs[0][:, 0, 0, 0].tolist() == [0, 200, 0, 200]
     assert images.read_images(tmp_path / "val", 4)[1] is None
     (tmp_path / "val" / "a" / "0.png").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"0\.png: expected a PNG or a JPEG"):
-        load_task("image-classification", DataConfig(tmp_path), image_size=4)
-
-
-TEXT, LANGUAGE, IMAGES = "text-classification", "language-modelling", "image-classification"
+        load_task(IMAGES, DataConfig(tmp_path), image_size=4)
 
 
 @pytest.mark.parametrize(
