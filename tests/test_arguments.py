@@ -96,6 +96,7 @@ DIVERGENCE = {"hidden": X, "kernel": KERNEL, "reference_hidden": X, "reference_k
 #: Arguments of losses that are wrong beside the others.
 OF_LOSSES = [
     (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((5, 7))}, ValueError),
+    (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((8, 0))}, ValueError),
     (lm.linear_cross_entropy, LOSS, {"ignore_index": 1.5}, TypeError),
     (lm.linear_cross_entropy, LOSS, {"hidden": X.astype(int)}, TypeError),
     (lm.linear_cross_entropy, LOSS, {"labels": jnp.zeros(4)}, TypeError),

@@ -114,7 +114,8 @@ def test_texts_of_a_comparison(planned):
     assert [one["plan"]["fits"] for one in data["methods"]] == [False, True, True, True]
 
 
-def test_picture_of_memory_against_time(planned, tmp_path):
+def test_picture_of_memory_against_time(planned, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "worse", METHODS["default"])  # labels that would overlap
     comparison = choose("25GB", *METHODS).comparison
     plot_comparison(comparison, tmp_path / "plan.svg", "$no_formula^$")
     picture = (tmp_path / "plan.svg").read_text()

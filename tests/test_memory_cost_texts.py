@@ -156,6 +156,7 @@ custom_call_target="__cudnn$fmhaSoftmaxBackward\""""
     ("op_name", "phase", "module"),
     [
         ("jit(step)/jvp(ViT)/layer_0/query/dot_general", "forward", "ViT/layer_0/query"),
+        ("jit(step)/transpose(jvp(ViT))/layer_0/add_any", "backward", "ViT/layer_0"),
         ("transpose(jvp(M))/jvp(M)/checkpoint/rematted_computation/l/mul", "recomputation", "M/l"),
         ("jit(step)/jvp(LM)/while/body/closed_call/layers/jit(gelu)/mul", "forward", "LM/layers"),
         ("jit(step)/jvp()/bsd,df->bsf/dot_general", "forward", ""),

@@ -30,6 +30,10 @@ def layers(x):
     return jax.lax.scan(lambda h, _: (jnp.exp(h), None), x, length=7)[0]
 
 
+def scaled_layers(x, scales):
+    return jax.lax.scan(lambda h, scale: (h * scale.reshape(1, 5), None), x, scales)[0]
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "kept"),
     [
@@ -46,6 +50,7 @@ def layers(x):
         pytest.param(cast, (X, W), (30 + 15) * 2, id="casts of arguments"),
         pytest.param(jax.checkpoint(lambda x: jnp.exp(jnp.sin(x))), (X,), 0, id="remat"),
         pytest.param(layers, (X,), 7 * 30 * 4, id="scan stacks"),
+        pytest.param(scaled_layers, (X, X.update(shape=(7, 5))), 7 * (30 + 5) * 4, id="reshaped"),
     ],
 )
 def test_saved_bytes(fn, args, kept):
@@ -118,6 +123,8 @@ def test_kinds_that_take_no_device_memory():
     g = jax.checkpoint(angles, policy=offload("angles"))
     (host,) = (r for r in lm.memory.residuals(g, X).rows if r.kind == "host")
     assert (host.op, host.bytes) == ("angles", 120)
+    policy = jax.checkpoint_policies.save_only_these_names("angles")
+    assert [r.op for r in kept(jax.checkpoint(angles, policy=policy), X)] == ["angles"]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ ERRORS = [
     (small(lora_a=KERNEL), {"n": "d"}, "leaf 'lora_a'"),
     (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: .* int8"),
     (shaped(kernel=(5, 3), bias=(3,)), {"n": "d"}, r"d/kernel .*\(5, 3\) and d/bias \(3,\)"),
+    (shaped(kernel=(3, 4)), {"n": "d"}, r"d/kernel .*\(3, 4\)"),
     (shaped((2, 4), (3, 4, 5), bias=(3, 5)), {"n": "d"}, r"d/kernel .*\(2, 4, \*outputs\)"),
     ({"n": {**N, "bias": ONE}, "d": D}, {"n": "d"}, r"scale \(4,\) and bias \(1,\)"),
     (small(norm=("scale",), kernel=ABSTRACT), {"n": "d"}, "ShapeDtypeStructs"),

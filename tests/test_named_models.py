@@ -50,6 +50,7 @@ def test_every_model_by_name():
     ("model", "options", "message"),
     [
         ("vit-ti16", {"tokens": 8}, "tokens: expected None, because vit takes images"),
+        ("llama-tiny", {"method": "magic"}, "method: expected one of default, .* got 'magic'"),
         ("llama-tiny", {"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ("swin-t", {"layers": "scan"}, "layers: expected one of unrolled for swin, got 'scan'"),
         ("llama-tiny", {"tiles": 0}, "tiles: expected an integer from 1"),

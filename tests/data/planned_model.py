@@ -108,3 +108,8 @@ def counts():
 def train_step(params, x):
     """The step itself, which the command cannot call."""
     return params
+
+
+def three():
+    """A pair, and one too many."""
+    return (*mlp(), 3)

@@ -143,10 +143,11 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     options += ["--steps", "2", "--mesh", "data=4", "tensor=2", "--export", tmp_path / "export"]
     if name in ("vit", "swin"):
         options += ["--data.train", save_images(tmp_path, train=16, test=4)]
-    elif name == "llama":
-        options += plain_text(tmp_path)
-    if name not in ("vit", "swin"):
+    else:
         options += ["--data.tokenizer", make_tokenizer(tmp_path), "--data.sequence-length", "8"]
+    if name == "llama":
+        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
+        options += ["--data.train", tmp_path / "text.txt"]
     status, folder = run(*options)
     assert status == 0
     assert np.isfinite(results(folder)["dev"]["loss"])
@@ -156,12 +157,6 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     assert len(same) > 0.8 * len(given)
     changed = {key for key in same if not np.array_equal(given[key], written[key])}
     assert changed
-
-
-def plain_text(folder):
-    """Options for a text to model."""
-    (folder / "text.txt").write_text("what a fine film\n" * 200)
-    return "--data.train", folder / "text.txt"
 
 
 def make_tokenizer(folder):
