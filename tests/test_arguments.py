@@ -90,30 +90,27 @@ MEANINGFUL = {
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
-LABELS = jnp.zeros(4, int)
-LOSS = {"hidden": X, "kernel": KERNEL, "labels": LABELS}
-DIVERGENCE = {"hidden": X, "kernel": KERNEL, "reference_hidden": X, "reference_kernel": KERNEL}
-#: Arguments of losses that are wrong beside the others.
-OF_LOSSES = [
-    (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((5, 7))}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"kernel": jnp.zeros((8, 0))}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"ignore_index": 1.5}, TypeError),
-    (lm.linear_cross_entropy, LOSS, {"hidden": X.astype(int)}, TypeError),
-    (lm.linear_cross_entropy, LOSS, {"labels": jnp.zeros(4)}, TypeError),
-    (lm.linear_cross_entropy, LOSS, {"labels": LABELS[1:]}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"tile_bytes": 0}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"logit_soft_cap": 0}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"label_smoothing": 1}, ValueError),
-    (lm.linear_cross_entropy, LOSS, {"embedding": jnp.zeros((9, 8))}, ValueError),
-    (lm.linear_log_probs, LOSS, {"temperature": 0}, ValueError),
-    (lm.linear_divergence, DIVERGENCE, {"kind": "js"}, ValueError),
-    (lm.linear_divergence, DIVERGENCE, {"reference_hidden": X[1:]}, ValueError),
-    (lm.linear_divergence, DIVERGENCE, {"reference_kernel": jnp.zeros((8, 7))}, ValueError),
-    (lm.linear_divergence, DIVERGENCE, {"mask": jnp.zeros(3, bool)}, ValueError),
-    (lm.linear_divergence, DIVERGENCE, {"reference_bias": jnp.zeros(3)}, ValueError),
-]
+LOSS, KL, LABELS = lm.linear_cross_entropy, lm.linear_divergence, jnp.zeros(4, int)
+LOGITS = {"hidden": X, "kernel": KERNEL, "labels": LABELS}
+MODELS = {"hidden": X, "kernel": KERNEL, "reference_hidden": X, "reference_kernel": KERNEL}
 #: Calls with one wrong argument, and the words of the error that name it.
 REFUSED = [
+    (LOSS, (), LOGITS | {"kernel": jnp.zeros((5, 7))}, ValueError, "kernel"),
+    (LOSS, (), LOGITS | {"kernel": jnp.zeros((8, 0))}, ValueError, "kernel"),
+    (LOSS, (), LOGITS | {"ignore_index": 1.5}, TypeError, "ignore_index"),
+    (LOSS, (), LOGITS | {"hidden": X.astype(int)}, TypeError, "hidden"),
+    (LOSS, (), LOGITS | {"labels": jnp.zeros(4)}, TypeError, "labels"),
+    (LOSS, (), LOGITS | {"labels": LABELS[1:]}, ValueError, "labels"),
+    (LOSS, (), LOGITS | {"tile_bytes": 0}, ValueError, "tile_bytes"),
+    (LOSS, (), LOGITS | {"logit_soft_cap": 0}, ValueError, "logit_soft_cap"),
+    (LOSS, (), LOGITS | {"label_smoothing": 1}, ValueError, "label_smoothing"),
+    (LOSS, (), LOGITS | {"embedding": jnp.zeros((9, 8))}, ValueError, "embedding"),
+    (lm.linear_log_probs, (), LOGITS | {"temperature": 0}, ValueError, "temperature"),
+    (KL, (), MODELS | {"kind": "js"}, ValueError, "kind"),
+    (KL, (), MODELS | {"reference_hidden": X[1:]}, ValueError, "reference_hidden"),
+    (KL, (), MODELS | {"reference_kernel": jnp.zeros((8, 7))}, ValueError, "reference_kernel"),
+    (KL, (), MODELS | {"mask": jnp.zeros(3, bool)}, ValueError, "mask"),
+    (KL, (), MODELS | {"reference_bias": jnp.zeros(3)}, ValueError, "reference_bias"),
     (lm.regelu2, ("x",), {}, TypeError, "x"),
     (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x"),
     (lm.pack_2bit, (TWO,), {}, TypeError, "codes"),
@@ -124,11 +121,9 @@ REFUSED = [
     (lm.StepTable, ((1.0,), (0.0,)), {}, ValueError, "levels"),
     (lm.step_activation, (TWO, jnp.sum, TABLE), {}, ValueError, "function"),
     (lm.step_activation, (TWO, jnp.tanh, TABLE), PALLAS, ValueError, "function"),
-    (lm.geglu, (ROWS, ROWS.astype(jnp.complex64)), {}, TypeError, "up:"),
     (lm.geglu, (ROWS, ROWS[0]), {}, ValueError, "up:"),
     (lm.geglu, (ROWS, ROWS), {"dtype": jnp.int16}, ValueError, "dtype:"),
     (lm.ms_layer_norm, (ROWS, jnp.ones(3)), {}, ValueError, "scale"),
-    (lm.ms_layer_norm, (ROWS, None, ROWS), {}, ValueError, "bias"),
     (lm.ms_layer_norm, (jnp.float32(1),), {}, ValueError, "x"),
     (lm.ms_rms_norm, (ROWS,), {"dtype": jnp.int8}, TypeError, "dtype"),
     (lm.ms_rms_norm, (ROWS,), {"mask": ROWS[0, :3] > 0}, ValueError, "mask"),
@@ -141,9 +136,7 @@ REFUSED = [
     (lm.patch, (), {"activations": False, "norms": False}, ValueError, "activations.*norms"),
     (lm.patch, (True,), {}, TypeError, "function: .*got True.*settings by name"),
     (COMPRESS, (block,), {"dtype": jnp.float16}, ValueError, "dtype: .*int8.*, got .*float16"),
-    (COMPRESS, (block,), {"dtype": {"h": jnp.uint8}}, ValueError, r"dtype\['h'\]: expected"),
     (COMPRESS, (block,), {"dtype": {3: "int8"}}, TypeError, "dtype: .*as keys, got 3"),
-    (COMPRESS, (block,), {"static_argnums": "x"}, TypeError, "static_argnums: .*got 'x'"),
     (COMPRESS, (block,), {"offload": "disk"}, ValueError, "offload: expected 'pinned_host'"),
     (COMPRESS, (DENSE,), {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
     (COMPRESS, (nnx.Linear,), {}, TypeError, r"NNX module Linear; .*lm.nnx.compress"),
@@ -161,13 +154,6 @@ REFUSED = [
 def test_errors_name_the_argument(function, args, options, error, words):
     with pytest.raises(error, match=rf"\b{words}(?!\w)"):
         function(*args, **options)
-
-
-@pytest.mark.parametrize(("function", "right", "wrong", "error"), OF_LOSSES)
-def test_errors_of_losses_name_the_argument(function, right, wrong, error):
-    (name,) = wrong
-    with pytest.raises(error, match=rf"{function.__name__}: .*\b{name}\b"):
-        function(**right | wrong)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)

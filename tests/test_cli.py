@@ -149,7 +149,6 @@ OPTIONS = {
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
-        ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),

@@ -149,13 +149,6 @@ def test_numbers_are_those_of_the_results(page, table, files):
         assert (abs(known - float(number.replace(",", ""))) <= half).any(), f"{page}: {number}"
 
 
-@each_page
-def test_no_number_is_of_another_version(page):
-    prose = page.read_text(encoding="utf-8")
-    dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", prose)
-    assert not dates and not re.findall(r"(?:lowmembp_jax|[Vv]ersion) 0\.\d", prose)
-
-
 def test_the_pages_of_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     docs = {str(page.relative_to(ROOT / "docs")) for page in pages()[1:]}

@@ -167,22 +167,3 @@ def test_calls_that_do_not_work(step, args, message):
     with pytest.raises(lm.memory.StepError, match=message) as error:
         lm.memory.plan(step, *args)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.compiled
-def test_products_without_tiles(monkeypatch):
-    """A product for which XLA finds no tiles without a GPU; which they are varies with JAX."""
-    tried = []
-    compile = jax.stages.Lowered.compile
-
-    def no_tiles(self, options):
-        tried.append(options.get("xla_gpu_enable_triton_gemm"))
-        if tried[-1] in (None, True):
-            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes for x")
-        return compile(self, options)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", no_tiles)
-    plan = lm.memory.plan(jnp.matmul, F32, F32)
-    (note,) = plan.notes
-    assert note.startswith("compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for")
-    assert tried == [None, False]

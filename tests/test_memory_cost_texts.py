@@ -43,11 +43,6 @@ FUSED = {
         %b = f32[4,256] broadcast(%r), dimensions={0}
         ROOT %s = f32[4,256] subtract(%p, %b)""",
     "sliced": SLICE.removeprefix(P),
-    "sliced after": """%e = f32[4,256] exponential(%p)
-        ROOT %s = f32[1,256] slice(%e), slice={[0:1], [0:256]}""",
-    "two slices": """%s = f32[1,256] slice(%p), slice={[0:1], [0:256]}
-        %t = f32[1,256] slice(%p), slice={[1:2], [0:256]}
-        ROOT %a = f32[1,256] add(%s, %t)""",
     "sliced and whole": """%s = f32[1,256] slice(%p), slice={[0:1], [0:256]}
         ROOT %t = (f32[1,256], f32[4,256]) tuple(%s, %p)""",
     "updated in place": """%u = f32[1,256] broadcast(%q), dimensions={}
@@ -63,9 +58,6 @@ ENTRIES = {
         %b = f32[1024] bitcast(%x)
         %t = (f32[1024], f32[]) tuple(%b, %c)
         ROOT %g = f32[1024] get-tuple-element(%t), index=0""",
-    "copy": "ROOT %c = f32[4,256]{0,1} copy(%x)",
-    "passed twice": """%b = f32[1024] bitcast(%x)
-        ROOT %y = f32[] dot(%b, %x)""",
     "asynchronous fusion": """%s = ((f32[4,256], s32[]), f32[1,256], u32[]) \
 fusion-start(%x, %i), calls=%c1
         ROOT %d = f32[1,256] fusion-done(%s)""",
@@ -79,15 +71,11 @@ fusion-start(%x, %i), calls=%c1
     [
         ("reduced and used", 4096, 4096),
         ("sliced", 1024 + 4, 1024),
-        ("sliced after", 1024, 1024),
-        ("two slices", 2048, 1024),
         ("sliced and whole", 4096, 1024 + 4096),
         ("updated in place", 4, 1024),
         ("updated copy", 4096 + 4, 4096),
         ("not used", 4, 4096),
         ("free", 0, 0),
-        ("copy", 4096, 4096),
-        ("passed twice", 4096, 4),
         ("asynchronous fusion", 1024 + 4, 1024),
         ("asynchronous call", 4096, 4096),
     ],

@@ -169,9 +169,8 @@ def test_residuals_of_variables_that_are_trained():
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("donate", "numbers"), [("all", (0, 1)), ("all-except-first", (1,))])
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
-def test_donation_of_filter_jit(donate, numbers):
+def test_donation_of_filter_jit():
     eqx = pytest.importorskip("equinox")
 
     def loss(model, x):
@@ -184,6 +183,5 @@ def test_donation_of_filter_jit(donate, numbers):
     key = jax.random.key(0)
     model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=key))
     x = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-    plan = lm.memory.plan(eqx.filter_jit(step, donate=donate), model, x)
-    assert plan.peak == lm.memory.plan(step, model, x, donate=numbers).peak
-    assert (plan.peak < 2 * plan.parameters) == (0 in numbers)
+    plan = lm.memory.plan(eqx.filter_jit(step, donate="all"), model, x)
+    assert plan.peak == lm.memory.plan(step, model, x, donate=(0, 1)).peak < 2 * plan.parameters

@@ -115,7 +115,6 @@ def test_a_buffer_assignment(page):
     [
         (0, "allocation 2: size 4, constant:", "allocation 2: size 4, constant, striped:"),
         (0, "x.1 @0> (size=400,offset=0): f32[100]{0}", "x.1 @0> (size=400,offset=0): <tuple>"),
-        (0, "allocation 5", "Peak: 3\nallocation 5"),
         (1, "  while.5, operand 0 {2}", "  while.5 as operand 0 {2}"),
         (1, " uses:\n  while.5", " users:\n  while.5"),
         (2, "    fusion.4{1}:2-6", "    fusion.4{1}:[2,6)"),

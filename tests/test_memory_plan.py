@@ -125,9 +125,8 @@ def test_several_hosts_that_share_the_batch():
     assert many.cost.link_bytes == pytest.approx(2 * 63 / 64 * WEIGHTS, rel=1e-3)
     assert eight.cost.notes == ("time on the links between devices is left out",)
     assert many.cost.notes == ()
-    seconds = [each.cost.by("kind")["collective"].estimated_seconds for each in (eight, many)]
-    assert seconds[1] == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
-    assert seconds[0] < 0.1 * seconds[1]  # without a bandwidth, the memory's bandwidth counts
+    seconds = many.cost.by("kind")["collective"].estimated_seconds
+    assert seconds == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
 
 
 def test_doubts_are_noted(monkeypatch):

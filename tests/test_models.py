@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, initial, integers, normal
-from tiny_models import TINY, TOKENS, inputs
+from tiny_models import TINY, inputs
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute, swin, vit
@@ -100,7 +100,6 @@ def test_cudnn_gets_even_numbers(causal, lengths, monkeypatch):
         ("cudnn", {"soft_cap": 2.0, "causal": True}, "soft_cap, window: expected None, except"),
         ("xla", {"window": 3}, "soft_cap, window: expected None, except for causal attention"),
         ("xla", {"soft_cap": 1.0, "causal": True, "bias": BIAS}, "window: .*without a bias"),
-        ("xla", {"window": 3, "causal": True, "lengths": LENGTHS}, "window: .*or lengths"),
     ],
 )
 def test_attention_refuses(implementation, given, message):
@@ -168,8 +167,7 @@ def test_padding_changes_nothing():
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        *[("bert-base", 109.48), ("bert-large", 335.14), ("minilm", 22.71)],
-        *[("roberta-base", 124.06), ("roberta-large", 354.31), ("vit-b16", 86.57)],
+        *[("bert-base", 109.48), ("minilm", 22.71), ("roberta-base", 124.06), ("vit-b16", 86.57)],
         *[("swin-t", 28.29), ("llama-7b", 6738.42), ("qwen3-0.6b", 596.05)],
         *[("gemma-2-2b", 2614.34), ("gemma-3-1b", 999.89), ("llama-3-8b", 8030.26)],
     ],
@@ -184,19 +182,6 @@ def test_models_have_the_published_sizes(name, millions):
         parts = [parts[part] for part in ("bert", "pooler", "roberta") if part in parts]
     total = sum(leaf.size for leaf in jax.tree.leaves(parts)) / 1e6
     assert total == pytest.approx(millions, abs=0.01)
-
-
-def test_only_words_add_every_token_to_a_table():
-    model = FAMILIES["bert"].build(TINY["bert"], Compute())
-    ids, lengths = inputs("bert")
-    params = initial(model, ids, lengths)["params"]
-
-    def loss(params):
-        return model.apply({"params": params}, ids, lengths).sum()
-
-    text = jax.jit(jax.grad(loss)).lower(params).as_text()
-    indices = re.findall(r"}\) : \(tensor<\w+>, tensor<(\w+)xi32>, ", text)  # of scatters
-    assert sorted(indices) == ["1x1x1", f"1x{TOKENS}x1", f"2x{TOKENS}x1"]
 
 
 def test_a_merged_scale_of_zero_pads_with_numbers():

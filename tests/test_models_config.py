@@ -56,7 +56,6 @@ def test_wrong_values(tmp_path, family):
     ("family", "change", "message"),
     [
         ("bert", {"hidden_size": 49}, "hidden_size: expected a multiple of num_attention_heads=4,"),
-        ("bert", {"position_embedding_type": "relative_key"}, "type: expected 'absolute'"),
         ("bert", {"id2label": {"0": "a", "2": "b"}}, "id2label: expected an object"),
         ("roberta", {"max_position_embeddings": 2}, "embeddings: expected more than 2"),
         ("vit", {"image_size": 30}, "image_size: expected a multiple of patch_size=8, got 30"),
@@ -65,10 +64,8 @@ def test_wrong_values(tmp_path, family):
         ("llama", {"num_key_value_heads": 3}, "attention_heads: expected a multiple of num_key"),
         ("llama", {"head_dim": 11}, "head_dim: expected an even number .*, got 11"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: expected .*llama3"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling: expected .*yarn"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: expected num_hidden_layers="),
-        ("gemma2", {"hidden_activation": "gelu"}, "expected 'gelu_pytorch_tanh', got 'gelu'"),
         ("gemma3_text", {"rope_parameters": LOCAL}, "expected no scaling of sliding_attention"),
         ("bert", b"[]", r"config\.json: expected a JSON object, got list"),
         ("bert", b'{"a": "\xff"}', r"config\.json: expected JSON: .*utf-8"),
@@ -120,8 +117,7 @@ def test_written_as_read(tmp_path, family):
     for other in FAMILIES[family].configs.values():
         again = read(tmp_path, family, other.to_json())
         assert again == other and "_given" not in vars(dataclasses.replace(again))
-    made = dataclasses.replace(config).to_json()
-    made = json.loads(json.dumps(made))
+    made = json.loads(json.dumps(dataclasses.replace(config).to_json()))
     assert all(made[name] == given(family)[name] for name in made.keys() & given(family).keys())
 
 

@@ -53,17 +53,12 @@ OPTIMIZERS = {
     "adamw": (optax.adamw(1e-3), MOMENTS),
     "amsgrad": (optax.amsgrad(1e-3), MOMENTS | {"nu_max": "uint8"}),
     "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=512), {"v": "int8"}),
-    "yogi": (optax.yogi(1e-3), {"mu": "int8", "nu": "int8"}),
     "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), {"nu": "uint8", "trace": "int8"}),
     "masked": (optax.masked(ADAM, {"kernel": True, "bias": False}), MOMENTS),
     "MultiSteps": (
         optax.MultiSteps(ADAM, 2), {"mu": "int8", "nu": "uint8", "acc_grads": "int8"}
     ),
     "schedule-free": (contrib.schedule_free_adamw(1e-3), {"nu": "uint8", "z": "float32"}),
-    "prodigy": (
-        contrib.prodigy(),
-        {"exp_avg": "int8", "exp_avg_sq": "int8", "grad_sum": "int8", "params0": "float32"},
-    ),
     "L-BFGS": (
         optax.scale_by_lbfgs(4),
         dict.fromkeys(("params", "updates"), "float32")
@@ -107,7 +102,6 @@ def test_states_that_stay_as_they_are():
     ("optimizer", "exact"),
     [
         (optax.rmsprop(1e-2, centered=True, momentum=0.9), {"mu", "nu"}),
-        (optax.scale_by_stddev(), {"mu", "nu"}),
         (optax.optimistic_adam_v2(1e-2), set()),  # divides by no difference
     ],
 )
@@ -258,13 +252,15 @@ def test_an_update_has_no_temporaries_but_new_scales(width):
     [(AxisType.Auto, P(None, "x"), 1536), (AxisType.Explicit, P("x"), 344)],
 )
 def test_sharded_state_adds_no_collective(ours, mode, spec, width):
+    dtype = jnp.bfloat16 if ours is lm.master_weights else jnp.float32
+    optimizer, params = ours(optax.adam(0.5)), {"w": jnp.ones((64, width), dtype)}
+    shapes = jax.tree.map(jnp.shape, optimizer.init(params))
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, spec)
-        dtype = jnp.bfloat16 if ours is lm.master_weights else jnp.float32
-        params = {"w": jax.device_put(jnp.ones((64, width), dtype), sharding)}
-        optimizer = ours(optax.adam(0.5))
+        params = jax.device_put(params, sharding)
         state = optimizer.init(params)
+        assert jax.tree.map(jnp.shape, state) == shapes  # as without a mesh
         update = jax.jit(optimizer.update).lower(params, state, params).compile()
         assert not collectives(update)
         updates, state = update(params, state, params)
@@ -274,25 +270,7 @@ def test_sharded_state_adds_no_collective(ours, mode, spec, width):
         np.testing.assert_allclose(after, 0.5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "shape"),
-    [
-        (AxisType.Auto, (64, 1536)),
-        (AxisType.Explicit, (16, 344)),
-        (AxisType.Auto, (1009, 1013)),
-        (AxisType.Auto, (100_003,)),
-    ],
-)
-def test_a_state_has_the_same_shapes_on_every_mesh(shape, mode):
-    optimizer, params = lm.compress_state(optax.adamw(1e-3)), {"w": jnp.ones(shape)}
-    alone = jax.eval_shape(optimizer.init, params)
-    nbytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(alone))
-    assert nbytes < 2.2 * params["w"].size
-    for spec in (P("x"), P(None, "x")):
-        if len(spec) > len(shape) or shape[len(spec) - 1] % 8:
-            continue
-        mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
-        with jax.set_mesh(mesh):
-            sharded = jax.device_put(params, NamedSharding(mesh, spec))
-            shapes = jax.tree.map(jnp.shape, jax.jit(optimizer.init)(sharded))
-            assert shapes == jax.tree.map(lambda a: a.shape, alone)
+@pytest.mark.parametrize("shape", [(1009, 1013), (100_003,)])
+def test_a_state_of_uneven_shapes_is_small(shape):
+    state = jax.eval_shape(lm.compress_state(optax.adamw(1e-3)).init, array(*shape))
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) < 2.2 * np.prod(shape)

@@ -118,7 +118,6 @@ def test_a_folder_of_images(tmp_path):
     task = load_task(IMAGES, DataConfig(tmp_path), image_size=4)
     assert task.classes == ("a", "b") and (len(task.train), len(task.dev)) == (4, 2)
     assert task.train.inputs[0][:, 0, 0, 0].tolist() == [0, 200, 0, 200]
-    assert images.read_images(tmp_path / "val", 4)[1] is None
     (tmp_path / "val" / "a" / "0.png").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"0\.png: expected a PNG or a JPEG"):
         load_task(IMAGES, DataConfig(tmp_path), image_size=4)
@@ -128,8 +127,6 @@ def test_a_folder_of_images(tmp_path):
     ("kind", "content", "message"),
     [
         (TEXT, "a\tb\na b c\n", r"train\.tsv:2: expected 2 columns, found 1"),
-        (TEXT, "a\tb\n\tc\n", r"train\.tsv:2: expected a text and a label, found"),
-        (TEXT, "label\ttext\n", r"train\.tsv: expected lines after the header"),
         (TEXT, "a\tb\nc\tb\n", r"train\.tsv: expected at least 2 classes, found only 'b'"),
         (TEXT, b"\xff\xfe", r"train\.tsv: expected UTF-8"),
         (LANGUAGE, "too short", r"train\.tsv: expected text .* more than 128 tokens"),
@@ -161,7 +158,6 @@ def test_arrays_of_images_that_are_refused(tmp_path):
     for change, message in (
         ({"train_images": np.zeros((2, 4, 4, 3))}, r"train_images, .*found float64 \[2, 4, 4, 3\]"),
         ({"train_labels": np.arange(3)}, r"as many integers below 3, found .* int64 \[3\]"),
-        ({"train_labels": np.array([0, -1])}, "integers below 1"),
         ({"train_labels": np.array([0, 2**62]), "classes": ["a", "b"]}, "integers below 2"),
     ):
         np.savez(tmp_path / "x.npz", **good | change)

@@ -181,7 +181,6 @@ ERRORS = [
     (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
     (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
     (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
-    (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
     *[
