@@ -28,7 +28,6 @@ def test_it_is_in_one_file():
         (jax.nn.gelu, jax_internals.WHOLE),
         (jax.nn.dot_product_attention, jax_internals.WHOLE),
         (lax.dot_general, jax_internals.FUNCTIONS),
-        (jax.random.normal, jax_internals.FUNCTIONS),
         (lax.scan, jax_internals.SOURCE),
     ],
 )

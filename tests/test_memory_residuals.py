@@ -37,7 +37,6 @@ def scaled_layers(x, scales):
 @pytest.mark.parametrize(
     ("fn", "args", "kept"),
     [
-        pytest.param(lambda x: x * x, (X,), 0, id="an argument"),
         pytest.param(lambda x, w: x @ w, (X, W), 0, id="two arguments"),
         pytest.param(lambda x: x @ np.ones((5, 3), np.float32), (X,), 0, id="a constant"),
         pytest.param(lambda p: jnp.sin(p["x"]), ({"x": 2.0},), 4, id="a number"),

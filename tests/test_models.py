@@ -200,11 +200,9 @@ def test_a_merged_scale_of_zero_pads_with_numbers():
 )
 def test_slices_of_tokens(name, method):
     """A layer's parts on slices of 4 of 8 tokens: the same loss, gradients and parameters."""
-    config = TINY.get(name, FAMILIES[name].toy)
+    family, config = FAMILIES[name], TINY.get(name, FAMILIES[name].toy)
     ids = integers(2, 8, low=0, high=config.vocab_size)
-    whole, tiled = (
-        FAMILIES[name].build(config, Compute(method, tiles=tiles)) for tiles in (None, 4)
-    )
+    whole, tiled = (family.build(config, Compute(method, tiles=tiles)) for tiles in (None, 4))
     params = initial(whole, ids)["params"]
     shapes = jax.eval_shape(tiled.init, jax.random.key(0), ids)["params"]
     assert jax.tree.structure(params) == jax.tree.structure(shapes)

@@ -38,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def test_every_model_by_name():
-    assert {"vit-b16", "vit-l16", "bert-base", "roberta-base", "swin-t", "llama-13b"} <= set(MODELS)
     work = MODELS["vit-ti16"](batch=4)
     params, _, batch = work.args
     assert batch.inputs[0].shape == (4, 224, 224, 3)

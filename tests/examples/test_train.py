@@ -221,10 +221,6 @@ def launch(options, *more, **given):
     return subprocess.Popen(command, env=environment, **given)
 
 
-def one_of_two(port, number):
-    return f"--coordinator localhost:{port} --process-count 2 --process-index {number}"
-
-
 @pytest.mark.slow
 def test_killed_and_several_processes(tmp_path):
     """kill -9 after a checkpoint, then resume with two processes."""
@@ -237,7 +233,8 @@ def test_killed_and_several_processes(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    both = [launch(f"{options} --resume {one_of_two(29871, i)}", *files) for i in (0, 1)]
+    options += " --resume --coordinator localhost:29871 --process-count 2 --process-index"
+    both = [launch(f"{options} {i}", *files) for i in (0, 1)]
     assert [process.wait(300) for process in both] == [0, 0]
     found = results(tmp_path / "run")
     assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")
