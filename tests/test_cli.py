@@ -148,6 +148,7 @@ OPTIONS = {
         ("plan --model vit-b17", "--model: expected one of vit-ti16, vit-b16"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
+        ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
@@ -160,9 +161,7 @@ OPTIONS = {
         ("plan MLP --devices 3", "multiple of --devices 3, which share it"),
         ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model FILE:three", "abstract arguments, got a tuple of function, tuple, int"),
-        ("plan MLP --link-bandwidth 50", "--link-bandwidth: '50' is not a size"),
         ("plan MLP --budget 24", "with one of B, KB, KiB, MB, MiB, GB, GiB"),
-        ("plan MLP --plot /nowhere/plan.png", "no folder /nowhere"),
         ("plan MLP --plot a.txt", "--plot must end in one of .png, .svg"),
         ("plan MLP --options width", "--options: expected name=value"),
         # Paths are checked before the model's own code runs.

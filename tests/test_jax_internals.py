@@ -26,7 +26,6 @@ def test_it_is_in_one_file():
     ("function", "pattern"),
     [
         (jax.nn.gelu, jax_internals.WHOLE),
-        (jax.nn.dot_product_attention, jax_internals.WHOLE),
         (lax.dot_general, jax_internals.FUNCTIONS),
         (lax.scan, jax_internals.SOURCE),
     ],

@@ -231,6 +231,8 @@ ERRORS = [
     (LARGE, {"n": "d"}, r"d/kernel reaches 9e\+04"),
     (SMALL, {"n": []}, "denses"),
     (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}'"),
+    (SMALL, {"n": "{d,e}"}, r"'\{d,e\}'"),
+    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: .* dict"),
     (layers("09"), {"09/l{i}": "{i+1}/mlp/up"}, r"'\{i\+1\}/mlp/up': .* got 'n'"),
     (layers("09", "10"), {"{i}/ln": "{i+1}/mlp/up"}, r"'10/ln' \(skip_unconsumed=True"),
     (layers("09", "10"), [following(5, "up")], "none of the 2 matching norms"),

@@ -149,7 +149,6 @@ class Activation(nn.Module):
         ([(8, 32), (32, 64), (64, 2)], False),  # an MLP that grows
         ([(8, 32), (32, 8), (8, 32), (32, 8)], False),  # two MLPs in one module
         ([(32, 32), (32, 32), (32, 32)], False),
-        ([(8, 32), (16, 32), (32, 8)], False),
     ],
 )
 def test_what_a_gate_is(kernels, gate):
