@@ -9,7 +9,7 @@ import lora
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import initial, normal
+from helpers import normal
 from lora import add_lora, apply_lora, combine, fold_lora, partition
 from tiny_models import TINY, inputs
 
@@ -24,7 +24,13 @@ RANK, ALPHA = 4, 12.0
 def base(family):
     """Returns a model, and its parameters, drawn at random."""
     model = FAMILIES[family].build(TINY[family], Compute("lowmembp"))
-    return model, initial(model, *inputs(family))["params"]
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs(family))["params"]
+    draw = np.random.default_rng(1)
+    params = {
+        path: jnp.asarray(draw.normal(path[-1] == "scale", 0.1, leaf.shape), leaf.dtype)
+        for path, leaf in flatten_dict(abstract).items()
+    }
+    return model, unflatten_dict(params)
 
 
 def with_lora(train, family):
