@@ -19,13 +19,12 @@ class Block(nn.Module):
     """A block as third parties write it: the activation is a default, captured long ago."""
 
     activation: Callable = captured_gelu
-    dtype: object = None
 
     @nn.compact
     def __call__(self, x):
         h = nn.LayerNorm(name="norm")(x)
-        h = self.activation(nn.Dense(16, dtype=self.dtype, name="up")(h))
-        return x + nn.Dense(8, dtype=self.dtype, name="down")(h)
+        h = self.activation(nn.Dense(16, name="up")(h))
+        return x + nn.Dense(8, name="down")(h)
 
 
 class Model(nn.Module):

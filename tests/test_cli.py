@@ -16,8 +16,6 @@ from helpers import python
 
 import lowmembp_jax as lm
 from lowmembp_jax import cli
-from lowmembp_jax._messages import GivenError
-from lowmembp_jax.models.methods import USUAL
 
 FILE = Path(__file__).parent / "data" / "planned_model.py"
 RESIDUALS = ("residuals", "--model", f"{FILE}:loss_only")
@@ -38,19 +36,16 @@ def run(capsys, tmp_path, monkeypatch, jax_defaults):
 
 @pytest.fixture
 def planned(run):
-    """Runs `lowmembp plan`; returns the data of `--json -`, and what it shows beside it."""
+    """Runs `lowmembp plan`; returns plans by method, the data of `--json -`, and what it shows."""
 
     def planned(function, *arguments, status=0):
         model = ("--model", f"{FILE}:{function}")
         found, out, shown = run("plan", *model, *arguments, "--json", "-")
         assert found == status, shown
-        return json.loads(out), shown
+        data = json.loads(out)
+        return {one["method"]: one["plan"] for one in data["methods"]}, data, shown
 
     return planned
-
-
-def plans(data):
-    return [one["plan"] for one in data["methods"]]
 
 
 def test_devices(run):
@@ -70,67 +65,33 @@ def test_residuals(run, tmp_path):
 
 
 @pytest.mark.compiled
-def test_plan_compares_the_methods_of_a_model(run, tmp_path):
-    target, plot = tmp_path / "plan.json", tmp_path / "plan.png"
-    plan = ("plan", "--model", f"{FILE}:mlp", "--options", "width=32", "--device", "l4")
-    status, out, _ = run(*plan, "--json", target, "--plot", plot)
-    assert status == 0 and "estimate" in out
+def test_plan_compares_the_methods_of_a_model(planned, tmp_path):
+    plot = tmp_path / "plan.png"
+    options = ("--options", "width=32", "--method", "all", "--device", "l4", "--plot", plot)
+    plans, _, out = planned("mlp", *options)
+    assert "estimate" in out
     assert "note: compress: no jax.checkpoint in the functions that are differentiated" in out
     assert out.count("note: rates of l4: products: uncalibrated; bandwidth: gpu-benches") == 1
-    data = json.loads(target.read_text())
-    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp", "compress"]
-    default, ours, _ = plans(data)
-    for plan in (default, ours):
-        assert plan["device"] == "l4"
-        assert sum(plan["parts"].values()) == plan["peak"]
-    assert ours["peak"] < default["peak"]
-    assert data["versions"]["jax"]
+    assert [*plans] == ["default", "lowmembp", "compress"]
+    assert plans["lowmembp"]["peak"] < plans["default"]["peak"]
+    assert plans["default"]["device"] == "l4"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.compiled
 def test_a_step_s_own_checkpoints_taken_over(planned):
-    data, shown = planned("checkpointed", "--budget", "40GB")
-    assert [one["method"] for one in data["methods"]] == ["default", "lowmembp", "compress"]
-    assert (
-        "note: compress: 3 x checkpoint at " in shown and "dots_saveable: 2.50 MiB -> 1.27" in shown
-    )
-    default, _, ours = (plan["parts"] for plan in plans(data))
-    assert ours["intermediates"] < 0.6 * default["intermediates"]
-    (found,) = (one for one in data["methods"] if one["method"] == "compress")
-    assert found["plan"]["fits"]
-
-
-@pytest.mark.parametrize(
-    ("model", "method", "expected"),
-    [
-        ("vit-b16", (), USUAL),
-        ("vit-b16", ("--method", "all"), lm.memory.METHODS),
-        ("vit-b16", ("--method", "dots,offload"), ("dots", "offload")),
-        (f"{FILE}:mlp", ("--method", "all"), ("default", "lowmembp", "compress")),
-    ],
-)
-def test_the_methods_that_are_planned(run, monkeypatch, model, method, expected):
-    def compare(factory, methods, **options):
-        raise GivenError("as expected" if tuple(methods) == expected else f"{methods}")
-
-    monkeypatch.setattr("lowmembp_jax.memory.comparison.compare", compare)
-    assert run("plan", "--model", model, *method)[2].endswith("as expected\n")
-
-
-@pytest.mark.compiled
-def test_one_method_in_detail(run):
-    status, out, _ = run("plan", "--model", f"{FILE}:fixed", "--method", "lowmembp")
-    assert status == 0
-    for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
-        assert text in out
+    plans, _, shown = planned("checkpointed", "--budget", "40GB")
+    assert "note: compress: 3 x checkpoint at " in shown
+    assert "dots_saveable: 2.50 MiB -> 1.27" in shown
+    default, ours = (plans[method]["parts"]["intermediates"] for method in ("default", "compress"))
+    assert ours < 0.6 * default
 
 
 @pytest.mark.compiled
 def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
     plan = ("mlp", "--method", "default", "--batch", 256)
-    [shared] = plans(planned(*plan, "--devices", 8)[0])
-    [alone] = plans(planned(*plan, "--memory-fraction", 0.9)[0])
+    shared = planned(*plan, "--devices", 8)[0]["default"]
+    alone = planned(*plan, "--memory-fraction", 0.9)[0]["default"]
     assert shared["device_count"] == 8
     assert 8 * shared["parts"]["batch"] == alone["parts"]["batch"] > 0
     assert "the devices share the batch" in shared["notes"][0]
@@ -141,25 +102,23 @@ def test_devices_the_fraction_of_their_memory_and_parts(planned, run):
 
 @pytest.mark.compiled
 def test_budget(planned):
-    data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
+    _, data, shown = planned("mlp", "--batch", 8192, "--budget", "25MB")
     assert shown.count(" ms (estimate)  ") == 3  # the largest batch is not looked for
     assert data["advised"] == "lowmembp" and "with lm.patch():" in shown
     methods = ("--method", "lowmembp,default")
-    data, shown = planned("mlp", "--batch", 8192, "--budget", "1kB", *methods, status=3)
+    plans, data, shown = planned("mlp", "--batch", 8192, "--budget", "1kB", *methods, status=3)
     assert "no method fits in 1,000 B: the smallest peak is" in shown
     assert data["fastest"] is None
-    assert [one["method"] for one in data["methods"]] == ["lowmembp", "default"]
-    assert [plan["fits"] for plan in plans(data)] == [False, False]
+    assert {name: plan["fits"] for name, plan in plans.items()} == {"lowmembp": 0, "default": 0}
 
 
 @pytest.mark.slow
 @pytest.mark.compiled
 def test_largest_batch_over_two_devices(planned):
     plan = ("mlp", "--method", "default", "--batch", 8192, "--largest-batch", "--budget", "20MB")
-    data, shown = planned(*plan, "--devices", 2)
+    _, data, shown = planned(*plan, "--devices", 2)
     assert shown.count(" ms (estimate)  ") <= 8
-    (one,) = data["methods"]
-    largest = one["largest_batch"]
+    largest = data["methods"][0]["largest_batch"]
     assert largest % 8 == 0 and largest % 8192
     assert f"largest batch that fits: {largest:,}" in shown
 
@@ -178,7 +137,7 @@ UNWRITABLE = {"DATA": "is a folder", "/no/plan": "is no folder", "/proc/plan": "
 OPTIONS = {
     "FILE:mlp": ("width=abc", "batch=3"),
     "FILE:typed": ("rate=x", "biased=maybe"),
-    "bert-base": ("rank=x", "tokens=1.5", "tokens=" + "9" * 5000, "batch=3", "method=x"),
+    "bert-base": ("rank=x", "tokens=1.5", "method=x"),
 }
 
 
@@ -187,30 +146,22 @@ OPTIONS = {
     [
         ("residuals MLP", ":mlp gives a training step: return the loss that it differentiates"),
         ("plan --model vit-b17", "--model: expected one of vit-ti16, vit-b16"),
-        ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
         ("plan --model nowhere.py:step", "there is no file nowhere.py"),
         ("plan --model DATA/no_python.txt:f", "is not a Python file"),
         ("plan --model FILE:gelu", "no function 'gelu'; it has abstract, mlp, checkpointed, loss_"),
-        ("residuals --model FILE:text_argument", "residuals: mode must be an array"),
         ("residuals --model FILE:counts", "fn must return at least one floating array, got int"),
-        ("residuals --model FILE:no_results", ":no_results gives a training step: return the"),
         ("plan --model FILE:nothing", "nothing must return a lm.memory.Workload or a pair"),
         ("plan --model FILE:fixed --largest-batch", "--batch is needed"),
         ("plan --model FILE:train_step", "train_step needs params, x: expected a function that"),
-        ("plan --model FILE:three", "abstract arguments, got a tuple of function, tuple, int"),
-        ("plan --model FILE:builtin", "no function 'builtin'; it has abstract, mlp, "),
         ("plan MLP --device DATA/minilm_small.npz", "device: expected a target description, got"),
         ("plan MLP --batch 0", "--batch must be at least 1 and below 2^31, got 0"),
-        (f"plan MLP --batch {2**31}", "--batch must be at least 1 and below 2^31, got"),
         ("plan MLP --method dots", "it can have only default, lowmembp, compress"),
         ("plan MLP --method magic", "got 'magic'"),
-        ("plan MLP --options train=full", "takes no argument train; it takes batch"),
-        ("plan MLP --link-bandwidth 50", "--link-bandwidth: '50' is not a size"),
         ("plan MLP --devices 9", "--devices must be 1 to 8, or whole hosts of 8 up"),
         ("plan MLP --devices 3", "multiple of --devices 3, which share it"),
+        ("plan --model vit-b16 --options bits=3", "bits: expected one of (2, 4), got 3"),
+        ("plan --model FILE:three", "abstract arguments, got a tuple of function, tuple, int"),
         ("plan MLP --budget 24", "with one of B, KB, KiB, MB, MiB, GB, GiB"),
-        (f"plan MLP --budget {'9' * 400}GB", "--budget: "),
-        ("plan MLP --plot /nowhere/plan.png", "no folder /nowhere"),
         ("plan MLP --plot a.txt", "--plot must end in one of .png, .svg"),
         ("plan MLP --options width", "--options: expected name=value"),
         # Paths are checked before the model's own code runs.
@@ -287,7 +238,9 @@ def test_json_to_stdout_with_the_versions_of_the_wheels(run, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [*found, wheel])
     plan = ("plan", "--model", f"{FILE}:fixed", "--method", "default", "--no-cache")
     status, out, err = run(*plan, "--json", "/dev/stdout")
-    assert status == 0 and "largest at the peak" in err
+    assert status == 0
+    for text in ("optimizer state", "intermediates", "largest at the peak", "planned_model.py:"):
+        assert text in err
     data = json.loads(out)
     assert data["fastest"] == "default" and data["versions"]["jax-cuda13-plugin"] == "1.2"
     assert {"jax", "jaxlib", "flax", "lowmembp_jax"} < set(data["versions"])

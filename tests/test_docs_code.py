@@ -2,7 +2,7 @@
 
 import functools
 import re
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import flax.linen as nn
 import jax
@@ -20,17 +20,8 @@ import lowmembp_jax as lm
 F32 = jnp.float32
 
 
-class Tokens(NamedTuple):
-    ids: Any
-    targets: Any
-
-
-class Sampled(NamedTuple):
-    ids: Any
-    labels: Any
-    old_log_probs: Any
-    reference_log_probs: Any
-    advantages: Any
+Tokens = namedtuple("Tokens", "ids targets")
+Sampled = namedtuple("Sampled", "ids labels old_log_probs reference_log_probs advantages")
 
 
 class Block(nn.Module):

@@ -44,41 +44,18 @@ def train(optimizer, params, given, steps):
     return run(params)
 
 
-def test_parameters_are_the_rounded_master_weights():
-    optimizer = lm.master_weights(optax.sgd(0.01))
-    params, state = train(optimizer, start(64, 300), noise, 50)
-    weights = master(params["w"], state, "w")
-    assert params["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.int8
-    rounded = jnp.asarray(weights).astype(jnp.bfloat16)
-    # Halves are rounded up, and not to even.
-    is_half = (weights.view(np.uint32) & 0xFFFF) == 0x8000
-    np.testing.assert_array_equal(np.asarray(params["w"])[~is_half], np.asarray(rounded)[~is_half])
-
-
 @pytest.mark.parametrize("size", [1e-3, 1e-5, 1e-7])
 def test_no_update_is_lost(size):
     """Updates of 1 / 2^23 of a weight, which change neither bfloat16 nor 24 bits by themselves."""
     first, steps = start(64, 256), 300
     params, state = train(lm.master_weights(optax.sgd(1.0)), first, constant(size), steps)
+    assert params["w"].dtype == jnp.bfloat16 and state.low["w"].dtype == jnp.int8
     moved = np.asarray(first["w"], np.float64) - master(params["w"], state, "w")
     want = steps * float(jnp.bfloat16(size))
     # float32 itself rounds the smallest updates of these weights to 1.04 to 1.05 of their size.
     assert moved.mean() == pytest.approx(want, rel=0.03 if size > 1e-7 else 0.07)
     if size == 1e-3:
         np.testing.assert_allclose(moved, want, rtol=0.01)
-
-
-@pytest.mark.parametrize("size", [1e-3, 1e-5])
-def test_16_bits_are_right_on_average(size):
-    first, steps = start(256, 512), 300
-    optimizer = lm.master_weights(optax.sgd(1.0), bits=16)
-    params, state = train(optimizer, first, constant(size), steps)
-    assert [x.shape for x in jax.tree.leaves(state)] == [()]  # the number of steps
-    moved = np.asarray(first["w"], np.float64) - np.asarray(params["w"], np.float64)
-    assert moved.mean() == pytest.approx(steps * float(jnp.bfloat16(size)), rel=0.03)
-    nearest = optax.apply_updates(first, {"w": jnp.full((256, 512), size, jnp.float32)})
-    changes = np.mean(np.asarray(nearest["w"] != first["w"]))
-    assert changes < 0.5  # rounded to nearest, the others would never move
 
 
 def test_16_bits_do_not_depend_on_the_mesh_and_resume():
@@ -124,15 +101,6 @@ def test_other_dtypes_are_left_to_the_optimizer():
     assert not jax.tree.leaves(state.low)
 
 
-@pytest.mark.parametrize("shapes", [[], [(), (0, 3), (5,)]])
-def test_scalars_and_empty_trees(shapes):
-    params = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
-    optimizer = lm.master_weights(lm.compress_state(optax.adam(0.5)))
-    updates, _ = optimizer.update(params, optimizer.init(params), params)
-    for p in optax.apply_updates(params, updates):
-        np.testing.assert_array_equal(p, 0.5)
-
-
 @pytest.mark.parametrize("bits", [24, 16])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinity_reach_the_parameter(value, bits):
@@ -144,19 +112,6 @@ def test_nan_and_infinity_reach_the_parameter(value, bits):
     assert not jnp.isfinite(after["w"][1, 2]) and jnp.isfinite(after["w"]).sum() == 31
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, given), state, after)
     assert not jnp.isfinite(optax.apply_updates(after, updates)["w"][1, 2])
-
-
-def test_a_weight_that_crosses_zero():
-    """The update cannot be exact where the new weight is 2^20 times smaller than the old."""
-    params = {"w": jnp.array([1.0, 1.0, -2.0], jnp.bfloat16)}
-    optimizer = lm.master_weights(optax.sgd(1.0))
-    given = {"w": jnp.array([1.0, 2.0, -2.0], jnp.bfloat16)}
-    updates, state = optimizer.update(given, optimizer.init(params), params)
-    params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(master(params["w"], state, "w"), [0, -1, 0], atol=1e-7)
-    updates, state = optimizer.update({"w": jnp.full(3, 1e-6, jnp.bfloat16)}, state, params)
-    params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(master(params["w"], state, "w"), [-1e-6, -1, -1e-6], rtol=1e-2)
 
 
 @pytest.mark.parametrize("bits", [24, 16])
@@ -241,16 +196,8 @@ def test_equal_numbers_are_rounded_independently(shape):
     """The mean of equal numbers, such as unit scales, is right within 4 standard errors."""
     steps, move, unit = 64, 2.0**-12, 2.0**-7
     optimizer = lm.master_weights(optax.sgd(1.0), bits=16)
-    p = jnp.ones(shape, jnp.bfloat16)
-    state, g = optimizer.init(p), jnp.full(shape, -move, jnp.bfloat16)
-
-    @jax.jit
-    def step(carry, _):
-        p, state = carry
-        updates, state = optimizer.update(g, state, p)
-        return (optax.apply_updates(p, updates), state), None
-
-    (p, _), _ = jax.lax.scan(step, (p, state), length=steps)
+    p, state = train(optimizer, jnp.ones(shape, jnp.bfloat16), constant(-move), steps)
+    assert [x.shape for x in jax.tree.leaves(state)] == [()]  # the number of steps
     share = move / unit
     deviation = unit * (steps * share * (1 - share) / p.size) ** 0.5
     mean = np.asarray(p, np.float64).mean()

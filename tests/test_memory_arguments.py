@@ -31,34 +31,25 @@ def loss(p, x, weights=1.0):
     return jnp.mean(jnp.square(x) * weights)
 
 
-def train_state(params, optimizer=ADAM):
-    create = lambda p: TrainState.create(apply_fn=None, params=p, tx=optimizer)  # noqa: E731
-    return jax.eval_shape(create, params)
-
-
 def test_names_of_arguments_where_nothing_is_trained():
     def step(params, frozen, lora_params, ema_params, opt_state, optimizer, grads, x, labels):
         return x
 
-    assert found(step, *[X] * 9) == {
-        **dict.fromkeys(("params", "frozen", "lora_params", "ema_params"), "parameters"),
-        **dict.fromkeys(("opt_state", "optimizer"), "optimizer_state"),
-        **{"grads": "gradients", "x": "batch", "labels": "batch"},
-    }
+    expected = ["parameters"] * 4 + ["optimizer_state"] * 2 + ["gradients", "batch", "batch"]
+    assert list(found(step, *[X] * 9).values()) == expected
     assert found(lambda state: state, {"opt_state": {"master_params": X, "mu": X}}) == {
         "state['opt_state']['master_params']": "parameters",
         "state['opt_state']['mu']": "optimizer_state",
     }
     assert found(lambda *args: args, X, X) == {"args[0]": "batch", "args[1]": "batch"}
-    jitted = jax.jit(lambda weights, options: weights)
-    assert found(jitted, X, X) == {"weights": "parameters", "options": "batch"}
     of_batch = found(lambda batch, w: w, {"weights": X}, W)
     assert of_batch == {"batch['weights']": "batch", "w": "batch"}
 
 
 def test_states_of_flax_and_optax_by_their_types():
     params = {"layer_0": {"kernel": X}, "opt": {"bias": X}}
-    state = train_state(params, optax.MultiSteps(ADAM, 2))
+    create = lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.MultiSteps(ADAM, 2))  # noqa: E731
+    state = jax.eval_shape(create, params)
     parts = found(lambda state, batch: state, state, {"x": X, "params": X})
     assert parts["state.params['layer_0']['kernel']"] == "parameters"
     assert parts["state.params['opt']['bias']"] == "parameters"
@@ -93,9 +84,6 @@ def test_what_is_trained_and_what_the_optimizer_carries(jitted):
     step = jax.jit(step, donate_argnums=(0, 1)) if jitted else step
     parts = found(step, [W, W], [W, W], X)
     assert list(parts.values()) == ["parameters"] * 2 + ["optimizer_state"] * 2 + ["batch"]
-    # What one says is stronger.
-    told = found(step, [W], [W], X, parts=("batch", "gradients", "batch"))
-    assert list(told.values()) == ["batch", "gradients", "batch"]
     parts = found(lambda p, x: jax.value_and_grad(loss)(p, x), [W, W], X)  # gradients alone
     assert list(parts.values()) == ["parameters", "parameters", "batch"]
 
@@ -109,9 +97,8 @@ def test_parameters_made_of_master_weights():
         b = jax.tree.map(lambda m, g: m - 0.1 * g.astype(jnp.float32), b, grads)
         return jax.tree.map(lambda m: m.astype(jnp.bfloat16), b), b
 
-    jaxpr = jax.make_jaxpr(step)([low], [W], low).jaxpr
-    made = arguments(step, ([low], [W], low), None, jaxpr)
-    assert [a.part for a in made] == ["parameters", "optimizer_state", "batch"]
+    parts = found(step, [low], [W], low)
+    assert list(parts.values()) == ["parameters", "optimizer_state", "batch"]
 
 
 def test_microbatches_in_a_scan():
@@ -158,17 +145,9 @@ def adam(params, state, x):
     return params + updates, state
 
 
-def unnamed(weight_of_mine, x):
-    return jax.grad(mean)(weight_of_mine, x)
-
-
 def dropped(params, state, x):
     adam(params, state, x)
     return mean(params, x), params
-
-
-def frozen_base(params, frozen, x):
-    return jax.grad(lambda p: mean(p[0] @ frozen, x))(params)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +155,12 @@ def frozen_base(params, frozen, x):
     [
         (adam, (W, STATE, X), None),
         (mean, (W, X), None),
-        (unnamed, (W, X), None),
-        (frozen_base, ([W], W, X), None),
+        (jax.grad(mean), (W, X), None),
         (dropped, (W, STATE, X), "neither gradients nor new param"),
-        (lambda params, x: unnamed(params, x).sum(), (W, X), "neither gradients nor new param"),
         (lambda params, opt_state, x: adam(params, opt_state, x)[1], (W, STATE, X), "neither gra"),
         (lambda *args: adam(*args)[1], (W, STATE, X), "name one `params`, or pass `parts`"),
     ],
-    ids=[
-        *("a step", "a loss", "a name of one's own", "frozen base"),
-        *("dropped", "a number", "optimizer state alone", "no names"),
-    ],
+    ids=["a step", "a loss", "gradients", "dropped", "optimizer state alone", "no names"],
 )
 def test_work_that_xla_drops_has_a_warning(function, args, message):
     expected = nullcontext() if message is None else pytest.warns(UserWarning, match=message)

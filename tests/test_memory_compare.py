@@ -1,8 +1,6 @@
 """Comparisons of methods: the fastest that fits, the largest batch, and the cache of plans."""
 
 import dataclasses
-import itertools
-import json
 import random
 import re
 import sys
@@ -10,14 +8,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from matplotlib.figure import Figure
 
 import lowmembp_jax as lm
-from lowmembp_jax._sizes import format_bytes
 from lowmembp_jax.memory import cache as plan_cache
 from lowmembp_jax.memory import comparison as comparison_module
 from lowmembp_jax.memory.largest_batch import largest_batch
-from lowmembp_jax.memory.plot import draw_points, plot_comparison
+from lowmembp_jax.memory.plot import plot_comparison
 from lowmembp_jax.memory.roofline.totals import Cost, Kernel
 from lowmembp_jax.models.methods import HOW, TABLE
 
@@ -44,10 +40,14 @@ def planned(monkeypatch):
     monkeypatch.setattr(comparison_module, "lower_step", lambda step, *_, **__: step())
 
 
-def choose(budget, *methods, **options):
-    factory = lambda method, batch: (lambda: method, ())  # noqa: E731
+def named(method, batch):
+    """A step that `planned` knows."""
+    return (lambda: method), ()
+
+
+def choose(budget, *methods):
     methods = methods or ("default", "dots", "lowmembp", "full-remat")
-    return lm.memory.choose(factory, methods, budget=budget, batch=8, **QUIET, **options)
+    return lm.memory.choose(named, methods, budget=budget, batch=8, **QUIET)
 
 
 #: dots is exact and takes 9% longer than lowmembp, and full-remat takes 82% longer.
@@ -58,11 +58,9 @@ ADVISED = {None: "default", "30GiB": "default", "22.5 GiB": "dots", "6GiB": "ful
 def test_the_fastest_exact_method_that_fits(planned, budget, method):
     choice = choose(budget)
     assert choice.method == method
-    assert choice.plan is choice.comparison[method].plan
     assert choice.plan.fits
     assert choice.how == HOW[method] and choice.how in str(choice)
-    for lines in HOW.values():
-        compile(lines, "how", "exec")
+    compile(choice.how, "how", "exec")
 
 
 def test_approximate_methods_are_advised_if_they_save_much_time(planned, monkeypatch):
@@ -75,42 +73,24 @@ def test_approximate_methods_are_advised_if_they_save_much_time(planned, monkeyp
     monkeypatch.setitem(METHODS, "own", (20, 11.9))
     assert choose(None, "own", "dots").method == "dots"
     assert choose(None, "own", "lowmembp").method == "lowmembp"
-    exact = {name for name, method in TABLE.items() if method.is_exact}
-    assert exact == {
-        "default", "norm+activation", "dots", "products", "full-remat", "offload"
-    }  # fmt: skip
 
 
-def test_each_row_is_told_as_soon_as_it_is_there(planned, capsys, monkeypatch):
-    """The last method takes long to trace; the rows of the others do not wait for it."""
-    seen = []
-    lower = comparison_module.lower_step
-
-    def slow(step, *args, **options):
-        if step() == "full-remat":
-            seen.append(capsys.readouterr().err)
-        return lower(step, *args, **options)
-
-    monkeypatch.setattr(comparison_module, "lower_step", slow)
+def test_each_row_is_told(planned, capsys, monkeypatch):
     monkeypatch.setattr(comparison_module, "workers", lambda: 1)
-    factory = lambda method, batch: (lambda: method, ())  # noqa: E731
-    methods = ["default", "dots", "lowmembp", "full-remat"]
-    lm.memory.compare(factory, methods, batch=64, cache=False)
-    assert seen == [
-        "planning 4 methods, batch 64, up to 1 at once\n"
-        "default       30.00 GiB     10.0 ms (estimate)  fits; 3 left, 0 s\n"
-        "dots          20.00 GiB     12.0 ms (estimate)  fits; 2 left, 0 s\n"
-        "lowmembp      22.00 GiB     11.0 ms (estimate)  fits; 1 left, 0 s\n"
-    ]
-    assert capsys.readouterr().err.endswith("20.0 ms (estimate)  fits; done, 0 s\n")
+    lm.memory.compare(named, ["default", "dots", "full-remat"], batch=64, cache=False)
+    assert capsys.readouterr().err == (
+        "planning 3 methods, batch 64, up to 1 at once\n"
+        "default       30.00 GiB     10.0 ms (estimate)  fits; 2 left, 0 s\n"
+        "dots          20.00 GiB     12.0 ms (estimate)  fits; 1 left, 0 s\n"
+        "full-remat     5.00 GiB     20.0 ms (estimate)  fits; done, 0 s\n"
+    )
 
 
 def test_the_methods_that_are_compared(planned, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "METHODS", dict.fromkeys(TABLE, (1, 1)))
-    factory = lambda method, batch: (lambda: method, ())  # noqa: E731
     usual = ["default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress"]
-    assert [one.method for one in lm.memory.compare(factory, **QUIET)] == usual
-    twice = lm.memory.compare(factory, ["dots", "default", "dots"], **QUIET)
+    assert [one.method for one in lm.memory.compare(named, **QUIET)] == usual
+    twice = lm.memory.compare(named, ["dots", "default", "dots"], **QUIET)
     assert [one.method for one in twice] == ["dots", "default"]
 
 
@@ -122,7 +102,6 @@ def test_texts_of_a_comparison(planned):
     assert shown.count("\nnote: a note") == shown.count("\nnote: another") == 1
     assert shown.count("does not fit") == 1  # default
     assert all(f"\n{one.method} " in shown for one in comparison)
-    assert "examples/s" in shown and " 800 " in shown  # 8 in 10 ms
     assert re.search(r"^dots .* fits, advised$", shown, re.MULTILINE)
     text = lambda method, batch: lm.memory.Workload(lambda: method, (), tokens=128 * batch)  # noqa: E731
     found = lm.memory.compare(text, ["default"], batch=8, **QUIET)
@@ -131,11 +110,11 @@ def test_texts_of_a_comparison(planned):
     data = comparison.to_dict()
     assert (data["fastest"], data["advised"]) == ("lowmembp", "dots")
     assert data["budget_bytes"] == 25 * 10**9
-    fits = {one["method"]: one["plan"]["fits"] for one in data["methods"]}
-    assert fits == {"default": False, "dots": True, "lowmembp": True, "full-remat": True}
+    assert [one["plan"]["fits"] for one in data["methods"]] == [False, True, True, True]
 
 
-def test_picture_of_memory_against_time(planned, tmp_path):
+def test_picture_of_memory_against_time(planned, tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "worse", METHODS["default"])  # labels that would overlap
     comparison = choose("25GB", *METHODS).comparison
     plot_comparison(comparison, tmp_path / "plan.svg", "$no_formula^$")
     picture = (tmp_path / "plan.svg").read_text()
@@ -143,14 +122,10 @@ def test_picture_of_memory_against_time(planned, tmp_path):
     assert all(f">{text}</text>" in picture for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("gib", "fraction", "verdict"),
-    [(15, 0.75, "fits"), (20, 0.75, "=0.85"), (20, 0.9, "fits"), (23.5, 0.75, "not fit")],
-)
-def test_the_fraction_of_memory_that_would_do(gib, fraction, verdict):
-    parts = (int(gib * 2**30), *[0] * 8)
-    device = lm.memory.get_device("rtx4090")
-    plan = lm.memory.Plan(device, 1, fraction, *parts, live=(), cost=Cost((), ()))
+@pytest.mark.parametrize(("gib", "verdict"), [(15, "fits"), (20, "=0.85"), (23, "not fit")])
+def test_the_fraction_of_memory_that_would_do(gib, verdict):
+    device, parts = lm.memory.get_device("rtx4090"), (gib * 2**30, *[0] * 8)
+    plan = lm.memory.Plan(device, 1, 0.75, *parts, live=(), cost=Cost((), ()))
     assert plan.verdict.endswith(verdict) and plan.verdict in str(plan)
 
 
@@ -193,18 +168,13 @@ def test_rows_cache_and_report(compiled, capsys, monkeypatch):
     assert first.startswith("planning 2 methods, batch 65,536, up to ")
     assert sorted(row.split()[0] for row in rows) == sorted(methods)
     assert [one.method for one in comparison] == methods
-    assert comparison.batch == 65536
     assert comparison.budget == lm.memory.get_device("h100").usable_bytes()
     assert comparison["lowmembp"].plan.peak < comparison["default"].plan.peak
-    assert comparison["default"].largest_batch is None
-    assert all(format_bytes(one.plan.peak) in str(comparison) for one in comparison)
     assert len(compiled) == 2
 
     given["progress"] = False
-    again = lm.memory.compare(factory, methods, **given)
+    assert lm.memory.compare(factory, methods, **given) == comparison
     assert len(compiled) == 2
-    assert again == comparison
-    assert json.loads(json.dumps(again.to_dict())) == json.loads(json.dumps(comparison.to_dict()))
     # A file that is no plan is made again, and a folder that cannot be written is left alone.
     (file, *_) = lm.memory.plan_cache_directory().glob("*.json")
     file.write_text("[" * 100_000)
@@ -266,20 +236,15 @@ def test_memory_that_a_workload_donates_is_not_there_twice():
     assert compared["kept"].plan.peak - compared["donated"].plan.peak == 4 * 2**20
 
 
-WRONG_SIZES = "", "24", "-1GB", "24 apples"
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"methods": []}, ValueError, "methods must be a sequence of names"),
         ({"methods": "compress"}, ValueError, "methods must be .* names, got 'compress'"),
-        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
         ({"batch": None, "find_largest_batch": True}, ValueError, "needs a batch to start from"),
         ({"batch_multiple": 0}, ValueError, "batch_multiple must be at least 1, got 0"),
         ({"step_factory": lambda *_: None}, ValueError, "must return a lm.memory.Workload"),
         ({"step_factory": 3}, TypeError, "step_factory must be callable, got 3"),
-        *[({"budget": text}, ValueError, "budget.*is not a size") for text in WRONG_SIZES],
+        ({"budget": "-1GB"}, ValueError, "budget.*is not a size"),
         ({"budget": 0}, ValueError, "budget.*above 0"),
     ],
 )
@@ -334,27 +299,6 @@ def test_a_flat_line_through_two_close_batches_is_not_followed_far():
     found, calls = search(padded, 2600, start=2504, multiple=8)
     assert found == 2560
     assert max(calls) < 4000
-    # A line takes few compilations, and the step grows by at most 16 times at once.
+    # A line takes few compilations.
     found, calls = search(lambda batch: 1000 + 7 * batch, 50_000, start=64)
     assert found == 7000 and len(calls) <= 4
-    found, calls = search(lambda batch: 500 + batch, 80_000, start=1, most=8)
-    assert found == 79_500
-    assert max(after / before for before, after in itertools.pairwise(calls)) <= 16
-
-
-@pytest.mark.parametrize("most", [1, 3, 4])
-def test_few_compilations_give_a_batch_that_fits(most):
-    peaks = lambda batch: 100 + batch**2  # noqa: E731
-    found, calls = search(peaks, 10**6, start=64, multiple=8, most=most)
-    assert len(calls) == most
-    assert found in calls and peaks(found) <= 10**6 and found % 8 == 0
-    assert found == max(batch for batch in calls if peaks(batch) <= 10**6)
-
-
-def test_labels_do_not_overlap():
-    axes = Figure(layout="constrained").subplots()
-    points = {f"a method of some length {n}": (2 + 0.01 * (n % 3), 20 + 0.02 * n) for n in range(8)}
-    draw_points(axes, points)
-    boxes = [label.get_window_extent() for label in axes.texts]
-    assert len(boxes) == 8
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))

@@ -1,10 +1,8 @@
 """Compiling steps as users have them, for GPUs that are not there."""
 
-import dataclasses
 import importlib.util
 import textwrap
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +88,6 @@ def test_missing_wheels_say_how_to_install_them(monkeypatch):
     assert lm.memory.missing_wheels() == []
     there.remove("nvidia.cu13.bin")
     assert lm.memory.missing_wheels() == ["nvidia-cuda-nvcc"]
-    there.clear()
-    of_cuda_12 = ["jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"]
-    assert lm.memory.missing_wheels() == of_cuda_12
 
 
 @pytest.mark.compiled
@@ -131,44 +126,12 @@ def with_callbacks(params, x, *, ordered):
 @pytest.mark.parametrize("ordered", [False, True])
 def test_callbacks_are_left_out(ordered):
     step = partial(with_callbacks, ordered=ordered)
-    plans = [lm.memory.plan(step, F32, F32) for _ in range(2)]
-    for plan in plans:  # what JAX has lowered before is told again
+    for _ in range(2):  # what JAX has lowered before is told again
+        plan = lm.memory.plan(step, F32, F32)
         (note,) = plan.notes
         for name in ("debug_print", "debug_callback", "io_callback", "pure_callback"):
             assert name in note
-    assert (plan.parameters, plan.batch) == (0, 2 * SIZE) or plan.parameters == SIZE
     assert plan.peak >= 3 * SIZE
-    assert note in str(plan)
-    assert lm.memory.Plan.from_dict(plan.to_dict()) == plan
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    """As Equinox's modules are: a pytree whose leaves are no arrays alone."""
-
-    weight: Any
-    activation: Any
-    power: Any
-    mode: Any
-
-
-@pytest.mark.compiled
-def test_a_leaf_that_is_no_array_is_a_constant():
-    def step(model, x, frozen=None):
-        assert model.mode == "train" and model.power == 3
-
-        def loss(weight):
-            return (model.activation(x @ weight) ** model.power).sum()
-
-        weight = model.weight - jax.grad(loss)(model.weight)
-        return Layer(weight, model.activation, model.power, model.mode), model.activation
-
-    model = Layer(F32, jax.nn.relu, 3, "train")
-    plan = lm.memory.plan(step, model, F32, None, donate=0)
-    assert (plan.parameters, plan.batch) == (SIZE, SIZE)
-    assert plan.outputs < 1000  # the weight goes where it was
-    assert any(buffer.op == "model.weight" for buffer in plan.live)
 
 
 @pytest.mark.compiled
@@ -191,54 +154,16 @@ def nested_options(x):
     return jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})(x)
 
 
-LOWERED = jax.jit(jnp.sin).lower(1.0)
-
-
 @pytest.mark.parametrize(
     ("step", "args", "message"),
     [
         (lambda params, *, x: x, (F32,), r"1 arguments: missing a required .*'x'.*functools.part"),
         (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
         (nested_options, (F32,), "jax.jit with compiler_options, .* give that function itself"),
-        (LOWERED, (F32,), "step: .* got a Lowered"),
-        (LOWERED.compile(), (F32,), "step: .* got a Compiled"),
+        (jax.jit(jnp.sin).lower(1.0), (F32,), "step: .* got a Lowered"),
     ],
 )
 def test_calls_that_do_not_work(step, args, message):
     with pytest.raises(lm.memory.StepError, match=message) as error:
         lm.memory.plan(step, *args)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.compiled
-def test_products_without_tiles(monkeypatch):
-    """A product for which XLA finds no tiles without a GPU; which they are varies with JAX."""
-    tried = []
-    compile = jax.stages.Lowered.compile
-
-    def no_tiles(self, options):
-        tried.append(options.get("xla_gpu_enable_triton_gemm"))
-        if tried[-1] in (None, True):
-            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes for x")
-        return compile(self, options)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", no_tiles)
-    plan = lm.memory.plan(jnp.matmul, F32, F32)
-    (note,) = plan.notes
-    assert note.startswith("compiled with xla_gpu_enable_triton_gemm=False: XLA found no tiles for")
-    lm.memory.compile_for(jnp.matmul, F32, F32)
-    assert tried == [None, False] * 2
-    # Who asks for Triton's gets the error.
-    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
-        lm.memory.plan(jnp.matmul, F32, F32, compiler_options={"xla_gpu_enable_triton_gemm": True})
-
-
-@pytest.mark.compiled
-def test_no_platform_to_trace_with(monkeypatch):
-    def devices():
-        raise AssertionError  # as JAX does without a word
-
-    monkeypatch.setattr(jax, "devices", devices)
-    message = "JAX_PLATFORMS='cpu': this machine has no such device"
-    with pytest.raises(lm.memory.StepError, match=message):
-        lm.memory.plan(jnp.matmul, F32, F32)

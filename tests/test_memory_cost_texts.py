@@ -43,11 +43,6 @@ FUSED = {
         %b = f32[4,256] broadcast(%r), dimensions={0}
         ROOT %s = f32[4,256] subtract(%p, %b)""",
     "sliced": SLICE.removeprefix(P),
-    "sliced after": """%e = f32[4,256] exponential(%p)
-        ROOT %s = f32[1,256] slice(%e), slice={[0:1], [0:256]}""",
-    "two slices": """%s = f32[1,256] slice(%p), slice={[0:1], [0:256]}
-        %t = f32[1,256] slice(%p), slice={[1:2], [0:256]}
-        ROOT %a = f32[1,256] add(%s, %t)""",
     "sliced and whole": """%s = f32[1,256] slice(%p), slice={[0:1], [0:256]}
         ROOT %t = (f32[1,256], f32[4,256]) tuple(%s, %p)""",
     "updated in place": """%u = f32[1,256] broadcast(%q), dimensions={}
@@ -63,9 +58,6 @@ ENTRIES = {
         %b = f32[1024] bitcast(%x)
         %t = (f32[1024], f32[]) tuple(%b, %c)
         ROOT %g = f32[1024] get-tuple-element(%t), index=0""",
-    "copy": "ROOT %c = f32[4,256]{0,1} copy(%x)",
-    "passed twice": """%b = f32[1024] bitcast(%x)
-        ROOT %y = f32[] dot(%b, %x)""",
     "asynchronous fusion": """%s = ((f32[4,256], s32[]), f32[1,256], u32[]) \
 fusion-start(%x, %i), calls=%c1
         ROOT %d = f32[1,256] fusion-done(%s)""",
@@ -79,15 +71,11 @@ fusion-start(%x, %i), calls=%c1
     [
         ("reduced and used", 4096, 4096),
         ("sliced", 1024 + 4, 1024),
-        ("sliced after", 1024, 1024),
-        ("two slices", 2048, 1024),
         ("sliced and whole", 4096, 1024 + 4096),
         ("updated in place", 4, 1024),
         ("updated copy", 4096 + 4, 4096),
         ("not used", 4, 4096),
         ("free", 0, 0),
-        ("copy", 4096, 4096),
-        ("passed twice", 4096, 4),
         ("asynchronous fusion", 1024 + 4, 1024),
         ("asynchronous call", 4096, 4096),
     ],
@@ -120,33 +108,24 @@ def test_conditional_takes_its_longest_branch():
     entry = "ROOT %w = f32[4,256] conditional(%i, %x, %x), branch_computations={%c0, %c1}"
     twice = COPY.replace("ROOT ", "") + "\nROOT %e = f32[4,256] copy(%c)"
     total = counted(X + entry, COPY, twice)
-    assert total.bytes_moved == 2 * 8192
-    assert len(total.notes) == 1
+    assert (total.bytes_moved, len(total.notes)) == (2 * 8192, 1)
 
 
 @pytest.mark.parametrize(
-    ("target", "mask", "window", "products"),
-    [
-        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, 2),
-        ("__cudnn$fmhaSoftmaxBackward", "PADDING_CAUSAL", 0, 2.5),
-        ("__cudnn$fmhaSoftmax", "CAUSAL", 32, 2 * (1 / 4) * (1 - 1 / 8)),
-    ],
+    ("mask", "window", "products"),
+    [("PADDING_CAUSAL", 0, 1), ("CAUSAL", 32, 2 * (1 / 4) * (1 - 1 / 8))],
 )
-def test_flops_of_attention(target, mask, window, products):
+def test_flops_of_masked_attention(mask, window, products):
     shape = {"dimensions": ["2", "4", "64", "128"]}
     given = {"mask_type": mask, "sliding_window_length": window}
     config = {"cudnn_fmha_backend_config": {"intermediate_tensor_shape": shape} | given}
     q, k = 2 * 2 * 64 * 4 * 32, 2 * 2 * 128 * 4 * 32
-    results, written = "bf16[2,4,64,32]{3,1,2,0}", q
-    if "Backward" in target:
-        results, written = results + 2 * ", bf16[2,4,128,32]{3,1,2,0}", q + 2 * k
     total = counted(f"""%q = bf16[2,64,4,32]{{3,2,1,0}} parameter(0)
     %k = bf16[2,128,4,32]{{3,2,1,0}} parameter(1)
-    ROOT %a = ({results}, u8[4096]{{0}}) custom-call(%q, %k, %k), \
-custom_call_target="{target}", backend_config={json.dumps(config)}""")
+    ROOT %a = (bf16[2,4,64,32]{{3,1,2,0}}, u8[4096]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={json.dumps(config)}""")
     assert total.flops == products * 2 * (2 * 4 * 64 * 128) * 32
-    assert set(total.by("kind")) == {"attention"}
-    assert (total.bytes_read, total.bytes_written) == (q + k, written)  # workspace not counted
+    assert (total.bytes_read, total.bytes_written) == (q + k, q)  # workspace not counted
 
 
 def test_workspace_of_attention():
@@ -161,16 +140,6 @@ custom_call_target="__cudnn$fmhaSoftmaxBackward\""""
     assert attention_workspace(program.entry.instructions["a"]) == 270532864 - 256
 
 
-def test_a_fusion_without_a_name_takes_one_of_its_operations():
-    fused = P + (
-        '%e = f32[4,256] negate(%p), metadata={op_name="jit(f)/jvp(M)/neg"}\n'
-        "ROOT %r = f32[4,256] bitcast(%e)"
-    )
-    entry = "ROOT %f = f32[4,256] fusion(%x, %i), kind=kLoop, calls=%c0"
-    (kernel,) = counted(X + entry, fused).kernels
-    assert (kernel.op_name, kernel.phase) == ("jit(f)/jvp(M)/neg", "forward")
-
-
 @pytest.mark.parametrize(
     ("op_name", "phase", "module"),
     [
@@ -179,7 +148,6 @@ def test_a_fusion_without_a_name_takes_one_of_its_operations():
         ("transpose(jvp(M))/jvp(M)/checkpoint/rematted_computation/l/mul", "recomputation", "M/l"),
         ("jit(step)/jvp(LM)/while/body/closed_call/layers/jit(gelu)/mul", "forward", "LM/layers"),
         ("jit(step)/jvp()/bsd,df->bsf/dot_general", "forward", ""),
-        ("jit(step)/mul", "other", ""),
         ("", "other", ""),
     ],
 )
@@ -267,11 +235,3 @@ def test_a_copy_to_the_host_runs_beside_kernels():
     back = f"%x = {host} parameter(0)\n%s = (u8[1048576], {host}, u32[]) copy-start(%x)\n"
     total = counted(back + "ROOT %d = u8[1048576]{0} copy-done(%s)\n")
     assert (total.bytes_read, total.bytes_written, total.host_bytes) == (0, MIB, MIB)
-    assert set(total.by("kind")) == {"copy"}
-
-
-def test_the_body_of_a_loop_overlaps_and_repeats():
-    x = "%x = u8[1048576]{0} parameter(0)\n"
-    entry = x + "ROOT %w = u8[1048576]{0} while(%x), condition=%c1, body=%c0" + TRIPS
-    total = counted(entry, GATHER + BESIDE + GATHERED, x, link_bandwidth=1e11)
-    assert total.estimated_seconds == pytest.approx(7 * (OWN + KERNEL))

@@ -23,9 +23,9 @@ def cpu_mesh(size=8, **options):
     return Mesh(np.array(jax.devices()[:size]), ("dp",), **options)
 
 
-def placed(spec=None, size=8, kind=None):
+def placed(spec, size=8, kind=None):
     """A sharding over CPU devices, which stand for as many GPUs."""
-    return NamedSharding(cpu_mesh(size), P() if spec is None else spec, memory_kind=kind)
+    return NamedSharding(cpu_mesh(size), spec, memory_kind=kind)
 
 
 def abstract(array, sharding):
@@ -154,7 +154,7 @@ def sgd_step(to_device, to_host, donate=(0, 1), **options):
     return jax.jit(step, donate_argnums=donate, **options)
 
 
-DEVICE, HOST = placed(size=1, kind="device"), placed(size=1, kind="pinned_host")
+DEVICE, HOST = (placed(P(), size=1, kind=kind) for kind in ("device", "pinned_host"))
 SPACES = jax.memory.Space.Device, jax.memory.Space.Host
 ONE_DEVICE = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 

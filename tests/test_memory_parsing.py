@@ -114,13 +114,9 @@ def test_a_buffer_assignment(page):
     ("text", "known", "odd"),
     [
         (0, "allocation 2: size 4, constant:", "allocation 2: size 4, constant, striped:"),
-        (0, " value: <7 x.1 @0> (size", " value: <7 x.1 @0> (length"),
         (0, "x.1 @0> (size=400,offset=0): f32[100]{0}", "x.1 @0> (size=400,offset=0): <tuple>"),
-        (0, "allocation 5", "Peak: 3\nallocation 5"),
         (1, "  while.5, operand 0 {2}", "  while.5 as operand 0 {2}"),
-        (1, "  get-tuple-element.6", "  get-tuple-element.6 of a loop"),
         (1, " uses:\n  while.5", " users:\n  while.5"),
-        (1, "<9 fusion.4 {1} @0>", "<9 fusion.4 {1}>"),
         (2, "    fusion.4{1}:2-6", "    fusion.4{1}:[2,6)"),
         (2, "    0:x.1", "    at 0: x.1"),
     ],
@@ -131,14 +127,6 @@ def test_lines_that_are_not_understood(text, known, odd):
     texts[text] = texts[text].replace(known, odd, 1)
     lines = buffers.parse(*texts).not_understood
     assert any(line in odd or odd in line for line in lines)
-
-
-def test_values_without_a_range_or_a_place():
-    line = " value: <6 w.1 @0> (size=400,offset=0): f32[100]{0}"
-    without_range = RANGES.replace("    w.1{}:0-9\n", "")
-    assert buffers.parse(ASSIGNMENT, VALUES, without_range).not_understood == (line,)
-    without_place = VALUES.replace("<6 w.1 @0>", "<60 w.1 @0>")
-    assert buffers.parse(ASSIGNMENT, without_place, RANGES).not_understood == (line,)
 
 
 def test_memory_on_the_chip_of_a_tpu_does_not_count():

@@ -10,7 +10,6 @@ import optax
 import pytest
 from helpers import array, parts
 from jax import P, lax
-from jax.sharding import AbstractMesh, AxisType
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.parsing import buffer_assignment as buffers
@@ -71,8 +70,6 @@ def test_parts_by_hand_of_the_peak_that_xla_allocates(donate):
     memory = lm.memory.compile_for(mlp_step, *MLP, donate_argnums=donate).memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert plan.peak == memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
-    if hasattr(memory, "total_allocation_bytes"):  # JAX 0.11 counts what is inside of kernels too
-        assert 0 <= memory.total_allocation_bytes - plan.peak < 1024
 
 
 def test_a_jitted_step_says_what_it_donates_and_can_be_overruled():
@@ -96,9 +93,6 @@ def test_compiler_options_of_a_jitted_step():
     fewer = len(plan_mlp().cost.kernels)
     assert fewer < more == kernels(jitted)
     assert kernels(jitted, compiler_options=fused) == fewer
-    compiled = lm.memory.compile_for(jitted, *MLP)
-    assert compiled.memory_analysis().alias_size_in_bytes >= 3 * WEIGHTS
-    assert compiled.as_text().count(" fusion(") == more
 
 
 def test_gradients_by_hand():
@@ -113,21 +107,6 @@ def test_gradients_by_hand():
     assert plan.gradients == WEIGHTS
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_eight_devices_share_the_batch(axis_type):
-    mesh = AbstractMesh((8,), ("data",), axis_types=(axis_type,))
-    arguments = (PARAMS, OPT_STATE, array(8 * ROWS, WIDTH))
-    options = {"mesh": mesh, "in_shardings": (P(), P(), P("data")), "donate": (0, 1)}
-    one, eight = plan_mlp(), lm.memory.plan(mlp_step, *arguments, **options)
-    assert (one.device_count, eight.device_count) == (1, 8)
-    assert eight.parameters == one.parameters == WEIGHTS
-    assert eight.optimizer_state == one.optimizer_state
-    assert eight.batch == one.batch
-    assert eight.most_intermediates == pytest.approx(one.most_intermediates, rel=0.01)
-    # What XLA adds to its texts must be known here first: there is no note of lines.
-    assert eight.notes == ()
-
-
 def test_several_hosts_that_share_the_batch():
     """XLA compiles for them as for one: each device takes as much."""
 
@@ -140,14 +119,14 @@ def test_several_hosts_that_share_the_batch():
     eight, many = plan(8), plan(64, link_bandwidth="1GB")
     assert many.device_count == 64
     assert parts(many) == parts(eight)
+    assert eight.notes == ()  # what XLA adds to its texts must be known here first
     # One all-reduce of the gradients, and of the loss.
     assert eight.cost.link_bytes == pytest.approx(2 * 7 / 8 * WEIGHTS, rel=1e-3)
     assert many.cost.link_bytes == pytest.approx(2 * 63 / 64 * WEIGHTS, rel=1e-3)
     assert eight.cost.notes == ("time on the links between devices is left out",)
     assert many.cost.notes == ()
-    seconds = [each.cost.by("kind")["collective"].estimated_seconds for each in (eight, many)]
-    assert seconds[1] == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
-    assert seconds[0] < 0.1 * seconds[1]  # without a bandwidth, the memory's bandwidth counts
+    seconds = many.cost.by("kind")["collective"].estimated_seconds
+    assert seconds == pytest.approx(many.cost.link_bytes / 1e9, rel=0.05)
 
 
 def test_doubts_are_noted(monkeypatch):
@@ -179,9 +158,6 @@ def test_residuals_at_the_peak_have_their_source_line():
     assert codes.source == f"{__file__}:{line}"
     given = {buffer.op: buffer for buffer in plan.live if buffer.part in ("parameters", "batch")}
     assert set(given) == {"params['w']", "params['v']", "batch"}
-    assert given["params['w']"].shape == "f32[256,2048]"
-    rest = plan.peak - sum(buffer.bytes for buffer in plan.live)
-    assert plan.fragmentation <= rest < 0.01 * plan.peak
 
 
 def test_mixed_precision_casts_are_parameters():
@@ -266,13 +242,8 @@ def test_reports():
     plan = plan_mlp()
     data = json.loads(plan.to_json())
     assert data["parts"] == parts(plan) and data["peak"] == plan.peak
-    assert data["device"] == "h200" and data["cost"] == json.loads(json.dumps(plan.cost.to_dict()))
-    assert [buffer["bytes"] for buffer in data["live"]] == [buffer.bytes for buffer in plan.live]
     assert lm.memory.Plan.from_dict(data) == plan
     text = str(plan)
     assert text.startswith("NVIDIA H200") and "optimizer state" in text and "fits\n" in text
-
-    small = lm.memory.plan(jnp.sin, array(64), device="l4", memory_fraction=0.5)
-    assert small.usable == lm.memory.get_device("l4").usable_bytes(0.5)
     with pytest.raises(ValueError, match=r"memory_fraction: .* got 75"):
         lm.memory.plan(jnp.sin, array(64), memory_fraction=75)

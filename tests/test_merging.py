@@ -91,9 +91,8 @@ def test_ties_are_decided_in_float64():
     assert dense["kernel"] is params["dense"]["kernel"]  # there is no scale to fold
 
 
-@pytest.mark.parametrize("wrap", [jnp.asarray, np.asarray])
 @pytest.mark.parametrize("container", [dict, FrozenDict, OrderedDict])
-@pytest.mark.parametrize("top", [False, True])
+@pytest.mark.parametrize(("wrap", "top"), [(jnp.asarray, False), (np.asarray, True)])
 def test_containers_and_leaves_stay_what_they_were(container, wrap, top):
     inner = small(wrap=wrap)
     modules = {"empty": {}, "other": {"x": wrap(np.ones(2))}, **inner}
@@ -134,13 +133,10 @@ def test_leaves_stay_on_their_devices_and_in_their_boxes():
     "scale, kernel, bias, layers, inputs",
     [
         ((4,), (4, 2, 3), (2, 3), 1, 4),  # DenseGeneral to heads
-        ((4,), (4, 1, 4), (1, 4), 1, 4),
         ((4,), (4, 1, 4), (4,), 1, 4),  # the bias decides what 1 is
         ((4,), (4,), (), 1, 4),
         ((6,), (2, 3, 5), (5,), 1, 6),  # reshaped and contracted over two axes
         ((5, 4), (5, 4, 3), (5, 3), 5, 4),  # stacked by nn.scan
-        ((4, 4), (4, 4, 3), (4, 3), 4, 4),
-        ((5, 4), (5, 4, 2, 3), (5, 2, 3), 5, 4),
         ((2, 5, 4), (2, 5, 4, 3), (2, 5, 3), 10, 4),
         ((2, 4), (2, 4, 3), (3,), 1, 8),  # a norm over two axes
     ],
@@ -173,20 +169,22 @@ def merged_paths(params, rule):
     )
 
 
+def following(offset, *names):
+    """A rule for the Denses of a later layer."""
+    denses = [f"{{i+{offset}}}/mlp/{name}" for name in names]
+    return lm.MergeRule("{i}/ln", denses, skip_unconsumed=True)
+
+
 @pytest.mark.parametrize(
     "names, norm, dense, changed",
     [
         (["a_1", "a_10", "b_1"], "a_{i}/ln", "a_{i}/mlp/up", ["a_1/mlp/up", "a_10/mlp/up"]),
-        (["a_1", "a_10", "b_1"], "a_1/ln", "a_1/mlp/up", ["a_1/mlp/up"]),
         (["a.1", "ax1"], "a.1/ln", "a.1/mlp/up", ["a.1/mlp/up"]),  # not a regex
-        (["a.1", "ax1"], "a.{i}/ln", "a.{i}/mlp/up", ["a.1/mlp/up"]),
         (["a_1", "a_2"], "a_{i}/{n}", "a_{i}/mlp/up", r"'a_1/mlp': expected a scale"),
         (["a_1"], "{block}/ln", "{block}/mlp/{any}", ["a_1/mlp/gate", "a_1/mlp/up"]),
         (["a_1"], "a_{i}/ln", "{any}/up", r"no Dense '{any}/up'"),  # stops at "/"
-        (["x_x", "x_y"], "{a}_{a}/ln", "{a}_{a}/mlp/up", ["x_x/mlp/up"]),
         (["09", "10"], "{i}/ln", "{i+1}/mlp/up", r"no Dense '11/mlp/up'"),
         (["9", "10"], "1{i}/ln", "{i+9}/mlp/up", ["9/mlp/up"]),
-        (["08", "09"], "{i}/ln", "{i}/mlp/up", ["08/mlp/up", "09/mlp/up"]),
     ],
 )
 def test_paths(names, norm, dense, changed):
@@ -200,10 +198,7 @@ def test_paths(names, norm, dense, changed):
 
 def test_counting_to_the_next_layer():
     params = layers("08", "09", "10")
-    after = following(1, "up")
-    out = lm.merge_norm_affine(params, [after])
-    assert merged_paths(params, after) == ["09/mlp/up", "10/mlp/up"]
-    assert [name for name in out if "ln" in out[name]] == ["10"]  # nothing follows it: untouched
+    assert merged_paths(params, following(1, "up")) == ["09/mlp/up", "10/mlp/up"]
     before = lm.MergeRule("{i}/ln", "{i-1}/mlp/up", skip_unconsumed=True)
     assert merged_paths(params, before) == ["08/mlp/up", "09/mlp/up"]
 
@@ -211,12 +206,6 @@ def test_counting_to_the_next_layer():
 def shaped(scale=(4,), kernel=(4, 3), **bias):
     dense = {name: np.ones(shape) for name, shape in bias.items()}
     return {"n": {"scale": np.ones(scale)}, "d": {"kernel": np.ones(kernel), **dense}}
-
-
-def following(offset, *names):
-    """A rule for the Denses of a later layer."""
-    denses = [f"{{i+{offset}}}/mlp/{name}" for name in names]
-    return lm.MergeRule("{i}/ln", denses, skip_unconsumed=True)
 
 
 N, D = small(norm=("scale",)).values()
@@ -227,53 +216,36 @@ LARGE = {"n": {"scale": np.float16([300])}, "d": {"kernel": np.float16([[-300]])
 ERRORS = [
     ({"b": {"n_1": {"scale": ONE}}}, {"b/n1": "d"}, r"'b/n1'.* nearest are \['b/n_1'"),
     (SMALL, {"l_{i}/norm": "d"}, r"'l_\{i\}/norm'.* params has \['d', 'n'\]"),
-    ({"params": SMALL}, {"params/n": "params/d"}, "'params/n'"),
     ({"n": N, "a": {"q": D}}, {"n": ["a/q", "a/qu"]}, r"'a/qu' .*nearest are \['a/q'"),
-    (SMALL, {"n": "d/kernel"}, "'d/kernel'"),
-    ({"n": {}, "d": D}, {"n": "d"}, "'n': expected a scale"),
-    ({"n": {"kernel": KERNEL}, "d": D}, {"n": "d"}, r"'n': expected a scale.*\['kernel'\]"),
     ({"n": N, "w": {"embedding": ONE}}, {"n": "w"}, r"\['embedding'\] \(untie"),
     (small(dense=("kernel",)), {"n": "d"}, "'d' .* add_bias=True"),
     ({"n": N, "m": N, "d": D}, {"n": "d", "m": "d"}, "'d' is merged twice, .* 'n' and .* 'm'"),
-    (SMALL, {"n": ["d", "d"]}, "'d' is merged twice"),
-    ({"l0": SMALL, "l1": SMALL}, {"l{i}/n": "l{j}/d"}, "'l0/d' is merged twice.*'l1/n'"),
     ({"l0": SMALL}, {"l{i}/n": "l{i}/d", "l0/n": "l0/d"}, r"'l0/n' has a rule already"),
     (small(lora_a=KERNEL), {"n": "d"}, "leaf 'lora_a'"),
     (small(kernel=np.ones((4, 3), np.int8)), {"n": "d"}, "d/kernel: .* int8"),
-    (small(kernel=(KERNEL, ONE)), {"n": "d"}, "d/kernel: .* tuple"),
-    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: .* dict"),
-    (small(kernel={"direction": KERNEL}), {"n": "d"}, "d/kernel: .* dict"),
     (shaped(kernel=(5, 3), bias=(3,)), {"n": "d"}, r"d/kernel .*\(5, 3\) and d/bias \(3,\)"),
     (shaped(kernel=(3, 4)), {"n": "d"}, r"d/kernel .*\(3, 4\)"),
-    (shaped(bias=(4,)), {"n": "d"}, r"d/bias \(4,\)"),
     (shaped((2, 4), (3, 4, 5), bias=(3, 5)), {"n": "d"}, r"d/kernel .*\(2, 4, \*outputs\)"),
-    (shaped(kernel=(2, 4, 5)), {"n": "d"}, r"d/kernel .*\(2, 4, 5\)"),
     ({"n": {**N, "bias": ONE}, "d": D}, {"n": "d"}, r"scale \(4,\) and bias \(1,\)"),
     (small(norm=("scale",), kernel=ABSTRACT), {"n": "d"}, "ShapeDtypeStructs"),
     (LARGE, {"n": "d"}, r"d/kernel reaches 9e\+04"),
     (SMALL, {"n": []}, "denses"),
     (SMALL, {"l{i+1}": "d"}, r"in 'l\{i\+1\}'"),
-    (SMALL, {"n": "d{i+1}"}, r"in 'd\{i\+1\}'"),
     (SMALL, {"n": "{d,e}"}, r"'\{d,e\}'"),
+    (small(kernel={"q": KERNEL, "s": ONE}), {"n": "d"}, "d/kernel: .* dict"),
     (layers("09"), {"09/l{i}": "{i+1}/mlp/up"}, r"'\{i\+1\}/mlp/up': .* got 'n'"),
     (layers("09", "10"), {"{i}/ln": "{i+1}/mlp/up"}, r"'10/ln' \(skip_unconsumed=True"),
     (layers("09", "10"), [following(5, "up")], "none of the 2 matching norms"),
     (layers("09"), [following(0, "up", "down")], "norm '09/ln': no Dense '09/mlp/down'"),
+    ([], {"n": "d"}, "params: expected a mapping, got list"),
+    (SMALL, [("n", "d")], r"lm\.MergeRule objects, got \('n', 'd'\)"),
 ]
 
 
 @pytest.mark.parametrize(("params", "rules", "message"), ERRORS)
 def test_errors_name_the_rule_and_the_path(params, rules, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         lm.merge_norm_affine(params, rules)
-
-
-def test_arguments_of_other_types():
-    for params, got in (([], "list"), (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "Linear")):
-        with pytest.raises(TypeError, match=f"params: expected a mapping, got {got}"):
-            lm.merge_norm_affine(params, {"n": "d"})
-    with pytest.raises(TypeError, match=r"lm\.MergeRule objects, got \('n', 'd'\)"):
-        lm.merge_norm_affine(SMALL, [("n", "d")])
 
 
 RANDOM = {"scale_init": nnx.initializers.normal(1.0), "bias_init": nnx.initializers.normal(1.0)}
@@ -322,11 +294,3 @@ def test_the_merged_model_computes_the_same(wrt, up_bias):
     x = normal(5, 8, key=1)
     np.testing.assert_allclose(merged(x), model(x), rtol=2e-5, atol=2e-5)
     assert state["blocks"][11]["norm"]["scale"].shape == (8,)  # given back as it was
-
-
-def test_values_that_are_not_finite_pass_through():
-    params = small(norm=("scale",))
-    params["d"]["kernel"] = np.float32([[np.nan, np.inf, 1]] * 4)
-    kernel = lm.merge_norm_affine(params, {"n": "d"})["d"]["kernel"]
-    assert np.isnan(kernel[:, 0]).all() and np.isinf(kernel[:, 1]).all()
-    assert np.isfinite(kernel[:, 2]).all()

@@ -56,30 +56,17 @@ def test_wrong_values(tmp_path, family):
     ("family", "change", "message"),
     [
         ("bert", {"hidden_size": 49}, "hidden_size: expected a multiple of num_attention_heads=4,"),
-        ("bert", {"hidden_act": "relu"}, "hidden_act: expected 'gelu', got 'relu'"),
-        ("bert", {"position_embedding_type": "relative_key"}, "type: expected 'absolute'"),
-        ("bert", {"num_hidden_layers": 10**6}, "expected an integer from 1 to 1000, got 1000000"),
-        ("bert", {"id2label": ["a"]}, r"id2label: expected an object, {.*}, got \['a'\]"),
         ("bert", {"id2label": {"0": "a", "2": "b"}}, "id2label: expected an object"),
         ("roberta", {"max_position_embeddings": 2}, "embeddings: expected more than 2"),
         ("vit", {"image_size": 30}, "image_size: expected a multiple of patch_size=8, got 30"),
         ("vit", {"hidden_act": "gelu_new"}, "expected 'gelu' or 'gelu_pytorch_tanh', got"),
         ("swin", {"depths": [2]}, r"num_heads: expected .* channels, \[24\], got \[2, 4\]"),
-        ("swin", {"num_heads": [2, 5]}, r"num_heads: expected .* \[24, 48\], got \[2, 5\]"),
-        ("swin", {"depths": [2] * 9}, "depths: expected a list of 1 to 8, each an integer from"),
         ("llama", {"num_key_value_heads": 3}, "attention_heads: expected a multiple of num_key"),
         ("llama", {"head_dim": 11}, "head_dim: expected an even number .*, got 11"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: expected .*llama3"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_scaling: expected .*yarn"),
-        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta: expected a number .*'x'"),
-        ("llama", {"rope_parameters": ["yarn"]}, "rope_scaling: expected null, .*got .'yarn'."),
-        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling: expected .*'linear'"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: expected False, got True"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: expected num_hidden_layers="),
-        ("gemma2", {"layer_types": ["a", "b"]}, "layer_types: expected a list of 1 to 1000"),
-        ("gemma2", {"hidden_activation": "gelu"}, "expected 'gelu_pytorch_tanh', got 'gelu'"),
         ("gemma3_text", {"rope_parameters": LOCAL}, "expected no scaling of sliding_attention"),
-        ("bert", b"", r"config\.json: expected JSON: Expecting value"),
         ("bert", b"[]", r"config\.json: expected a JSON object, got list"),
         ("bert", b'{"a": "\xff"}', r"config\.json: expected JSON: .*utf-8"),
         ("bert", b'{"a": ' + b"[" * 100_000, r"config\.json: expected JSON: .*recursion"),
@@ -114,16 +101,13 @@ def test_keys_that_change_the_model(change, message):
         FAMILIES["bert"].config.check_keys(content | change)
 
 
-@pytest.mark.parametrize(
-    ("change", "labels"),
-    [
-        ({"id2label": None}, 2),
-        ({"id2label": {"1": "b", "0": "a", "2": 3}}, 3),
-        ({"id2label": {"0": "a", "1": "b"}, "num_labels": 4}, 4),
-    ],
-)
-def test_number_of_labels(tmp_path, change, labels):
-    assert read(tmp_path, "bert", given("bert") | change).num_labels == labels
+def test_number_of_labels(tmp_path):
+    for labels, change in (
+        (2, {"id2label": None}),
+        (3, {"id2label": {"1": "b", "0": "a", "2": 3}}),
+        (4, {"id2label": {"0": "a", "1": "b"}, "num_labels": 4}),
+    ):
+        assert read(tmp_path, "bert", given("bert") | change).num_labels == labels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,8 +117,7 @@ def test_written_as_read(tmp_path, family):
     for other in FAMILIES[family].configs.values():
         again = read(tmp_path, family, other.to_json())
         assert again == other and "_given" not in vars(dataclasses.replace(again))
-    made = dataclasses.replace(config).to_json()
-    made = json.loads(json.dumps(made))
+    made = json.loads(json.dumps(dataclasses.replace(config).to_json()))
     assert all(made[name] == given(family)[name] for name in made.keys() & given(family).keys())
 
 

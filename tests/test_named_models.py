@@ -16,7 +16,6 @@ import lowmembp_jax as lm
 from lowmembp_jax import cli
 from lowmembp_jax.models import FAMILIES
 from lowmembp_jax.models.decoder_configs import CONFIGS
-from lowmembp_jax.models.layers import Compute
 from lowmembp_jax.models.workload import MODELS, Batch, make_optimizer, of_config_json, workload
 
 TINY = Path(__file__).parent / "data" / "hf_tiny"
@@ -39,7 +38,6 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
 def test_every_model_by_name():
-    assert {"vit-b16", "vit-l16", "bert-base", "roberta-base", "swin-t", "llama-13b"} <= set(MODELS)
     work = MODELS["vit-ti16"](batch=4)
     params, _, batch = work.args
     assert batch.inputs[0].shape == (4, 224, 224, 3)
@@ -50,13 +48,10 @@ def test_every_model_by_name():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("vit-ti16", {"batch": 0}, "batch: expected an integer from 1 to"),
         ("vit-ti16", {"tokens": 8}, "tokens: expected None, because vit takes images"),
-        ("llama-tiny", {"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ("llama-tiny", {"method": "magic"}, "method: expected one of default, .* got 'magic'"),
+        ("llama-tiny", {"dtype": "int8"}, "dtype: expected one of .* got 'int8'"),
         ("swin-t", {"layers": "scan"}, "layers: expected one of unrolled for swin, got 'scan'"),
-        ("llama-tiny", {"optimizer_state": "4bit"}, "optimizer_state: expected one of"),
-        ("llama-tiny", {"master_weights": "8bit"}, "master_weights: expected one of .*16bit"),
         ("llama-tiny", {"tiles": 0}, "tiles: expected an integer from 1"),
         ("vit-ti16", {"tiles": 8}, "tiles: expected None, because vit is no decoder"),
         ("llama-tiny", {"update": "backward", "method": "offload"}, "update: .* method 'offload'"),
@@ -65,13 +60,6 @@ def test_every_model_by_name():
 def test_bad_options(model, options, message):
     with pytest.raises(ValueError, match=message):
         MODELS[model](**options)
-
-
-def test_layers():
-    make = MODELS["llama-tiny"]
-    scanned, unrolled = (make(layers=layers).args[0] for layers in ("scan", "unrolled"))
-    assert "layers" in scanned and {"layer_0", "layer_1"} < unrolled.keys()
-    assert jax.tree.structure(MODELS["llama-tiny"]().args[0]) == jax.tree.structure(scanned)
 
 
 def test_compressed_optimizer_state():
@@ -114,16 +102,6 @@ def test_updates_in_the_backward_are_for_equal_layers():
             MODELS[name](update="backward", **options)
 
 
-def test_tiles_keep_the_parameters_of_merged_norms():
-    family, float32, ids = FAMILIES["llama"], jnp.dtype("float32"), jnp.zeros((1, 8), jnp.int32)
-    shapes = []
-    for tiles in (None, 4):
-        compute = Compute("default", float32, float32, merged=True, tiles=tiles)
-        model = family.build(family.toy, compute, "scan")
-        shapes.append(jax.eval_shape(model.init, jax.random.key(0), ids))
-    assert shapes[0] == shapes[1]
-
-
 def written(folder, content):
     path = folder / "config.json"
     path.write_text(json.dumps(content))
@@ -149,42 +127,9 @@ def test_the_text_model_of_gemma_3(tmp_path):
     assert sum(leaf.size for leaf in params) == 3_880_263_168
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "mixtral"}, "model_type: expected one of vit, .*, got 'mixtral'"),
-        ({"architectures": ["LlamaModel"]}, "architectures: expected .'LlamaForCausalLM'., got"),
-        ({"quantization_config": {}}, "quantization_config: expected no such key, because llama"),
-        ({"attention_bias": True}, "attention_bias: expected False, got True"),
-    ],
-)
-def test_a_config_json_of_another_model_is_refused(tmp_path, capsys, change, message):
-    path = written(tmp_path, json.loads((TINY / "llama/config.json").read_text()) | change)
-    with pytest.raises(ValueError, match=message):
-        of_config_json(path)
+def test_a_config_json_of_another_model_is_refused(tmp_path, capsys):
+    given = json.loads((TINY / "llama/config.json").read_text())
+    path = written(tmp_path, given | {"quantization_config": {}})
     assert cli.main(["plan", "--model", path]) == 2
-    assert f"lowmembp: error: --model: {path}: " in capsys.readouterr().err
-
-
-@pytest.mark.compiled
-def test_the_command_plans_a_model_by_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    out = tmp_path / "plan.json"
-    command = "plan --model vit-ti16 --batch 2 --method lowmembp --device l4 --options layers=scan"
-    assert cli.main([*command.split(), "--json", str(out)]) == 0
-    (one,) = json.loads(out.read_text())["methods"]
-    size = sum(leaf.size for leaf in jax.tree.leaves(MODELS["vit-ti16"](batch=2).args[0]))
-    # Adam's two moments in float32, and what the update makes of them at the peak.
-    assert one["plan"]["parts"]["optimizer_state"] == pytest.approx(8 * size, rel=0.03)
-    # The residual streams of 12 layers lie somewhere below.
-    assert one["plan"]["parts"]["intermediates"] > 12 * 2 * 198 * 192 * 2
-
-
-@pytest.mark.compiled
-def test_residuals_of_a_model_by_name(capsys):
-    totals = {}
-    for method in ("default", "lowmembp"):
-        work = MODELS["vit-ti16"](method=method, batch=2)
-        table = lm.memory.residuals(work.loss, *work.loss_args, argnums=work.loss_argnums)
-        totals[method] = table.total_bytes
-    assert totals["lowmembp"] < totals["default"] / 2
+    message = f"lowmembp: error: --model: {path}: quantization_config: expected no such key"
+    assert message in capsys.readouterr().err

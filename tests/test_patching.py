@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.linen import gelu as captured_gelu
 from helpers import assert_close
-from patching_models import MODEL, PARAMS, Block, X, dtypes_kept, loss
+from patching_models import MODEL, PARAMS, X, dtypes_kept, loss
 
 import lowmembp_jax as lm
 
@@ -33,8 +33,6 @@ def test_what_is_no_array_is_taken_as_outside(activation, x):
     [
         captured_gelu,  # which jax.nn.gelu, nn.gelu and nnx.gelu are too
         lambda x: nn.gelu(x, False),
-        lambda x: nn.gelu(x, approximate=False),
-        lambda x, hidden=nn.gelu: hidden(x, approximate=True),
         partial(nn.gelu, approximate=False),
         nn.swish,
     ],
@@ -56,28 +54,6 @@ def test_modules_built_outside_and_nnx_modules_are_reached():
         assert dtypes_kept(loss, PARAMS, X).count("uint2") == 3
 
 
-def test_norm_dtype_lets_a_bfloat16_dense_share_the_norms_output():
-    model = Block(dtype=jnp.bfloat16)
-    x = X.astype(jnp.bfloat16)
-
-    def fn(params, x):
-        return jnp.sum(model.apply(params, x).astype(jnp.float32))
-
-    with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bfloat16 and float32
-        params = jax.eval_shape(model.init, jax.random.key(0), x)
-        with lm.patch():
-            as_it_is = lm.memory.saved_bytes(fn, params, x)
-        with lm.patch(norm_dtype="bfloat16"):
-            normalized = lm.memory.saved_bytes(fn, params, x)
-        with lm.patch(norm_dtype=jnp.bfloat16, norm_residual="output"):
-            output = lm.memory.saved_bytes(fn, params, x)
-            norm = {"params": params["params"]["norm"]}
-            y = jax.eval_shape(nn.LayerNorm().apply, norm, x)
-    assert y.dtype == jnp.bfloat16
-    # Kept is x, an argument here, in front of either; from the output not even the rows' means.
-    assert as_it_is == normalized == output + 4 * x.shape[0]
-
-
 @pytest.mark.parametrize("decorator", [lm.patch, lm.patch()])
 def test_decorator_reaches_every_call_and_keeps_the_function(decorator):
     @decorator
@@ -85,53 +61,11 @@ def test_decorator_reaches_every_call_and_keeps_the_function(decorator):
         """Doc."""
         return loss(params, x)
 
-    class Patched(nn.Module):
-        @nn.compact
-        @decorator
-        def __call__(self, x):
-            return nn.gelu(nn.Dense(8, name="dense")(x))
-
     assert (patched.__name__, patched.__doc__) == ("patched", "Doc.")
     for _ in range(2):
         assert dtypes_kept(patched, PARAMS, X).count("uint2") == 3
         assert dtypes_kept(jax.jit(patched), PARAMS, X).count("uint2") == 3
         assert "uint2" not in dtypes_kept(loss, PARAMS, X)
-    params = Patched().init(jax.random.key(0), X)
-    assert "uint2" in dtypes_kept(lambda p: jnp.sum(Patched().apply(p, X)), params)
-
-
-def test_nothing_is_compiled_again(caplog):
-    MODEL.apply(PARAMS, X)
-    with lm.patch():
-        MODEL.apply(PARAMS, X)
-    with jax.log_compiles():
-        jnp.cos(jnp.ones(7))
-        assert "Compiling" in caplog.text
-        caplog.clear()
-        MODEL.apply(PARAMS, X)
-        with lm.patch():
-            MODEL.apply(PARAMS, X)
-    assert "Compiling" not in caplog.text
-
-
-@pytest.mark.parametrize("patch_is_outside", [True, False])
-def test_interceptors_see_the_swapped_norms(patch_is_outside):
-    seen = []
-
-    def doubling(next_fun, args, kwargs, context):
-        seen.append(context.module.name)
-        return next_fun(*(2 * x for x in args), **kwargs)
-
-    run = partial(Block().apply, {"params": PARAMS["params"]["first"]}, X)
-    with nn.intercept_methods(doubling):
-        expected = run()
-    plainly_seen, seen = seen, []
-    contexts = [lm.patch(), nn.intercept_methods(doubling)]
-    with contexts[not patch_is_outside] as outer, contexts[patch_is_outside] as inner:
-        assert_close(run(), expected)
-    assert (outer or inner).swapped == {"layer_norm": ["norm"], "gelu": [""]}
-    assert seen == plainly_seen
-    assert "norm" in seen
 
 
 def test_forward_mode_names_what_was_swapped():
@@ -160,7 +94,6 @@ def test_a_model_that_already_uses_the_operators_is_left_alone():
     ("settings", "swapped", "skipped"),
     [
         ({"activations": "silu", "norms": False}, {"silu": ["second", "third"]}, {}),
-        ({"activations": False, "norms": ["rms_norm"]}, {"rms_norm": ["last"]}, {}),
         (
             {"include": "first"},
             {"layer_norm": ["first/norm"], "gelu": ["first"]},
@@ -182,22 +115,14 @@ def test_what_is_swapped_is_chosen_by_operator_and_path(settings, swapped, skipp
 
 
 class Gated(nn.Module):
-    """Two Denses, or one twice as wide; the activation reads one half of their output."""
-
-    fused: bool
-
     @nn.compact
     def __call__(self, x):
-        if self.fused:
-            gate, up = jnp.split(nn.Dense(64, name="both")(x), 2, axis=-1)
-        else:
-            gate, up = nn.Dense(32, name="gate")(x), nn.Dense(32, name="up")(x)
+        gate, up = jnp.split(nn.Dense(64, name="both")(x), 2, axis=-1)
         return nn.Dense(8, name="down")(nn.silu(gate) * up)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_gate_is_left_exact_and_keeps_its_input(fused):
-    model = Gated(fused)
+def test_a_gate_is_left_exact_and_keeps_its_input():
+    model = Gated()
     params = model.init(jax.random.key(0), X)
 
     def fn(params):
@@ -219,15 +144,11 @@ class Activation(nn.Module):
     ("kernels", "gate"),
     [
         ([(8, 32), (8, 32), (32, 8)], True),
-        ([(8, 64), (32, 8)], True),
         ([(8, 2, 32), (32, 8)], True),
         ([(8, 32), (32, 8)], False),
         ([(8, 32), (32, 64), (64, 2)], False),  # an MLP that grows
         ([(8, 32), (32, 8), (8, 32), (32, 8)], False),  # two MLPs in one module
         ([(32, 32), (32, 32), (32, 32)], False),
-        ([(8, 32), (16, 32), (32, 8)], False),
-        ([(3, 3, 8, 32)], False),
-        ([], False),
     ],
 )
 def test_what_a_gate_is(kernels, gate):
@@ -282,5 +203,4 @@ def test_norms_are_known_by_what_they_compute(kind, op, dtype):
     assert report.swapped == ({op: [""]} if op else {})
     assert patched[0].dtype == plain[0].dtype
     rtol = 2e-2 if dtype == "bfloat16" else 1e-4
-    for ours, theirs in zip(*map(jax.tree.leaves, (patched, plain)), strict=True):
-        assert_close(np.float32(ours), np.float32(theirs), rtol=rtol, atol=rtol)
+    assert_close(*(jax.tree.map(np.float32, each) for each in (patched, plain)), rtol, rtol)

@@ -1,6 +1,5 @@
 """lm.patch on models of third parties: the Flax models of Hugging Face transformers."""
 
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_models import error
-from helpers import integers, normal, saved_residuals
+from helpers import integers, normal
 
 import lowmembp_jax as lm
 
@@ -38,14 +37,6 @@ def build(name, dtype=jnp.float32):
         return model, lambda key: model.init_weights(key, (2, 16, 16, 3)), x
     x = integers(2, 12, low=2, high=50)
     return model, lambda key: model.init_weights(key, x.shape), x
-
-
-def bytes_kept(loss, params) -> float:
-    return sum(
-        math.prod(aval.shape) * (2 if aval.dtype == jnp.uint2 else 8 * aval.dtype.itemsize) / 8
-        for aval, source in saved_residuals(loss, params)
-        if not source.startswith(("from the argument", "from a constant", "from a literal"))
-    )
 
 
 def test_the_patterns_of_the_docs_match_the_model_that_they_name():
@@ -81,20 +72,18 @@ def test_model(name):
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, hidden), grads = step(params)
-    plain_bytes = bytes_kept(lambda p: loss(p)[0], params)
+    plain_bytes = lm.memory.saved_bytes(lambda p: loss(p)[0], params)
     with lm.patch() as report:
         (_, patched_hidden), patched_grads = step(params)
-        patched_bytes = bytes_kept(lambda p: loss(p)[0], params)
+        patched_bytes = lm.memory.saved_bytes(lambda p: loss(p)[0], params)
     with lm.patch(activations=False):
         norm_grads = step(params)[1]
-    norm = "rms_norm" if name == "Llama" else "layer_norm"
-    activation = "silu" if name == "Llama" else "gelu"
     # Before and after attention in each of 2 layers, and one more at an end.
     counts = {op: len(places) for op, places in report.swapped.items()}
     if name == "Llama":  # its gates are left as they are
-        assert counts == {norm: 5} and list(report.skipped) == [activation]
+        assert counts == {"rms_norm": 5} and list(report.skipped) == ["silu"]
     else:
-        assert counts == {norm: 5, activation: 2} and report.skipped == {}
+        assert counts == {"layer_norm": 5, "gelu": 2} and report.skipped == {}
     # Hidden states are of size 1. Rounding only: both compute in float32.
     np.testing.assert_allclose(patched_hidden, hidden, rtol=0, atol=5e-6)
     assert error(norm_grads, grads) < 1e-5
@@ -113,7 +102,7 @@ def test_bfloat16_llama_shares_its_norms():
 
     def kept(**settings):
         with lm.patch(activations=False, **settings):
-            return bytes_kept(
+            return lm.memory.saved_bytes(
                 lambda p: jnp.sum(model(x, params=p, train=False).last_hidden_state), params
             )
 
@@ -136,12 +125,12 @@ def test_compressed_blocks(name):
     pattern = BLOCKS.get(name, "encoder/layer/*")
     with lm.patch(compress=pattern, compress_dtype=jnp.int8) as report:
         got, grads = jax.jit(jax.value_and_grad(loss))(params)
-        kept = bytes_kept(loss, params)
+        kept = lm.memory.saved_bytes(loss, params)
     places = [pattern.replace("*", str(i)) for i in range(2)]
     assert report.swapped == {"compress": places} and not report.skipped
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert 0 < error(grads, exact) < 0.05
-    assert kept < bytes_kept(loss, params) / 2
+    assert kept < lm.memory.saved_bytes(loss, params) / 2
 
 
 def test_patterns_match_names_one_by_one():

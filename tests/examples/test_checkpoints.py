@@ -11,9 +11,6 @@ import pytest
 from helpers import assert_equal
 from safetensors.numpy import load_file, save_file
 
-from lowmembp_jax.models import Compute
-from lowmembp_jax.models.families import MODELS
-
 NAMES = ["bert", "gemma2", "llama", "llama_gqa", "llama_rope", "qwen3", "roberta", "swin", "vit"]
 
 
@@ -35,8 +32,9 @@ def change(folder, edit):
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*[(name, "float32") for name in NAMES], ("llama", "bfloat16")]
+)
 def test_written_as_read(name, dtype, copy, tmp_path):
     folder = copy(name)
 
@@ -55,18 +53,6 @@ def test_written_as_read(name, dtype, copy, tmp_path):
     assert json.loads(given) == json.loads(saved)
 
 
-@pytest.mark.parametrize("name", ["vit", "bert", "roberta"])
-def test_the_other_layers_too(name, tiny):
-    family, config, params = checkpoints.load(tiny(name))
-    model = family.build(config, Compute(), layers="scan")
-    inputs = checkpoints.example_inputs(family, config)
-    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
-    tensors = checkpoints.from_params(params, family)
-    scanned = checkpoints.to_params(tensors, abstract, family)
-    assert "layers" in str(jax.tree.structure(scanned))
-    assert_equal(checkpoints.from_params(scanned, family), tensors)
-
-
 def test_shards_with_an_index(copy):
     folder = copy("llama")
     _, _, params = checkpoints.load(folder)
@@ -80,15 +66,10 @@ def test_shards_with_an_index(copy):
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps(index))
     assert_equal(checkpoints.load(folder)[2], params)
-    for place, message in (("../a.safetensors", "expected a file of this folder"), ("", "folder")):
-        path.write_text(json.dumps({"weight_map": index["weight_map"] | {names[0]: place}}))
-        with pytest.raises(ValueError, match=rf"index\.json: {names[0]}: .*{message}"):
-            checkpoints.load(folder)
-    path.write_text(json.dumps({"weight_map": []}))
-    with pytest.raises(ValueError, match=r"index\.json: weight_map: expected an object, got \[\]"):
-        checkpoints.load(folder)
-    path.write_text(json.dumps({"weight_map": index["weight_map"] | {"more": "a.safetensors"}}))
-    with pytest.raises(ValueError, match=r"a\.safetensors: lacks tensors .*more"):
+    path.write_text(
+        json.dumps({"weight_map": index["weight_map"] | {names[0]: "../a.safetensors"}})
+    )
+    with pytest.raises(ValueError, match=rf"{names[0]}: .*expected a file of this folder"):
         checkpoints.load(folder)
 
 
@@ -113,8 +94,6 @@ def test_tensors_that_do_not_fit(name, tensor, message, copy):
     ("file", "content", "message"),
     [
         ("config.json", None, r"config\.json: No such file"),
-        ("config.json", b"{}", r"config\.json: model_type: expected one of vit, .*, got None"),
-        ("config.json", b"[", r"config\.json: expected JSON"),
         ("model.safetensors", None, "expected model.safetensors or model.*, got neither"),
         ("model.safetensors", b"12", r"model\.safetensors: not a readable safetensors file"),
     ],
@@ -142,12 +121,12 @@ def test_a_new_head(name, kept, tiny):
     assert config.num_labels == 7 and new["classifier"]["bias"].shape == (7,)
     assert_equal(new[kept], params[kept])
     assert jax.tree.structure(new) == jax.tree.structure(params)
-    assert_equal(checkpoints.load(tiny(name), new_labels=7)[2], new)
 
 
 def test_an_encoder_with_old_names(copy):
     folder = copy("bert")
-    _, _, params = checkpoints.load(folder)
+    change(folder, lambda t: t.update({"cls.predictions.bias": np.zeros(9, np.float32)}))
+    _, _, params = checkpoints.load(folder)  # the tensor of pretraining is not used
 
     def edit(tensors):
         for name, tensor in [*tensors.items()]:
@@ -162,22 +141,3 @@ def test_an_encoder_with_old_names(copy):
     _, _, new = checkpoints.load(folder, new_labels=3)
     assert_equal(new["bert"], params["bert"])
     assert {"pooler", "classifier"} < new.keys()
-
-
-def test_unused_tensors_of_pretraining(copy):
-    folder = copy("bert")
-    _, _, params = checkpoints.load(folder)
-    change(folder, lambda t: t.update({"cls.predictions.bias": np.zeros(9, np.float32)}))
-    assert_equal(checkpoints.load(folder)[2], params)
-
-
-def test_classes_and_a_tokenizer(tmp_path):
-    family, config = MODELS["bert-toy"]
-    model = family.build(config, Compute())
-    inputs = checkpoints.example_inputs(family, config)
-    params = jax.jit(model.init)(jax.random.key(0), *inputs)["params"]
-    checkpoints.save(tmp_path, family, config, params, classes=("no", "yes"), tokenizer="{}")
-    given = json.loads((tmp_path / "config.json").read_text())
-    assert given["id2label"] == {"0": "no", "1": "yes"} and given["architectures"]
-    assert (tmp_path / "tokenizer.json").read_text() == "{}"
-    assert checkpoints.load(tmp_path)[1] == config

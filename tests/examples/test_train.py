@@ -83,8 +83,7 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
         assert run(*options, *changed, "--resume")[0] == 2
         return capsys.readouterr().err
 
-    for option, value in (("seed", "1"), ("steps", "7")):
-        assert f"--resume: --{option}: expected the run's" in refusal(f"--{option}", value)
+    assert "--resume: --seed: expected the run's" in refusal("--seed", "1")
     path = folder.parent / "train.tsv"
     path.write_text(TEXTS.replace("fine", "good", 1))
     assert "--resume: expected the run's data and tensors" in refusal()
@@ -111,15 +110,6 @@ def test_a_run_that_is_interrupted_resumes(run, monkeypatch, capsys):
     assert run(*options, "--resume")[0] == 0
     assert results(folder) == before
     assert "resuming with JAX 9.9 a run of JAX" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_an_exported_head_is_kept(run, tmp_path, capsys):
-    assert run(*TINY_TEXT, "--steps", "2", "--export", tmp_path / "export")[0] == 0
-    options = ("--checkpoint", tmp_path / "export", *TINY_TEXT, "--learning-rate", "1e-30")
-    status, folder = run(*options, "--steps", "1", output="again")
-    assert status == 0 and "head: the checkpoint's" in capsys.readouterr().out
-    assert results(folder)["dev"] == pytest.approx(results(tmp_path / "run")["dev"], 1e-5)
 
 
 @pytest.mark.slow
@@ -153,10 +143,11 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     options += ["--steps", "2", "--mesh", "data=4", "tensor=2", "--export", tmp_path / "export"]
     if name in ("vit", "swin"):
         options += ["--data.train", save_images(tmp_path, train=16, test=4)]
-    elif name == "llama":
-        options += plain_text(tmp_path)
-    if name not in ("vit", "swin"):
+    else:
         options += ["--data.tokenizer", make_tokenizer(tmp_path), "--data.sequence-length", "8"]
+    if name == "llama":
+        (tmp_path / "text.txt").write_text("what a fine film\n" * 200)
+        options += ["--data.train", tmp_path / "text.txt"]
     status, folder = run(*options)
     assert status == 0
     assert np.isfinite(results(folder)["dev"]["loss"])
@@ -166,12 +157,6 @@ def test_every_family_from_a_checkpoint(run, tiny, tmp_path, name, train_what):
     assert len(same) > 0.8 * len(given)
     changed = {key for key in same if not np.array_equal(given[key], written[key])}
     assert changed
-
-
-def plain_text(folder):
-    """Options for a text to model."""
-    (folder / "text.txt").write_text("what a fine film\n" * 200)
-    return "--data.train", folder / "text.txt"
 
 
 def make_tokenizer(folder):
@@ -193,26 +178,14 @@ PLACE = ("--process-count", "2", "--process-index", "0")
 ERRORS = [
     (("--model", "x"), "--model: expected one of vit-toy, .* got 'x'"),
     (("--checkpoint", "nowhere"), r"--checkpoint: nowhere/config\.json: No such file"),
-    (("--batch-size", "0"), "--batch-size: expected a number from 1 to"),
     (("--batch-size", "800"), "--batch-size: expected at most 36, the number of training"),
     (("--batch-size", "9", "--accumulate", "2"), "--batch-size: expected a multiple of --accum"),
     (("--batch-size", "12"), "--batch-size / --accumulate: expected a multiple of 8"),
-    (("--warmup", "2"), "--warmup: expected a number from 0 to 1, got 2.0"),
-    (("--learning-rate", "nan"), "--learning-rate: expected a number from"),
-    (("--mesh", "data=3"), "--mesh: expected sizes of .* product of 8, .* got 'data=3'"),
-    (("--data.train", "nowhere"), "--data: nowhere: No such file"),
     (("--data.sequence-length", "999"), "--data.sequence-length: expected at most 512, the model"),
-    (("--model", "vit-toy", "--data.train", "nowhere"), r"--data: nowhere: expected a \.npz"),
     (("--resume",), "--resume: expected a run with checkpoints in .*, found none"),
     *[
         (given, "--coordinator: expected HOST:PORT with --process-count and --process-index")
-        for given in (
-            ("--coordinator", "nonsense", *PLACE),
-            ("--coordinator", "localhost:65536", *PLACE),
-            ("--coordinator", "localhost:1"),
-            ("--coordinator", "auto", *PLACE),
-            PLACE,
-        )
+        for given in (("--coordinator", "localhost:65536", *PLACE), PLACE)
     ],
     (
         ("--coordinator", "localhost:1", "--process-count", "2", "--process-index", "2"),
@@ -248,10 +221,6 @@ def launch(options, *more, **given):
     return subprocess.Popen(command, env=environment, **given)
 
 
-def one_of_two(port, number):
-    return f"--coordinator localhost:{port} --process-count 2 --process-index {number}"
-
-
 @pytest.mark.slow
 def test_killed_and_several_processes(tmp_path):
     """kill -9 after a checkpoint, then resume with two processes."""
@@ -264,7 +233,8 @@ def test_killed_and_several_processes(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    both = [launch(f"{options} --resume {one_of_two(29871, i)}", *files) for i in (0, 1)]
+    options += " --resume --coordinator localhost:29871 --process-count 2 --process-index"
+    both = [launch(f"{options} {i}", *files) for i in (0, 1)]
     assert [process.wait(300) for process in both] == [0, 0]
     found = results(tmp_path / "run")
     assert found["steps"] == 60 and found["devices"].startswith("2 x cpu")

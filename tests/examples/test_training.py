@@ -34,13 +34,12 @@ def loss_fn(params, frozen, x):
     return jnp.square(y.astype(jnp.float32)).mean(), ()
 
 
-def trained(batches, dtype=jnp.float32, **options):
+def trained(*batches, **options):
     optimizer = make_optimizer(1e-2, **options)
-    param_dtype = jnp.bfloat16 if options.get("master_bits") else jnp.float32
-    state = init_state(PARAMS, optimizer, dtype, param_dtype)
+    state = init_state(PARAMS, optimizer, jnp.float32)
     step, metrics = jax.jit(make_step(loss_fn, optimizer)), None
     for batch in batches:
-        state, metrics = step(state, {}, batch.astype(dtype))
+        state, metrics = step(state, {}, batch)
     return state, metrics
 
 
@@ -48,7 +47,6 @@ def test_learning_rate():
     rates = [float(learning_rate(1.0, 20, 0.1)(i)) for i in range(21)]
     assert 0 < rates[0] < rates[1] < rates[2] == 1.0 > rates[3]
     assert rates[20] == pytest.approx(0, abs=1e-7)
-    assert float(learning_rate(1.0, 1, 1.0)(0)) == 1.0
 
 
 def test_weight_decay_is_for_matrices():
@@ -61,17 +59,10 @@ def test_weight_decay_is_for_matrices():
 
 
 def test_accumulated_batches_are_one_batch():
-    state, _ = trained([X, X])
-    accumulated, _ = trained([X[:4], X[4:]] * 2, accumulate=2)
+    state, _ = trained(X, X)
+    accumulated, _ = trained(*[X[:4], X[4:]] * 2, accumulate=2)
     assert int(accumulated.step) == 4
     assert_close(accumulated.params, state.params, 1e-7, 1e-6)
-
-
-@pytest.mark.parametrize("options", [{"is_8bit": True}, {"master_bits": 24}, {"master_bits": 16}])
-def test_compressed_optimizers_stay_near(options):
-    state, _ = trained([X] * 5)
-    near, _ = trained([X] * 5, **options)
-    assert_close(jax.tree.map(np.float32, near.params), state.params, 1e-7, 2e-2)
 
 
 def test_overflow_in_float16_is_skipped():
@@ -79,7 +70,7 @@ def test_overflow_in_float16_is_skipped():
     state = init_state(PARAMS, optimizer, jnp.float16)
     step = jax.jit(make_step(loss_fn, optimizer))
     state, metrics = step(state, {}, X.astype(jnp.float16))
-    exact = float(trained([X])[1].grad_norm)
+    exact = float(trained(X)[1].grad_norm)
     assert not metrics.skipped and float(metrics.grad_norm) == pytest.approx(exact, rel=0.01)
     after, metrics = step(state, {}, jnp.full_like(X, jnp.inf).astype(jnp.float16))
     assert metrics.skipped and metrics.loss_scale == state.loss_scale.scale / 2
@@ -87,33 +78,26 @@ def test_overflow_in_float16_is_skipped():
     assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
-@pytest.mark.parametrize("name", ["bert-toy", pytest.param("llama-tiny", marks=pytest.mark.slow)])
-def test_padding_does_not_count(name):
-    family, config = MODELS[name]
+def test_padding_does_not_count():
+    family, config = MODELS["bert-toy"]
     model = family.build(config, Compute())
-    ids = integers(4, 8, low=0, high=99)
-    is_text = family.task == "text-classification"
-    labels = jnp.array([0, 1, -1, -1]) if is_text else ids.at[2:].set(-1)
-    inputs = (ids, jnp.full(4, 8)) if is_text else (ids,)
+    labels = jnp.array([0, 1, -1, -1])
+    inputs = (integers(4, 8, low=0, high=99), jnp.full(4, 8))
     params = initial(model, *inputs)["params"]
     loss = jax.jit(make_loss(family.task, model))
     mean, totals = loss(params, {}, Batch(inputs, labels))
-    alone, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
-    assert totals[1] == own[1] == (2 if is_text else 16)
-    np.testing.assert_allclose(mean, alone, rtol=1e-5)
-    assert totals[2] == own[2]
+    _, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
+    assert totals[1] == own[1] == 2 and totals[2] == own[2]
     np.testing.assert_allclose(totals[0] / totals[1], mean, rtol=1e-6)
-    if is_text:
-        logits = jax.jit(model.apply)({"params": params}, *inputs)[:2]
-        want = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:2]).mean()
-        np.testing.assert_allclose(mean, want, rtol=1e-5)
+    logits = jax.jit(model.apply)({"params": params}, *inputs)[:2]
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, labels[:2]).mean()
+    np.testing.assert_allclose(mean, want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("path", "shape", "spec"),
     [
         (("layer_0", "query", "kernel"), (64, 4, 16), P("fsdp", "tensor", None)),
-        (("layers", "query", "kernel"), (2, 64, 4, 16), P(None, "fsdp", "tensor", None)),
         (("layers", "down", "kernel"), (4, 176, 64), P(None, "tensor", "fsdp")),
         (("layer_0", "intermediate", "bias"), (64,), P("tensor")),
         (("layer_0", "query", "kernel_lora_b"), (8, 64), P(None, "tensor")),
@@ -140,7 +124,7 @@ def test_scales_are_divided_as_their_arrays():
     assert specs == {P("fsdp", "tensor", None)}
 
 
-@pytest.mark.parametrize("axes", [["data=4"], ["dta=8"], ["data=8", "data=1"], ["data=0"], ["8"]])
+@pytest.mark.parametrize("axes", [["data=4"], ["dta=8"], ["data=8", "data=1"], ["8"]])
 def test_meshes_that_are_refused(axes):
     with pytest.raises(ValueError, match="--mesh: expected sizes of data, fsdp, tensor"):
         make_mesh(axes, jax.devices())
