@@ -3,6 +3,9 @@
 import doctest
 import json
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -149,7 +152,48 @@ def test_numbers_are_those_of_the_results(page, table, files):
         assert (abs(known - float(number.replace(",", ""))) <= half).any(), f"{page}: {number}"
 
 
+def planned_sections() -> list[tuple[str, str]]:
+    """Sections whose command plans one method, and the command."""
+    found = []
+    for page in pages():
+        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            for command in re.findall(r"^    (lowmembp plan(?:.*\\\n)*.*)$", section, re.MULTILINE):
+                if "--method" in command and "--batch" in command and "GiB" in section:
+                    found.append((section, command.replace("\\\n", " ")))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="the pages have JAX 0.10.2's plans")
+@pytest.mark.parametrize(("section", "command"), planned_sections(), ids=lambda text: text[:40])
+def test_commands_print_the_peaks_that_the_section_states(section, command):
+    program = Path(sys.executable).parent / "lowmembp"
+    ran = subprocess.run(
+        [program, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    peak = re.search(r"^peak +([\d.]+) GiB", ran.stdout, re.MULTILINE)
+    assert peak, ran.stderr
+    assert re.search(rf"\b({peak[1]}|{float(peak[1]):.1f})\b", section), f"{peak[1]}: {command}"
+
+
+@each_page
+def test_no_number_is_of_another_version(page):
+    prose = page.read_text(encoding="utf-8")
+    dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", prose)
+    assert not dates and not re.findall(r"(?:lowmembp_jax|[Vv]ersion) 0\.\d", prose)
+
+
 def test_the_pages_of_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     docs = {str(page.relative_to(ROOT / "docs")) for page in pages()[1:]}
     assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
+
+
+@each_page
+def test_no_empty_cells(page):
+    rows = re.findall(r"^\|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    heads = [number for number, row in enumerate(rows) if set(row) <= set("-:|")]
+    for number, row in enumerate(rows):
+        cells = row.split(" | ")[1:] if number + 1 in heads else row.split("|")
+        assert all(cell.strip() for cell in cells[1:]), f"{page.name}: {row}"

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.linen import gelu as captured_gelu
 from helpers import assert_close
-from patching_models import MODEL, PARAMS, X, dtypes_kept, loss
+from patching_models import MODEL, PARAMS, Block, X, dtypes_kept, loss
 
 import lowmembp_jax as lm
 
@@ -66,6 +66,40 @@ def test_decorator_reaches_every_call_and_keeps_the_function(decorator):
         assert dtypes_kept(patched, PARAMS, X).count("uint2") == 3
         assert dtypes_kept(jax.jit(patched), PARAMS, X).count("uint2") == 3
         assert "uint2" not in dtypes_kept(loss, PARAMS, X)
+
+
+def test_nothing_is_compiled_again(caplog):
+    MODEL.apply(PARAMS, X)
+    with lm.patch():
+        MODEL.apply(PARAMS, X)
+    with jax.log_compiles():
+        jnp.cos(jnp.ones(7))
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        MODEL.apply(PARAMS, X)
+        with lm.patch():
+            MODEL.apply(PARAMS, X)
+    assert "Compiling" not in caplog.text
+
+
+@pytest.mark.parametrize("patch_is_outside", [True, False])
+def test_interceptors_see_the_swapped_norms(patch_is_outside):
+    seen = []
+
+    def doubling(next_fun, args, kwargs, context):
+        seen.append(context.module.name)
+        return next_fun(*(2 * x for x in args), **kwargs)
+
+    run = partial(Block().apply, {"params": PARAMS["params"]["first"]}, X)
+    with nn.intercept_methods(doubling):
+        expected = run()
+    plainly_seen, seen = seen, []
+    contexts = [lm.patch(), nn.intercept_methods(doubling)]
+    with contexts[not patch_is_outside] as outer, contexts[patch_is_outside] as inner:
+        assert_close(run(), expected)
+    assert (outer or inner).swapped == {"layer_norm": ["norm"], "gelu": [""]}
+    assert seen == plainly_seen
+    assert "norm" in seen
 
 
 def test_forward_mode_names_what_was_swapped():
