@@ -256,3 +256,29 @@ def test_sums_of_products():
     assert wide(lora_alone).count(F8) == 2  # a wide product of a narrow one is no statistic
     found = wide(lora_block(name="sum"), dtype={"sum": "unscaled_float8_e5m2", None: "float8"})
     assert found.count("float8_e5m2") == 1 and found.count(F8) == 1
+
+
+def attended(w, x):
+    """Attention by cuDNN, whose values have a name."""
+    q, k, v = ((x @ w).reshape(2, 64, 4, 16) for w in w[:3])
+    y = jax.nn.dot_product_attention(q, k, checkpoint_name(v, "v"), implementation="cudnn")
+    return y.reshape(x.shape) @ w[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "rounded"),
+    [
+        ({}, 2, 2),  # queries and keys; values and x
+        ({"dtype": {"v": None, None: "float8"}}, 4, 1),  # the values and the output, too
+        ({"dtype": None}, 5, 0),
+        ({"policy": NOTHING}, 0, 1),
+    ],
+)
+def test_attention_reads_whole_queries_and_keys_and_results_of_the_values_that_it_reads(
+    options, whole, rounded
+):
+    x, run = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), lm.compress(attended, **options)
+    w = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 4
+    saved = jax.tree.leaves(jax.eval_shape(lambda w, x: jax.vjp(run, w, x)[1], w, x))
+    wide = [array.dtype for array in saved if array.size == x.size]
+    assert (wide.count(jnp.bfloat16), wide.count(F8)) == (whole, rounded)

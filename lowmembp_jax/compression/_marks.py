@@ -276,16 +276,16 @@ class _Decisions:
             return
         if most and self.facts.of[eqn.outvars[0]].normalizer and read[0].at_hand:
             self.plan.barriers.update(eqn.outvars)
-        levels = self.as_read(eqn, read) if most else [NOT] * len(read)
         if most and cancels and not is_rounded:
-            levels = [EXACT] * len(read)
-        if most > ROUNDED and rules.is_cheap(eqn):
+            most = EXACT
+        levels = self.as_read(eqn, read) if most else [NOT] * len(read)
+        if most == EXACT or (most == WHOLE and rules.is_cheap(eqn)):
             levels = [max(most, level) for level in levels]
         for atom, level in zip(eqn.invars, levels, strict=True):
             rows = before(rest[0].rows, eqn, atom) or (rows_of if atom is centered else None)
             if rules.rule(eqn).reduces and results[0].level:
                 rows = Rows(atom.aval.shape, tuple(eqn.params["axes"]))
-            self.need(atom, Need(EXACT if most == EXACT else level, rows=rows))
+            self.need(atom, Need(level, rows=rows))
 
     def stored(self, number: int, eqn: core.JaxprEqn, read: list[Fact], var: Any, need: Need):
         """The format of a result, or None if it is recomputed."""
