@@ -75,7 +75,11 @@ def compress(
     - parameters, and values computed only from parameters or from undifferentiated values;
     - discrete choices (`top_k`, comparisons, branches), with booleans in 2 bits;
     - arrays that the backward reads as a divisor, in a function whose slope has no bound, such as
-      `log`, or in a primitive that this library does not know.
+      `log`, as queries or keys of an attention kernel, or in a primitive that this library does
+      not know.
+
+    cuDNN's attention runs again from rounded values, as with
+    `jax.checkpoint_policies.dots_saveable`.
 
     Args:
       fun: any function that JAX can differentiate, or a callable pytree such as an Equinox module,
