@@ -258,6 +258,14 @@ def test_sums_of_products():
     assert found.count("float8_e5m2") == 1 and found.count(F8) == 1
 
 
+def test_the_output_of_a_norm_is_rounded_though_its_statistics_follow_from_it():
+    norm = lambda p, x: lm.ms_layer_norm(x, p["scale"], p["bias"])  # noqa: E731
+    p = {"scale": jnp.ones(64), "bias": jnp.zeros(64)}
+    run = lambda p, x: jnp.tanh(norm(p, jnp.tanh(x @ p["w"])))  # noqa: E731
+    found = stored(run, p | {"w": normal(64, 64)}, X, policy=lm.everything_saveable)
+    assert ("float32", X.shape) not in found and (F8, X.shape) in found
+
+
 def attended(w, x):
     """Attention by cuDNN, whose values have a name."""
     q, k, v = ((x @ w).reshape(2, 64, 4, 16) for w in w[:3])

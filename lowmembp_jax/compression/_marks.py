@@ -229,9 +229,10 @@ class _Decisions:
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
         # The backward may rely on how one residual follows from the others, as that of a flash
-        # attention: products with its result and with the values cancel.
+        # attention: products with its result and with the values cancel. Statistics are exact.
         needed = [a for a, need in zip(eqn.invars, needs, strict=False) if need.level]
-        is_equation = any(self.origins.follows(atom, needed) for atom in needed)
+        results = [atom for atom in needed if not fact_of(self.facts.of, atom).reduced]
+        is_equation = any(self.origins.follows(atom, needed) for atom in results)
         for atom, need in zip(eqn.invars[:count], needs, strict=True):
             level = EXACT if need.level and is_equation else need.level
             self.need(atom, need._replace(level=level, name=None, saved=False, host=False))
