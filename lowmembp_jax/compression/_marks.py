@@ -314,10 +314,11 @@ class _Decisions:
         if self.replaces_terms(eqn, read, need):
             need = need._replace(host=need.host or any(map(self.origins.is_offloaded, eqn.invars)))
             return self.marker.format(var, fact, need)
-        if is_cheap and need.level > ROUNDED and fact.lossy and not fact.reduced:
+        is_saved = need.saved or number in self.facts.saved
+        is_whole = need.level > ROUNDED and fact.lossy and not fact.reduced
+        if is_cheap and is_whole and not (is_saved and narrows(eqn, need)):
             return None
         is_softmax = fact.unit and name in ("exp", "exp2") and read[0].at_hand
-        is_saved = need.saved or number in self.facts.saved
         # Another sharding may take a collective, which does not run again if the policy saves it.
         is_moved = name in ("reshard", "sharding_constraint")
         is_made = not rules.rule(eqn).passes or is_moved or narrows(eqn, need)

@@ -56,7 +56,11 @@ def before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
 
 
 def narrows(eqn: Any, need: Need) -> bool:
-    """Whether an equation casts to a smaller dtype an array that is saved by its name."""
-    if not need.saved or operation(eqn) != "convert_element_type":
+    """Whether an equation casts an array to a smaller dtype in which it is worth to be saved.
+
+    This holds for an array that is saved by its name, and for one that is stored unrounded.
+    """
+    is_cast = operation(eqn) == "convert_element_type"
+    if not is_cast or not (need.saved or need.level > ROUNDED):
         return False
     return eqn.params["new_dtype"].itemsize < eqn.invars[0].aval.dtype.itemsize
