@@ -74,22 +74,6 @@ def test_gradients_are_near_those_of_the_class(name):
     assert 0 < error(got, want) < 0.08
 
 
-def test_compress_is_used_like_remat():
-    """Equal values, statistics and counts of random numbers; the same mask in the backward."""
-    is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)  # noqa: E731
-
-    def run(wrap):
-        model = nnx_models.Model(wrap, rate=0.5)
-        value, grads = nnx.jit(nnx.value_and_grad(nnx_models.loss))(model, normal(64, 32))
-        state = jax.tree.leaves(nnx.state(model))
-        return grads, value, [jax.random.key_data(a) if is_key(a) else a for a in state]
-
-    (ours, *got), (theirs, *want) = run(lm.nnx.compress), run(nnx.remat)
-    assert_close(got, want, 1e-6, 1e-6)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    assert 0 < error(ours, theirs) < 0.05
-
-
 def test_errors_of_compress():
     run = lm.nnx.compress(lambda module, x: module(x), static_argnums=4)
     with pytest.raises(ValueError, match=r"nnx.compress: static_argnums: .* 2 positional .*got 4"):

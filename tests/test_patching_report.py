@@ -6,6 +6,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import nnx_models
 import pytest
 from flax import nnx
 from helpers import assert_close, temporaries
@@ -129,30 +130,18 @@ def test_a_patch_around_the_definition_of_the_step(checkpoint):
     assert "definition" not in str(report)
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
-
-
 class OwnRMSNorm(nnx.Module):
     def __call__(self, x):
         return 2 * x
 
 
-class NnxModel(nnx.Module):
+class NnxModel(nnx_models.Model):
     def __init__(self, rngs):
-        self.own = OwnRMSNorm()
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
-        self.norm = nnx.RMSNorm(8, rngs=rngs)
+        super().__init__(width=8)
+        self.own, self.norm = OwnRMSNorm(), nnx.RMSNorm(8, rngs=rngs)
 
     def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(self.own(x))
+        return self.norm(self.own(super().__call__(x)))
 
 
 @pytest.mark.slow
@@ -174,7 +163,7 @@ def test_nnx_norms_are_swapped_and_reported_by_attribute():
         fn(model, X)
     assert report.swapped == {"layer_norm": ["blocks/1/norm"], "gelu": ["blocks/1"]}
     with lm.patch() as report:
-        nnx.remat(NnxBlock.__call__)(model.blocks[0], X)
+        nnx.remat(nnx_models.Block.__call__)(model.blocks[0], X)
     assert report.swapped == {"layer_norm": ["norm"], "gelu": [""]}
 
 
@@ -232,13 +221,3 @@ def test_outputs_that_others_read_are_not_promised():
     assert patched > 0.97 * plain, (plain, patched)
     assert memory.after + memory.outputs >= memory.recomputed
     assert "now also save up to" in str(memory) and "or a trained Dense reads them" in str(memory)
-
-
-def test_the_model_itself_is_named():
-    class Whole(nnx.Module):
-        def __call__(self, x):
-            return jax.nn.gelu(x)
-
-    with lm.patch() as report:
-        jax.eval_shape(Whole(), jnp.ones((2, 8)))
-    assert report.swapped == {"gelu": [""]} and "gelu in 1 place: Whole" in str(report)

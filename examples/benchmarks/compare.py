@@ -42,7 +42,6 @@ LABELS = {
     "compress+remat": "lm.compress(policy=None)",
 }
 
-
 #: The model, what is trained, the batch and the tokens of each step.
 STEPS = {
     "ViT-B/16, 64, full": ("vit-b16", "full", 64, None),

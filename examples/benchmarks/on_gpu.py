@@ -55,7 +55,6 @@ SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
-
 #: Operators, and how many arrays [rows, width] and parameters [width] they take.
 OPERATORS: dict[str, tuple[Callable[..., Any], int, int]] = {
     "gelu_tanh": (lm.gelu, 1, 0),
