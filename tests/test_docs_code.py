@@ -18,6 +18,8 @@ from test_docs import ROOT, blocks, pages
 import lowmembp_jax as lm
 
 F32 = jnp.float32
+
+
 Tokens = namedtuple("Tokens", "ids targets")
 Sampled = namedtuple("Sampled", "ids labels old_log_probs reference_log_probs advantages")
 
