@@ -56,7 +56,7 @@ def test_bad_options(model, options, message):
 
 def test_compressed_optimizer_state():
     options = {"optimizer_state": "8bit", "master_weights": "24bit"}
-    small, large = MODELS["llama-tiny"](**options).args, MODELS["llama-tiny"]().args
+    small, large = MODELS["vit-ti16"](**options).args, MODELS["vit-ti16"]().args
     nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 
