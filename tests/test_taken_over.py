@@ -65,11 +65,6 @@ def _in_cond(x, p):
     return lax.cond(jnp.sum(x) > 1e9, lambda x: x, lambda x: decorated(p, x), x), None
 
 
-def _callback(p, x):
-    jax.debug.callback(lambda _: None, x[0, 0])
-    return layer(p, x)
-
-
 def _penalty(params, x):
     loss = unrolled(decorated)
     return loss(params, x) + jnp.sum(jax.grad(loss, argnums=1)(params, x) ** 2)
@@ -154,7 +149,6 @@ FORMS = {
     ),
     "vmap": Form(lambda p, x: jnp.mean(jax.vmap(unrolled(decorated), (None, 0))(p, x[:, None]))),
     "jit": Form(jax.jit(unrolled(jax.jit(decorated)))),
-    "callback": Form(unrolled(jax.checkpoint(_callback))),
     "penalty": Form(_penalty),
     "shard_map_inside": Form(_shard_map_inside),
     "nn.scan": Form(_linen, initial(SCANNED, X, None)),
