@@ -68,10 +68,7 @@ TRAINED = {
     "lm.compress(policy=None)": "compress+remat",
     'lm.patch(norm_residual="output")': "lowmembp",
 }
-METHODS = TRAINED | {
-    "nn.remat(policy=dots_saveable)": "dots",
-    "nn.remat": "full-remat",
-}
+METHODS = TRAINED | {"nn.remat(policy=dots_saveable)": "dots", "nn.remat": "full-remat"}
 
 
 @dataclasses.dataclass(frozen=True)

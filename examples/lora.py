@@ -37,12 +37,7 @@ import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
 from lowmembp_jax.models.families import MODELS
 from lowmembp_jax.models.layers import Compute
-from lowmembp_jax.models.workload import (
-    abstract_batch,
-    make_loss,
-    make_optimizer,
-    workload_of_loss,
-)
+from lowmembp_jax.models.workload import abstract_batch, make_loss, make_optimizer, workload_of_loss
 
 Train = Literal["full", "lora-qv", "lora-all", "lora-fa-qv", "lora-fa-all", "qlora-qv", "qlora-all"]
 Params = dict[str, Any]

@@ -30,22 +30,12 @@ import checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
+import run
 import training
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from lora import Train, add_lora, apply_lora, combine, fold_lora, partition
-from run import (
-    Checkpoints,
-    Diverged,
-    Log,
-    check_output,
-    exit_status,
-    identity,
-    named,
-    summary,
-    write_json,
-)
 from tqdm import tqdm
 
 from lowmembp_jax.models.attention import choose_attention, has_cudnn_attention
@@ -135,13 +125,13 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
     if config.batch_size % config.accumulate:
         given = f"{config.accumulate}, got {config.batch_size}"
         raise ValueError(f"--batch-size: expected a multiple of --accumulate {given}")
-    check_output("--output", config.output, config.resume)
+    run.check_output("--output", config.output, config.resume)
     if config.export is not None:
-        check_output("--export", config.export)
+        run.check_output("--export", config.export)
     data, source, known, params = config.data, config.checkpoint, (), None
     if source is not None:
-        family, sizes = named("--checkpoint", read_config, source / "config.json")
-        known = named("--checkpoint", label_names, sizes.to_json())
+        family, sizes = run.named("--checkpoint", read_config, source / "config.json")
+        known = run.named("--checkpoint", label_names, sizes.to_json())
         if data.tokenizer is None and (source / "tokenizer.json").exists():
             data = dataclasses.replace(data, tokenizer=source / "tokenizer.json")
     elif config.model in MODELS:
@@ -150,7 +140,7 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
         raise ValueError(f"--model: expected one of {', '.join(MODELS)}, got {config.model!r}")
     statistics = _IMAGENET if family.name == "swin" else (0.5, 0.5)
     size = getattr(sizes, "image_size", 0)
-    task = named("--data", load_task, family.task, data, known, size, statistics)
+    task = run.named("--data", load_task, family.task, data, known, size, statistics)
     if source is None:
         sizes = training.fit(sizes, task, data.sequence_length)
     if task.vocab_size > getattr(sizes, "vocab_size", 0):
@@ -165,13 +155,12 @@ def _read(config: Config) -> tuple[Family, Any, Any, Task, dict[str, Any]]:
             head = "the checkpoint's" if new is None else f"new, for {', '.join(task.classes)}"
             print("head:", head)
         load = partial(checkpoints.load, new_labels=new, seed=config.seed)
-        family, sizes, params = named("--checkpoint", load, source)
+        family, sizes, params = run.named("--checkpoint", load, source)
     arrays = [(part.inputs, part.labels) for part in (task.train, task.dev)]
     options = {name: value for name, value in vars(config).items() if name not in _MAY_CHANGE}
     options |= {f"data.{name}": value for name, value in vars(options.pop("data")).items()}
     options = {name: str(x) if isinstance(x, Path) else x for name, x in options.items()}
-    run = identity(options, arrays, params)
-    return family, sizes, params, task, run
+    return family, sizes, params, task, run.identity(options, arrays, params)
 
 
 def _check_place(config: Config) -> None:
@@ -204,16 +193,16 @@ def train(config: Config) -> None:
     _check_place(config)
     if config.coordinator is not None:
         place = (config.coordinator, config.process_count, config.process_index)
-        named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
+        run.named("--coordinator", jax.distributed.initialize, *place * (place[0] != "auto"))
     with contextlib.ExitStack() as stack:
         _train(config, stack)
 
 
 def _train(config: Config, stack: contextlib.ExitStack) -> None:
-    family, sizes, params, task, run = _read(config)
-    digest = np.frombuffer(hashlib.sha256(repr(run).encode()).digest(), np.uint8)
+    family, sizes, params, task, identity = _read(config)
+    digest = np.frombuffer(hashlib.sha256(repr(identity).encode()).digest(), np.uint8)
     multihost_utils.assert_equal(digest, "options and data of the processes differ")
-    log = Log(config.output / "log.jsonl")
+    log = run.Log(config.output / "log.jsonl")
 
     # Make the model and its parameters.
     accumulate, dtype = config.accumulate, jnp.dtype(config.dtype)
@@ -235,7 +224,8 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
     )
     model = family.build(sizes, compute)
     examples = checkpoints.example_inputs(family, sizes)
-    saved = Checkpoints(config.output / "checkpoints", run, config.keep)  # before work is lost
+    # An old or damaged checkpoint is refused before any work.
+    saved = run.Checkpoints(config.output / "checkpoints", identity, config.keep)
     stack.callback(saved.close)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
@@ -291,7 +281,7 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
             sums.append(totals(state.params, frozen, training.put_batch(batch, mesh)))
         loss, count, correct = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
         if not math.isfinite(loss):
-            raise Diverged(f"step {done}: the loss of the evaluation is {loss}")
+            raise run.Diverged(f"step {done}: the loss of the evaluation is {loss}")
         score = {"accuracy": correct / count}
         if not task.classes:
             score = {"perplexity": math.exp(min(loss / count, 700))}
@@ -311,7 +301,7 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
         preempted = saved.reached_preemption(done)
         is_saved = done % config.checkpoint_every == 0 or preempted
         if done % config.log_every == 0 or is_saved or done == steps:
-            values, now = summary(jax.device_get(pending), done), time.perf_counter()
+            values, now = run.summary(jax.device_get(pending), done), time.perf_counter()
             speed = len(pending) / accumulate * config.batch_size / (now - last)
             values |= {"learning_rate": float(rate(done - 1)), "examples_per_second": speed}
             log.write("train", done, values)
@@ -342,13 +332,13 @@ def _train(config: Config, stack: contextlib.ExitStack) -> None:
     path = config.output / "results.json"
     if is_first and not (first == steps and path.exists()):  # a finished run keeps its results
         log.write("dev", steps, dev)
-        results = {"command": shlex.join(["python", *sys.argv]), "options": run["options"]}
+        results = {"command": shlex.join(["python", *sys.argv]), "options": identity["options"]}
         results |= {"devices": devices, "data": task.source, "trained_parameters": count}
         seconds = time.perf_counter() - begin
         results |= {"steps": steps, "seconds": seconds, "train": values, "dev": dev}
-        write_json(path, results)
+        run.write_json(path, results)
     say(f"dev: {', '.join(f'{name} {x:.4f}' for name, x in dev.items())}; written: {path}")
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(train, Config, __doc__))
+    sys.exit(run.exit_status(train, Config, __doc__))

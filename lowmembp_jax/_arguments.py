@@ -98,6 +98,14 @@ def check_function(value: Any, name: str) -> None:
         raise TypeError(f"{name}: expected a function, got {value!r}")
 
 
+def check_transformation(value: Any, function: str) -> None:
+    """Raises TypeError unless the argument `optimizer` of a function is a transformation."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise TypeError(
+            f"{function}: optimizer: expected an optax.GradientTransformation, got {value!r}"
+        )
+
+
 def is_inexact(array: Any) -> bool:
     """Whether an array, a type of an array or a dtype is floating or complex."""
     dtype = getattr(array, "dtype", array)

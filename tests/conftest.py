@@ -57,20 +57,15 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-def _cpu_seconds():
-    """The CPU time of this process and of the child processes that have ended."""
-    return sum(os.times()[:4])
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Fails a default test that takes too long.
 
-    Counts CPU time: wall time grows on a busy machine.
+    Counts CPU time, also of child processes that have ended: wall time grows on a busy machine.
     """
-    start = _cpu_seconds()
+    start = sum(os.times()[:4])
     result = yield
-    most, seconds = item.config.option.most_seconds, _cpu_seconds() - start
+    most, seconds = item.config.option.most_seconds, sum(os.times()[:4]) - start
     is_default = not any(map(item.get_closest_marker, ("compiled", "docs", "slow")))
     if most and is_default and seconds > most:
         pytest.fail(f"{item.nodeid} takes {seconds:.1f} s of CPU time, more than {most:g} s")

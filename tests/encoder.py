@@ -48,10 +48,6 @@ def _flax_norm(x):
         return nn.LayerNorm(use_scale=False, use_bias=False, dtype=DTYPE).apply({}, x)
 
 
-def _remat(policy) -> Callable:
-    return partial(jax.checkpoint, policy=policy)
-
-
 #: Wraps `run(x, parameters)`.
 _compress = partial(lm.compress, params_argnums=1)
 _compress_but_attention = partial(
@@ -69,8 +65,7 @@ METHODS: dict[str, Method] = {
     name: Method(_flax_norm, nn.gelu, wrap)
     for name, wrap in {
         "default": lambda block: block,
-        "dots policy": _remat(_POLICIES.dots_saveable),
-        "products policy": _remat(lm.products_saveable),
+        "dots policy": partial(jax.checkpoint, policy=_POLICIES.dots_saveable),
         "compress": _compress,
         "compress, int8": partial(_compress, dtype="int8"),
         "compress, for a loop": partial(_compress, prevent_cse=False),
@@ -83,7 +78,9 @@ METHODS: dict[str, Method] = {
     "compress, lowmembp_jax": _ours._replace(
         wrap=partial(_compress, policy=lm.everything_saveable)
     ),
-    "lowmembp_jax, its remat policy": _ours._replace(wrap=_remat(lm.checkpoint_policy())),
+    "lowmembp_jax, its remat policy": _ours._replace(
+        wrap=partial(jax.checkpoint, policy=lm.checkpoint_policy())
+    ),
 }
 
 

@@ -26,8 +26,6 @@ ROWS, WIDTH = 512, 256
 #: The first is plain JAX with parameters and input in bfloat16.
 FORMATS = "bfloat16", "float8", "unscaled_float8_e4m3fn", "unscaled_float8_e5m2", "int8", "int4"
 Block = Callable[[Any, jax.Array], jax.Array]
-
-
 X, TARGET = np.asarray(normal(ROWS, WIDTH, key=7)), np.asarray(normal(ROWS, WIDTH, key=8))
 UP, DOWN = np.asarray(normal(WIDTH, 4 * WIDTH)), np.asarray(normal(4 * WIDTH, WIDTH))
 PARAMS = {"up": UP / WIDTH**0.5, "down": DOWN / WIDTH**0.5 / 2}

@@ -1,6 +1,5 @@
 """Every family with every method: the planner's step, compiled for an H200 without a GPU."""
 
-import functools
 import itertools
 
 import jax
@@ -21,22 +20,6 @@ CASES = [
 ]
 
 
-@functools.cache
-def compiled(family, method):
-    """Compiles a step with a batch so large that activations take more than weights.
-
-    Returns parameters, optimizer state and batch; parameters, state and loss; XLA's sizes; cost.
-    """
-    tokens = None if family in ("vit", "swin") else TOKENS
-    made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
-    # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
-    options = {} if jax.__version__.startswith("0.11.") else {"xla_gpu_autotune_level": 0}
-    given = {"donate_argnums": made.donate_argnums, "keep_unused": True}
-    program = lm.memory.compile_for(made.step, *made.args, compiler_options=options, **given)
-    cost = lm.memory.cost(program, lm.memory.get_device("h200"))
-    return made.args, program.out_info, program.memory_analysis(), cost
-
-
 def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -54,11 +37,18 @@ def matrix_flops(cost, phase):
 
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_combination(family, method):
-    args, outputs, memory, cost = compiled(family, method)
-    state = args[:2]
+    tokens = None if family in ("vit", "swin") else TOKENS
+    # The batch is so large that activations take more than weights.
+    made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
+    # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
+    options = {} if jax.__version__.startswith("0.11.") else {"xla_gpu_autotune_level": 0}
+    given = {"donate_argnums": made.donate_argnums, "keep_unused": True}
+    program = lm.memory.compile_for(made.step, *made.args, compiler_options=options, **given)
+    cost = lm.memory.cost(program, lm.memory.get_device("h200"))
+    memory, state = program.memory_analysis(), made.args[:2]
     # The state goes where it was, in place, and only the loss comes out beside it.
-    kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), each) for each in (outputs[:2], state)]
-    assert kinds[0] == kinds[1]
+    specs = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert specs(program.out_info[:2]) == specs(state)
     assert memory.alias_size_in_bytes == nbytes(state)
     assert memory.output_size_in_bytes - nbytes(state) < 4096
     attention = [kernel for kernel in cost.kernels if kernel.kind == "attention"]

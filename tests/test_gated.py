@@ -2,22 +2,12 @@
 
 from functools import partial
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    GELU_ERF,
-    array,
-    assert_close,
-    normal,
-    only_interpreted,
-    optimized_jit,
-    residuals,
-    saved_residuals,
-    temporaries,
-    ulps,
-)
+from helpers import array, assert_close, optimized_jit, saved_residuals, temporaries
 from jax import P, lax
 
 import lowmembp_jax as lm
@@ -26,7 +16,7 @@ import lowmembp_jax as lm
 OPS = {
     "swiglu": (lm.swiglu, jax.nn.silu),
     "geglu_tanh": (lm.geglu, jax.nn.gelu),
-    "geglu_erf": (partial(lm.geglu, approximate=False), GELU_ERF),
+    "geglu_erf": (partial(lm.geglu, approximate=False), helpers.GELU_ERF),
 }
 each_op = pytest.mark.parametrize("name", OPS)
 #: Each in a dtype, and one in all.
@@ -67,7 +57,7 @@ def in_float64(name, *arrays):
 
 def inputs(shape, dtype="float32", scale=4.0):
     """gate, up and a cotangent."""
-    return [(scale * normal(*shape, key=key)).astype(dtype) for key in range(3)]
+    return [(scale * helpers.normal(*shape, key=key)).astype(dtype) for key in range(3)]
 
 
 class GatedUnits:
@@ -96,7 +86,7 @@ class GatedUnits:
             assert np.all(np.abs(np.float64(a) - exact) <= rtol * np.abs(exact) + atol)
         if self.rounding < 1:
             plain = optimized_jit(unfused(name))(gate, up).astype(dtype)
-            assert ulps(got[0], plain, dtype) <= 1
+            assert helpers.ulps(got[0], plain, dtype) <= 1
 
     @each_op_in_a_dtype
     def test_special_values(self, name, dtype):
@@ -147,7 +137,7 @@ class TestPallas(GatedUnits):
     implementation = "pallas_interpret"
 
 
-@only_interpreted
+@helpers.only_interpreted
 class TestTriton(GatedUnits):
     implementation = "triton"
     rounding = 1.01
@@ -196,7 +186,7 @@ def test_up_that_is_the_same_on_every_device():
 def test_what_takes_no_less_with_its_scales_stays(dtype, width, stored):
     """Dtypes and last axes of what is stored, of gate and of up."""
     op, x = partial(lm.swiglu, dtype=dtype), array(1000, width, dtype=jnp.bfloat16)
-    found = residuals(lambda gate, up: op(gate, up), x, x)
+    found = helpers.residuals(lambda gate, up: op(gate, up), x, x)
     assert [(dtype, shape[-1]) for dtype, shape in found] == stored * 2
 
 

@@ -27,21 +27,6 @@ def test_default_is_xla_and_argument_context_and_environment_override_in_this_or
         assert not uses_pallas(lm.ms_layer_norm, x)
 
 
-def test_the_context_is_part_of_the_cache_of_jit():
-    @jax.jit
-    def traced(x):
-        traces.append(None)
-        return lm.regelu2(x)
-
-    traces, x = [], jnp.ones((4, 256))
-    traced(x)
-    with lm.set_implementation("pallas_interpret"):
-        traced(x)
-        traced(x)
-    traced(x)
-    assert len(traces) == 2
-
-
 @pytest.mark.parametrize("op", [lm.ms_layer_norm, jax.vmap(lm.resilu2)])
 def test_a_kernel_that_cannot_run_here_says_why(op):
     with (
@@ -60,12 +45,7 @@ def test_triton_missing_says_what_to_install(monkeypatch):
 
 def test_errors_name_the_argument(monkeypatch):
     with pytest.raises(ValueError, match=r"implementation: expected .*'pallas'.*, got 'cuda'"):
-        lm.regelu2(jnp.ones(4), implementation="cuda")
-    with (
-        pytest.raises(ValueError, match=r"implementation: expected .*, got 'cuda'"),
-        lm.set_implementation("cuda"),
-    ):
-        pass
+        lm.set_implementation("cuda").__enter__()
     monkeypatch.setenv("LOWMEMBP_IMPLEMENTATION", "cuda")
     with pytest.raises(ValueError, match=r"LOWMEMBP_IMPLEMENTATION: expected .*, got 'cuda'"):
         lm.ms_layer_norm(jnp.ones((2, 4)))

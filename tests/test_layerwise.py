@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 import lowmembp_jax as lm
 
 LAYERS, ROWS, WIDTH = 4, 8, 64
+X = normal(ROWS, WIDTH, key=1)
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=32),
@@ -63,10 +64,6 @@ def reference(optimizer, *constants):
     return step
 
 
-def inputs():
-    return normal(ROWS, WIDTH, key=1)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.usefixtures("jax_defaults")
 def test_steps_are_those_of_optax(name):
@@ -76,8 +73,8 @@ def test_steps_are_those_of_optax(name):
     ours, plain = jax.jit(one_step(layers)), jax.jit(reference(optimizer, scale))
     got = want = (stacked(dtype), layers.init(stacked(dtype)))
     for _ in range(1 if name == "master" else 3):
-        *got, dx = ours(*got, inputs().astype(dtype), scale)
-        *want, wanted_dx = plain(*want, inputs().astype(dtype))
+        *got, dx = ours(*got, X.astype(dtype), scale)
+        *want, wanted_dx = plain(*want, X.astype(dtype))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     # 8-bit state is rounded at random, by a hash of the numbers: an ulp gives another code.
     bound = {"8-bit state": 2e-3, "master": 4e-3}.get(name, 1e-5)
@@ -95,7 +92,7 @@ def test_pytrees_of_activations_and_a_mesh():
 
     layers = lm.update_in_backward(pair, optax.adam(1e-2))
     step = one_step(layers)
-    params, x = stacked(), {"a": inputs(), "b": jnp.ones(3)}
+    params, x = stacked(), {"a": X, "b": jnp.ones(3)}
     state = layers.init(params)
     want = jax.jit(step)(params, state, x)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -125,7 +122,7 @@ def test_what_needs_all_gradients_is_refused(optimizer, message):
     # A state that comes from elsewhere is no way around.
     with pytest.raises(ValueError, match=message):
         state = jax.vmap(optimizer.init)(stacked())
-        layers.backward(stacked(), state, jnp.stack([inputs()] * LAYERS), inputs())
+        layers.backward(stacked(), state, jnp.stack([X] * LAYERS), X)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +137,16 @@ def test_what_needs_all_gradients_is_refused(optimizer, message):
 )
 def test_arrays_are_stacked(name, wrong):
     layers = lm.update_in_backward(block, MOMENTUM)
-    saved = jnp.stack([inputs()] * LAYERS)
+    saved = jnp.stack([X] * LAYERS)
     given = {"params": stacked(), "state": layers.init(stacked()), "inputs": saved} | {name: wrong}
     with pytest.raises(ValueError, match=f"{name}: expected arrays"):
-        layers.backward(*given.values(), inputs())
+        layers.backward(*given.values(), X)
 
 
 def test_block_must_return_what_it_gets():
     layers = lm.update_in_backward(lambda params, h: h.sum(), optax.sgd(1.0))
     with pytest.raises(TypeError, match="carry"):
-        layers.forward(stacked(), inputs())
+        layers.forward(stacked(), X)
 
 
 @pytest.mark.compiled
@@ -218,7 +215,7 @@ def test_inputs_in_8_bits():
             h, kept = layers.forward(params, x)
             return layers.backward(params, layers.init(params), kept, h)[0], kept
 
-        new, kept = jax.jit(step)(params, inputs())
+        new, kept = jax.jit(step)(params, X)
         moved = jax.tree.map(jnp.subtract, new, params)
         found[dtype] = moved, sum(x.nbytes for x in jax.tree.leaves(kept))
     (exact, whole), (near, less) = found[None], found["float8"]

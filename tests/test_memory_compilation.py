@@ -150,8 +150,7 @@ def test_static_arguments_of_a_jitted_step(static):
     assert plan.cost.flops == 3 * 2 * 256**3
 
 
-def nested_options(x):
-    return jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})(x)
+NESTED = jax.jit(jnp.sin, compiler_options={"xla_dump_to": ""})
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def nested_options(x):
     [
         (lambda params, *, x: x, (F32,), r"1 arguments: missing a required .*'x'.*functools.part"),
         (lambda params: params, (F32, F32), r"\(params\) cannot be called with 2 arguments"),
-        (nested_options, (F32,), "jax.jit with compiler_options, .* give that function itself"),
+        (lambda x: NESTED(x), (F32,), "jax.jit with compiler_options, .* give that function"),
         (jax.jit(jnp.sin).lower(1.0), (F32,), "step: .* got a Lowered"),
     ],
 )

@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import AS_PUBLISHED
 
 import lowmembp_jax as lm
 from lowmembp_jax.cli._factories import function_of_file
@@ -17,15 +17,12 @@ from lowmembp_jax.cli._factories import function_of_file
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 pytestmark = pytest.mark.compiled
+array = partial(helpers.array, dtype=BF16)
 
 
 def compiled(fn, *args, device="h200", **options):
-    rates = dataclasses.replace(lm.memory.get_device(device), calibration=AS_PUBLISHED)
+    rates = dataclasses.replace(lm.memory.get_device(device), calibration=helpers.AS_PUBLISHED)
     return lm.memory.cost(lm.memory.compile_for(fn, *args, device=device, **options), rates)
-
-
-def array(*shape, dtype=BF16):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "cublas"])

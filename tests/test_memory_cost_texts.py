@@ -10,11 +10,7 @@ from helpers import AS_PUBLISHED
 from lowmembp_jax.memory.devices import get_gpu
 from lowmembp_jax.memory.parsing.hlo_text import parse
 from lowmembp_jax.memory.roofline.cost import Kernel, cost
-from lowmembp_jax.memory.roofline.seconds import (
-    LAUNCH_SECONDS,
-    attention_workspace,
-    start_seconds,
-)
+from lowmembp_jax.memory.roofline.seconds import LAUNCH_SECONDS, attention_workspace, start_seconds
 
 RATES = {"bandwidth": 1e12, "matrix_flops": {"bf16": 1e15}, "vector_flops": 1e15}
 DEVICE = dataclasses.replace(get_gpu("h200"), **RATES, calibration=AS_PUBLISHED)

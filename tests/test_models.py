@@ -47,7 +47,6 @@ def plain_attention(
 
 
 BIAS = np.random.default_rng(0).normal(size=(1, 4, 9, 9)).astype(np.float32)
-LENGTHS = np.array([3, 9], np.int32)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ LENGTHS = np.array([3, 9], np.int32)
     [
         ({}, "float32", 1),
         ({"causal": True}, "bfloat16", 4),
-        ({"lengths": LENGTHS, "bias": BIAS}, "float16", 1),
+        ({"lengths": np.array([3, 9], np.int32), "bias": BIAS}, "float16", 1),
         ({"causal": True, "window": 4, "scale": 0.7}, "float32", 1),
         ({"causal": True, "window": 4, "soft_cap": 1.5}, "bfloat16", 1),
     ],

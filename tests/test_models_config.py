@@ -80,11 +80,6 @@ def test_refused(tmp_path, family, change, message):
         read(tmp_path, family, content)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere/config\.json: No such file"):
-        read_config(tmp_path / "nowhere" / "config.json")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -37,14 +37,6 @@ GEMMA_3_4B = {
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
 
-def test_every_model_by_name():
-    work = MODELS["vit-ti16"](batch=4)
-    params, _, batch = work.args
-    assert batch.inputs[0].shape == (4, 224, 224, 3)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jax.numpy.dtype("float32")}
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(work.args))
-
-
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -64,7 +56,7 @@ def test_bad_options(model, options, message):
 
 def test_compressed_optimizer_state():
     options = {"optimizer_state": "8bit", "master_weights": "24bit"}
-    small, large = MODELS["llama-tiny"](**options).args, MODELS["llama-tiny"]().args
+    small, large = MODELS["vit-ti16"](**options).args, MODELS["vit-ti16"]().args
     nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 

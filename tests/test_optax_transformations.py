@@ -93,7 +93,6 @@ with warnings.catch_warnings(action="ignore"):
                 add(name, getattr(module, name))
 OPTIMIZERS |= {name: lambda make=make: make(ADAM) for name, make in WRAPPERS.items()}
 
-
 LOSS = lambda params, *_: jnp.mean(jnp.square(params["w"]))  # noqa: E731
 #: Arguments that an update takes besides gradients, state and parameters.
 SEARCHES = "lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"

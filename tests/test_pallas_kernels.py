@@ -11,11 +11,7 @@ from helpers import normal
 
 import lowmembp_jax as lm
 from pallas_kernels import interface, step_table
-from pallas_kernels.interface import (
-    activation_forward,
-    norm_backward,
-    norm_forward,
-)
+from pallas_kernels.interface import activation_forward, norm_backward, norm_forward
 
 
 def test_erfc_is_that_of_jax():
@@ -50,10 +46,7 @@ def expected_norm(x, g, *parameters, center, recover):
 
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "center", "recover"),
-    [
-        (1001, 100, jnp.bfloat16, False, True),
-        (5, 16384, jnp.float32, True, False),
-    ],
+    [(1001, 100, jnp.bfloat16, False, True), (5, 16384, jnp.float32, True, False)],
 )
 def test_parameter_gradients_summed_over_many_tiles(rows, width, dtype, center, recover):
     """As on a device of one multiprocessor; what is common to all is in test_normalization.py."""

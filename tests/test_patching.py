@@ -49,8 +49,9 @@ def test_activations_are_swapped_wherever_they_were_captured(activation):
 def test_modules_built_outside_and_nnx_modules_are_reached():
     mlp = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.gelu)
     graph, state = nnx.split(mlp)
-    with lm.patch():
+    with lm.patch() as report:
         assert "uint2" in dtypes_kept(lambda s: jnp.sum(nnx.merge(graph, s)(X)), state)
+        assert "gelu in 1 place: Sequential" in str(report)
         assert dtypes_kept(loss, PARAMS, X).count("uint2") == 3
 
 
@@ -169,11 +170,6 @@ def test_a_gate_is_left_exact_and_keeps_its_input():
     assert "multiplied by another Dense" in report.skipped["silu"][""]
 
 
-class Activation(nn.Module):
-    def __call__(self, x):
-        return nn.silu(x)
-
-
 @pytest.mark.parametrize(
     ("kernels", "gate"),
     [
@@ -189,7 +185,7 @@ def test_what_a_gate_is(kernels, gate):
     """The kernels beside an activation of width 32 tell."""
     params = {f"dense_{i}": {"kernel": jnp.zeros(shape)} for i, shape in enumerate(kernels)}
     with lm.patch() as report:
-        Activation().apply({"params": params}, jnp.ones((2, 32)))
+        nn.Sequential([nn.silu]).apply({"params": params}, jnp.ones((2, 32)))
     assert ("silu" in report.skipped) == gate
 
 

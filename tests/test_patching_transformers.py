@@ -43,9 +43,8 @@ def test_the_patterns_of_the_docs_match_the_model_that_they_name():
     """Every `compress="..."` in README.md, docs/ and docstrings is for this model."""
     root = Path(lm.__file__).parents[1]
     pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("lowmembp_jax/**/*.py")]
-    found = {
-        p for page in pages for p in re.findall(r'patch\(compress="(.*?)"\)', page.read_text())
-    }
+    texts = [page.read_text() for page in pages]
+    found = {p for text in texts for p in re.findall(r'patch\(compress="(.*?)"\)', text)}
     config = transformers.BertConfig(**SIZES)
     model = transformers.FlaxBertForSequenceClassification(config, _do_init=False)
     params = jax.eval_shape(lambda key: model.init_weights(key, (2, 12)), jax.random.key(0))

@@ -51,20 +51,6 @@ def layers():
         return [name for name in names if jax.eval_shape(FUNCTIONS[name], rows) == rows]
 
 
-def program(rng):
-    """Draws a program: its layers, the function of kernels and rows, and how it is called."""
-    names = [str(rng.choice(layers())) for _ in range(rng.integers(2, 6))]
-    residual = [bool(rng.integers(2)) for _ in names]
-
-    def function(ws, x):
-        for w, name, is_added in zip(ws, names, residual, strict=True):
-            y = FUNCTIONS[name](lm.ms_rms_norm(x @ w))
-            x = x + y if is_added else y
-        return x
-
-    return [*zip(names, residual, strict=True)], function, str(rng.choice(list(CALLS)))
-
-
 def assert_same(got, want, told):
     """Compares two compiled programs, in which XLA may fuse products and sums differently."""
     got, want = (np.asarray(y, np.float32) for y in (got, want))
@@ -77,10 +63,19 @@ def assert_same(got, want, told):
 @pytest.mark.parametrize("number", range(50))
 def test_a_random_program(number, jax_defaults):
     rng = np.random.default_rng([SEED, number])
-    names, function, call = program(rng)
+    names = [str(rng.choice(layers())) for _ in range(rng.integers(2, 6))]
+    residual = [bool(rng.integers(2)) for _ in names]
+
+    def function(ws, x):
+        for w, name, is_added in zip(ws, names, residual, strict=True):
+            y = FUNCTIONS[name](lm.ms_rms_norm(x @ w))
+            x = x + y if is_added else y
+        return x
+
+    call = str(rng.choice(list(CALLS)))
     policy = POLICIES[rng.integers(len(POLICIES))]
     params = {"params_argnums": 0 if rng.integers(2) else ()}
-    told = f"PROGRAM_SEED={SEED}, number {number}: {names}, {call}, {policy}, {params}"
+    told = f"PROGRAM_SEED={SEED}, number {number}: {names}, {residual}, {call}, {policy}, {params}"
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)

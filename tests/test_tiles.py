@@ -17,10 +17,7 @@ from meshes import exchanged
 import lowmembp_jax as lm
 
 WIDTH, TOKENS = 16, 22
-PARAMS = {
-    "up": normal(WIDTH, 3 * WIDTH, key=0) / 4,
-    "down": normal(3 * WIDTH, WIDTH, key=1) / 7,
-}
+PARAMS = {"up": normal(WIDTH, 3 * WIDTH, key=0) / 4, "down": normal(3 * WIDTH, WIDTH, key=1) / 7}
 X = normal(8, TOKENS, WIDTH, key=2)
 CUT = partial(lm.tiled, axis=1, size=4)
 

@@ -28,8 +28,6 @@ TARGETS = (pytest.param(80, marks=pytest.mark.slow), 90, 100)
 THRESHOLDS, LEVELS = (-3.2, 0.0, 3.2), (0.0, -0.05, 1.05, 1.0)
 ROWS = 8192
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "uint8": "*u8", "uint16": "*u16"}
-
-
 FOUR_BITS = lm.STEP_TABLES["gelu_erf", 4]
 
 

@@ -12,7 +12,7 @@ some 90 seconds on 2 cores. For other GPUs and sizes use `lowmembp plan`, for me
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # This script must not take memory of a GPU on which others measure.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -42,38 +42,28 @@ LABELS = {
     "compress+remat": "lm.compress(policy=None)",
 }
 
-
-class Step(NamedTuple):
-    """A step: `lora.workload`'s arguments, and how the table names it."""
-
-    name: str
-    model: str
-    train: str
-    batch: int
-    tokens: int | None = None
-
-
-STEPS = (
-    Step("ViT-B/16, 64, full", "vit-b16", "full", 64),
-    Step("ViT-B/16, 64, LoRA q, v", "vit-b16", "lora-qv", 64),
-    Step("ViT-L/16, 64, full", "vit-l16", "full", 64),
-    Step("Swin-T, 64, full", "swin-t", "full", 64),
-    Step("BERT-base, 64 x 128, full", "bert-base", "full", 64, 128),
-    Step("BERT-base, 64 x 128, LoRA q, v", "bert-base", "lora-qv", 64, 128),
-    Step("LLaMA-1B, 8 x 2048, full", "llama-1b", "full", 8, 2048),
-    Step("LLaMA-1B, 8 x 2048, LoRA, all Denses", "llama-1b", "lora-all", 8, 2048),
-    Step("LLaMA-7B, 4 x 2048, full", "llama-7b", "full", 4, 2048),
-    Step("LLaMA-7B, 4 x 2048, LoRA q, v", "llama-7b", "lora-qv", 4, 2048),
-    Step("LLaMA-7B, 4 x 2048, QLoRA, all Denses", "llama-7b", "qlora-all", 4, 2048),
-    Step("Llama 3-8B, 1 x 8192, full", "llama-3-8b", "full", 1, 8192),
-)
+#: The model, what is trained, the batch and the tokens of each step.
+STEPS = {
+    "ViT-B/16, 64, full": ("vit-b16", "full", 64, None),
+    "ViT-B/16, 64, LoRA q, v": ("vit-b16", "lora-qv", 64, None),
+    "ViT-L/16, 64, full": ("vit-l16", "full", 64, None),
+    "Swin-T, 64, full": ("swin-t", "full", 64, None),
+    "BERT-base, 64 x 128, full": ("bert-base", "full", 64, 128),
+    "BERT-base, 64 x 128, LoRA q, v": ("bert-base", "lora-qv", 64, 128),
+    "LLaMA-1B, 8 x 2048, full": ("llama-1b", "full", 8, 2048),
+    "LLaMA-1B, 8 x 2048, LoRA, all Denses": ("llama-1b", "lora-all", 8, 2048),
+    "LLaMA-7B, 4 x 2048, full": ("llama-7b", "full", 4, 2048),
+    "LLaMA-7B, 4 x 2048, LoRA q, v": ("llama-7b", "lora-qv", 4, 2048),
+    "LLaMA-7B, 4 x 2048, QLoRA, all Denses": ("llama-7b", "qlora-all", 4, 2048),
+    "Llama 3-8B, 1 x 8192, full": ("llama-3-8b", "full", 1, 8192),
+}
 
 
-def plans(step: Step) -> dict[str, Any]:
+def plans(step: str) -> dict[str, Any]:
     """Returns the bytes, FLOPs and estimated seconds of the compiled step, by method."""
-    sizes = {"model": step.model, "train": step.train, "batch": step.batch, "tokens": step.tokens}
+    model, train, *sizes = STEPS[step]
     found = lm.memory.compare(
-        lambda method, _: lora.workload(**sizes, method=method), METHODS, device=DEVICE
+        lambda method, _: lora.workload(model, train, method, *sizes), METHODS, device=DEVICE
     )
     return {
         one.method: {
@@ -120,8 +110,8 @@ def draw(results: dict[str, Any]) -> None:
 def main() -> None:
     results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "steps": {}}
     for step in STEPS:
-        print(step.name, file=sys.stderr)
-        results["steps"][step.name] = plans(step)
+        print(step, file=sys.stderr)
+        results["steps"][step] = plans(step)
         write_json(OUTPUT, results)
     print(markdown(table(results)))
     draw(results)

@@ -40,7 +40,6 @@ _MAXTEXT = (
     "30cd40a5c8ed02519ddb77682e3ca72b8724f927/MaxText/configs/a3/llama_2_7b/README.md)"
 )
 
-
 #: Bytes a second from one H100 to another, measured with p2pBandwidthLatencyTest (NCCL, issue
 #: 1264): 380 of 450 GB/s.
 NVLINK = "380GB"

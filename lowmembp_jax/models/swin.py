@@ -64,7 +64,6 @@ CONFIGS = {
     "swin-s": SwinConfig(96, (2, 2, 18, 2), (3, 6, 12, 24)),
 }
 
-
 Map = Float[Array, "batch height width channels"]
 _Windows = Float[Array, "batch windows size*size channels"]
 

@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from lowmembp_jax._arguments import compute_dtype, hashed_bits
+from lowmembp_jax._arguments import check_transformation, compute_dtype, hashed_bits
 from lowmembp_jax._contexts import is_for_tpu
 from lowmembp_jax._tiling import explicit_spec, reshape, split_axis
 from lowmembp_jax.optimizers._moments import signs
@@ -313,11 +313,7 @@ def compress_state(
       TypeError: `optimizer` is not a transformation; `min_size` is not an integer.
       ValueError: `min_size` is negative; `state` is not the state of `optimizer`.
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"compress_state: optimizer: expected an optax.GradientTransformation, got "
-            f"{optimizer!r}"
-        )
+    check_transformation(optimizer, "compress_state")
     if isinstance(min_size, bool) or not isinstance(min_size, int):
         raise TypeError(f"compress_state: min_size: expected an int, got {min_size!r}")
     if min_size < 0:

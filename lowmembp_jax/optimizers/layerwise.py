@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import partial_eval
 from jaxtyping import Array, Float
 
+from lowmembp_jax._arguments import check_function, check_transformation
 from lowmembp_jax.compression import StorageFormat
 from lowmembp_jax.compression.formats import Format, format_name
 
@@ -96,14 +97,8 @@ def update_in_backward(
       TypeError: `block` is not callable, or `optimizer` is not a transformation. `forward` raises
         it if `block` changes the shape or dtype of `h`.
     """
-    if not callable(block):
-        raise TypeError(f"update_in_backward: block: expected a function, got {block!r}")
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"update_in_backward: optimizer: expected an optax.GradientTransformation, got "
-            f"{optimizer!r}"
-        )
-
+    check_function(block, "update_in_backward: block")
+    check_transformation(optimizer, "update_in_backward")
     storage = format_name(dtype, "update_in_backward: dtype")
 
     def stored(h):
@@ -117,8 +112,7 @@ def update_in_backward(
         def decoded(x):
             if not isinstance(x, _Stored):
                 return x
-            format = Format(storage, "update_in_backward")
-            return format.decode(x.arrays, x.dtype)
+            return Format(storage, "update_in_backward").decode(x.arrays, x.dtype)
 
         return jax.tree.map(decoded, h, is_leaf=lambda x: isinstance(x, _Stored))
 

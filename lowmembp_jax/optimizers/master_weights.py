@@ -9,7 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Float32, Int8, Int32, UInt32
 
-from lowmembp_jax._arguments import as_choice, hashed_bits
+from lowmembp_jax._arguments import as_choice, check_transformation, hashed_bits
 from lowmembp_jax._messages import warn
 
 
@@ -147,11 +147,7 @@ def master_weights(
         the other number of bits.
     """
     bits = as_choice(bits, "master_weights: bits", (24, 16))
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(
-            f"master_weights: optimizer: expected an optax.GradientTransformation, got "
-            f"{optimizer!r}"
-        )
+    check_transformation(optimizer, "master_weights")
     inner = optax.with_extra_args_support(optimizer)
 
     def is_split(p):

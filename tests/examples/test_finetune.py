@@ -18,8 +18,6 @@ from test_train import make_tokenizer
 from lowmembp_jax.models import Compute
 from lowmembp_jax.models.bert import Bert
 
-GOLDEN = Path(__file__).parents[1] / "data" / "minilm_small.npz"
-
 
 def call(monkeypatch, script, *options):
     monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
@@ -85,7 +83,7 @@ def test_nnx_finetune(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("method", finetune.TRAINED.values())
 def test_hidden_states_of_minilm_are_pytorchs(method):
     _, config, params = checkpoints.load(finetune.minilm_folder(), new_labels=2)
-    golden = np.load(GOLDEN)
+    golden = np.load(Path(__file__).parents[1] / "data" / "minilm_small.npz")
     used = golden["attention_mask"].astype(bool)
     lengths = used.sum(1, dtype=np.int32)
     apply = jax.jit(Bert(config, Compute(method)).apply)

@@ -5,27 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import training
 from data import Batch
 from helpers import assert_close, assert_equal, initial, integers, normal
 from jax import P
-from training import (
-    init_state,
-    learning_rate,
-    make_loss,
-    make_mesh,
-    make_optimizer,
-    make_step,
-    own_part,
-    partition_spec,
-    shardings,
-)
 
 from lowmembp_jax.models import Compute
 from lowmembp_jax.models.families import MODELS
 
 PARAMS = {"dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(4, 3), "bias": jnp.zeros(3)}}
 X = normal(8, 4)
-KEY = jax.tree_util.DictKey
 
 
 def loss_fn(params, frozen, x):
@@ -35,22 +24,22 @@ def loss_fn(params, frozen, x):
 
 
 def trained(*batches, **options):
-    optimizer = make_optimizer(1e-2, **options)
-    state = init_state(PARAMS, optimizer, jnp.float32)
-    step, metrics = jax.jit(make_step(loss_fn, optimizer)), None
+    optimizer = training.make_optimizer(1e-2, **options)
+    state = training.init_state(PARAMS, optimizer, jnp.float32)
+    step, metrics = jax.jit(training.make_step(loss_fn, optimizer)), None
     for batch in batches:
         state, metrics = step(state, {}, batch)
     return state, metrics
 
 
 def test_learning_rate():
-    rates = [float(learning_rate(1.0, 20, 0.1)(i)) for i in range(21)]
+    rates = [float(training.learning_rate(1.0, 20, 0.1)(i)) for i in range(21)]
     assert 0 < rates[0] < rates[1] < rates[2] == 1.0 > rates[3]
     assert rates[20] == pytest.approx(0, abs=1e-7)
 
 
 def test_weight_decay_is_for_matrices():
-    optimizer = make_optimizer(1.0, weight_decay=0.5)
+    optimizer = training.make_optimizer(1.0, weight_decay=0.5)
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     ones = jax.tree.map(jnp.ones_like, PARAMS)
     updates, _ = optimizer.update(zeros, optimizer.init(ones), ones)
@@ -66,9 +55,9 @@ def test_accumulated_batches_are_one_batch():
 
 
 def test_overflow_in_float16_is_skipped():
-    optimizer = make_optimizer(1e-2, accumulate=2)
-    state = init_state(PARAMS, optimizer, jnp.float16)
-    step = jax.jit(make_step(loss_fn, optimizer))
+    optimizer = training.make_optimizer(1e-2, accumulate=2)
+    state = training.init_state(PARAMS, optimizer, jnp.float16)
+    step = jax.jit(training.make_step(loss_fn, optimizer))
     state, metrics = step(state, {}, X.astype(jnp.float16))
     exact = float(trained(X)[1].grad_norm)
     assert not metrics.skipped and float(metrics.grad_norm) == pytest.approx(exact, rel=0.01)
@@ -84,7 +73,7 @@ def test_padding_does_not_count():
     labels = jnp.array([0, 1, -1, -1])
     inputs = (integers(4, 8, low=0, high=99), jnp.full(4, 8))
     params = initial(model, *inputs)["params"]
-    loss = jax.jit(make_loss(family.task, model))
+    loss = jax.jit(training.make_loss(family.task, model))
     mean, totals = loss(params, {}, Batch(inputs, labels))
     _, own = loss(params, {}, Batch(jax.tree.map(lambda x: x[:2], inputs), labels[:2]))
     assert totals[1] == own[1] == 2 and totals[2] == own[2]
@@ -108,18 +97,18 @@ def test_padding_does_not_count():
     ],
 )
 def test_partitions(path, shape, spec):
-    mesh = make_mesh(["data=2", "fsdp=2", "tensor=2"], jax.devices())
+    mesh = training.make_mesh(["data=2", "fsdp=2", "tensor=2"], jax.devices())
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert partition_spec([KEY(name) for name in path], leaf, mesh) == spec
+    keys = map(jax.tree_util.DictKey, path)
+    assert training.partition_spec(keys, leaf, mesh) == spec
 
 
 def test_scales_are_divided_as_their_arrays():
-    mesh = make_mesh(["fsdp=8"], jax.devices())
-    optimizer = make_optimizer(1e-3, is_8bit=True)
+    mesh = training.make_mesh(["fsdp=8"], jax.devices())
+    optimizer = training.make_optimizer(1e-3, is_8bit=True)
     params = {"query": {"kernel": jnp.zeros((256, 4, 64))}}
-    state = jax.eval_shape(lambda: init_state(params, optimizer, jnp.float32))
-    init = lambda: init_state(params, optimizer, jnp.float32)  # noqa: E731
-    made = jax.jit(init, out_shardings=shardings(state, mesh))
+    init = lambda: training.init_state(params, optimizer, jnp.float32)  # noqa: E731
+    made = jax.jit(init, out_shardings=training.shardings(jax.eval_shape(init), mesh))
     specs = {leaf.sharding.spec for leaf in jax.tree.leaves(made().opt_state) if leaf.ndim == 3}
     assert specs == {P("fsdp", "tensor", None)}
 
@@ -127,12 +116,12 @@ def test_scales_are_divided_as_their_arrays():
 @pytest.mark.parametrize("axes", [["data=4"], ["dta=8"], ["data=8", "data=1"], ["8"]])
 def test_meshes_that_are_refused(axes):
     with pytest.raises(ValueError, match="--mesh: expected sizes of data, fsdp, tensor"):
-        make_mesh(axes, jax.devices())
+        training.make_mesh(axes, jax.devices())
 
 
 def test_parts_of_a_batch():
-    assert make_mesh([], jax.devices()).shape == {"data": 8, "fsdp": 1, "tensor": 1}
-    mesh = make_mesh(["data=2", "tensor=4"], jax.devices())
-    assert own_part(mesh, 4) == (0, 1)
+    assert training.make_mesh([], jax.devices()).shape == {"data": 8, "fsdp": 1, "tensor": 1}
+    mesh = training.make_mesh(["data=2", "tensor=4"], jax.devices())
+    assert training.own_part(mesh, 4) == (0, 1)
     with pytest.raises(ValueError, match=r"--batch-size .*multiple of 2, .* got 3"):
-        own_part(mesh, 3)
+        training.own_part(mesh, 3)

@@ -31,17 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
-from transformers import (
-    BertConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    Qwen3Config,
-    RobertaConfig,
-    SwinConfig,
-    ViTConfig,
-)
+import transformers as hf
 
 _LAYERS = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96)
 _TEXT = {**_LAYERS, "vocab_size": 120}
@@ -64,17 +54,17 @@ _PADDED = {**_IMAGE, **_SWIN, "image_size": 18}
 
 #: Directory name -> architecture, config, seed.
 CASES = {
-    "bert": ("BertForSequenceClassification", BertConfig(**_BERT), 1),
-    "roberta": ("RobertaForSequenceClassification", RobertaConfig(**_ROBERTA), 2),
-    "llama": ("LlamaForCausalLM", LlamaConfig(**_LLAMA), 3),
-    "llama_gqa": ("LlamaForCausalLM", LlamaConfig(**_LLAMA, **_GQA), 4),
-    "llama_rope": ("LlamaForCausalLM", LlamaConfig(**_DECODER, **_ROTATED), 8),
-    "qwen3": ("Qwen3ForCausalLM", Qwen3Config(**_DECODER), 9),
-    "gemma2": ("Gemma2ForCausalLM", Gemma2Config(**_GEMMA, **_SOFT_CAPS), 10),
-    "gemma3_text": ("Gemma3ForCausalLM", Gemma3TextConfig(**{**_GEMMA, **_TWO_ROPES}), 11),
-    "vit": ("ViTForImageClassification", ViTConfig(**_IMAGE, **_LAYERS, patch_size=8), 5),
-    "swin": ("SwinForImageClassification", SwinConfig(**_IMAGE, **_SWIN, embed_dim=24), 6),
-    "swin_padded": ("SwinForImageClassification", SwinConfig(**_PADDED, embed_dim=16), 7),
+    "bert": ("BertForSequenceClassification", hf.BertConfig(**_BERT), 1),
+    "roberta": ("RobertaForSequenceClassification", hf.RobertaConfig(**_ROBERTA), 2),
+    "llama": ("LlamaForCausalLM", hf.LlamaConfig(**_LLAMA), 3),
+    "llama_gqa": ("LlamaForCausalLM", hf.LlamaConfig(**_LLAMA, **_GQA), 4),
+    "llama_rope": ("LlamaForCausalLM", hf.LlamaConfig(**_DECODER, **_ROTATED), 8),
+    "qwen3": ("Qwen3ForCausalLM", hf.Qwen3Config(**_DECODER), 9),
+    "gemma2": ("Gemma2ForCausalLM", hf.Gemma2Config(**_GEMMA, **_SOFT_CAPS), 10),
+    "gemma3_text": ("Gemma3ForCausalLM", hf.Gemma3TextConfig(**{**_GEMMA, **_TWO_ROPES}), 11),
+    "vit": ("ViTForImageClassification", hf.ViTConfig(**_IMAGE, **_LAYERS, patch_size=8), 5),
+    "swin": ("SwinForImageClassification", hf.SwinConfig(**_IMAGE, **_SWIN, embed_dim=24), 6),
+    "swin_padded": ("SwinForImageClassification", hf.SwinConfig(**_PADDED, embed_dim=16), 7),
 }
 
 
@@ -96,14 +86,14 @@ def fill(model: torch.nn.Module, generator: np.random.Generator) -> None:
 
 def make_inputs(config, generator: np.random.Generator) -> dict[str, np.ndarray]:
     """Arguments of `forward`: three examples."""
-    if isinstance(config, (ViTConfig, SwinConfig)):
+    if isinstance(config, (hf.ViTConfig, hf.SwinConfig)):
         size = config.image_size
         pixels = generator.standard_normal((3, config.num_channels, size, size))
         return {
             "pixel_values": pixels.astype(np.float32),
             "labels": generator.integers(config.num_labels, size=3),
         }
-    if isinstance(config, (LlamaConfig, Qwen3Config, Gemma2Config, Gemma3TextConfig)):
+    if isinstance(config, (hf.LlamaConfig, hf.Qwen3Config, hf.Gemma2Config, hf.Gemma3TextConfig)):
         # PyTorch leaves the gradient of the padding's embedding out; Gemma's padding is token 0.
         first = 0 if config.pad_token_id is None else config.pad_token_id + 1
         ids = generator.integers(first, config.vocab_size, size=(3, 19))
@@ -127,7 +117,7 @@ def make(directory: Path, architecture: str, config, seed: int) -> None:
     """Writes the three files of one case."""
     generator = np.random.default_rng(seed)
     config._attn_implementation = "eager"
-    model = getattr(transformers, architecture)(config).eval()
+    model = getattr(hf, architecture)(config).eval()
     fill(model, generator)
     model.save_pretrained(directory)  # before `forward`, which writes into the config
     (directory / "generation_config.json").unlink(missing_ok=True)
