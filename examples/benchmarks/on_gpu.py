@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -29,16 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from results import GIB, MIB, markdown, versions, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import lowmembp_jax as lm
-from lowmembp_jax.models.workload import MODELS, make_optimizer
-
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 #: The steps: names of models, the batch and the tokens.
 STEPS = {
@@ -47,32 +41,53 @@ STEPS = {
     "swin-t": {"batch": 64},
     "llama-1b": {"batch": 8, "tokens": 2048},
 }
-#: The most informative first: a run may end after 15 minutes.
-METHODS = ("default", "compress", "dots", "lowmembp", "full-remat", "lowmembp+compress")
+#: A method is followed by the operators' implementation, if it is not XLA's.
+OPERATORS = ("lowmembp", "lowmembp, pallas", "lowmembp, triton")
+METHODS = ("default", "compress", "dots", *OPERATORS, "lowmembp+compress")
+METHODS += ("full-remat", "compress+remat", "offload", "compress+remat+offload")
+
+
+def measured() -> list[str]:
+    """Returns models and methods, the most informative first: a run may end after 15 minutes."""
+    groups = [("vit-b16", METHODS[:6]), ("bert-base", METHODS[:6]), ("swin-t", METHODS)]
+    groups += [("llama-1b", METHODS[:3])]
+    groups += [(model, (method,)) for method in METHODS[6:] for model in STEPS]
+    groups += [("llama-1b", OPERATORS)]
+    return list(dict.fromkeys(f"{model}/{method}" for model, own in groups for method in own))
+
+
 #: In float32, whose attention runs on a CPU.
 SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
-#: Operators, and how many arrays [rows, width] and parameters [width] they take.
-OPERATORS: dict[str, tuple[Callable[..., Any], int, int]] = {
-    "gelu_tanh": (lm.gelu, 1, 0),
-    "gelu_tanh, 4 bits": (partial(lm.gelu, bits=4), 1, 0),
-    "gelu_erf": (partial(lm.gelu, approximate=False), 1, 0),
-    "silu": (lm.silu, 1, 0),
-    "layer_norm": (partial(lm.ms_layer_norm, residual="normalized"), 1, 2),
-    "layer_norm, saves its output": (partial(lm.ms_layer_norm, residual="output"), 1, 2),
-    "rms_norm": (partial(lm.ms_rms_norm, residual="normalized"), 1, 1),
-    "rms_norm, saves its output": (partial(lm.ms_rms_norm, residual="output"), 1, 1),
-    "swiglu": (lm.swiglu, 2, 0),
-    "geglu_tanh": (lm.geglu, 2, 0),
-    "geglu_erf": (partial(lm.geglu, approximate=False), 2, 0),
-}
+
+def operators() -> dict[str, tuple[Callable[..., Any], int, int]]:
+    """Operators, and how many arrays [rows, width] and parameters [width] they take."""
+    import lowmembp_jax as lm
+
+    own = partial
+    return {
+        "gelu_tanh": (lm.gelu, 1, 0),
+        "gelu_tanh, 4 bits": (own(lm.gelu, bits=4), 1, 0),
+        "gelu_erf": (own(lm.gelu, approximate=False), 1, 0),
+        "silu": (lm.silu, 1, 0),
+        "layer_norm": (own(lm.ms_layer_norm, residual="normalized"), 1, 2),
+        "layer_norm, saves its output": (own(lm.ms_layer_norm, residual="output"), 1, 2),
+        "rms_norm": (own(lm.ms_rms_norm, residual="normalized"), 1, 1),
+        "rms_norm, saves its output": (own(lm.ms_rms_norm, residual="output"), 1, 1),
+        "swiglu": (lm.swiglu, 2, 0),
+        "geglu_tanh": (lm.geglu, 2, 0),
+        "geglu_erf": (own(lm.geglu, approximate=False), 2, 0),
+    }
 
 
 def kernels(implementation: str, smoke: bool):
     """Yields a record for each kernel and dtype."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
 
     def run(operator, poison, cotangent, *arrays):  # writes over the donated `poison`
         y, backward = jax.vjp(operator, *arrays)
@@ -86,7 +101,7 @@ def kernels(implementation: str, smoke: bool):
 
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     rng, (rows, width) = np.random.default_rng(seed), (16, 64) if smoke else (253, 768)
-    for name, (operator, count, parameters) in OPERATORS.items():
+    for name, (operator, count, parameters) in operators().items():
         for dtype, bounds in TOLERANCES.items():
             # x reaches every threshold of the step tables; scales are in 1 to 3.
             drawn = [4 * rng.normal(size=(rows, width)) for _ in range(count + 1)]
@@ -105,15 +120,34 @@ def kernels(implementation: str, smoke: bool):
             yield record | {"errors": errors, "passed": passed}
 
 
-def plan(work: lm.memory.Workload, device: str) -> dict[str, Any]:
-    """Returns the planner's numbers."""
+def _workload(model: str, method: str, device: str):
+    from lowmembp_jax.models.workload import MODELS
+
+    sizes = SMOKE.get(model) or STEPS[model]
+    return MODELS[model](**sizes, method=method.partition(", ")[0], device=device)
+
+
+def plan(model: str, method: str, device: str):
+    """Yields the planner's numbers."""
+    import lowmembp_jax as lm
+
+    work = _workload(model, method, device)
     planned = lm.memory.plan(work.step, *work.args, device=device, donate=work.donate_argnums)
-    return {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
+    yield {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
 
 
-def measure(work: lm.memory.Workload, smoke: bool) -> dict[str, Any]:
-    """Returns the memory and the time of the step on JAX's default device."""
-    lowered = jax.jit(work.step, donate_argnums=work.donate_argnums).lower(*work.args)
+def measure(model: str, method: str, device: str, smoke: bool):
+    """Yields the memory and the time of the step on JAX's default device."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import lowmembp_jax as lm
+
+    work = _workload(model, method, device)
+    step = jax.jit(work.step, donate_argnums=work.donate_argnums)
+    with lm.set_implementation(method.partition(", ")[2] or None):
+        lowered = step.lower(*work.args)
     began = time.perf_counter()
     compiled = lowered.compile()  # before the arguments take memory
     compile_seconds = time.perf_counter() - began
@@ -141,7 +175,7 @@ def measure(work: lm.memory.Workload, smoke: bool) -> dict[str, Any]:
     losses = [float(once()), float(once())]
     peak = (gpu.memory_stats() or {}).get("peak_bytes_in_use")
     is_hidden = peak is not None and peak <= before["peak_bytes_in_use"]  # compiling took more
-    return {
+    yield {
         "peak": None if is_hidden else peak,
         "program_temporaries": sizes.temp_size_in_bytes,
         "compile_seconds": compile_seconds,
@@ -153,17 +187,25 @@ def measure(work: lm.memory.Workload, smoke: bool) -> dict[str, Any]:
 
 def full(like: Any, value: float) -> Any:
     """Makes an array without compiling anything."""
+    import jax
+    import numpy as np
+
     return jax.device_put(np.full(like.shape, value).astype(like.dtype))
 
 
 def drawn(like: Any, deviation: float = 0.02) -> Any:
     """Makes an array of normal random numbers, which repeat after a million."""
+    import jax
+    import numpy as np
+
     values = deviation * np.random.default_rng(0).standard_normal(1_000_003, "float32")
     return jax.device_put(np.resize(values, like.shape).astype(like.dtype))
 
 
 def seconds(run: Callable[[], Any], smoke: bool) -> float:
     """Returns the median time of `run` in 7 rounds of half a second."""
+    import jax
+
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())
@@ -180,12 +222,17 @@ def seconds(run: Callable[[], Any], smoke: bool) -> float:
 
 def alone(what: str, smoke: bool):
     """Yields the times of parts of a training step by themselves, in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from lowmembp_jax.models.workload import make_optimizer
 
     def array(*shape, dtype=jnp.bfloat16, deviation=1.0):
         return drawn(jax.ShapeDtypeStruct(shape, dtype), deviation)
 
     if what in IMPLEMENTATIONS:
-        for name, (operator, count, parameters) in OPERATORS.items():
+        for name, (operator, count, parameters) in operators().items():
             rows, width = (64, 128) if smoke else (50432, 768 if parameters else 3072)
             arrays = [array(rows, width) for _ in range(count)]
             arrays += [array(width, dtype=jnp.float32) for _ in range(parameters)]
@@ -195,7 +242,7 @@ def alone(what: str, smoke: bool):
             record = {"name": name, "forward_seconds": seconds(partial(forward, *arrays), smoke)}
             yield record | {"backward_seconds": seconds(backward, smoke)}
     if what == "losses":
-        import loss_memory  # sets JAX_PLATFORMS, which other jobs must not inherit
+        import loss_memory
 
         for losses, sizes in (
             (loss_memory.cross_entropies(), loss_memory.LARGE),
@@ -237,13 +284,15 @@ def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
     """Returns a job's records; runs in the job's own process."""
     stage, _, rest = name.partition("/")
     if smoke or stage == "plan":
-        jax.config.update("jax_platforms", "cpu")
-    if stage in ("kernels", "alone"):
-        return [*{"kernels": kernels, "alone": alone}[stage](rest, smoke)]
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    if stage == "kernels":
+        return [*kernels(rest, smoke)]
+    if stage == "alone":
+        return [*alone(rest, smoke)]
     model, _, method = rest.partition("/")
-    device = device or "h200"
-    work = MODELS[model](**(STEPS | SMOKE)[model], method=method, device=device)
-    return [plan(work, device) if stage == "plan" else measure(work, smoke)]
+    if stage == "plan":
+        return [*plan(model, method, device or "h200")]
+    return [*measure(model, method, device or "h200", smoke)]
 
 
 def start(*job: Any) -> dict[str, Any]:
@@ -306,19 +355,20 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
     options = parser.parse_args()
     if options.device:
+        from lowmembp_jax.memory import get_device
+
         try:
-            lm.memory.get_device(options.device)
+            get_device(options.device)
         except ValueError as error:
             parser.error(f"--device: {error}")
-    models, methods = (SMOKE, METHODS[:2]) if options.smoke else (STEPS, METHODS)
-    each = [f"{model}/{method}" for method in methods for model in models]
-    each = each if options.smoke or options.device else []
+    each = [f"{model}/{method}" for model in SMOKE for method in METHODS[:2]]
+    each = each if options.smoke else measured() if options.device else []
     implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
     timed = ("xla",) if options.smoke else IMPLEMENTATIONS
     names = [f"measure/{name}" for name in each]
     names += [f"kernels/{name}" for name in implementations]
     names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
-    names += [f"plan/{name}" for name in each]
+    names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
     path = options.output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
     results |= {"versions": versions(), "device": options.device}
