@@ -34,7 +34,12 @@ def _run(op: str, *args, **kwargs):
         return plain(*args, **kwargs)
     given = inspect.signature(plain).bind(*args, **kwargs)
     given.apply_defaults()
-    return handler(op, plain, *given.args, **given.kwargs)
+    return _handled(given.args[0], handler, op, plain, *given.args[1:], **given.kwargs)
+
+
+def _handled(first: Any, handler: Handler, op: str, plain: Callable, *args, **kwargs):
+    # `running_modules` finds one of NNX's norms by the first argument of a frame.
+    return handler(op, plain, first, *args, **kwargs)
 
 
 def _body(*args, **kwargs):
