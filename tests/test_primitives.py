@@ -110,6 +110,9 @@ FUNCTIONS |= {
     "gather": lambda h: h[jnp.argmax(h, 0)] * h[:WIDTH],
     "searchsorted": lambda h: h * jnp.searchsorted(jnp.linspace(-2, 2, 33), h),
     "cond": lambda h: lax.cond(h.mean() > 0, jnp.exp, jnp.log1p, jnp.abs(h)),
+    "scan_log": lambda h: lax.scan(
+        lambda c, a: (c + a, jnp.log(jnp.abs(c) + 0.1)), jnp.zeros(WIDTH), h
+    )[1],
     "while_of_a_constant": lambda h: (
         h * lax.while_loop(lambda s: s < 3.0, lambda s: s + 1, lax.stop_gradient(h.sum() * 0))
     ),
@@ -139,6 +142,7 @@ FUNCTIONS |= {
     "ragged_dot": lambda h: lax.ragged_dot(h, jnp.stack([W, W.T]), jnp.array([10, 14])) ** 2,
     "attention": lambda h: jax.nn.dot_product_attention(*[h.reshape(1, ROWS, 2, 8)] * 3),
     "solve": lambda h: jnp.linalg.solve(jnp.cov(h.T) + SQUARE, h.T),
+    "expm": lambda h: jax.scipy.linalg.expm(jnp.cov(h.T) / 8),
     "tridiagonal": lambda h: lax.linalg.tridiagonal_solve(
         jnp.pad(unit(h[1:, 0]), (1, 0)), 3 + unit(h[:, 1]), jnp.pad(unit(h[1:, 2]), (0, 1)), h
     ),
