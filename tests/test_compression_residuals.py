@@ -160,7 +160,7 @@ def test_the_format_of_a_name_applies_to_a_steep_function(policy):
 
 
 def test_narrow_products_are_no_statistics():
-    """Such as keys and values of grouped-query attention."""
+    """The keys and values of grouped-query attention are such products."""
 
     def attention(p, x):
         q, k, v = (x @ w for w in p[:3])

@@ -9,9 +9,9 @@ temporaries of 4 blocks; the bytes that their kernels move; and a roofline estim
 This takes some 5 minutes on 2 cores. Name methods to measure only these.
 """
 
+import argparse
 import dataclasses
 import os
-import sys
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -75,8 +75,10 @@ def measure(method: str, scan: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("methods", nargs="*", choices=[[], *METHODS], metavar="METHOD")
     rows, cells = [], [["method", "layers", "units a block", "MiB", "moved", "ms (estimate)"]]
-    for method in sys.argv[1:] or METHODS:
+    for method in parser.parse_args().methods or METHODS:
         for scan in (False, True):
             row = measure(method, scan)
             rows.append(row)

@@ -9,7 +9,6 @@ roofline estimates of times to `results/loss_memory.json`, and prints tables.
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,17 +26,21 @@ DEVICE = "h200"
 LARGE, REINFORCEMENT = (16384, 2048, 248320), (32768, 4096, 152064)
 
 
-def whole(hidden: Any, kernel: Any, labels: Any) -> Any:
+def whole(logits: Any, labels: Any) -> Any:
     """Returns the mean cross-entropy of whole logits."""
-    logits = (hidden @ kernel).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
-def measure(step: Callable, args: tuple) -> dict[str, float]:
-    compiled = lm.memory.compile_for(step, *args, device=DEVICE)
+def measure(step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> dict[str, float]:
+    compiled = lm.memory.compile_for(step, *args, device=DEVICE, donate_argnums=donate)
     cost = lm.memory.cost(compiled, lm.memory.get_device(DEVICE))
+    sizes = compiled.memory_analysis()
+    peak = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return {
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": sizes.temp_size_in_bytes,
+        "peak_bytes": peak + sizes.temp_size_in_bytes,
         "flops": cost.flops,
         "estimated_ms": round(cost.estimated_seconds * 1e3, 2),
     }
@@ -45,11 +48,14 @@ def measure(step: Callable, args: tuple) -> dict[str, float]:
 
 def cross_entropies() -> dict[str, Callable]:
     """Functions of hidden `[tokens, features]`, the kernel and labels to the mean loss."""
-    each = partial(lm.linear_cross_entropy, reduction="none")
+
+    def each(*args: Any) -> Any:
+        return lm.linear_cross_entropy(*args, reduction="none").mean()
+
     found = {
-        "optax, whole logits": whole,
+        "optax, whole logits": lambda hidden, kernel, labels: whole(hidden @ kernel, labels),
         "lm.linear_cross_entropy": lm.linear_cross_entropy,
-        'lm.linear_cross_entropy(reduction="none").mean()': lambda *args: each(*args).mean(),
+        'lm.linear_cross_entropy(reduction="none").mean()': each,
     }
     try:
         from jax_cce import linear_cross_entropy  # pyright: ignore[reportMissingImports]
@@ -61,22 +67,32 @@ def cross_entropies() -> dict[str, Callable]:
 def whole_log_probs(hidden: Any, kernel: Any, labels: Any) -> Any:
     log_p = jax.nn.log_softmax((hidden @ kernel).astype(jnp.float32))
     own = jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0]
-    return jnp.sum(own * -jnp.sum(jnp.exp(log_p) * log_p, axis=1))
+    return own, -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
 
 
-def our_log_probs(*args: Any) -> Any:
-    log_probs, entropy = lm.linear_log_probs(*args)
-    return jnp.sum(log_probs * entropy)
+def one_number(function: Callable) -> Callable:
+    def loss(*args: Any) -> Any:
+        log_probs, entropy = function(*args)
+        return jnp.sum(log_probs * entropy)
+
+    return loss
 
 
-OF_TOKENS = {"whole logits": whole_log_probs, "lm.linear_log_probs": our_log_probs}
+OF_TOKENS = {
+    "whole logits": one_number(whole_log_probs),
+    "lm.linear_log_probs": one_number(lm.linear_log_probs),
+}
 
 
 def measured(losses: dict[str, Callable], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """Measures losses and the gradients of hidden, and of the kernel if it is trained."""
     tokens, features, vocab = sizes
-    shapes = {(tokens, features): "bfloat16", (features, vocab): "bfloat16", (tokens,): "int32"}
-    args = tuple(jax.ShapeDtypeStruct(*each) for each in shapes.items())
+    array = jax.ShapeDtypeStruct
+    args = (
+        array((tokens, features), jnp.bfloat16),
+        array((features, vocab), jnp.bfloat16),
+        array((tokens,), jnp.int32),
+    )
     rows = []
     for is_trained in (True, False):
         for name, loss in losses.items():
@@ -86,12 +102,12 @@ def measured(losses: dict[str, Callable], sizes: tuple[int, ...]) -> list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    cells = [["loss", "kernel", "temporaries", "TFLOP", "time (estimate)"]]
+    cells = [["loss", "kernel", "temporaries", "peak", "TFLOP", "time (estimate)"]]
     for one in rows:
         kernel = "trained" if one["kernel_is_trained"] else "frozen"
-        temporaries = f"{one['temporary_bytes'] / GIB:.2f} GiB"
+        sizes = (f"{one[name] / GIB:.2f} GiB" for name in ("temporary_bytes", "peak_bytes"))
         numbers = f"{one['flops'] / 1e12:.1f}", f"{one['estimated_ms']} ms"
-        cells.append([one["loss"], kernel, temporaries, *numbers])
+        cells.append([one["loss"], kernel, *sizes, *numbers])
     return markdown(cells)
 
 

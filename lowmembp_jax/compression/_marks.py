@@ -228,8 +228,8 @@ class _Decisions:
             facts = find_facts(jaxpr, given, self.marker.policy)
             inside = _Decisions(self.marker, jaxpr, facts, may_store=False)
             needs = inside.make([Need(ROUNDED)] * len(jaxpr.outvars))[:count]
-        # The backward may rely on how one residual follows from the others, as that of a flash
-        # attention: products with its result and with the values cancel. Statistics are exact.
+        # The backward may use an equation between its residuals. In flash attention, a product with
+        # the output cancels products with the values. Statistics are stored exactly anyway.
         needed = [a for a, need in zip(eqn.invars, needs, strict=False) if need.level]
         results = [atom for atom in needed if not fact_of(self.facts.of, atom).reduced]
         is_equation = any(self.origins.follows(atom, needed) for atom in results)
@@ -338,8 +338,10 @@ class _Decisions:
         is_exact = not fact.lossy or fact.reduced or level == EXACT
         if is_exact or not any(self.marker.formats.values()):
             return False
-        if level == WHOLE or not fact.term:
-            return not fact.term
+        if not fact.term:
+            return True
+        if level == WHOLE:
+            return False
         names = (checkpoint_name_of(eqn) for _, eqn in self.origins.back(atom))
         name = next((name for name in names if name and name in self.marker.formats), None)
         return self.marker.formats.get(name) is not None

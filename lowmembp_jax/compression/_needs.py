@@ -56,9 +56,9 @@ def before(rows: Rows | None, eqn: Any, atom: Any) -> Rows | None:
 
 
 def narrows(eqn: Any, need: Need) -> bool:
-    """Whether an equation casts an array to a smaller dtype in which it is worth to be saved.
+    """Whether an equation casts to a smaller dtype an array that is best saved after the cast.
 
-    This holds for an array that is saved by its name, and for one that is stored unrounded.
+    Such an array is saved by its name, or it is stored unrounded.
     """
     is_cast = operation(eqn) == "convert_element_type"
     if not is_cast or not (need.saved or need.level > ROUNDED):

@@ -100,9 +100,9 @@ _add(
     "ragged_all_to_all ragged_dot_general reduce_scatter",
     Rule(product=True),
 )
-# The softmax of attention kernels reads an exponential of queries, keys and the bias. The backward
-# subtracts a product with the output from products with the values: with a rounded output, or with
-# that of other values, nothing cancels. Pallas's kernels read exact numbers, below.
+# A softmax is steep in its logits, so queries, keys and the bias stay unrounded. The backward
+# subtracts a product with the output from products with the values. This difference is right only
+# if the output is computed from the same values. Kernels in Pallas read exact numbers, see below.
 _ATTENTION = Rule(whole=(0, 1, 3))
 RULES["dot_product_attention_fwd_wrapper"] = _ATTENTION._replace(product=True, again=True)
 RULES["dot_product_attention_bwd_wrapper"] = _ATTENTION
