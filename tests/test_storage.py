@@ -89,10 +89,17 @@ def by_softmax(q, k, v):
 
 BY_NAME = partial(lm.compress, dtype={"exact": None, "rounded": "float8", None: "float8"})
 IN_8_BITS = partial(lm.compress, dtype={"rounded": "float8", None: "float8"})
+INPUTS = partial(lm.compress, policy=None)
 #: How each row of the docs computes attention, its method, and the errors. "plain" is in bfloat16.
 ATTENTION = {
     "plain": (by_softmax, lambda f: f, (1.0, 1.1, 0.8, 1.0, 1.0, 0.9, 5.9, 6.0)),
     "softmax": (by_softmax, lm.compress, (3.9, 3.2, 3.8, 3.4, 6.1, 4.1, 5.0, 4.2)),
+    "inputs": (by_softmax, INPUTS, (4.6, 4.2, 3.8, 4.0, 5.8, 4.0, 21, 21)),
+    "inputs, int8": (
+        by_softmax,
+        partial(INPUTS, dtype="int8"),
+        (1, 0.9, 0.9, 1, 1.4, 0.9, 4.6, 4.5),
+    ),
     "cudnn": (by_cudnn, BY_NAME, (3.2, 1.9, 2.9, 2.2, 4.9, 3.4, 4.1, 3.0)),
     "8 bits": (in_8_bits, IN_8_BITS, (4.9, 4.5, 14, 11, 108, 31, 58, 55)),
     "flash": (flash, lm.compress, (2.7, 0.7, 2.3, 0.6, 2.3, 0.6, 2.5, 0.7)),

@@ -147,11 +147,13 @@ def find_facts(
             ]
         else:
             is_saved, is_offloaded = _answer(policy, eqn)
+            read = found.read(eqn)
+            if _is_normalizer(eqn, read) or _is_normalized(eqn, read):
+                is_saved = is_offloaded = False  # the sum of stored numbers is another number
             if is_saved:
                 found.saved.add(number)
             if is_offloaded:
                 found.offloaded.add(number)
-            read = found.read(eqn)
             results = _of_results(eqn, read, is_saved)
             if operation(eqn) == "eq" and _is_infinity(eqn.invars[1]):
                 compared[Place.own(eqn.outvars[0])] = read[0].root
@@ -243,8 +245,7 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     bounds = _bounds(eqn, [fact.bounds for fact in read])
     if operation(eqn) == "sub" and shifted is not None:
         bounds = -math.inf, 0.0
-    is_sum = operation(eqn) == "reduce_sum" and first.unit and not is_saved
-    is_normalizer = is_sum and bool(first.shifted) and first.shifted <= {*eqn.params["axes"]}
+    is_normalizer = _is_normalizer(eqn, read)
     own = either._replace(
         bounds=bounds,
         root=first.root.along(axes) if first.root and axes is not None else None,
@@ -264,6 +265,20 @@ def _of_results(eqn: Any, read: list[Fact], is_saved: bool) -> list[Fact]:
     )
     others = either._replace(term=is_saved, at_hand=is_saved, exact=own.exact)
     return [own, *[others] * (len(eqn.outvars) - 1)]
+
+
+def _is_normalizer(eqn: Any, read: list[Fact]) -> bool:
+    """Whether an equation sums the exp of x - max(x) over the axes of the maximum."""
+    if operation(eqn) != "reduce_sum" or not read[0].unit or not read[0].shifted:
+        return False
+    return read[0].shifted <= {*eqn.params["axes"]}
+
+
+def _is_normalized(eqn: Any, read: list[Fact]) -> bool:
+    """Whether an equation computes a softmax, or a function of its divisor alone."""
+    lossy = [fact for fact in read if fact.lossy]
+    is_known = rules.is_cheap(eqn) and all(fact.normalizer or fact.unit for fact in lossy)
+    return is_known and any(fact.normalizer for fact in lossy)
 
 
 def are_exact(read: Sequence[Fact]) -> bool:
