@@ -20,7 +20,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
 from pallas_kernels.step_table import FUNCTIONS
-from pallas_kernels.triton import flat, row_kernels, rows
+from pallas_kernels.triton import flat, rows
 from pallas_kernels.triton.launch import BACKEND_OPTIONS
 
 pytestmark = pytest.mark.compiled
@@ -57,11 +57,6 @@ def _norm_backward(width, dtype, bias, recover=False, scale=True, height=ROWS):
     return launch, [dtype, "float32", dtype, "float32", "float32"]
 
 
-def _sums(width, dtype, recover):
-    launch = rows.sums_launch(1, ROWS, width, scale=True, bias=True, recover=recover)
-    return launch, [dtype, dtype, "float32", "float32"]
-
-
 def _cases(dtype):
     cases = {
         "gated-backward-odd": _gated(128 * 1001, dtype, "silu", 3),
@@ -72,9 +67,6 @@ def _cases(dtype):
         "norm-backward-affine-8192": _norm_backward(8192, dtype, True),
         "rms-backward-affine-8192": _norm_backward(8192, dtype, False),
         "norm-backward-recover-4096": _norm_backward(4096, dtype, True, True),
-        "norm-20480": _norm(20480, dtype, True),
-        "norm-backward-recover-20480": _norm_backward(20480, dtype, True, True),
-        "sums-20480": _sums(20480, dtype, True),
     }
     for function in FUNCTIONS:
         cases[function] = _activation(2**24, dtype, function)
@@ -84,7 +76,8 @@ def _cases(dtype):
         cases[f"norm-{width}"] = _norm(width, dtype, False)
         cases[f"norm-affine-{width}"] = _norm(width, dtype, True)
         cases[f"norm-backward-{width}"] = _norm_backward(width, dtype, False, scale=False)
-        cases[f"norm-backward-affine-{width}"] = _norm_backward(width, dtype, True)
+        if width <= 8192:
+            cases[f"norm-backward-affine-{width}"] = _norm_backward(width, dtype, True)
     return {f"{name}-{dtype}": case for name, case in cases.items()}
 
 
@@ -141,7 +134,7 @@ def test_no_spills_and_wide_accesses(case, target, tmp_path):
     assert used["STACK"] == used["LOCAL"] == 0, used
     assert not re.search(r"(ld|st)\.local", compiled.asm["ptx"])
     # All programs that `rows` counts on are resident at once.
-    if "PROGRAMS" in launch.constants and launch.kernel is not row_kernels.sums_kernel:
+    if "PROGRAMS" in launch.constants:
         assert used["REG"] <= 128
     # Codes and rstd are what is narrow: an eighth of the bytes at most.
     if "1023" not in case:

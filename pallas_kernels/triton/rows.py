@@ -3,7 +3,7 @@
 Without parameter gradients, each program has one row or a few rows. With them, there are as many
 programs as multiprocessors hold. Each program sums the gradients of its rows in registers and
 writes one row of partial sums, which are summed here. There are no atomics, so results are the same
-in every run. For rows that are too long for registers see `row_kernels`.
+in every run. Rows that are too long for registers are an error.
 """
 
 import jax
@@ -16,10 +16,20 @@ from pallas_kernels.interface import NormForward, power_of_two
 from pallas_kernels.triton import row_kernels as kernels
 from pallas_kernels.triton.launch import ABSENT, Launch, batchable, call
 
-# The largest number of columns in a program: 32 for each thread of 16 warps.
-_MOST_COLUMNS = 16384
 # The warps on a multiprocessor that sum parameter gradients, in one or several programs.
 _RESIDENT_WARPS = 16
+# The largest number of columns: 32 for each thread of 16 warps, and 16 beside two sums of each.
+_MOST_COLUMNS, _MOST_WITH_SUMS = 16384, 8192
+
+
+def _columns(name: str, width: int, most: int) -> int:
+    """Returns the columns of a tile; raises ValueError, with the array's name, for too many."""
+    if width > most:
+        raise ValueError(
+            f"{name}: expected rows of up to {most} columns in Triton, got {width}: use "
+            f"implementation='xla' or 'pallas'"
+        )
+    return power_of_two(width)
 
 
 def _tile(rows: int, columns: int) -> tuple[dict[str, int], tuple[int, ...], int]:
@@ -41,21 +51,14 @@ def forward_launch(
 
     normalized is `ABSENT` without `keep_normalized`.
     """
-    columns = power_of_two(width)
-    if columns > _MOST_COLUMNS:
-        kernel = kernels.wide_forward_kernel
-        block, grid, warps = dict(BLOCK=kernels.CHUNK), (rows,), kernels.CHUNK_WARPS
-    else:
-        kernel = kernels.forward_kernel
-        block, grid, warps = _tile(rows, columns)
-        block |= dict(ROWS=rows)
+    block, grid, warps = _tile(rows, _columns("x", width, _MOST_COLUMNS))
     constants = dict(
-        WIDTH=width, **block, CENTER=center, EPSILON=float(epsilon), HAS_SCALE=scale,
+        ROWS=rows, WIDTH=width, **block, CENTER=center, EPSILON=float(epsilon), HAS_SCALE=scale,
         HAS_BIAS=bias, KEEP_NORMALIZED=keep_normalized,
     )  # fmt: skip
     out, rstd = (jax.ShapeDtypeStruct(*each) for each in (((rows, width), dtype), ((rows,), "f4")))
     outputs = out, out if keep_normalized else ABSENT, rstd
-    return Launch(kernel, grid, warps, outputs, constants, interface.NORM_FORWARD)
+    return Launch(kernels.forward_kernel, grid, warps, outputs, constants, interface.NORM_FORWARD)
 
 
 def backward_launch(
@@ -65,67 +68,31 @@ def backward_launch(
     """Makes the backward's launch: inputs kept, rstd, g, scale, bias; outputs dx, partial sums.
 
     kept, g and dx are `[segments * rows, width]`; the sums are float32
-    `[segments, programs, width]`, or `ABSENT`. If rows are too long for sums in registers, use
-    `sums_launch` for the sums.
+    `[segments, programs, width]`, or `ABSENT`.
     """
-    columns = power_of_two(width)
+    columns = _columns("kept", width, _MOST_WITH_SUMS if scale or bias else _MOST_COLUMNS)
     dx = jax.ShapeDtypeStruct((segments * rows, width), x_dtype)
     partials = ABSENT, ABSENT
     constants = dict(WIDTH=width, CENTER=center, HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover)
-    per_thread = _per_thread(width, recover)
-    if columns > (32 * _RESIDENT_WARPS * per_thread if scale or bias else _MOST_COLUMNS):
-        kernel, warps = kernels.wide_backward_kernel, kernels.CHUNK_WARPS
-        grid = (segments * rows,)
-        constants |= dict(BLOCK=kernels.CHUNK)
-    elif not (scale or bias):  # a program for each tile
-        kernel = kernels.backward_kernel
+    if not (scale or bias):  # a program for each tile
         block, (programs,), warps = _tile(segments * rows, columns)
         grid = (programs, 1)
         constants |= block | dict(ROWS=segments * rows, PROGRAMS=programs)
     else:
-        kernel = kernels.backward_kernel
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
+        # An element needs two inputs, two sums and a scale in registers. With a bias and 1 / scale, or
+        # an address, a thread has half as many elements, unless the row is too long for that.
+        per_thread = 8 if recover or width % 8 else 16
         warps = max(tile_rows * columns // (32 * per_thread), 1)
+        warps = min(warps, _RESIDENT_WARPS)
         most = (cores or interface.DEFAULT_CORES) * (_RESIDENT_WARPS // warps)
         programs = _share(rows, tile_rows, segments, most)
         grid = (programs, segments)
         constants |= dict(ROWS=rows, TILE_ROWS=tile_rows, BLOCK=columns, PROGRAMS=programs)
-        partials = _partials(segments, programs, width, scale, bias)
-    return Launch(kernel, grid, warps, (dx, *partials), constants, interface.NORM_BACKWARD)
-
-
-def sums_launch(
-    segments: int, rows: int, width: int, *, scale: bool, bias: bool, recover: bool,
-    cores: int | None = None,
-) -> Launch:  # fmt: skip
-    """Makes the launch for sums of long rows: inputs kept, g, scale, bias; outputs partial sums.
-
-    The outputs are as for `backward_launch`.
-    """
-    blocks = triton.cdiv(width, kernels.SUM_COLUMNS)
-    most = 2 * (cores or interface.DEFAULT_CORES) // blocks
-    programs = _share(rows, kernels.SUM_ROWS, segments, most)
-    constants = dict(
-        ROWS=rows, WIDTH=width, TILE_ROWS=kernels.SUM_ROWS, BLOCK=kernels.SUM_COLUMNS,
-        PROGRAMS=programs, HAS_SCALE=scale, HAS_BIAS=bias, RECOVER=recover,
-    )  # fmt: skip
-    return Launch(
-        kernels.sums_kernel,
-        (blocks, programs, segments),
-        kernels.SUM_WARPS,
-        _partials(segments, programs, width, scale, bias),
-        constants,
-        "lowmembp_norm_parameter_gradients",
-    )
-
-
-def _per_thread(width: int, recover: bool) -> int:
-    """The number of elements of a thread for which 16 warps have registers.
-
-    Each element needs two inputs, two sums and a scale. The number is half if each element also
-    needs a bias and 1 / scale, or an address.
-    """
-    return 8 if recover or width % 8 else 16
+        partial = jax.ShapeDtypeStruct((segments, programs, width), jnp.float32)
+        partials = partial if scale else ABSENT, partial if bias else ABSENT
+    kernel, outputs = kernels.backward_kernel, (dx, *partials)
+    return Launch(kernel, grid, warps, outputs, constants, interface.NORM_BACKWARD)
 
 
 def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
@@ -135,11 +102,6 @@ def _share(rows: int, tile_rows: int, segments: int, most: int) -> int:
     """
     tiles = triton.cdiv(rows, tile_rows)
     return triton.cdiv(tiles, triton.cdiv(tiles, max(most // segments, 1)))
-
-
-def _partials(segments, programs, width, scale, bias) -> tuple[jax.ShapeDtypeStruct, ...]:
-    partial = jax.ShapeDtypeStruct((segments, programs, width), jnp.float32)
-    return partial if scale else ABSENT, partial if bias else ABSENT
 
 
 def norm_forward(x, scale, bias, *, center, epsilon, dtype, keep_normalized, cores) -> NormForward:
@@ -193,9 +155,6 @@ def _backward(segments, *arrays, center, x_dtype, recover, cores):
         )
         inputs = [rstd if a is None else a for a in (kept, rstd, g, scale, bias)]
         dx, *partials = call(launch, *inputs)
-        if launch.kernel is kernels.wide_backward_kernel and (affine["scale"] or affine["bias"]):
-            launch = sums_launch(segments, rows, width, cores=cores, **affine)
-            partials = call(launch, inputs[0], *inputs[2:])
         return dx, *(
             None if p is None else jnp.sum(partial, axis=1).astype(p.dtype)
             for partial, p in zip(partials, (scale, bias), strict=True)
