@@ -1,10 +1,11 @@
-"""lm.compress_module and lm.nnx.compress: lm.compress for modules of Flax.
+"""lm.compress_module and lm.nnx.compress for modules of Flax, and lm.compress for Equinox's.
 
 The modules of lm.nnx are in test_linen.py.
 """
 
 from functools import partial
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -131,3 +132,61 @@ def test_a_bound_method_and_decorators():
     decorated = lm.nnx.compress(dtype=jnp.int8)(lambda block, x: block(x))
     np.testing.assert_allclose(decorated(block, x), block(x), rtol=1e-6)
     np.testing.assert_allclose(Compressed(8, nnx.Rngs(0))(x), block(x), rtol=1e-6)
+
+
+KEY, X = jax.random.key(0), normal(64, 32)
+MHA = eqx.nn.MultiheadAttention(2, 32, key=KEY)
+MLP = eqx.nn.MLP(32, 32, 128, 2, key=KEY)
+NORM, STATE = eqx.nn.make_with_state(eqx.nn.BatchNorm)(32, "batch", mode="batch")
+DOTS = lm.products_saveable
+
+
+def normed(module, x):
+    wrapped = jax.vmap(module, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+    return wrapped(x, STATE)[0]
+
+
+def loss_of(run):
+    return lambda module: jnp.sum(run(module, X) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "module"),
+    [
+        (lambda module, x: module(x, x, x), MHA),
+        (lambda module, x: jax.vmap(module)(x), MLP),
+        (normed, NORM),
+    ],
+    ids=["attention", "mlp", "batch norm with state"],
+)
+def test_the_line_of_the_readme_for_equinox(run, module):
+    want = eqx.filter_grad(loss_of(run))(module)
+    checkpointed = lm.compress_checkpoints(loss_of(eqx.filter_checkpoint(run)))
+    for ours in (loss_of(lm.compress(run)), checkpointed):
+        got = eqx.filter_grad(ours)(module)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert error(got, want) < 0.05
+
+
+def test_a_module_whose_numbers_decide():
+    """Its dropout runs if a number is not 0."""
+    gradient = lambda module: jax.grad(lambda x: jnp.sum(module(x, x, x) ** 2))(X)  # noqa: E731
+    assert 1e-6 < error(gradient(lm.compress(MHA)), gradient(MHA)) < 0.05
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda module, x: jax.vmap(eqx.filter_checkpoint(module, policy=DOTS))(x),
+        lambda m, x: jax.vmap(eqx.filter_checkpoint(m.__call__, policy=DOTS))(x),
+        lambda m, x: eqx.filter_checkpoint(lambda x: jax.vmap(m)(x), policy=DOTS)(x),
+    ],
+    ids=["a module", "a bound method", "a closure"],
+)
+def test_forms_of_a_checkpoint_under_patch(run):
+    """JAX's caches keep what these functions close over."""
+    want = eqx.filter_grad(loss_of(run))(MLP)
+    with lm.patch(checkpoint=True) as report:
+        got = eqx.filter_grad(loss_of(run))(MLP)
+    assert "left alone" not in str(report)
+    assert 1e-6 < error(got, want) < 0.05

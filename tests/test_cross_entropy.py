@@ -26,21 +26,21 @@ def example(*tokens, dtype=jnp.float32, vocab=VOCAB):
 
 
 def reference(hidden, kernel, labels, bias=None, weights=None, reduction="mean", **options):
-    """Computes the loss from whole logits, in the dtype of the arguments."""
+    """Computes the loss, or it and the logsumexp, from whole logits in the arguments' dtype."""
     z = hidden @ kernel
     z = z if bias is None else z + jnp.expand_dims(bias, range(z.ndim - 1))
     if cap := options.get("logit_soft_cap"):
         z = cap * jnp.tanh(z / cap)
     targets = jax.nn.one_hot(labels, z.shape[-1], dtype=z.dtype)
     targets = optax.smooth_labels(targets, options.get("label_smoothing", 0))
-    loss = optax.softmax_cross_entropy(z, targets)
-    loss += options.get("z_loss", 0) * jnp.square(jax.nn.logsumexp(z, axis=-1))
+    loss, lse = optax.softmax_cross_entropy(z, targets), jax.nn.logsumexp(z, axis=-1)
+    loss += options.get("z_loss", 0) * jnp.square(lse)
     valid = jnp.asarray(labels) >= 0
     w = valid.astype(z.dtype) if weights is None else jnp.where(valid, weights, 0)
     loss = jnp.where(valid, loss, 0) * w
-    if reduction == "none":
-        return loss
-    return loss.sum() / w.sum() if reduction == "mean" else loss.sum()
+    if reduction != "none":
+        loss = loss.sum() / (w.sum() if reduction == "mean" else 1)
+    return (loss, jnp.where(valid, lse, 0)) if options.get("return_logsumexp") else loss
 
 
 def in_float64(function, *args, **kwargs):
@@ -66,6 +66,25 @@ def total(*found):
     )
 
 
+def compare(ours, theirs, args, tolerance=2e-6):
+    """Compares results and gradients of two functions, theirs in float64; returns our results."""
+
+    def run(function):
+        def one(*args):
+            found = jax.tree.leaves(function(*args))
+            return total(*found), found
+
+        return jax.value_and_grad(one, argnums=tuple(range(len(args))), has_aux=True)
+
+    (_, results), gradients = jax.jit(run(ours))(*args)
+    (_, exact_results), exact = in_float64(run(theirs), *args)
+    assert_close(results, exact_results, min(tolerance, 4e-6))
+    assert_close(gradients, exact, tolerance)
+    dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (gradients, args)]
+    assert dtypes[0] == dtypes[1]
+    return results
+
+
 OPTIONS = {
     "plain": {},
     "soft cap": {"logit_soft_cap": 2.0},
@@ -75,24 +94,17 @@ OPTIONS = {
 }
 
 
-def of(loss, labels, **options):
-    """`loss` as a function of hidden, kernel, and of bias and weights by name, to one number."""
-    return lambda hidden, kernel, rest: total(loss(hidden, kernel, labels, **rest, **options))
-
-
 def check(
     hidden, kernel, labels, tolerance=2e-6, around=lambda loss: loss, tile_bytes=TILE, rest=(),
     **options,
 ):  # fmt: skip
-    """Compares loss and gradients with the float64 reference; returns both."""
-    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
-    args = hidden, kernel, dict(rest)
+    """Compares loss and gradients with the float64 reference; returns the loss."""
+
+    def of(loss):
+        return lambda hidden, kernel, rest: around(loss)(hidden, kernel, labels, **rest, **options)
+
     tiled = functools.partial(lm.linear_cross_entropy, tile_bytes=tile_bytes)
-    found = jax.jit(gradient(of(around(tiled), labels, **options)))(*args)
-    want = in_float64(gradient(of(around(reference), labels, **options)), *args)
-    assert_close(found[0], want[0])
-    assert_close(found[1], want[1], tolerance)
-    return found
+    return compare(of(tiled), of(reference), (hidden, kernel, dict(rest)), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +114,32 @@ def test_loss_and_gradients(name, reduction):
     hidden, kernel, labels, bias = example(5, 9)
     rest = {"bias": bias, "weights": jnp.abs(normal(5, 9, key=4))}
     options = OPTIONS[name] | {"reduction": reduction}
-    found = check(hidden, kernel, labels, rest=rest, **options)
-    assert_close(jax.jit(of(TILED, labels, **options))(hidden, kernel, rest), found[0])
+    loss = check(hidden, kernel, labels, rest=rest, **options)
+    alone = jax.jit(functools.partial(TILED, **options))(hidden, kernel, labels, **rest)
+    assert_close(alone, loss)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1e-2), ("float16", 2e-3)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_16_bits(dtype, tolerance, reduction):
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "tolerance", "options"),
+    [
+        ((), "float32", 2e-6, {"reduction": "sum"}),
+        ((13,), "float32", 2e-6, {"reduction": "sum", "tile_bytes": 1}),
+        ((2, 3, 5), "float32", 2e-6, {"reduction": "sum", "tile_bytes": 2**29}),
+        ((3, 0), "float32", 2e-6, {"reduction": "sum"}),
+        ((5, 40), "bfloat16", 1e-2, {"reduction": "mean"}),
+        ((5, 40), "bfloat16", 1e-2, {"reduction": "none"}),
+        ((5, 40), "float16", 2e-3, {"reduction": "mean"}),
+        ((5, 40), "float16", 2e-3, {"reduction": "none"}),
+        ((19,), "float32", 2e-6, {"reduction": "mean", "return_logsumexp": True}),
+        ((19,), "float32", 2e-6, {"reduction": "none", "return_logsumexp": True}),
+    ],
+)
+def test_shapes_dtypes_and_the_logsumexp(tokens, dtype, tolerance, options):
     """The logits are float32, and so is the loss."""
-    hidden, kernel, labels, _ = example(5, 40, dtype=dtype)
-    loss, (dh, dk, _) = check(hidden, kernel, labels, tolerance, reduction=reduction)
-    assert (loss.dtype, dh.dtype, dk.dtype) == (jnp.float32, hidden.dtype, hidden.dtype)
+    hidden, kernel, labels, _ = example(*tokens, dtype=dtype)
+    labels = jnp.abs(labels) if options["reduction"] == "sum" else labels
+    results = check(hidden, kernel, labels, tolerance, **options)
+    assert all(result.dtype == jnp.float32 for result in results)
 
 
 @pytest.mark.parametrize("factor", [0.02, 2.0**15])
@@ -133,14 +160,6 @@ def test_float16_keeps_probabilities_below_its_range(factor):
         assert_close(dk[:, 1:], want[1][:, 1:], 2e-3)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tile_bytes"), [((), TILE), ((13,), 1), ((2, 3, 5), 2**29), ((3, 0), TILE)]
-)
-def test_shapes_of_tokens(tokens, tile_bytes):
-    hidden, kernel, labels, _ = example(*tokens)
-    check(hidden, kernel, jnp.abs(labels), tile_bytes=tile_bytes, reduction="sum")
-
-
 @pytest.mark.parametrize("how", ["shape", "square"])
 def test_an_embedding_is_not_transposed(how):
     vocab = FEATURES if how == "square" else VOCAB
@@ -151,12 +170,8 @@ def test_an_embedding_is_not_transposed(how):
             return lm.linear_cross_entropy(hidden, table, labels)
         return lm.linear_cross_entropy(hidden, None, labels, embedding=table)
 
-    gradient = jax.grad(ours, argnums=(0, 1))
-    dh, dk = jax.jit(gradient)(hidden, kernel.T)
-    exact = jax.grad(lambda h, k: reference(h, k, labels), argnums=(0, 1))
-    want = in_float64(exact, hidden, kernel)
-    assert_close((dh, dk.T), want)
-    text = str(jax.make_jaxpr(gradient)(hidden, kernel.T))
+    compare(ours, lambda hidden, table: reference(hidden, table.T, labels), (hidden, kernel.T))
+    text = str(jax.make_jaxpr(jax.grad(ours, argnums=(0, 1)))(hidden, kernel.T))
     assert not re.search(rf"\[{FEATURES},{vocab}\] = transpose", text)
 
 
@@ -177,22 +192,6 @@ def test_results_beside_the_loss():
     assert_close((loss, lse), (jax.jit(reference)(hidden, kernel, labels), want))
     assert correct == right.sum() and correct.dtype == jnp.int32 and correct >= 3
     np.testing.assert_array_equal(run("none")[2], right)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_logsumexp_is_differentiable(reduction):
-    hidden, kernel, labels, _ = example(19)
-
-    def ours(h, k):
-        loss, lse = TILED(h, k, labels, reduction=reduction, return_logsumexp=True)
-        return jnp.sum(loss) + jnp.sum(jnp.sin(lse))
-
-    def want(h, k):
-        lse = jnp.where(labels < 0, 0, jax.nn.logsumexp(h @ k, axis=-1))
-        return jnp.sum(reference(h, k, labels, reduction=reduction)) + jnp.sum(jnp.sin(lse))
-
-    found = jax.jit(jax.grad(ours, argnums=(0, 1)))(hidden, kernel)
-    assert_close(found, in_float64(jax.grad(want, argnums=(0, 1)), hidden, kernel))
 
 
 def test_ignored_tokens_reach_nothing():
@@ -255,12 +254,6 @@ def test_labels_of_any_integers(dtype):
             assert run(hidden, kernel, labels.astype(dtype)) == pytest.approx(float(want), rel=1e-6)
 
 
-def products(function, *args):
-    """The matrix products of a jaxpr, by the shape of the result."""
-    text = str(jax.make_jaxpr(function)(*args))
-    return sorted(re.findall(r"f32(\[[\d,]+\]) = dot_general", text))
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
     ("argnums", "shapes"),
@@ -275,7 +268,8 @@ def test_what_is_frozen_gets_no_product(argnums, shapes, reduction):
 
     sizes = {"h": f"[7,{FEATURES}]", "k": f"[{FEATURES},{VOCAB}]"}
     logits = 2 if reduction == "none" else 1
-    found = products(jax.grad(loss, argnums=argnums), hidden, kernel, bias)
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=argnums))(hidden, kernel, bias))
+    found = sorted(re.findall(r"f32(\[[\d,]+\]) = dot_general", text))
     assert found == sorted([f"[7,{VOCAB}]"] * logits + [sizes[name] for name in shapes])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import integers, normal
 from jax import lax
-from test_cross_entropy import assert_close, in_float64, total
+from test_cross_entropy import assert_close, compare, total
 
 import lowmembp_jax as lm
 
@@ -63,21 +63,14 @@ def plain_divergence(
     return jnp.sum(times(p, log_p - log_m) + times(q, log_q - log_m), axis=-1) / 2
 
 
-def check(hidden, kernel, labels, bias, tolerance=1e-6, tile_bytes=TILE, **options):
+def check(hidden, kernel, labels, bias, **options):
     """Compares values and gradients with whole logits in float64."""
 
-    def of(function):
-        def run(hidden, kernel, bias):
-            found = function(hidden, kernel, labels, bias=bias, **options)
-            return total(*found), tuple(found)
+    def of(function, **tiles):
+        return lambda h, k, bias: function(h, k, labels, bias=bias, **options, **tiles)
 
-        return jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
-
-    ours = functools.partial(lm.linear_log_probs, tile_bytes=tile_bytes)
-    found = jax.jit(of(ours))(hidden, kernel, bias)
-    want = in_float64(of(plain), hidden, kernel, bias)
-    assert_close(found[0][1], want[0][1], tolerance)
-    assert_close(found[1], want[1], tolerance)
+    ours, theirs = of(lm.linear_log_probs, tile_bytes=TILE), of(plain)
+    compare(ours, theirs, (hidden, kernel, bias), 1e-6)
 
 
 OPTIONS = {
@@ -107,21 +100,19 @@ def test_excluded_words():
     bias = bias.at[::3].set(-jnp.inf)
     labels = jnp.where(labels % 3 == 0, 1, jnp.abs(labels))
     check(hidden, kernel, labels, bias)
-    other, kept = 2 * hidden, np.isfinite(bias)
+    kept = np.isfinite(bias)
     for kind in KINDS:
 
-        def ours(h, k, kind=kind):
-            both = {"bias": bias, "reference_bias": bias, "kind": kind}
-            return lm.linear_divergence(h, k, other, kernel, **both).sum()
+        def ours(h, k, bias, kind=kind):
+            biases = {"bias": bias, "reference_bias": bias}
+            return lm.linear_divergence(h, k, 2 * h, k, kind=kind, **biases)
 
-        def theirs(h, k, kind=kind):
-            b = bias[kept]
-            args = h, k[:, kept], other, kernel[:, kept], kind, b
-            return plain_divergence(*args, bias=b).sum()
+        def theirs(h, k, bias, kind=kind):
+            k, bias = k[:, kept], bias[kept]
+            return plain_divergence(h, k, 2 * h, k, kind, bias, bias)
 
-        found, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(hidden, kernel) for f in (ours, theirs))
-        assert_close(found, want, 1e-5)
-    one_sided = lm.linear_divergence(hidden, kernel, other, kernel, bias=bias, kind="kl")
+        compare(ours, theirs, (hidden, kernel, bias), 1e-5)
+    one_sided = lm.linear_divergence(hidden, kernel, 2 * hidden, kernel, bias=bias, kind="kl")
     assert jnp.isposinf(one_sided).all()
 
 
@@ -130,24 +121,17 @@ def test_excluded_words():
 )
 def test_divergences(kind, name):
     hidden, kernel, _, bias = example(5, 9)
-    other, other_kernel = eighths(5, 9, 16, key=5), eighths(16, VOCAB, key=6)
     options = OPTIONS[name]
+    others = eighths(5, 9, 16, key=5), eighths(16, VOCAB, key=6), eighths(VOCAB, key=7)
 
-    def of(function, **names):
-        def run(hidden, kernel, bias, other, other_kernel, other_bias):
-            found = function(
-                hidden, kernel, other, other_kernel, kind=kind, bias=bias, **options,
-                **{names["bias"]: other_bias},
-            )  # fmt: skip
-            return total(found), found
+    def ours(h, k, bias, other, other_kernel, other_bias):
+        given = {"bias": bias, "reference_bias": other_bias, "tile_bytes": 2 * TILE}
+        return lm.linear_divergence(h, k, other, other_kernel, kind=kind, **given, **options)
 
-        return jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+    def theirs(h, k, bias, *others):
+        return plain_divergence(h, k, *others[:2], kind, others[2], bias, **options)
 
-    args = hidden, kernel, bias, other, other_kernel, eighths(VOCAB, key=7)
-    ours = functools.partial(lm.linear_divergence, tile_bytes=2 * TILE)
-    found = jax.jit(of(ours, bias="reference_bias"))(*args)
-    want = in_float64(of(plain_divergence, bias="other_bias"), *args)
-    assert_close((found[0][1], found[1]), (want[0][1], want[1]), 2.5e-6)
+    compare(ours, theirs, (hidden, kernel, bias, *others), 2.5e-6)
 
 
 def test_a_model_does_not_diverge_from_itself():
@@ -199,10 +183,13 @@ def test_scan_of_a_vmap_of_a_checkpoint():
     hidden, kernel, labels, _ = example(2, 4, 8)
 
     def steps(function):
-        one = jax.vmap(jax.checkpoint(lambda h, y: total(*function(h, kernel, y))))
-        return lambda h: lax.scan(lambda c, x: (c + one(*x).sum(), None), 0.0, (h, labels))[0]
+        def run(hidden, kernel):
+            one = jax.vmap(jax.checkpoint(lambda h, y: total(*function(h, kernel, y))))
+            return lax.scan(lambda c, x: (c + one(*x).sum(), None), 0.0, (hidden, labels))[0]
+
+        return run
 
     ours = functools.partial(lm.linear_log_probs, tile_bytes=TILE)
-    assert_close(*(jax.jit(jax.grad(steps(f)))(hidden) for f in (ours, plain)), 4e-6)
+    compare(steps(ours), steps(plain), (hidden, kernel), 4e-6)
     table = functools.partial(ours, kernel=None, labels=labels, embedding=kernel.T)
     assert_close(jax.jit(table)(hidden), ours(hidden, kernel, labels))

@@ -1,38 +1,19 @@
-"""The models that `lowmembp plan --model NAME` plans, and their config.json."""
+"""The models that `lowmembp plan --model NAME` plans: options, updates, and every method."""
 
 import dataclasses
 import itertools
-import json
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from helpers import integers, normal
+from tiny_models import TINY, TOKENS
 
 import lowmembp_jax as lm
-from lowmembp_jax import cli
 from lowmembp_jax.models import FAMILIES
-from lowmembp_jax.models.decoder_configs import CONFIGS
-from lowmembp_jax.models.workload import MODELS, Batch, make_optimizer, of_config_json, workload
-
-TINY = Path(__file__).parent / "data" / "hf_tiny"
-#: As Google published it, without what concerns images and generation alone.
-GEMMA_3_4B = {
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "image_token_index": 262144,
-    "model_type": "gemma3",
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-}
+from lowmembp_jax.models.workload import MODELS, Batch, make_optimizer, workload
 
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
@@ -47,6 +28,9 @@ pytestmark = pytest.mark.usefixtures("jax_defaults")
         ("llama-tiny", {"tiles": 0}, "tiles: expected an integer from 1"),
         ("vit-ti16", {"tiles": 8}, "tiles: expected None, because vit is no decoder"),
         ("llama-tiny", {"update": "backward", "method": "offload"}, "update: .* method 'offload'"),
+        # Updates in the backward are for equal layers.
+        ("gemma-2-2b", {"update": "backward"}, r"update: .*, because .* not scanned or"),
+        ("llama-tiny", {"update": "backward", "layers": "unrolled"}, "update: .* not scanned or"),
     ],
 )
 def test_bad_options(model, options, message):
@@ -54,10 +38,13 @@ def test_bad_options(model, options, message):
         MODELS[model](**options)
 
 
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
 def test_compressed_optimizer_state():
     options = {"optimizer_state": "8bit", "master_weights": "24bit"}
     small, large = MODELS["vit-ti16"](**options).args, MODELS["vit-ti16"]().args
-    nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 
 
@@ -75,53 +62,71 @@ def test_an_update_in_the_backward(tied):
     ids = integers(2, 8, low=0, high=config.vocab_size)
     batch = Batch((ids,), ids)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.args[1])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        new, _, loss = jax.jit(work.step)((stack, first, last), zeros, batch)
-        params = {"layers": stack, **first, **last}
-        value, grads = jax.jit(jax.value_and_grad(make().loss))(params, batch)
-        optimizer = make_optimizer(clips=False)
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        want = optax.apply_updates(params, updates)
+    new, _, loss = jax.jit(work.step)((stack, first, last), zeros, batch)
+    params = {"layers": stack, **first, **last}
+    value, grads = jax.jit(jax.value_and_grad(make().loss))(params, batch)
+    optimizer = make_optimizer(clips=False)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    want = optax.apply_updates(params, updates)
     assert float(loss) == pytest.approx(float(value), rel=1e-5)
     got = {"layers": new[0], **new[1], **new[2]}
     moved = [jax.tree.map(jnp.subtract, one, params) for one in (got, want)]
     assert lm.gradient_distance(*moved).error < 2e-2  # the sign of a gradient near 0
 
 
-def test_updates_in_the_backward_are_for_equal_layers():
-    for name, options in (("gemma-2-2b", {}), ("llama-tiny", {"layers": "unrolled"})):
-        with pytest.raises(ValueError, match=r"update: expected .end., because .* not scanned or"):
-            MODELS[name](update="backward", **options)
+BY_DEFAULT = [("llama", "lowmembp+remat"), ("vit", "compress")]
+CASES = [
+    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
+    for case in itertools.product(TINY, lm.memory.METHODS)
+]
 
 
-def written(folder, content):
-    path = folder / "config.json"
-    path.write_text(json.dumps(content))
-    return str(path)
+def matrix_flops(cost, phase):
+    """The FLOPs of the model's products. LLaMA's loss computes its gradients in the forward."""
+    return sum(
+        kernel.flops * kernel.count
+        for kernel in cost.kernels
+        if kernel.kind == "matrix product"
+        and kernel.phase == phase
+        and "linear_cross_entropy" not in kernel.op_name
+    )
 
 
-@pytest.mark.parametrize("name", ["llama_rope", "qwen3", "gemma2", "gemma3_text"])
-def test_a_model_by_its_config_json(name):
-    path = str(TINY / name / "config.json")
-    given, (title, make) = json.loads(Path(path).read_text()), of_config_json(path)
-    params = make(batch=2, tokens=16).args[0]
-    embedding = params["word_embeddings"]["embedding"]
-    assert title == path and embedding.shape == (given["vocab_size"], given["hidden_size"])
-    assert ("lm_head" in params) == (name == "qwen3")
-
-
-def test_the_text_model_of_gemma_3(tmp_path):
-    path = written(tmp_path, GEMMA_3_4B)
-    title, make = of_config_json(path)
-    assert title == f"{path} (only text_config)"
-    assert make.args[1] == CONFIGS["gemma-3-4b-text"]
-    params = jax.tree.leaves(make().args[0])
-    assert sum(leaf.size for leaf in params) == 3_880_263_168
-
-
-def test_a_config_json_of_another_model_is_refused(tmp_path, capsys):
-    given = json.loads((TINY / "llama/config.json").read_text())
-    path = written(tmp_path, given | {"quantization_config": {}})
-    assert cli.main(["plan", "--model", path]) == 2
-    message = f"lowmembp: error: --model: {path}: quantization_config: expected no such key"
-    assert message in capsys.readouterr().err
+@pytest.mark.compiled
+@pytest.mark.parametrize(("family", "method"), CASES)
+def test_every_family_with_every_method(family, method):
+    """The planner's step, compiled for an H200 without a GPU."""
+    tokens = None if family in ("vit", "swin") else TOKENS
+    # The batch is so large that activations take more than weights.
+    made = workload(FAMILIES[family], TINY[family], batch=64, method=method, tokens=tokens)
+    # No GPU can time any product. JAX 0.12 compiles several of each all the same; 0.11 must.
+    options = {} if jax.__version__.startswith("0.11.") else {"xla_gpu_autotune_level": 0}
+    given = {"donate_argnums": made.donate_argnums, "keep_unused": True}
+    program = lm.memory.compile_for(made.step, *made.args, compiler_options=options, **given)
+    cost = lm.memory.cost(program, lm.memory.get_device("h200"))
+    memory, state = program.memory_analysis(), made.args[:2]
+    # The state goes where it was, in place, and only the loss comes out beside it.
+    specs = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert specs(program.out_info[:2]) == specs(state)
+    assert memory.alias_size_in_bytes == nbytes(state)
+    assert memory.output_size_in_bytes - nbytes(state) < 4096
+    attention = [kernel for kernel in cost.kernels if kernel.kind == "attention"]
+    assert {kernel.phase for kernel in attention} >= {"forward", "backward"}
+    # cuDNN's: XLA's own attention would be matrix products.
+    assert all(kernel.opcode == "custom-call" for kernel in attention)
+    # Factors have 16 bits everywhere but in the classifiers of BERT and RoBERTa.
+    flops = {dtype: part.flops for dtype, part in cost.by("dtype").items() if part.flops}
+    others = sum(flops.values()) - flops["bf16"]
+    assert others < (0.001 if family in ("bert", "roberta") else 1e-9) * flops["bf16"]
+    forward, backward, again = (
+        matrix_flops(cost, phase) for phase in ("forward", "backward", "recomputation")
+    )
+    assert 1.95 < backward / forward < 2.1
+    # The norms of BERT and RoBERTa read the last product of a layer, and train their scales.
+    is_last_needed = family in ("bert", "roberta")
+    least, most = {
+        **dict.fromkeys(("dots", "products", "offload", "compress"), (0, 0.05)),
+        **dict.fromkeys(("full-remat", "compress+remat", "compress+remat+offload"), (0.6, 1.01)),
+        "lowmembp+remat": (0.25, 1.01 if is_last_needed else 0.8),
+    }.get(method, (0, 0.07))
+    assert least <= again / forward <= most

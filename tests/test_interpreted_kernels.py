@@ -1,0 +1,146 @@
+"""The kernels of Pallas and Triton in their interpreters, on the CPU.
+
+test_activations.py, test_gated.py and test_normalization.py have what the operators need of them.
+
+In Triton's interpreter every launch (kernel, grid, blocks) is the one that a GPU would get. Two
+things are the interpreter's: it rounds to bfloat16 towards zero, and its exp2 and rsqrt are exact.
+"""
+
+import functools
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, only_interpreted, python
+
+import lowmembp_jax as lm
+from pallas_kernels import interface, step_table
+from pallas_kernels.interface import activation_backward, activation_forward, norm_backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["activations", "gated", "normalization", "interpreted_kernels"])
+def test_triton(name):
+    """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
+    for package in ("triton", "torch"):
+        pytest.importorskip(package)
+    file = Path(__file__).with_name(f"test_{name}.py")
+    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-k", "TestTriton")
+    done = python("-m", "pytest", *options, file, TRITON_INTERPRET="1")
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_erfc_is_that_of_jax():
+    x = np.linspace(-11, 11, 200_001, dtype=np.float32)
+    actual = jax.jit(step_table.erfc)(x)
+    np.testing.assert_array_equal(actual, jax.jit(jax.lax.erfc)(x))
+    exact = np.array([math.erfc(float(value)) for value in x[::10]])
+    ulps = np.abs(np.asarray(actual, np.float64)[::10] - exact) / np.spacing(np.float32(exact))
+    assert ulps[x[::10] < 0].max() < 1.5
+    # 1 - erf(x) cancels, and exp amplifies the rounding of x^2: XLA's own expansion is no better.
+    assert ulps[x[::10] < 4].max() < 11
+
+
+class Kernels:
+    """What every implementation has to do."""
+
+    implementation: str
+
+    @pytest.mark.parametrize("cores", [1, 2])
+    @pytest.mark.parametrize("recover", [False, True])
+    @pytest.mark.parametrize(
+        ("rows", "width", "dtype", "center"),
+        [(203, 24, "float32", True), (5, 20000, "float32", True), (1001, 100, "bfloat16", False)],
+    )
+    def test_gradients_of_many_programs(self, rows, width, dtype, center, recover, cores):
+        """As many partial sums as a device has room for, whose rows they share, some of them none.
+
+        LayerNorm has a bias, and RMSNorm has none.
+        """
+        y, g = (normal(rows, width, key=key, dtype=dtype) for key in (0, 1))
+        scale, bias = 1 + normal(2, width, key=2, dtype=dtype) / 5
+        kept = y * scale[None] + (bias[None] if center else 0) if recover else y
+        options = {"center": center, "x_dtype": y.dtype, "recover": recover, "cores": cores}
+        arguments = kept, jnp.ones(rows), g, scale, bias if center else None
+        got = norm_backward(*arguments, **options, implementation=self.implementation)
+        kept, g, scale, bias = (np.asarray(x, np.float64) for x in (kept, g, scale, bias))
+        y = (kept - bias * center) / scale if recover else kept
+        along = g * scale
+        dx = along - center * along.mean(1, keepdims=True) - y * (along * y).mean(1, keepdims=True)
+        bound = (4 if dtype == "float32" else 1) * float(jnp.finfo(dtype).eps)
+        for actual, expected in zip(got, (dx, np.sum(y * g, 0), np.sum(g, 0)), strict=True):
+            if actual is not None:
+                assert actual.dtype == dtype
+                assert lm.gradient_distance(np.float64(actual), expected).error < bound
+        assert (got[2] is not None) == center
+
+
+class TestPallas(Kernels):
+    implementation = "pallas_interpret"
+
+
+@only_interpreted
+class TestTriton(Kernels):
+    implementation = "triton"
+
+    @pytest.mark.parametrize("function", ["gelu_tanh", "gelu_erf", "silu"])
+    def test_activation_is_accurate_where_one_plus_tanh_would_cancel(self, function):
+        x = np.linspace(-9, 9, 4001, dtype=np.float32)
+        y = activation_forward(x, function, (0.0,), implementation="triton")[0]
+        x = np.float64(x)
+        cubic = 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+        expected = {
+            "gelu_erf": 0.5 * x * np.vectorize(math.erfc)(-x * np.sqrt(0.5)),
+            "gelu_tanh": x / (1 + np.exp(-cubic)),
+            "silu": x / (1 + np.exp(-x)),
+        }[function]
+        near = np.abs(x) < 5
+        np.testing.assert_allclose(y[near], expected[near], rtol=3e-6)
+        np.testing.assert_allclose(y, expected, rtol=2e-5)
+
+    @pytest.mark.parametrize("size", [96, 33], ids=["folded", "looped"])
+    def test_vmap_of_activations(self, size):
+        x = 4 * np.random.default_rng(0).normal(size=(3, size)).astype(np.float32)
+        x.flat[:6] = np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-30
+        thresholds, levels = (0.0, 1.0), (0.5, 1.0, 2.0)
+
+        def forward(x):
+            return activation_forward(x, "silu", thresholds, implementation="triton")[1]
+
+        packed = jax.vmap(forward)(x)
+        for i, row in enumerate(x):
+            np.testing.assert_array_equal(packed[i], forward(row))
+        run = functools.partial(activation_backward, levels=levels, implementation="triton")
+        dx = jax.vmap(run)(packed, np.ones_like(x))
+        np.testing.assert_array_equal(dx, np.float32(levels)[(x > 0).astype(int) + (x > 1)])
+
+
+X, X16 = jnp.zeros((4, 32)), jnp.zeros((4, 32), jnp.float16)
+NORM = {"center": True, "epsilon": 1e-6, "dtype": jnp.float32, "keep_normalized": True}
+CODES, THREE = jnp.zeros(32, jnp.uint8), jnp.zeros(3, jnp.uint8)
+BAD = [
+    ("activation_forward", (X, "relu", (0.0,)), ValueError, "function"),
+    ("activation_forward", (X, "silu", (0.0,) * 16), ValueError, "thresholds"),
+    ("activation_backward", (THREE, X, (0.0, 1.0)), ValueError, "packed"),
+    ("activation_backward", (CODES, X, (0.0,)), ValueError, "levels"),
+    ("gated_forward", (X, X.astype(int), "silu"), TypeError, "up"),
+    ("gated_backward", (X, X, X16, "silu"), ValueError, "gate and up and g"),
+    ("norm_forward", (X[0], None, None), ValueError, "x: expected .rows, width"),
+    ("norm_forward", (X, X[:, 0], None), ValueError, "scale"),
+    ("norm_forward", (jnp.zeros((1, 65537)), None, None), ValueError, "columns"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "error", "argument"), BAD)
+def test_arguments_are_checked(name, args, error, argument):
+    with pytest.raises(error, match=rf"\b{argument}\b"):
+        getattr(interface, name)(*args, **(NORM if "norm" in name else {}))
+
+
+def test_arrays_that_are_too_large():
+    large = jax.ShapeDtypeStruct((2**31,), jnp.bfloat16)
+    with pytest.raises(ValueError, match="x: expected up to 2147481600 elements in Pallas"):
+        jax.eval_shape(lambda x: activation_forward(x, "silu", (0.0,)), large)
