@@ -160,3 +160,11 @@ def test_offsets_have_64_bits(case):
     program = re.search(r"(%\w+) = tt.get_program_id x", ttir)[1]
     assert re.search(rf"arith.extsi {program} : i32 to i64", ttir)
     assert not re.search(rf"arith.\w+i {program},", ttir)
+
+
+def test_rows_that_are_too_long_for_registers_are_refused():
+    assert _norm_backward(8192, "float32", True, True)
+    with pytest.raises(ValueError, match="kept: expected rows of up to 8192 columns in Triton"):
+        _norm_backward(8193, "float32", True)
+    with pytest.raises(ValueError, match="x: expected rows of up to 16384 columns in Triton"):
+        _norm(20000, "float32", True)

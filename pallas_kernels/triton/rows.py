@@ -80,8 +80,8 @@ def backward_launch(
         constants |= block | dict(ROWS=segments * rows, PROGRAMS=programs)
     else:
         tile_rows = max(min(1024 // columns, power_of_two(rows)), 1)
-        # An element needs two inputs, two sums and a scale in registers. With a bias and 1 / scale, or
-        # an address, a thread has half as many elements, unless the row is too long for that.
+        # An element needs two inputs, two sums and a scale in registers. With a bias and 1 / scale,
+        # or an address, a thread has half as many elements, unless the row is too long for that.
         per_thread = 8 if recover or width % 8 else 16
         warps = max(tile_rows * columns // (32 * per_thread), 1)
         warps = min(warps, _RESIDENT_WARPS)
