@@ -10,8 +10,7 @@ Then XLA encodes y in the kernel that makes it or that reads it first. Typical n
 the bound. float8 is a floating format, so it rounds them as well as with the row's maximum.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.extend import core
 from jaxtyping import Array
 
 from lowmembp_jax._jax_internals import operation
-from lowmembp_jax._tiling import explicit_spec, is_whole
+from lowmembp_jax._tiling import is_whole
 from lowmembp_jax.compression import jaxprs, rules
 from lowmembp_jax.compression._scaled_float8 import factor_of, norms
 
@@ -36,9 +35,6 @@ class Factor(NamedTuple):
     of: Any
     axes: tuple[int, ...]
     shaped: Callable[[Array], Array]
-
-    def then(self, change: Callable[[Array], Array]) -> "Factor":
-        return self._replace(shaped=lambda x: change(self.shaped(x)))
 
 
 #: A sum of products of factors.
@@ -60,22 +56,12 @@ def bound_of(atom: Any, made: Mapping[Any, Any]) -> Bound | None:
     if name == "dot_general":
         return _of_product(eqn)
     if name in ("add", "sub"):
-        bounds = [bound_of(v, made) or _of_small(v, shape, made) for v in eqn.invars]
+        bounds = [bound_of(v, made) or _of_small(v, shape) for v in eqn.invars]
         return None if None in bounds else bounds[0] + bounds[1]  # type: ignore
-    if not rules.rule(eqn).passes or name in ("rev", "reshard"):
+    is_same = eqn.invars[0].aval.shape == shape and not eqn.params.get("dimensions")
+    if not is_same or not rules.rule(eqn).passes or name in ("reshard", "rev", "transpose"):
         return None
-    bound = bound_of(eqn.invars[0], made)
-    old = eqn.invars[0].aval.shape
-    change: Callable[[Array], Array] | None = lambda x: x  # noqa: E731
-    if name == "transpose":
-        change = lambda x: jnp.transpose(x, eqn.params["permutation"])  # noqa: E731
-    elif name == "broadcast_in_dim" or eqn.params.get("dimensions"):
-        return None
-    elif old != shape:
-        change = None if explicit_spec(atom.aval) else _reshaping(old, shape)
-    if bound is None or change is None:
-        return None
-    return tuple(tuple(factor.then(change) for factor in term) for term in bound)
+    return bound_of(eqn.invars[0], made)
 
 
 def _of_product(eqn: Any) -> Bound | None:
@@ -103,45 +89,12 @@ def _of_product(eqn: Any) -> Bound | None:
     return (tuple(factors),)
 
 
-def _of_small(atom: Any, shape: tuple[int, ...], made: Mapping[Any, Any]) -> Bound | None:
-    """The bound of an array that is broadcast to `shape`, such as a bias."""
-    if isinstance(atom, core.Literal) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+def _of_small(atom: Any, shape: tuple[int, ...]) -> Bound | None:
+    """The bound of an array with axes of size 1 that is broadcast to `shape`, such as a bias."""
+    is_floating = jnp.issubdtype(atom.aval.dtype, jnp.floating)
+    if isinstance(atom, core.Literal) or not is_floating or atom.aval.shape == shape:
         return None
-    if atom.aval.shape != shape:  # it has axes of size 1
-        return ((Factor(atom, (), lambda x: x),),)
-    eqn = made.get(atom)
-    if eqn is None or operation(eqn) != "broadcast_in_dim" or len(eqn.invars) > 1:
-        return None
-    [x], dims = eqn.invars, eqn.params["broadcast_dimensions"]
-    new = tuple(i for i in range(len(shape)) if i not in dims)
-    return ((Factor(x, (), lambda x: jnp.expand_dims(x, new)),),)
-
-
-def _reshaping(old: Sequence[int], new: Sequence[int]) -> Callable[[Array], Array] | None:
-    """Reshapes norms as the bounded array; None if they vary along a part of the axes only."""
-    groups, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
-        a, b = [*old[i : i + 1]], [*new[j : j + 1]]
-        i, j = i + len(a), j + len(b)
-        while math.prod(a) != math.prod(b):
-            if math.prod(a) < math.prod(b):
-                a.append(old[i])
-                i += 1
-            else:
-                b.append(new[j])
-                j += 1
-        groups.append((a, b))
-
-    def change(x):
-        sizes, shape = list(x.shape), []
-        for a, b in groups:
-            own, sizes = sizes[: len(a)], sizes[len(a) :]
-            if own != a and math.prod(own) > 1:
-                raise ValueError("the norms do not vary along whole groups of axes")
-            shape += b if own == a else [1] * len(b)
-        return x.reshape(shape)
-
-    return change
+    return ((Factor(atom, (), lambda x: x),),)
 
 
 def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
@@ -158,11 +111,8 @@ def useful(bounds: Mapping[Any, Bound]) -> dict[Any, Bound]:
     return {v: bound for v, bound in bounds.items() if any(gain.get(f.of, 0) > 0 for f in bound[0])}
 
 
-def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
-    """An equation at the place of `like` whose results are the norms of the factors.
-
-    None if norms vary along a part of axes that a reshape merges.
-    """
+def norms_of(bound: Bound, like: Any) -> core.JaxprEqn:
+    """An equation at the place of `like` whose results are the norms of the factors."""
     factors = [factor for term in bound for factor in term]
     scales = [
         factor_of(place, len(term), len(bound)) for term in bound for place in range(len(term))
@@ -172,10 +122,7 @@ def norms_of(bound: Bound, like: Any) -> core.JaxprEqn | None:
         each = zip(factors, scales, arrays, strict=True)
         return [factor.shaped(norms(x, factor.axes, scale)) for factor, scale, x in each]
 
-    try:
-        eqn = jaxprs.call_of(compute, *(factor.of.aval for factor in factors))
-    except ValueError:
-        return None
+    eqn = jaxprs.call_of(compute, *(factor.of.aval for factor in factors))
     own = {"source_info": like.source_info, "ctx": like.ctx}
     results = [core.Var(var.aval) for var in eqn.outvars]
     return eqn.replace(invars=[factor.of for factor in factors], outvars=results, **own)

@@ -165,10 +165,9 @@ def rewritten(jaxpr: core.Jaxpr, plan: Plan) -> core.Jaxpr:
         return result
 
     def store(var, format, bound=None, like=None):
-        norms = norms_of(bound, like) if bound else None
-        if bound is None or norms is None:
+        if bound is None:
             return apply(store_p, var, format=format)
-        new.append(norms)
+        new.append(norms := norms_of(bound, like))
         format = format._replace(terms=tuple(map(len, bound)))
         return apply(store_p, var, *norms.outvars, format=format)
 

@@ -153,22 +153,6 @@ def has_symbolic_sizes(jaxpr: core.Jaxpr) -> bool:
     return not all(isinstance(size, int) for size in sizes)
 
 
-def with_parameters(
-    jaxpr: core.ClosedJaxpr | core.Jaxpr, change: Callable[[Any], Any]
-) -> core.ClosedJaxpr | core.Jaxpr:
-    """Copies a jaxpr and all jaxprs inside it; applies `change` to all leaves of parameters."""
-
-    def changed(value):
-        return with_parameters(value, change) if is_jaxpr(value) else change(value)
-
-    eqns = []
-    for eqn in opened(jaxpr).eqns:
-        params = {key: jax.tree.map(changed, x, is_leaf=is_jaxpr) for key, x in eqn.params.items()}
-        eqns.append(eqn.replace(params=params))
-    new = opened(jaxpr).replace(eqns=eqns)
-    return core.ClosedJaxpr(new, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else new
-
-
 def variables(eqn: core.JaxprEqn) -> list[core.Var]:
     """The variables that an equation reads, without literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
