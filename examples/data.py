@@ -56,13 +56,11 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """The batches of a training, each epoch in its own order. `at` returns one of equal slices."""
+    """The batches of a training, each epoch in its own order."""
 
     dataset: Dataset
     batch_size: int
     seed: int
-    index: int = 0
-    count: int = 1
 
     def __post_init__(self):
         if self.batch_size > (most := len(self.dataset)):
@@ -76,8 +74,7 @@ class TrainingBatches:
     def at(self, step: int) -> Batch:
         epoch, number = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, len(self.dataset))
-        batch = self.dataset.batch(order[number * self.batch_size :][: self.batch_size])
-        return _own(batch, self.index, self.count)
+        return self.dataset.batch(order[number * self.batch_size :][: self.batch_size])
 
 
 @functools.lru_cache(maxsize=2)  # one permutation for an epoch, not for every step
@@ -85,20 +82,13 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 0]).permutation(size)
 
 
-def _own(batch: Batch, index: int, count: int) -> Batch:
-    own = slice(len(batch.labels) * index // count, len(batch.labels) * (index + 1) // count)
-    return Batch(tuple(array[own] for array in batch.inputs), batch.labels[own])
-
-
-def evaluation_batches(
-    dataset: Dataset, batch_size: int, index: int = 0, count: int = 1
-) -> Iterator[Batch]:
+def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
     """Yields all examples once, in order. Rows of padding fill the last batch."""
     for start in range(0, len(dataset), batch_size):
         indices = np.arange(start, start + batch_size)
         batch = dataset.batch(np.minimum(indices, len(dataset) - 1))
         batch.labels[indices >= len(dataset)] = -1
-        yield _own(batch, index, count)
+        yield batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +121,6 @@ class Task(NamedTuple):
 def load_task(
     kind: TaskName,
     config: DataConfig,
-    known: Any = (),
     image_size: int = 32,
     statistics: Any = (0.5, 0.5),
 ) -> Task:
@@ -140,7 +129,6 @@ def load_task(
     Args:
       kind: the model's task.
       config: the files.
-      known: a checkpoint's classes. If the data has the same ones, labels follow their order.
       image_size, statistics: images' height and width, and the mean and standard deviation of red,
         green and blue.
     """
@@ -161,12 +149,11 @@ def load_task(
         train, dev = load_stdlib_docs(config.classes)
     else:
         raise ValueError("--data.train: expected images, see --help, got none")
-    distinct = sorted({*train[1]})
-    if len(distinct) < 2:
-        raise ValueError(f"{source}: expected at least 2 classes, found only {distinct[0]!r}")
-    if dev is not None and (unknown := sorted({*dev[1]} - {*distinct})):
+    classes = tuple(sorted({*train[1]}))
+    if len(classes) < 2:
+        raise ValueError(f"{source}: expected at least 2 classes, found only {classes[0]!r}")
+    if dev is not None and (unknown := sorted({*dev[1]} - {*classes})):
         raise ValueError(f"{config.dev or source}: expected classes of {source}, found {unknown}")
-    classes = tuple(known) if {*known} == {*distinct} else tuple(distinct)
     if dev is None:  # nine tenths and the rest, always the same ones
         order, cut = np.random.default_rng(0).permutation(len(train[1])), -(-len(train[1]) // 10)
         train, dev = (

@@ -13,18 +13,18 @@ import dataclasses
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from run import Diverged, check_output, exit_status, write_json
+from run import Diverged, begin, exit_status, markdown, write_json
 from tqdm import tqdm
-from training import learning_rate, make_optimizer
+from training import evaluate, learning_rate, make_optimizer
 
 import lowmembp_jax as lm
 
@@ -88,12 +88,12 @@ METHODS = {
 }
 
 
-def loss_fn(model: Classifier, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the mean loss, and the numbers of correct predictions and of texts."""
+def loss_fn(model: Classifier, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the mean loss, and sums: of the loss, of texts, and of correct predictions."""
     logits, real = model(*batch.inputs), batch.labels >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    correct = jnp.sum(logits.argmax(-1) == batch.labels)
-    return jnp.where(real, losses, 0).sum() / real.sum(), (correct, real.sum())
+    total, count = jnp.where(real, losses, 0).sum(), real.sum()
+    return total / count, (total, count, jnp.sum(logits.argmax(-1) == batch.labels))
 
 
 def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
         optimizer.update(model, grads)
         return loss
 
-    score = nnx.jit(lambda model, batch: loss_fn(model, batch)[1])
+    sums = nnx.jit(lambda model, batch: loss_fn(model, batch)[1])
     start = time.perf_counter()
     with context():
         saved = lm.memory.saved_bytes(lambda *args: loss_fn(*args)[0], model, batches.at(0))
@@ -121,23 +121,20 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if not math.isfinite(loss):
                 raise Diverged(f"{name}, step {done + 1}: the loss is {loss}")
-        sums = [score(model, batch) for batch in evaluation_batches(task.dev, 64)]
-    correct, count = np.sum(jax.device_get(sums), axis=0).tolist()
-    seconds = time.perf_counter() - start
-    return {"accuracy": correct / count, "residual_bytes": saved, "seconds": seconds}
+        found = evaluate(partial(sums, model), evaluation_batches(task.dev, 64))
+    return {**found, "residual_bytes": saved, "seconds": time.perf_counter() - start}
 
 
 def main(config: Config) -> None:
-    check_output("--output", config.output)
+    begin(config)
     task = load_task("text-classification", DataConfig(sequence_length=64))
-    results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
+    path, runs = config.output / "results.json", {}
+    rows = [["method", "accuracy", "residuals of a step"]]
     for number, name in enumerate(METHODS, start=1):
-        results["runs"][name] = train(name, number, task, config)
-        write_json(config.output / "results.json", results)
-    print(f"{'method':16}  accuracy  residuals of a step")
-    for name, run in results["runs"].items():
-        print(f"{name:16}  {run['accuracy']:8.1%}  {run['residual_bytes'] / 2**20:.1f} MiB")
-    print(f"written: {config.output / 'results.json'}")
+        one = runs[name] = train(name, number, task, config)
+        write_json(path, {"data": task.source, "runs": runs})
+        rows.append([name, f"{one['accuracy']:.1%}", f"{one['residual_bytes'] / 2**20:.1f} MiB"])
+    print(markdown(rows), f"written: {path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ def minilm(texts: Path | None) -> tuple[str, Any, Any, Any, TrainingBatches]:
     folder = finetune.minilm_folder()
     config = DataConfig(texts, None, folder / "tokenizer.json", 48)
     task = load_task("text-classification", config)
-    _, sizes, params = checkpoints.load(folder, new_labels=len(task.classes))
-    params.pop("pooler")
+    sizes, params = finetune.load_minilm(folder, len(task.classes))
     return "text-classification", finetune.MINILM, sizes, params, TrainingBatches(task.train, 32, 0)
 
 

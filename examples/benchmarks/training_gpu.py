@@ -10,23 +10,29 @@ All methods see the same batches from the same parameters. A restart continues
 import itertools
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections import namedtuple
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+# The imports start no GPU. Only the processes of the methods do.
+import jax
 import numpy as np
+from data import Batch, TrainingBatches, evaluation_batches, package_sources
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from results import FOLDER, GIB, markdown, versions, write_json
+from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
+import lowmembp_jax as lm
 from lowmembp_jax.memory.plot import BLUE, GRAY, STYLE
+from lowmembp_jax.models import FAMILIES, Compute
 from lowmembp_jax.models.decoder_configs import LlamaConfig
 
 FILE = FOLDER / "training_gpu.json"
@@ -66,14 +72,7 @@ def record(name: str, method: str, **found: Any) -> None:
 def run(name: str, method: str, part: str) -> None:
     """Plans or trains one method; runs in its own process."""
     if part == "planned" or name == "CPU":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    from data import Batch, TrainingBatches, evaluation_batches, package_sources
-    from training import init_state, learning_rate, make_loss, make_optimizer, make_step
-
-    import lowmembp_jax as lm
-    from lowmembp_jax.models import FAMILIES, Compute
-
+        jax.config.update("jax_platforms", "cpu")
     scale, (layers, is_rounded, *_) = SCALES[name], METHODS[method]
     dtype = "bfloat16" if is_rounded else "float32"
     fewer = {"is_8bit": True, "master_bits": 16} if is_rounded else {}
@@ -100,8 +99,7 @@ def run(name: str, method: str, part: str) -> None:
     step = step.lower(state, {}, batches.at(0)).compile()
     for done in range(0, scale.steps + 1, 100):
         few = itertools.islice(evaluation_batches(held_out, scale.batch), 16)
-        sums = np.sum([jax.device_get(totals(state.params, {}, x)) for x in few], 0, np.float64)
-        curve.append([done, seconds, float(sums[0] / sums[1])])
+        curve.append([done, seconds, evaluate(partial(totals, state.params, {}), few)["loss"]])
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         found = {"curve": curve, "measured": peak, "text": known.labels.size}
         found["tokens_a_second"] = done * ids.size / max(seconds, 1e-9)

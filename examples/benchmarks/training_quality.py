@@ -10,6 +10,7 @@ standard error of the pairs. It takes two hours on 2 cores; a restart continues 
 import json
 import os
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from data import DataConfig, TrainingBatches, evaluation_batches, load_task
 from lora import Train, add_lora, apply_lora, partition
 from results import FOLDER, markdown, versions, write_json
 from tqdm import tqdm
-from training import init_state, learning_rate, make_loss, make_optimizer, make_step
+from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import FAMILIES, Compute
@@ -86,7 +87,7 @@ def trainer(setup: Setup, variant: Variant, files: list[str]) -> Any:
     task = load_task(family.task, DataConfig(*paths, setup.tokens or 128))
     sizes, count = family.toy, len(task.classes)
     if is_bert:
-        family, (_, sizes, _) = finetune.MINILM, checkpoints.load(folder, new_labels=count)
+        family, (sizes, _) = finetune.MINILM, finetune.load_minilm(folder, count)
     optimizer = make_optimizer(rate, is_8bit=variant.is_8bit, master_bits=variant.bits)
     if variant.adafactor:
         optimizer = optax.adafactor(rate, multiply_by_parameter_scale=False)
@@ -101,8 +102,7 @@ def trainer(setup: Setup, variant: Variant, files: list[str]) -> Any:
 
     def run(seed: int) -> dict[str, float]:
         if is_bert:
-            params = dict(checkpoints.load(folder, new_labels=count, seed=seed)[2])
-            del params["pooler"]
+            _, params = finetune.load_minilm(folder, count, seed)
         else:
             params = init(jax.random.key(seed), *inputs)["params"]
         if setup.train != "full":
@@ -114,9 +114,7 @@ def trainer(setup: Setup, variant: Variant, files: list[str]) -> Any:
         for number in range(setup.steps):
             state, _ = step(state, frozen, batches.at(number))
         held_out = islice(evaluation_batches(task.dev, 64), 8)
-        sums = [totals(state.params, frozen, batch) for batch in held_out]
-        loss, size, right = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
-        return {"loss": loss / size, "accuracy": right / size}
+        return evaluate(partial(totals, state.params, frozen), held_out)
 
     return run
 
