@@ -15,12 +15,10 @@ that everything ran and passed. With JAX_COMPILATION_CACHE_DIR, the jobs share w
 finds, and take a third of the time.
 """
 
-import argparse
 import itertools
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import sys
 import time
@@ -30,9 +28,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+# The imports start no GPU. Only the jobs' processes do.
+import jax
+import jax.numpy as jnp
+import memory_tables
+import numpy as np
+import optax
+import tyro
 from results import GIB, MIB, markdown, versions, write_json
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lowmembp_jax as lm
+from lowmembp_jax.models.workload import MODELS, make_optimizer
+
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 #: The steps: names of models, the batch and the tokens.
 STEPS = {
@@ -65,29 +74,23 @@ TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
 def operators() -> dict[str, tuple[Callable[..., Any], int, int]]:
     """Operators, and how many arrays [rows, width] and parameters [width] they take."""
-    import lowmembp_jax as lm
-
-    own = partial
     return {
         "gelu_tanh": (lm.gelu, 1, 0),
-        "gelu_tanh, 4 bits": (own(lm.gelu, bits=4), 1, 0),
-        "gelu_erf": (own(lm.gelu, approximate=False), 1, 0),
+        "gelu_tanh, 4 bits": (partial(lm.gelu, bits=4), 1, 0),
+        "gelu_erf": (partial(lm.gelu, approximate=False), 1, 0),
         "silu": (lm.silu, 1, 0),
-        "layer_norm": (own(lm.ms_layer_norm, residual="normalized"), 1, 2),
-        "layer_norm, saves its output": (own(lm.ms_layer_norm, residual="output"), 1, 2),
-        "rms_norm": (own(lm.ms_rms_norm, residual="normalized"), 1, 1),
-        "rms_norm, saves its output": (own(lm.ms_rms_norm, residual="output"), 1, 1),
+        "layer_norm": (partial(lm.ms_layer_norm, residual="normalized"), 1, 2),
+        "layer_norm, saves its output": (partial(lm.ms_layer_norm, residual="output"), 1, 2),
+        "rms_norm": (partial(lm.ms_rms_norm, residual="normalized"), 1, 1),
+        "rms_norm, saves its output": (partial(lm.ms_rms_norm, residual="output"), 1, 1),
         "swiglu": (lm.swiglu, 2, 0),
         "geglu_tanh": (lm.geglu, 2, 0),
-        "geglu_erf": (own(lm.geglu, approximate=False), 2, 0),
+        "geglu_erf": (partial(lm.geglu, approximate=False), 2, 0),
     }
 
 
 def kernels(implementation: str, smoke: bool):
     """Yields a record for each kernel and dtype."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     def run(operator, poison, cotangent, *arrays):  # writes over the donated `poison`
         y, backward = jax.vjp(operator, *arrays)
@@ -121,16 +124,12 @@ def kernels(implementation: str, smoke: bool):
 
 
 def _workload(model: str, method: str, device: str):
-    from lowmembp_jax.models.workload import MODELS
-
     sizes = SMOKE.get(model) or STEPS[model]
     return MODELS[model](**sizes, method=method.partition(", ")[0], device=device)
 
 
 def plan(model: str, method: str, device: str):
     """Yields the planner's numbers."""
-    import lowmembp_jax as lm
-
     work = _workload(model, method, device)
     planned = lm.memory.plan(work.step, *work.args, device=device, donate=work.donate_argnums)
     yield {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
@@ -138,12 +137,6 @@ def plan(model: str, method: str, device: str):
 
 def measure(model: str, method: str, device: str, smoke: bool):
     """Yields the memory and the time of the step on JAX's default device."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import lowmembp_jax as lm
-
     work = _workload(model, method, device)
     step = jax.jit(work.step, donate_argnums=work.donate_argnums)
     with lm.set_implementation(method.partition(", ")[2] or None):
@@ -187,25 +180,17 @@ def measure(model: str, method: str, device: str, smoke: bool):
 
 def full(like: Any, value: float) -> Any:
     """Makes an array without compiling anything."""
-    import jax
-    import numpy as np
-
     return jax.device_put(np.full(like.shape, value).astype(like.dtype))
 
 
 def drawn(like: Any, deviation: float = 0.02) -> Any:
     """Makes an array of normal random numbers, which repeat after a million."""
-    import jax
-    import numpy as np
-
     values = deviation * np.random.default_rng(0).standard_normal(1_000_003, "float32")
     return jax.device_put(np.resize(values, like.shape).astype(like.dtype))
 
 
 def seconds(run: Callable[[], Any], smoke: bool) -> float:
     """Returns the median time of `run` in 7 rounds of half a second."""
-    import jax
-
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())
@@ -222,11 +207,6 @@ def seconds(run: Callable[[], Any], smoke: bool) -> float:
 
 def alone(what: str, smoke: bool):
     """Yields the times of parts of a training step by themselves, in bfloat16."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    from lowmembp_jax.models.workload import make_optimizer
 
     def array(*shape, dtype=jnp.bfloat16, deviation=1.0):
         return drawn(jax.ShapeDtypeStruct(shape, dtype), deviation)
@@ -242,11 +222,9 @@ def alone(what: str, smoke: bool):
             record = {"name": name, "forward_seconds": seconds(partial(forward, *arrays), smoke)}
             yield record | {"backward_seconds": seconds(backward, smoke)}
     if what == "losses":
-        import loss_memory
-
         for losses, sizes in (
-            (loss_memory.cross_entropies(), loss_memory.LARGE),
-            (loss_memory.OF_TOKENS, loss_memory.REINFORCEMENT),
+            (memory_tables.cross_entropies(), memory_tables.LARGE),
+            (memory_tables.OF_TOKENS, memory_tables.REINFORCEMENT),
         ):
             tokens, features, vocab = (64, 32, 500) if smoke else sizes
             labels = jnp.arange(tokens, dtype=jnp.int32) * 7919 % vocab
@@ -284,7 +262,7 @@ def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
     """Returns a job's records; runs in the job's own process."""
     stage, _, rest = name.partition("/")
     if smoke or stage == "plan":
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
     if stage == "kernels":
         return [*kernels(rest, smoke)]
     if stage == "alone":
@@ -348,37 +326,34 @@ def tables(done: dict[str, Any]) -> str:
     return "\n".join(markdown(rows) for rows in every if rows[1:])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    options = parser.parse_args()
-    if options.device:
-        from lowmembp_jax.memory import get_device
+def main(output: Path, device: str | None = None, smoke: bool = False) -> int:
+    """Checks and measures what needs a GPU, and writes one file of results.
 
-        try:
-            get_device(options.device)
-        except ValueError as error:
-            parser.error(f"--device: {error}")
+    Args:
+      output: the folder of the results.
+      device: this GPU's name in `lowmembp devices`.
+      smoke: run tiny sizes on a CPU.
+    """
+    if device is not None:
+        lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
     each = [f"{model}/{method}" for model in SMOKE for method in METHODS[:2]]
-    each = each if options.smoke else measured() if options.device else []
-    implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
-    timed = ("xla",) if options.smoke else IMPLEMENTATIONS
+    each = each if smoke else measured() if device else []
+    implementations = ("pallas_interpret",) if smoke else IMPLEMENTATIONS
+    timed = ("xla",) if smoke else IMPLEMENTATIONS
     names = [f"measure/{name}" for name in each]
     names += [f"kernels/{name}" for name in implementations]
     names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
     names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
-    path = options.output / "on_gpu.json"
+    path = output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
-    results |= {"versions": versions(), "device": options.device}
+    results |= {"versions": versions(), "device": device}
     results["command"] = " ".join(["python", *sys.argv])
     done = results["jobs"]
     for name in names:
         if done.get(name, {}).get("status") == "done":
             continue
         began = time.monotonic()
-        done[name] = start(name, options.device, options.smoke)
+        done[name] = start(name, device, smoke)
         write_json(path, results)
         print(f"{name}: {done[name]['status']}, {time.monotonic() - began:.1f} s", flush=True)
     print(tables(done))
@@ -391,4 +366,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tyro.cli(main))
