@@ -135,8 +135,6 @@ def load_task(
     path, length, is_text = config.train, config.sequence_length, kind == "text-classification"
     if path is None and config.dev is not None:
         raise ValueError(f"--data.dev: expected --data.train as well, got only {config.dev}")
-    if length < 3:  # [CLS] word [SEP]
-        raise ValueError(f"--data.sequence-length: expected 3 or more, got {length}")
     if kind == "language-modelling":
         return _language_task(config)
     if path is not None:

@@ -61,8 +61,6 @@ def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.
         raise ValueError(f"apply_lora: train: expected one of {expected}, got {train!r}")
     if train == "full":
         return model
-    if rank < 1:
-        raise ValueError(f"apply_lora: rank: expected 1 or more, got {rank}")
     compute = model.compute  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(compute.param_dtype) != jnp.dtype(compute.dtype):
         raise ValueError(
@@ -89,16 +87,10 @@ def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs:
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
-    abstract, given = jax.eval_shape(init, key), flatten_dict(base)
-    lora = {path for path in abstract if _is_lora(path)}
-    if wrong := given.keys() ^ (abstract.keys() - lora):
-        raise ValueError(
-            "add_lora: base: expected the model's parameters, missing or unknown are "
-            f"{sorted(map('/'.join, wrong))}"
-        )
+    abstract = jax.eval_shape(init, key)
     # XLA computes only the returned arrays.
-    params = jax.jit(lambda key: {path: x for path, x in init(key).items() if path in lora})(key)
-    for path, weight in given.items():
+    params = jax.jit(lambda key: {path: x for path, x in init(key).items() if _is_lora(path)})(key)
+    for path, weight in flatten_dict(base).items():
         how = getattr(abstract[path], "how", None)
         params[path] = weight if how is None else _quantized(abstract[path], weight)
     return unflatten_dict(params)
@@ -193,8 +185,7 @@ def workload(
     def loss(trained, frozen, batch):
         return mean(combine(trained, frozen, dtype), batch)
 
-    has_tokens = family.task != "image-classification"
-    tokens = batch * tokens if has_tokens else 0
+    tokens = 0 if family.task == "image-classification" else batch * tokens
     return workload_of_loss(loss, make_optimizer(), trained, frozen, arrays, tokens=tokens)
 
 

@@ -4,7 +4,7 @@
 
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
-    measure/MODEL/METHOD      peak memory and time of a training step; needs --device
+    measure/MODEL/METHOD      peak memory and time of a training step
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
     alone/WHAT                the times of an implementation's operators, of losses, of optimizers
     plan/MODEL/METHOD         the planner's numbers for the same step; uses no GPU
@@ -50,6 +50,8 @@ STEPS = {
     "swin-t": {"batch": 64},
     "llama-1b": {"batch": 8, "tokens": 2048},
 }
+#: The step of `--smoke`, in float32, whose attention runs on a CPU.
+SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: A method is followed by the operators' implementation, if it is not XLA's.
 OPERATORS = ("lowmembp", "lowmembp, pallas", "lowmembp, triton")
 METHODS = ("default", "compress", "dots", *OPERATORS, "lowmembp+compress")
@@ -65,8 +67,6 @@ def measured() -> list[str]:
     return list(dict.fromkeys(f"{model}/{method}" for model, own in groups for method in own))
 
 
-#: In float32, whose attention runs on a CPU.
-SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
@@ -124,7 +124,7 @@ def kernels(implementation: str, smoke: bool):
 
 
 def _workload(model: str, method: str, device: str):
-    sizes = SMOKE.get(model) or STEPS[model]
+    sizes = (STEPS | SMOKE)[model]
     return MODELS[model](**sizes, method=method.partition(", ")[0], device=device)
 
 
@@ -258,7 +258,7 @@ def alone(what: str, smoke: bool):
             state.clear()
 
 
-def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
+def run_job(name: str, device: str, smoke: bool) -> list[dict[str, Any]]:
     """Returns a job's records; runs in the job's own process."""
     stage, _, rest = name.partition("/")
     if smoke or stage == "plan":
@@ -269,8 +269,8 @@ def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
         return [*alone(rest, smoke)]
     model, _, method = rest.partition("/")
     if stage == "plan":
-        return [*plan(model, method, device or "h200")]
-    return [*measure(model, method, device or "h200", smoke)]
+        return [*plan(model, method, device)]
+    return [*measure(model, method, device, smoke)]
 
 
 def start(*job: Any) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def tables(done: dict[str, Any]) -> str:
     return "\n".join(markdown(rows) for rows in every if rows[1:])
 
 
-def main(output: Path, device: str | None = None, smoke: bool = False) -> int:
+def main(output: Path, device: str = "h200", smoke: bool = False) -> int:
     """Checks and measures what needs a GPU, and writes one file of results.
 
     Args:
@@ -334,10 +334,8 @@ def main(output: Path, device: str | None = None, smoke: bool = False) -> int:
       device: this GPU's name in `lowmembp devices`.
       smoke: run tiny sizes on a CPU.
     """
-    if device is not None:
-        lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
-    each = [f"{model}/{method}" for model in SMOKE for method in METHODS[:2]]
-    each = each if smoke else measured() if device else []
+    lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
+    each = [f"llama-tiny/{method}" for method in METHODS[:2]] if smoke else measured()
     implementations = ("pallas_interpret",) if smoke else IMPLEMENTATIONS
     timed = ("xla",) if smoke else IMPLEMENTATIONS
     names = [f"measure/{name}" for name in each]

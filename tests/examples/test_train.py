@@ -1,14 +1,9 @@
 """train.py, as a user runs it: results, runs that continue, exports, FSDP, and errors."""
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 
 import checkpoints
 import numpy as np
@@ -19,7 +14,6 @@ from run import exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
-SCRIPT = Path(train.__file__)
 TINY_TEXT = ("--data.sequence-length", "8", "--batch-size", "16", "--method", "default")
 
 
@@ -165,21 +159,3 @@ def test_a_small_vocabulary(run, capsys, tiny, tmp_path):
     data = ("--data.train", tmp_path / "words.tsv", "--data.sequence-length", "8")
     assert run("--checkpoint", tiny("bert"), *data, "--batch-size", "8")[0] == 2
     assert "--data.tokenizer: expected at most 120 token ids" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_killed(tmp_path):
-    """kill -9 after a checkpoint, and then the same command."""
-    (tmp_path / "train.tsv").write_text(TEXTS)
-    options = f"--data.train {tmp_path}/train.tsv --output {tmp_path}/run --steps 60 --every 5"
-    command = [sys.executable, SCRIPT, *TINY_TEXT, *options.split()]
-    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, env=environment)
-    folder, until = tmp_path / "run" / "checkpoints", time.time() + 240
-    while not any(path.name.isdecimal() for path in folder.glob("*")) and time.time() < until:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    again = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert again.returncode == 0 and re.search(r"after step [1-9]\d* of 60", again.stdout)
-    assert results(tmp_path / "run")["steps"] == 60
