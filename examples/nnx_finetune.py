@@ -128,12 +128,12 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
 def main(config: Config) -> None:
     begin(config)
     task = load_task("text-classification", DataConfig(sequence_length=64))
-    path, runs = config.output / "results.json", {}
-    rows = [["method", "accuracy", "residuals of a step"]]
+    path, runs, rows = config.output / "results.json", {}, []
     for number, name in enumerate(METHODS, start=1):
         one = runs[name] = train(name, number, task, config)
         write_json(path, {"data": task.source, "runs": runs})
-        rows.append([name, f"{one['accuracy']:.1%}", f"{one['residual_bytes'] / 2**20:.1f} MiB"])
+        residuals = f"{one['residual_bytes'] / 2**20:.1f} MiB"
+        rows.append({"method": name, "accuracy": f"{one['accuracy']:.1%}", "residuals": residuals})
     print(markdown(rows), f"written: {path}", sep="\n")
 
 

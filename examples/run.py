@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,11 +78,11 @@ def write_json(path: Path, content: Any) -> None:
     part.replace(path)
 
 
-def markdown(rows: list[list[str]]) -> str:
-    """Formats rows, the head first; right-aligns columns whose cells begin with digits."""
-    head, *body = rows
+def markdown(rows: Sequence[Mapping[str, str | float]]) -> str:
+    """Formats rows with the same headings; right-aligns columns whose cells begin with digits."""
+    body = [[x if isinstance(x, str) else f"{x:.5g}" for x in row.values()] for row in rows]
     columns = zip(*body, strict=True)
     rules = ["---:" if all(re.match(r"[-+]?\d", cell) for cell in c) else "---" for c in columns]
-    rows = [head, rules, *body]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in rows)
+    table = [[*rows[0]], rules, *body]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "".join(f"| {' | '.join(map(str.ljust, row, widths))} |\n" for row in table)

@@ -72,16 +72,13 @@ def plans(step: str) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> list[list[str]]:
-    """Peak and estimated time of each step; a column for each method."""
-    rows = [["model, batch, trained", *(f"**{m}**" if m == "compress" else m for m in USUAL)]]
-    for name, found in results["steps"].items():
-        cells = (
-            f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
-            for one in found.values()
-        )
-        rows.append([name, *cells])
-    return rows
+def row(name: str, found: dict[str, Any]) -> dict[str, str]:
+    """Peak and estimated time of a step; a column for each method."""
+    cells = {
+        method: f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
+        for method, one in found.items()
+    }
+    return {"model, batch, trained": name, **cells}
 
 
 @matplotlib.rc_context(STYLE)
@@ -107,7 +104,7 @@ def main() -> None:
     for step in tqdm(STEPS, unit="step"):
         results["steps"][step] = plans(step)
         write_json(OUTPUT, results)
-    print(markdown(table(results)))
+    print(markdown([row(*item) for item in results["steps"].items()]))
     draw(results)
 
 

@@ -71,8 +71,8 @@ def measure(name: str, kind: str, files: list[Path], rows: dict[str, Any]) -> No
             approximate = gradient(compute)
             pairs = zip(drawn, wanted, strict=True)
             found = [lm.gradient_distance(approximate(params, b), want) for b, want in pairs]
-            means = [float(np.mean([getattr(one, key) for one in found])) for key in _KEYS]
-            rows.setdefault(method, {})[f"{name}, {when}"] = dict(zip(_KEYS, means, strict=True))
+            means = {key: float(np.mean([getattr(x, key) for x in found])) for key in _KEYS}
+            rows.setdefault(method, {})[f"{name}, {when}"] = means
         write_json(FOLDER / "gradient_fidelity.json", {"versions": versions(), "rows": rows})
 
 
@@ -83,11 +83,11 @@ def main() -> None:
     files, rows = [Path(name) for name in sys.argv[1:]], {}
     measure("MiniLM", "bert", files, rows)
     measure("LLaMA", "llama", files, rows)
-    cells = [["", *next(iter(rows.values()))]]
+    table = []
     for method, found in rows.items():
-        texts_of = (f"{one['error']:.3f} ({one['cosine']:.4f})" for one in found.values())
-        cells.append([method, *texts_of])
-    print(markdown(cells))
+        cells = {at: f"{one['error']:.3f} ({one['cosine']:.4f})" for at, one in found.items()}
+        table.append({"": method, **cells})
+    print(markdown(table))
 
 
 if __name__ == "__main__":

@@ -82,22 +82,11 @@ def blocks() -> Iterator[Row]:
             "method": method,
             "layers": "scan" if scan else "unrolled",
             # Blocks 5 to 12 only: with fewer blocks XLA's peak may be elsewhere.
-            "units_of_a_block": more / 8 / UNIT,
-            "temporaries_of_4_blocks": temporaries,
-            "units_moved_by_4_blocks": cost.bytes_moved / UNIT,
-            "estimated_seconds_of_4_blocks": cost.estimated_seconds,
+            "units a block": more / 8 / UNIT,
+            "MiB": temporaries / MIB,
+            "moved": cost.bytes_moved / UNIT,
+            "ms (estimate)": cost.estimated_seconds * 1e3,
         }
-
-
-def block_cells(row: Row) -> dict[str, str]:
-    return {
-        "method": row["method"],
-        "layers": row["layers"],
-        "units a block": f"{row['units_of_a_block']:.2f}",
-        "MiB": f"{row['temporaries_of_4_blocks'] / MIB:.1f}",
-        "moved": f"{row['units_moved_by_4_blocks']:.1f}",
-        "ms (estimate)": f"{row['estimated_seconds_of_4_blocks'] * 1e3:.3f}",
-    }
 
 
 #: Tokens, features and vocabulary of the cross-entropy, and of log-probabilities and entropies.
@@ -157,21 +146,11 @@ def losses(functions: dict[str, Callable], sizes: tuple[int, int, int]) -> Itera
         temporaries, cost = compiled(step, *args, array((tokens,), jnp.int32))
         yield {
             "loss": name,
-            "kernel_is_trained": is_trained,
-            "temporary_bytes": temporaries,
-            "flops": cost.flops,
-            "estimated_ms": round(cost.estimated_seconds * 1e3, 2),
+            "kernel": "trained" if is_trained else "frozen",
+            "GiB of temporaries": temporaries / GIB,
+            "TFLOP": cost.flops / 1e12,
+            "ms (estimate)": cost.estimated_seconds * 1e3,
         }
-
-
-def loss_cells(row: Row) -> dict[str, str]:
-    return {
-        "loss": row["loss"],
-        "kernel": "trained" if row["kernel_is_trained"] else "frozen",
-        "temporaries": f"{row['temporary_bytes'] / GIB:.2f} GiB",
-        "TFLOP": f"{row['flops'] / 1e12:.1f}",
-        "time (estimate)": f"{row['estimated_ms']} ms",
-    }
 
 
 #: Options of the planner's models, and their values in each row.
@@ -193,39 +172,28 @@ def optimizers() -> Iterator[Row]:
         given = dict(zip(OPTIONS, choice, strict=True))
         work = MODELS[model](batch=4, method="compress+remat", device="h100", **given)
         plan = lm.memory.plan(work.step, *work.args, device="h100", donate=work.donate_argnums)
-        parts = {part: getattr(plan, part) for part in lm.memory.PARTS}
-        seconds = plan.cost.estimated_seconds
-        yield {"model": model, **given, "peak": plan.peak, "parts": parts, "seconds": seconds}
+        sizes = {"GiB of state": plan.optimizer_state / GIB, "GiB at the peak": plan.peak / GIB}
+        milliseconds = plan.cost.estimated_seconds * 1e3
+        yield {"model": model, **given, **sizes, "ms (estimate)": milliseconds}
 
 
-def optimizer_cells(row: Row) -> dict[str, str]:
-    return {
-        **{key: row[key] for key in ("model", *OPTIONS)},
-        "state": f"{row['parts']['optimizer_state'] / GIB:.2f} GiB",
-        "peak": f"{row['peak'] / GIB:.2f} GiB",
-        "time (estimate)": f"{1e3 * row['seconds']:.0f} ms",
-    }
-
-
-#: The rows of each table, and how a row is printed.
 TABLES = {
-    "blocks": (blocks, block_cells),
-    "losses": (partial(losses, cross_entropies(), LARGE), loss_cells),
-    "log_probs": (partial(losses, OF_TOKENS, REINFORCEMENT), loss_cells),
-    "optimizers": (optimizers, optimizer_cells),
+    "blocks": blocks,
+    "losses": partial(losses, cross_entropies(), LARGE),
+    "log_probs": partial(losses, OF_TOKENS, REINFORCEMENT),
+    "optimizers": optimizers,
 }
 
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # others may measure on a GPU of this machine
     results: dict[str, Any] = {"versions": versions()}
-    for name, (rows, cells) in TABLES.items():
+    for name, rows in TABLES.items():
         found = results[name] = []
         for row in tqdm(rows(), name, unit="row"):
             found.append(row)
             write_json(FOLDER / "memory_tables.json", results)
-        texts = [cells(row) for row in found]
-        print(markdown([[*texts[0]], *([*one.values()] for one in texts)]))
+        print(markdown(found))
 
 
 if __name__ == "__main__":

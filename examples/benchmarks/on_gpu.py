@@ -52,21 +52,11 @@ STEPS = {
 }
 #: The step of `--smoke`, in float32, whose attention runs on a CPU.
 SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
-#: A method is followed by the operators' implementation, if it is not XLA's.
-OPERATORS = ("lowmembp", "lowmembp, pallas", "lowmembp, triton")
-METHODS = ("default", "compress", "dots", *OPERATORS, "lowmembp+compress")
-METHODS += ("full-remat", "compress+remat", "offload", "compress+remat+offload")
-
-
-def measured() -> list[str]:
-    """Returns models and methods, the most informative first: a run may end after 15 minutes."""
-    groups = [("vit-b16", METHODS[:6]), ("bert-base", METHODS[:6]), ("swin-t", METHODS)]
-    groups += [("llama-1b", METHODS[:3])]
-    groups += [(model, (method,)) for method in METHODS[6:] for model in STEPS]
-    groups += [("llama-1b", OPERATORS)]
-    return list(dict.fromkeys(f"{model}/{method}" for model, own in groups for method in own))
-
-
+#: The most informative first, because a session may end early. A method is followed by the
+#: operators' implementation, if it is not XLA's.
+METHODS = ("default", "compress", "dots", "lowmembp", "full-remat", "lowmembp+compress")
+METHODS += ("compress+remat", "lowmembp, pallas", "lowmembp, triton", "offload")
+METHODS += ("compress+remat+offload",)
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
@@ -289,41 +279,36 @@ def tables(done: dict[str, Any]) -> str:
         jobs = [(name.removeprefix(stage), job["records"]) for name, job in done.items()]
         return [(name, one) for name, found in jobs if name not in done for one in found]
 
-    def beside(unit: float, digits: int, *both: float | None) -> list[str]:
-        cells = ["unknown" if one is None else f"{one / unit:,.{digits}f}" for one in both]
-        planned, measured = both
-        return [*cells, f"{100 * (planned / measured - 1):+.0f}%" if all(both) else "unknown"]
+    def beside(unit: str, scale: float, planned: float | None, measured: float | None):
+        both = {"planned": planned, "measured": measured}
+        cells = {f"{unit} {key}": x / scale if x else "unknown" for key, x in both.items()}
+        off = f"{100 * (planned / measured - 1):+.0f}%" if all(both.values()) else "unknown"
+        return cells | {f"difference in {unit}": off}
 
-    def ms(one: dict[str, Any], key: str = "seconds") -> str:
-        return f"{1e3 * one[key]:.3g}"
-
-    checks = [["implementation", "kernels passed", "largest relative error"]]
+    checks, steps, operators, losses, optimizers = [], [], [], [], []
     for name in dict.fromkeys(name for name, _ in records("kernels/")):
         own = [one for other, one in records("kernels/") if other == name]
         passed = f"{sum(one['passed'] for one in own)} of {len(own)}"
-        checks.append([name, passed, f"{max(one['errors'][0] for one in own):.1e}"])
-    memory, time = ("MiB planned", "measured", "difference"), ("ms estimated", "measured")
-    steps = [["step", *memory, *time, "difference"]]
+        worst = max(one["errors"][0] for one in own)
+        checks.append({"implementation": name, "kernels passed": passed, "largest error": worst})
     for name, one in records("measure/"):
-        planned = done.get(f"plan/{name}", {}).get("records") or [{}]
-        peaks = beside(MIB, 0, planned[0].get("peak"), one["peak"])
-        times = beside(1e-3, 1, planned[0].get("estimated_seconds"), one["seconds"])
-        steps.append([name.replace("/", ", "), *peaks, *times])
-    operators = [["operator", "implementation", "forward, ms", "backward, ms"]]
+        plan = (done.get(f"plan/{name}", {}).get("records") or [{}])[0]
+        peaks = beside("MiB", MIB, plan.get("peak"), one["peak"])
+        times = beside("ms", 1e-3, plan.get("estimated_seconds"), one["seconds"])
+        steps.append({"step": name.replace("/", ", "), **peaks, **times})
     for what, one in records("alone/"):
         if what in IMPLEMENTATIONS:
-            times = ms(one, "forward_seconds"), ms(one, "backward_seconds")
-            operators.append([one["name"], what, *times])
-    losses = [["loss", "kernel", "temporaries, GiB", "ms"]]
+            times = {f"{way}, ms": 1e3 * one[f"{way}_seconds"] for way in ("forward", "backward")}
+            operators.append({"operator": one["name"], "implementation": what, **times})
     for _, one in records("alone/losses"):
         kernel = "trained" if one["kernel_is_trained"] else "frozen"
-        losses.append([one["name"], kernel, f"{one['program_temporaries'] / GIB:.2f}", ms(one)])
-    optimizers = [["state", "parameters", "ms"]]
+        sizes = {"temporaries, GiB": one["program_temporaries"] / GIB, "ms": 1e3 * one["seconds"]}
+        losses.append({"loss": one["name"], "kernel": kernel, **sizes})
     for _, one in records("alone/optimizers"):
-        state = "8 bits" if one["is_8bit"] else "float32"
-        optimizers.append([state, one["master_weights"], ms(one)])
+        names = {"8-bit state": str(one["is_8bit"]), "parameters": one["master_weights"]}
+        optimizers.append({**names, "ms": 1e3 * one["seconds"]})
     every = checks, steps, operators, losses, optimizers
-    return "\n".join(markdown(rows) for rows in every if rows[1:])
+    return "\n".join(markdown(rows) for rows in every if rows)
 
 
 def main(output: Path, device: str = "h200", smoke: bool = False) -> int:
@@ -335,7 +320,8 @@ def main(output: Path, device: str = "h200", smoke: bool = False) -> int:
       smoke: run tiny sizes on a CPU.
     """
     lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
-    each = [f"llama-tiny/{method}" for method in METHODS[:2]] if smoke else measured()
+    models, methods = (SMOKE, METHODS[:2]) if smoke else (STEPS, METHODS)
+    each = [f"{model}/{method}" for method in methods for model in models]
     implementations = ("pallas_interpret",) if smoke else IMPLEMENTATIONS
     timed = ("xla",) if smoke else IMPLEMENTATIONS
     names = [f"measure/{name}" for name in each]

@@ -131,12 +131,7 @@ def main() -> None:
         for problem in (classification, language):
             rows.append(measured(problem, name))
         write_json(FOLDER / "optimizers.json", {"versions": versions(), "rows": rows})
-    table = [["optimizer", "problem", "rate", "float32", "difference"]]
-    for row in rows:
-        cells = [row["optimizer"], row["problem"], f"{row['rate']:.1g}"]
-        difference = f"{row['difference']:+.4f} +- {row['standard_error']:.4f}"
-        table.append([*cells, f"{row['float32']:.3f}", difference])
-    print(markdown(table))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

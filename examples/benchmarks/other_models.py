@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from results import FOLDER, MIB, markdown, versions, write_json
+from tqdm import tqdm
 
 import lowmembp_jax as lm
 
@@ -175,8 +176,8 @@ def error(kind: str, method: str) -> float:
 
 def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
-    cells = [["six blocks of", *METHODS]]
-    for kind in KINDS:
+    table = []
+    for kind in tqdm(KINDS, unit="kind"):
         row = rows[kind] = {}
         for method in METHODS:
             found = plan(kind, method)
@@ -185,13 +186,13 @@ def main() -> None:
             if method in ROUNDED:
                 row[method]["error"] = error(kind, method)
         write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
-        texts = (
-            f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.1f} ms"
-            for one in row.values()
-        )
-        cells.append([kind, *texts])
-        print(*cells[-1], flush=True)
-    print(markdown(cells))
+        cells = {
+            method: f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.2f} ms"
+            + (f", {one['error']:.1%}" if "error" in one else "")
+            for method, one in row.items()
+        }
+        table.append({"six blocks of": kind, **cells})
+    print(markdown(table))
 
 
 if __name__ == "__main__":

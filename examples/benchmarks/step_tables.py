@@ -97,16 +97,17 @@ def main() -> None:
     if sys.argv[1:] == ["--source"]:
         LIBRARY.write_text(source())
         return
-    cells = [["relative error of the derivative", *(f"N(0, {sigma:g})" for sigma in SIGMAS)]]
-    rows: dict[str, dict[str, list[float]]] = {}
+    rows = []
     for name, function in ACTIVATIONS.items():
         for label, one in tables(name).items():
-            errors = [float(lm.derivative_error(function, one, sigma)) for sigma in SIGMAS]
-            rows.setdefault(name, {})[label] = errors
-            cells.append([f"{name}, {label}", *(f"{error:.3f}" for error in errors)])
-    write_json(FOLDER / "step_tables.json", {"versions": versions(), "errors": rows})
+            errors = {
+                f"N(0, {sigma:g})": float(lm.derivative_error(function, one, sigma))
+                for sigma in SIGMAS
+            }
+            rows.append({"relative error of the derivative": f"{name}, {label}", **errors})
+    write_json(FOLDER / "step_tables.json", {"versions": versions(), "rows": rows})
     draw("gelu_erf")
-    print(markdown(cells))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -114,17 +114,18 @@ def run(name: str, method: str, part: str) -> None:
 @rc_context(STYLE)
 def report(runs: dict[str, Any]) -> None:
     """Prints the table, and draws the loss against steps and seconds, a row for each scale."""
-    rows = [["model", "method", "GiB planned", "measured", "tokens a second", "steps", "loss"]]
+    rows, trained = [], ("GiB measured", "tokens a second", "steps", "loss")
     drawn = [name for name, done in runs.items() if any("curve" in one for one in done.values())]
     figure = Figure(figsize=(10, 3.6 * len(drawn)), layout="constrained")
     panels = dict(zip(drawn, figure.subplots(len(drawn), 2, squeeze=False), strict=True))
     for name, method, one in ((key, *item) for key in runs for item in runs[key].items()):
-        cells, curve = 4 * ["not run"], np.array(one.get("curve", []))
+        row = {"model": SCALES[name].title, "method": method, "GiB planned": one["planned"] / GIB}
+        row, curve = {**row, **dict.fromkeys(trained, "not run")}, np.array(one.get("curve", []))
         if curve.size:
-            (steps, _, loss), rate = curve[-1], one["tokens_a_second"]
-            peak = f"{one['measured'] / GIB:.3f}" if one["measured"] else "no GPU"
-            cells = [peak, f"{rate:,.0f}", f"{steps:,.0f}", f"{loss:.3f}"]
-        rows.append([SCALES[name].title, method, f"{one['planned'] / GIB:.3f}", *cells])
+            peak = one["measured"] / GIB if one["measured"] else "no GPU"
+            last = (peak, one["tokens_a_second"], curve[-1][0], curve[-1][2])
+            row |= zip(trained, last, strict=True)
+        rows.append(row)
         for column, axes in enumerate(panels[name] if curve.size else ()):
             line = dict(zip(("color", "linewidth"), METHODS[method][2:], strict=True))
             axes.plot(curve[:, column], curve[:, 2], label=method.replace("`", ""), **line)

@@ -152,8 +152,8 @@ def main() -> None:
         for seed in range(len(done), SEEDS):
             done.append(run(seed))
             write_json(FILE, {"versions": versions(), "runs": runs})
-    rows = [[name, *(cell(runs[task], name) for task in TASKS)] for name in VARIANTS]
-    print(markdown([["", *TASKS], *rows]))
+    rows = [{"": name, **{x: cell(runs[x], name) for x in TASKS}} for name in VARIANTS]
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

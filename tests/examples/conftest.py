@@ -20,3 +20,15 @@ def users_defaults():
 def tiny():
     """Returns the folder of a tiny Hugging Face checkpoint."""
     return lambda name: ROOT / "tests" / "data" / "hf_tiny" / name
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Runs a script's command line in this process; returns its exit status."""
+    from run import exit_status
+
+    def call(command, config, *options):
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
+        return exit_status(command, config)
+
+    return call

@@ -113,21 +113,7 @@ def test_a_folder_of_images(tmp_path):
         load_task(IMAGES, DataConfig(tmp_path), image_size=4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "content", "message"),
-    [
-        (TEXT, "a\tb\na b c\n", r"train\.tsv:2: expected 2 columns, found 1"),
-        (TEXT, "a\tb\nc\tb\n", r"train\.tsv: expected at least 2 classes, found only 'b'"),
-        (LANGUAGE, "too short", r"train\.tsv: expected text .* more than 128 tokens"),
-        (IMAGES, b"no archive", r"train\.tsv: expected a \.npz of arrays or a folder"),
-    ],
-)
-def test_files_that_are_refused(kind, content, message, write):
-    with pytest.raises(ValueError, match=message):
-        load_task(kind, DataConfig(write(content)))
-
-
-def test_options_that_are_refused(write, tmp_path):
+def test_data_that_is_refused(write, tmp_path):
     path = write(TEXTS)
     dev, broken = write("a\tnew\n", "dev.tsv"), write("{", "tokenizer.json")
     np.savez(tmp_path / "x.npz", train_images=np.zeros((2, 4, 4, 3)), train_labels=np.arange(2))
@@ -136,7 +122,19 @@ def test_options_that_are_refused(write, tmp_path):
         (TEXT, DataConfig(path, dev), r"dev\.tsv: expected classes of .*train\.tsv, found .'new'"),
         (TEXT, DataConfig(dev=dev), "--data.dev: expected --data.train as well"),
         (TEXT, DataConfig(path, tokenizer=broken), r"tokenizer\.json: expected a tokenizer\.json"),
+        (
+            TEXT,
+            DataConfig(write("a\tb\na b c\n", "x")),
+            r"x:2: expected 2 columns, .* found \['a b c'\]",
+        ),
+        (
+            TEXT,
+            DataConfig(write("a\tb\nc\tb\n", "y")),
+            "y: expected at least 2 classes, found only 'b'",
+        ),
+        (LANGUAGE, DataConfig(dev), r"dev\.tsv: expected text .* more than 128 tokens"),
         (IMAGES, DataConfig(), "--data.train: expected images"),
+        (IMAGES, DataConfig(dev), r"dev\.tsv: expected a \.npz of arrays or a folder"),
         (IMAGES, DataConfig(tmp_path / "x.npz"), r"train_images: .*found float64 \[2, 4, 4, 3\]"),
     ):
         with pytest.raises(ValueError, match=message):

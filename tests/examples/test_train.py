@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import threading
 
 import checkpoints
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import train
 from data import TrainingBatches, word_tokenizer
-from run import exit_status
 from safetensors.numpy import load_file
 from test_data import TEXTS, save_images
 
@@ -18,16 +16,14 @@ TINY_TEXT = ("--data.sequence-length", "8", "--batch-size", "16", "--method", "d
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs the command line in this process; returns its status and the folder of the run."""
+def run(tmp_path, call):
+    """Runs the command line; returns its status and the folder of the run."""
     (tmp_path / "train.tsv").write_text(TEXTS)
 
     def run(*options, output="run"):
         folder = tmp_path / output
         text = () if "--data.train" in options else ("--data.train", str(tmp_path / "train.tsv"))
-        command = ["train.py", *text, "--output", str(folder), *map(str, options)]
-        monkeypatch.setattr(sys, "argv", command)
-        status = exit_status(train.train, train.Config)
+        status = call(train.train, train.Config, *text, "--output", folder, *options)
         for thread in threading.enumerate():
             if thread.name == "async_save":  # a process waits for Orbax when it ends
                 thread.join()

@@ -101,13 +101,3 @@ def test_shardings(path, shape, spec):
     tree = functools.reduce(lambda tree, name: {name: tree}, reversed(path), leaf)
     found = jax.tree.leaves(training.shardings(tree, training.make_mesh(4)))
     assert found[0].spec == spec
-
-
-def test_scales_are_divided_as_their_arrays():
-    optimizer = training.make_optimizer(1e-3, is_8bit=True)
-    params = {"query": {"kernel": jnp.zeros((256, 4, 64))}}
-    init = lambda: training.init_state(params, optimizer, jnp.float32)  # noqa: E731
-    parts = training.shardings(jax.eval_shape(init), training.make_mesh(8))
-    made = jax.jit(init, out_shardings=parts)()
-    specs = {leaf.sharding.spec for leaf in jax.tree.leaves(made.opt_state) if leaf.ndim == 3}
-    assert specs == {P("fsdp", None, None)}
