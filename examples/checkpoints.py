@@ -13,7 +13,6 @@ of layers 0, 1, 2, ...
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,12 +29,11 @@ from lowmembp_jax.models.families import read_config
 from lowmembp_jax.models.workload import abstract_batch
 
 Params = dict[str, Any]
-Folder = str | os.PathLike
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load(
-    folder: Folder, *, new_labels: int | None = None, seed: int = 0
+    folder: str | Path, *, new_labels: int | None = None, seed: int = 0
 ) -> tuple[Family, Any, Any]:
     """Reads a checkpoint; returns the family, the config, and parameters in the tensors' dtypes.
 
@@ -74,7 +72,7 @@ def load(
 
 
 def save(
-    folder: Folder,
+    folder: str | Path,
     family: Family,
     config: Any,
     params: Mapping[str, Any],
@@ -104,8 +102,7 @@ def save(
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     arrays = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     # transformers refuses a file that does not name its layout.
-    save_file(arrays, folder / f"{_FILE}.part", metadata={"format": "pt"})
-    os.replace(folder / f"{_FILE}.part", folder / _FILE)
+    save_file(arrays, folder / _FILE, metadata={"format": "pt"})
 
 
 def example_inputs(family: Family, config: Any) -> tuple[jax.Array, ...]:
@@ -144,7 +141,7 @@ def to_params(
     """Makes a parameter tree of NumPy arrays from tensors by name, in the tensors' dtypes.
 
     `abstract` has the parameters' shapes. The result leaves out the modules in `new`. A ValueError
-    names all tensors that are missing, unknown, or have a wrong shape or dtype.
+    names all tensors that are missing, unknown, or have a wrong shape.
     """
     name_of, used, problems = family.hugging_face_name, set(), []
 
@@ -163,8 +160,6 @@ def to_params(
                 problems.append(f"missing {name}")
             elif tensor.shape != expected:
                 problems.append(f"{name} has shape {tensor.shape}, expected {expected}")
-            elif not jnp.issubdtype(tensor.dtype, jnp.floating):
-                problems.append(f"{name} has dtype {tensor.dtype}, expected a floating one")
             else:
                 if keys[-1] == "kernel":
                     tensor = tensor.transpose(2, 3, 1, 0) if tensor.ndim == 4 else tensor.T
@@ -197,9 +192,8 @@ def from_params(params: Mapping[str, Any], family: Family) -> dict[str, np.ndarr
 
 def _names(name: str, shape: tuple[int, ...]) -> tuple[list[str], bool]:
     """Returns the tensors' names, and whether the parameter is a stack of them."""
-    if "{" not in name:
-        return [name], False
-    return [name.format(layer=i) for i in range(shape[0])], True
+    stacked = "{layer}" in name
+    return [name.format(layer=i) for i in range(shape[0] if stacked else 1)], stacked
 
 
 def _to_torch(keys: tuple[str, ...], leaf: np.ndarray) -> np.ndarray:

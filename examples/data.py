@@ -118,10 +118,7 @@ class Task(NamedTuple):
 
 
 def load_task(
-    kind: TaskName,
-    config: DataConfig,
-    image_size: int = 32,
-    statistics: Any = (0.5, 0.5),
+    kind: TaskName, config: DataConfig, image_size: int = 32, statistics: Any = (0.5, 0.5)
 ) -> Task:
     """Reads the data. Errors are ValueErrors that name the file and the line, or the option.
 

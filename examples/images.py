@@ -1,6 +1,5 @@
 """Reads labelled images into memory: a .npz file or a folder."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +55,7 @@ def _read_folder(path: Path, size: int) -> LabelledImages:
         except Exception as error:  # Pillow can raise anything for a damaged file
             raise ValueError(f"{file}: expected a PNG or a JPEG: {error}") from error
 
-    with ThreadPoolExecutor() as pool:
-        images = np.stack([*pool.map(read, files)])
-    return images, [file.relative_to(path).parts[0] for file in files]
+    return np.stack([*map(read, files)]), [file.relative_to(path).parts[0] for file in files]
 
 
 def _resize(image: Image.Image, size: int) -> np.ndarray:

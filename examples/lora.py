@@ -31,7 +31,6 @@ import numpy as np
 import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from qwix._src.utils.flax_util import find_param
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
@@ -129,7 +128,7 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
 def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
     """Merges the trees of `partition`. A and B are cast to `dtype`, and modules cast the rest."""
-    # A module casts a NumPy array, and qwix then does not recognize it as the weight.
+    # A module casts a NumPy array. qwix then finds no weight and silently leaves LoRA out.
     leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
     return unflatten_dict(leaves | cast)
@@ -200,13 +199,6 @@ class _Provider(qwix.LoraProvider):
 
     def dot_general(self, lhs, rhs, *args, **kwargs):
         rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
-        others = None if isinstance(rhs, jax.Array | np.ndarray) else type(rhs)
-        if isinstance(rule, qwix.LoraRule) and find_param(rhs, others) is None:
-            # qwix would silently leave LoRA out.
-            raise ValueError(
-                "params: LoRA cannot find the weight among the module's parameters: expected "
-                "jax.Arrays; convert NumPy arrays with jax.tree.map(jnp.asarray, params)"
-            )
         if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
             # During initialization, qwix replaces the weight and then finds it by its shape. If the
             # weight is a reshape of another array, like DenseGeneral's first values, qwix follows

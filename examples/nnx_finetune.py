@@ -37,8 +37,7 @@ class Config:
     width: int = 128  # Size of a token's state, a multiple of 4.
     layers: int = 2
     batch_size: int = 32
-    epochs: int = 4
-    steps: int | None = None  # Training steps, instead of --epochs.
+    steps: int = 128  # Training steps.
     learning_rate: float = 1e-3
     seed: int = 0
 
@@ -101,8 +100,7 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
     compressed, context = METHODS[name]
     model = Classifier(config, task, compressed)
     batches = TrainingBatches(task.train, config.batch_size, config.seed)
-    steps = config.steps or config.epochs * batches.steps_per_epoch
-    rate = learning_rate(config.learning_rate, steps)
+    rate = learning_rate(config.learning_rate, config.steps)
     optimizer = nnx.Optimizer(model, make_optimizer(rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -115,7 +113,7 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     with context():
         saved = lm.memory.saved_bytes(lambda *args: loss_fn(*args)[0], model, batches.at(0))
-        bar = tqdm(range(steps), f"method {number} of {len(METHODS)}: {name}", unit="step")
+        bar = tqdm(range(config.steps), f"method {number} of {len(METHODS)}: {name}", unit="step")
         for done in bar:
             loss = float(step(model, optimizer, batches.at(done)))
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)

@@ -147,8 +147,6 @@ def _restore(saved: ocp.CheckpointManager, abstract: Any) -> Any:
 def _summary(step: int, metrics: list[training.Metrics]) -> dict[str, float]:
     """Returns the mean loss and the last norm; raises Diverged if one of them is not finite."""
     used = [one for one in metrics if not one.skipped]
-    if not used and metrics[-1].loss_scale < 1e-4:
-        raise run.Diverged(f"step {step}: float16 gradients overflow at every loss scale")
     values = {"skipped": len(metrics) - len(used)}
     if used:
         loss = float(np.mean([one.loss for one in used], dtype=np.float64))

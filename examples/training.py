@@ -89,7 +89,6 @@ class Metrics(NamedTuple):
     loss: jax.Array  # the mean over the batch
     grad_norm: jax.Array  # the norm of all gradients
     skipped: jax.Array  # whether the gradients overflowed in float16
-    loss_scale: jax.Array  # 1 without float16
 
 
 def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -144,8 +143,7 @@ def make_step(loss_fn: Callable, optimizer: optax.GradientTransformation) -> Cal
         if scale is not None:
             keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
             params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
-        metrics = Metrics(loss, norm, ~finite, jnp.float32(1) if scale is None else scale.scale)
-        return TrainState(params, opt_state, state.step + 1, scale), metrics
+        return TrainState(params, opt_state, state.step + 1, scale), Metrics(loss, norm, ~finite)
 
     return step
 

@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lora
 import matplotlib
 from matplotlib.figure import Figure
-from results import FOLDER, GIB, markdown, versions, write_json
+from results import GIB, markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.plot import STYLE, draw_points
 from lowmembp_jax.models.methods import USUAL
 
-OUTPUT, DEVICE = FOLDER / "compare.json", "h200"
+DEVICE = "h200"
 PICTURE = Path(__file__).parents[2] / "docs" / "compare" / "methods.svg"
 #: The steps and methods of the picture, and how it calls them.
 SHOWN = {
@@ -82,11 +82,11 @@ def row(name: str, found: dict[str, Any]) -> dict[str, str]:
 
 
 @matplotlib.rc_context(STYLE)
-def draw(results: dict[str, Any]) -> None:
+def draw(steps: dict[str, Any]) -> None:
     """Draws the peak against the time, a panel for each of two steps."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, (step, title) in zip(figure.subplots(1, 2), SHOWN.items(), strict=True):
-        found = results["steps"][step]
+        found = steps[step]
         points = {
             label: (found[method]["peak"] / GIB, 1e3 * found[method]["estimated_seconds"])
             for method, label in LABELS.items()
@@ -100,12 +100,12 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "steps": {}}
+    steps = {}
     for step in tqdm(STEPS, unit="step"):
-        results["steps"][step] = plans(step)
-        write_json(OUTPUT, results)
-    print(markdown([row(*item) for item in results["steps"].items()]))
-    draw(results)
+        steps[step] = plans(step)
+        save("compare", device=DEVICE, steps=steps)
+    print(markdown([row(*item) for item in steps.items()]))
+    draw(steps)
 
 
 if __name__ == "__main__":

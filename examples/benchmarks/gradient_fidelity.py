@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from data import TrainingBatches
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
 from training_quality import load
@@ -73,7 +73,7 @@ def measure(name: str, kind: str, files: list[Path], rows: dict[str, Any]) -> No
             found = [lm.gradient_distance(approximate(params, b), want) for b, want in pairs]
             means = {key: float(np.mean([getattr(x, key) for x in found])) for key in _KEYS}
             rows.setdefault(method, {})[f"{name}, {when}"] = means
-        write_json(FOLDER / "gradient_fidelity.json", {"versions": versions(), "rows": rows})
+        save("gradient_fidelity", rows=rows)
 
 
 _KEYS = ("error", "cosine")

@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from results import FOLDER, GIB, MIB, markdown, versions, write_json
+from results import GIB, MIB, markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
@@ -187,12 +187,12 @@ TABLES = {
 
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # others may measure on a GPU of this machine
-    results: dict[str, Any] = {"versions": versions()}
+    results: dict[str, list[Row]] = {}
     for name, rows in TABLES.items():
         found = results[name] = []
         for row in tqdm(rows(), name, unit="row"):
             found.append(row)
-            write_json(FOLDER / "memory_tables.json", results)
+            save("memory_tables", **results)
         print(markdown(found))
 
 

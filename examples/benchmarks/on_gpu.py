@@ -22,7 +22,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -248,19 +248,11 @@ def alone(what: str, smoke: bool):
             state.clear()
 
 
-def run_job(name: str, device: str, smoke: bool) -> list[dict[str, Any]]:
+def run_job(job: Callable[[], Iterator[Any]], on_cpu: bool) -> list[dict[str, Any]]:
     """Returns a job's records; runs in the job's own process."""
-    stage, _, rest = name.partition("/")
-    if smoke or stage == "plan":
+    if on_cpu:
         jax.config.update("jax_platforms", "cpu")
-    if stage == "kernels":
-        return [*kernels(rest, smoke)]
-    if stage == "alone":
-        return [*alone(rest, smoke)]
-    model, _, method = rest.partition("/")
-    if stage == "plan":
-        return [*plan(model, method, device)]
-    return [*measure(model, method, device, smoke)]
+    return [*job()]
 
 
 def start(*job: Any) -> dict[str, Any]:
@@ -321,31 +313,33 @@ def main(output: Path, device: str = "h200", smoke: bool = False) -> int:
     """
     lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
     models, methods = (SMOKE, METHODS[:2]) if smoke else (STEPS, METHODS)
-    each = [f"{model}/{method}" for method in methods for model in models]
-    implementations = ("pallas_interpret",) if smoke else IMPLEMENTATIONS
-    timed = ("xla",) if smoke else IMPLEMENTATIONS
-    names = [f"measure/{name}" for name in each]
-    names += [f"kernels/{name}" for name in implementations]
-    names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
-    names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
+    each = [(model, method) for method in methods for model in models]
+    jobs = {f"measure/{'/'.join(one)}": partial(measure, *one, device, smoke) for one in each}
+    for name in ("pallas_interpret",) if smoke else IMPLEMENTATIONS:
+        jobs[f"kernels/{name}"] = partial(kernels, name, smoke)
+    for name in (*(("xla",) if smoke else IMPLEMENTATIONS), "losses", "optimizers"):
+        jobs[f"alone/{name}"] = partial(alone, name, smoke)
+    for model, method in each:
+        if ", " not in method:  # Triton needs a GPU
+            jobs[f"plan/{model}/{method}"] = partial(plan, model, method, device)
     path = output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
     results |= {"versions": versions(), "device": device}
     results["command"] = " ".join(["python", *sys.argv])
     done = results["jobs"]
-    for name in names:
+    for name, job in jobs.items():
         if done.get(name, {}).get("status") == "done":
             continue
         began = time.monotonic()
-        done[name] = start(name, device, smoke)
+        done[name] = start(job, smoke or name.startswith("plan/"))
         write_json(path, results)
         print(f"{name}: {done[name]['status']}, {time.monotonic() - began:.1f} s", flush=True)
     print(tables(done))
-    failed = [name for name in names if done[name]["status"] != "done"]
-    records = [(name, record) for name in names for record in done[name]["records"]]
+    failed = [name for name in jobs if done[name]["status"] != "done"]
+    records = [(name, record) for name in jobs for record in done[name]["records"]]
     wrong = [f"{name}: {record}" for name, record in records if not record.get("passed", True)]
     print(*wrong, *(f"failed: {name}" for name in failed), sep="\n")
-    print(f"{len(names) - len(failed)} of {len(names)} done, {len(wrong)} wrong: {path}")
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} done, {len(wrong)} wrong: {path}")
     return int(bool(failed or wrong))
 
 

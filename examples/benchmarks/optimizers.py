@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
@@ -130,7 +130,7 @@ def main() -> None:
     for name in tqdm(OPTIMIZERS):
         for problem in (classification, language):
             rows.append(measured(problem, name))
-        write_json(FOLDER / "optimizers.json", {"versions": versions(), "rows": rows})
+        save("optimizers", rows=rows)
     print(markdown(rows))
 
 

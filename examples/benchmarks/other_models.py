@@ -19,12 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from results import FOLDER, MIB, markdown, versions, write_json
+from results import MIB, markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-OUTPUT = FOLDER / "other_models.json"
 DEVICE = "h200"
 LAYERS, NARROW_LAYERS = 6, 4
 
@@ -185,7 +184,7 @@ def main() -> None:
             row[method] = {"peak": found.peak, "estimated_seconds": seconds}
             if method in ROUNDED:
                 row[method]["error"] = error(kind, method)
-        write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
+        save("other_models", device=DEVICE, rows=rows)
         cells = {
             method: f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.2f} ms"
             + (f", {one['error']:.1%}" if "error" in one else "")

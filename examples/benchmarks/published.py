@@ -19,15 +19,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import llama
 from lowmembp_jax.models.families import FAMILIES
 from lowmembp_jax.models.workload import MODELS, workload, workload_of_loss
-
-OUTPUT = FOLDER / "published.json"
 
 _XLA = "[XLA](https://github.com/openxla/xla/pull/45753)"
 _TOOLBOX = (
@@ -165,7 +163,7 @@ def main() -> None:
         planned = plan()
         off = f"{100 * (planned / measured - 1):+.1f}%"
         rows.append({**row, "measured": measured, "planned": planned, "difference": off})
-        write_json(OUTPUT, {"versions": versions(), "rows": rows})
+        save("published", rows=rows)
     print(markdown(rows))
 
 

@@ -4,6 +4,7 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run import markdown as markdown
@@ -25,3 +26,8 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def save(name: str, **content: Any) -> None:
+    """Writes results/NAME.json, with the versions."""
+    write_json(FOLDER / f"{name}.json", {"versions": versions(), **content})

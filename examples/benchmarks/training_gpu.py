@@ -27,7 +27,7 @@ import numpy as np
 from data import Batch, TrainingBatches, evaluation_batches, package_sources
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from results import FOLDER, GIB, markdown, versions, write_json
+from results import FOLDER, GIB, markdown, save, versions
 from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
@@ -66,7 +66,7 @@ def record(name: str, method: str, **found: Any) -> None:
     packages = {package: version(package) for package in SCALES[name].packages}
     found |= {"command": " ".join(["python", *sys.argv]), "versions": versions() | packages}
     runs.setdefault(name, {}).setdefault(method, {}).update(found)
-    write_json(FILE, {"versions": versions(), "runs": runs})
+    save("training_gpu", runs=runs)
 
 
 def run(name: str, method: str, part: str) -> None:

@@ -27,7 +27,7 @@ import optax
 from checkpoints import example_inputs
 from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from lora import Train, add_lora, apply_lora, partition
-from results import FOLDER, markdown, versions, write_json
+from results import FOLDER, markdown, save
 from tqdm import tqdm
 from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
@@ -151,7 +151,7 @@ def main() -> None:
         run = trainer(TASKS[task], VARIANTS[variant], files) if len(done) < SEEDS else None
         for seed in range(len(done), SEEDS):
             done.append(run(seed))
-            write_json(FILE, {"versions": versions(), "runs": runs})
+            save("training_quality", runs=runs)
     rows = [{"": name, **{x: cell(runs[x], name) for x in TASKS}} for name in VARIANTS]
     print(markdown(rows))
 

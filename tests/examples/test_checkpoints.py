@@ -70,7 +70,6 @@ def test_shards_with_an_index(copy):
         ("classifier.bias", None, r"missing classifier\.bias"),
         ("more", np.zeros(2), "does not fit the model: unknown more"),
         ("classifier.bias", np.zeros(9, np.float32), r"bias has shape \(9,\), expected \(3,\)"),
-        ("classifier.bias", np.zeros(3, np.int64), "bias has dtype int64, expected a floating one"),
     ],
 )
 def test_tensors_that_do_not_fit(name, tensor, message, copy):

@@ -64,7 +64,7 @@ def test_overflow_in_float16_is_skipped():
     exact = float(trained(X)[1].grad_norm)
     assert not metrics.skipped and float(metrics.grad_norm) == pytest.approx(exact, rel=0.01)
     after, metrics = step(state, {}, jnp.full_like(X, jnp.inf).astype(jnp.float16))
-    assert metrics.skipped and metrics.loss_scale == state.loss_scale.scale / 2
+    assert metrics.skipped and after.loss_scale.scale == state.loss_scale.scale / 2
     assert after.step == 2
     assert_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
