@@ -68,8 +68,12 @@ TRAINED = {
     'lm.patch(norm_residual="output")': "lowmembp",
 }
 METHODS = TRAINED | {"nn.remat(policy=dots_saveable)": "dots", "nn.remat": "full-remat"}
-
-
+#: The measured columns: a title, the format of a cell, and the unit.
+PARTS = {
+    "residual_bytes": ("residuals", "{:,.0f} MiB", 2**20),
+    "peak_bytes": ("GPU peak", "{:,.0f} MiB", 2**20),
+    "estimated_seconds": ("GPU time (estimate)", "{:,.1f} ms", 1e-3),
+}
 #: The GPU, and the texts and tokens of a bfloat16 step that is measured and not run.
 DEVICE, TEXTS, TOKENS = "h200", 256, 128
 
@@ -250,14 +254,6 @@ def compare(config: Config) -> dict[str, Any]:
         results["memory"] = measure(bar, sizes, plan, seconds)
     write_json(path, results)
     return results
-
-
-#: The measured columns: a title, the format of a cell, and the unit.
-PARTS = {
-    "residual_bytes": ("residuals", "{:,.0f} MiB", 2**20),
-    "peak_bytes": ("GPU peak", "{:,.0f} MiB", 2**20),
-    "estimated_seconds": ("GPU time (estimate)", "{:,.1f} ms", 1e-3),
-}
 
 
 def print_table(results: dict[str, Any]) -> None:

@@ -43,7 +43,6 @@ from lowmembp_jax.models.methods import METHODS
 
 #: Mean and standard deviation of red, green and blue that checkpoints of Swin expect.
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Method = Literal[*METHODS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Config:
     freezes LoRA's A; qlora stores the frozen weights in 4 bits."""
     rank: int = 8  # LoRA's rank.
     alpha: float = 16.0  # LoRA's product is scaled by alpha / rank.
-    method: Method = "lowmembp"
+    method: Literal[*METHODS] = "lowmembp"
     """How to save memory: with this library's operators, by storing each layer's residuals in 8
     bits, or with a policy of jax.checkpoint."""
     compress_dtype: Literal["float8", "int8", "int4"] = "float8"  # How compress stores residuals.

@@ -72,15 +72,6 @@ def plans(step: str) -> dict[str, Any]:
     }
 
 
-def row(name: str, found: dict[str, Any]) -> dict[str, str]:
-    """Peak and estimated time of a step; a column for each method."""
-    cells = {
-        method: f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
-        for method, one in found.items()
-    }
-    return {"model, batch, trained": name, **cells}
-
-
 @matplotlib.rc_context(STYLE)
 def draw(steps: dict[str, Any]) -> None:
     """Draws the peak against the time, a panel for each of two steps."""
@@ -100,11 +91,16 @@ def draw(steps: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    steps = {}
+    steps, rows = {}, []
     for step in tqdm(STEPS, unit="step"):
         steps[step] = plans(step)
         save("compare", device=DEVICE, steps=steps)
-    print(markdown([row(*item) for item in steps.items()]))
+        cells = {
+            method: f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
+            for method, one in steps[step].items()
+        }
+        rows.append({"model, batch, trained": step, **cells})
+    print(markdown(rows))
     draw(steps)
 
 

@@ -61,10 +61,10 @@ def read() -> dict[str, Any]:
 
 
 def record(name: str, method: str, **found: Any) -> None:
-    """Adds results of one method to the file, with versions and command."""
+    """Adds results of one method to the file, with versions."""
     runs = read()
     packages = {package: version(package) for package in SCALES[name].packages}
-    found |= {"command": " ".join(["python", *sys.argv]), "versions": versions() | packages}
+    found["versions"] = versions() | packages
     runs.setdefault(name, {}).setdefault(method, {}).update(found)
     save("training_gpu", runs=runs)
 

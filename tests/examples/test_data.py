@@ -14,8 +14,7 @@ TEXT, LANGUAGE, IMAGES = "text-classification", "language-modelling", "image-cla
 def write(tmp_path):
     def write(content, name="train.tsv"):
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        path.write_text(content)
         return path
 
     return write
