@@ -56,13 +56,11 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatches:
-    """The batches of a training, each epoch in its own order. `at` returns one of equal slices."""
+    """The batches of a training, each epoch in its own order."""
 
     dataset: Dataset
     batch_size: int
     seed: int
-    index: int = 0
-    count: int = 1
 
     def __post_init__(self):
         if self.batch_size > (most := len(self.dataset)):
@@ -76,8 +74,7 @@ class TrainingBatches:
     def at(self, step: int) -> Batch:
         epoch, number = divmod(step, self.steps_per_epoch)
         order = _order(self.seed, epoch, len(self.dataset))
-        batch = self.dataset.batch(order[number * self.batch_size :][: self.batch_size])
-        return _own(batch, self.index, self.count)
+        return self.dataset.batch(order[number * self.batch_size :][: self.batch_size])
 
 
 @functools.lru_cache(maxsize=2)  # one permutation for an epoch, not for every step
@@ -85,20 +82,13 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, 0]).permutation(size)
 
 
-def _own(batch: Batch, index: int, count: int) -> Batch:
-    own = slice(len(batch.labels) * index // count, len(batch.labels) * (index + 1) // count)
-    return Batch(tuple(array[own] for array in batch.inputs), batch.labels[own])
-
-
-def evaluation_batches(
-    dataset: Dataset, batch_size: int, index: int = 0, count: int = 1
-) -> Iterator[Batch]:
+def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
     """Yields all examples once, in order. Rows of padding fill the last batch."""
     for start in range(0, len(dataset), batch_size):
         indices = np.arange(start, start + batch_size)
         batch = dataset.batch(np.minimum(indices, len(dataset) - 1))
         batch.labels[indices >= len(dataset)] = -1
-        yield _own(batch, index, count)
+        yield batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +106,6 @@ class DataConfig:
     """A tokenizer.json. Default: the checkpoint's. Without a checkpoint: the words of the training
     texts, or bytes for language models."""
     sequence_length: int = 128  # The most tokens of a text, or the tokens to predict in a window.
-    classes: int = 8  # Packages of the standard library to tell apart, without --data.train.
 
 
 class Task(NamedTuple):
@@ -129,26 +118,19 @@ class Task(NamedTuple):
 
 
 def load_task(
-    kind: TaskName,
-    config: DataConfig,
-    known: Any = (),
-    image_size: int = 32,
-    statistics: Any = (0.5, 0.5),
+    kind: TaskName, config: DataConfig, image_size: int = 32, statistics: Any = (0.5, 0.5)
 ) -> Task:
     """Reads the data. Errors are ValueErrors that name the file and the line, or the option.
 
     Args:
       kind: the model's task.
       config: the files.
-      known: a checkpoint's classes. If the data has the same ones, labels follow their order.
       image_size, statistics: images' height and width, and the mean and standard deviation of red,
         green and blue.
     """
     path, length, is_text = config.train, config.sequence_length, kind == "text-classification"
     if path is None and config.dev is not None:
         raise ValueError(f"--data.dev: expected --data.train as well, got only {config.dev}")
-    if length < 3:  # [CLS] word [SEP]
-        raise ValueError(f"--data.sequence-length: expected 3 or more, got {length}")
     if kind == "language-modelling":
         return _language_task(config)
     if path is not None:
@@ -158,15 +140,14 @@ def load_task(
             dev = read_tsv(config.dev) if is_text else read_images(config.dev, image_size)[0]
     elif is_text:
         source = f"docstrings of Python {platform.python_version()}'s standard library"
-        train, dev = load_stdlib_docs(config.classes)
+        train, dev = load_stdlib_docs()
     else:
         raise ValueError("--data.train: expected images, see --help, got none")
-    distinct = sorted({*train[1]})
-    if len(distinct) < 2:
-        raise ValueError(f"{source}: expected at least 2 classes, found only {distinct[0]!r}")
-    if dev is not None and (unknown := sorted({*dev[1]} - {*distinct})):
+    classes = tuple(sorted({*train[1]}))
+    if len(classes) < 2:
+        raise ValueError(f"{source}: expected at least 2 classes, found only {classes[0]!r}")
+    if dev is not None and (unknown := sorted({*dev[1]} - {*classes})):
         raise ValueError(f"{config.dev or source}: expected classes of {source}, found {unknown}")
-    classes = tuple(known) if {*known} == {*distinct} else tuple(distinct)
     if dev is None:  # nine tenths and the rest, always the same ones
         order, cut = np.random.default_rng(0).permutation(len(train[1])), -(-len(train[1]) // 10)
         train, dev = (
@@ -191,22 +172,20 @@ def read_tsv(path: Path) -> Labelled:
 
     A first line with the columns "label" and "text" or "sentence" is a header, as in GLUE's files.
     """
-    lines = read_text(path).removesuffix("\n").split("\n")
-    header, columns, first = lines[0].lower().split("\t"), [0, 1], 0
+    rows = [line.split("\t") for line in read_text(path).removesuffix("\n").split("\n")]
+    header, text, label, first = [name.lower() for name in rows[0]], 0, 1, 0
     names = [name for name in ("text", "sentence") if name in header]
     if "label" in header and names:
-        columns, first = [header.index(names[0]), header.index("label")], 1
-    count, rows = len(header) if first else 2, []
-    for number, line in enumerate(lines[first:], start=first + 1):
-        cells = [cell.strip() for cell in line.split("\t")]
-        if len(cells) != count:
-            raise ValueError(f"{path}:{number}: expected {count} columns, found {len(cells)}")
-        rows.append([cells[column] for column in columns])
-        if not all(rows[-1]):
-            raise ValueError(f"{path}:{number}: expected a text and a label, found {rows[-1]}")
-    if not rows:
+        text, label, first = header.index(names[0]), header.index("label"), 1
+    count = len(header) if first else 2
+    for number, row in enumerate(rows[first:], start=first + 1):
+        if len(row) != count or not (row[text].strip() and row[label].strip()):
+            raise ValueError(
+                f"{path}:{number}: expected {count} columns, with a text and a label, found {row}"
+            )
+    if len(rows) == first:
         raise ValueError(f"{path}: expected lines after the header, found none")
-    return [text for text, _ in rows], [label for _, label in rows]
+    return [row[text].strip() for row in rows[first:]], [row[label].strip() for row in rows[first:]]
 
 
 def read_text(path: Path) -> str:

@@ -31,7 +31,6 @@ import numpy as np
 import qwix
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
-from qwix._src.utils.flax_util import find_param
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.attention import choose_attention
@@ -61,8 +60,6 @@ def apply_lora(model: nn.Module, train: Train, rank: int = 8, alpha: float = 16.
         raise ValueError(f"apply_lora: train: expected one of {expected}, got {train!r}")
     if train == "full":
         return model
-    if rank < 1:
-        raise ValueError(f"apply_lora: rank: expected 1 or more, got {rank}")
     compute = model.compute  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(compute.param_dtype) != jnp.dtype(compute.dtype):
         raise ValueError(
@@ -89,16 +86,10 @@ def add_lora(model: nn.Module, base: Mapping[str, Any], key: jax.Array, *inputs:
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     init = lambda key: flatten_dict(model.init(key, *zeros)["params"])  # noqa: E731
-    abstract, given = jax.eval_shape(init, key), flatten_dict(base)
-    lora = {path for path in abstract if _is_lora(path)}
-    if wrong := given.keys() ^ (abstract.keys() - lora):
-        raise ValueError(
-            "add_lora: base: expected the model's parameters, missing or unknown are "
-            f"{sorted(map('/'.join, wrong))}"
-        )
+    abstract = jax.eval_shape(init, key)
     # XLA computes only the returned arrays.
-    params = jax.jit(lambda key: {path: x for path, x in init(key).items() if path in lora})(key)
-    for path, weight in given.items():
+    params = jax.jit(lambda key: {path: x for path, x in init(key).items() if _is_lora(path)})(key)
+    for path, weight in flatten_dict(base).items():
         how = getattr(abstract[path], "how", None)
         params[path] = weight if how is None else _quantized(abstract[path], weight)
     return unflatten_dict(params)
@@ -137,7 +128,7 @@ def partition(params: Mapping[str, Any], train: Train) -> tuple[Params, Params]:
 
 def combine(trained: Mapping[str, Any], frozen: Mapping[str, Any], dtype: Any) -> Params:
     """Merges the trees of `partition`. A and B are cast to `dtype`, and modules cast the rest."""
-    # A module casts a NumPy array, and qwix then does not recognize it as the weight.
+    # A module casts a NumPy array. qwix then finds no weight and silently leaves LoRA out.
     leaves = jax.tree.map(jnp.asarray, flatten_dict(trained) | flatten_dict(frozen))
     cast = {path: leaf.astype(dtype) for path, leaf in leaves.items() if _is_lora(path)}
     return unflatten_dict(leaves | cast)
@@ -193,8 +184,7 @@ def workload(
     def loss(trained, frozen, batch):
         return mean(combine(trained, frozen, dtype), batch)
 
-    has_tokens = family.task != "image-classification"
-    tokens = batch * tokens if has_tokens else 0
+    tokens = 0 if family.task == "image-classification" else batch * tokens
     return workload_of_loss(loss, make_optimizer(), trained, frozen, arrays, tokens=tokens)
 
 
@@ -209,13 +199,6 @@ class _Provider(qwix.LoraProvider):
 
     def dot_general(self, lhs, rhs, *args, **kwargs):
         rule, _ = self._get_current_rule_and_op_id("dot_general", only_rule=True)
-        others = None if isinstance(rhs, jax.Array | np.ndarray) else type(rhs)
-        if isinstance(rule, qwix.LoraRule) and find_param(rhs, others) is None:
-            # qwix would silently leave LoRA out.
-            raise ValueError(
-                "params: LoRA cannot find the weight among the module's parameters: expected "
-                "jax.Arrays; convert NumPy arrays with jax.tree.map(jnp.asarray, params)"
-            )
         if rule is not None and rule.weight_qtype is not None and isinstance(rhs, jax.Array):
             # During initialization, qwix replaces the weight and then finds it by its shape. If the
             # weight is a reshape of another array, like DenseGeneral's first values, qwix follows

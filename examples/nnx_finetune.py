@@ -13,18 +13,18 @@ import dataclasses
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from data import Batch, DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from flax import nnx
-from run import Diverged, check_output, exit_status, write_json
+from run import Diverged, begin, exit_status, markdown, write_json
 from tqdm import tqdm
-from training import learning_rate, make_optimizer
+from training import evaluate, learning_rate, make_optimizer
 
 import lowmembp_jax as lm
 
@@ -37,8 +37,7 @@ class Config:
     width: int = 128  # Size of a token's state, a multiple of 4.
     layers: int = 2
     batch_size: int = 32
-    epochs: int = 4
-    steps: int | None = None  # Training steps, instead of --epochs.
+    steps: int = 128  # Training steps.
     learning_rate: float = 1e-3
     seed: int = 0
 
@@ -88,12 +87,12 @@ METHODS = {
 }
 
 
-def loss_fn(model: Classifier, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the mean loss, and the numbers of correct predictions and of texts."""
+def loss_fn(model: Classifier, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the mean loss, and sums: of the loss, of texts, and of correct predictions."""
     logits, real = model(*batch.inputs), batch.labels >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    correct = jnp.sum(logits.argmax(-1) == batch.labels)
-    return jnp.where(real, losses, 0).sum() / real.sum(), (correct, real.sum())
+    total, count = jnp.where(real, losses, 0).sum(), real.sum()
+    return total / count, (total, count, jnp.sum(logits.argmax(-1) == batch.labels))
 
 
 def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
@@ -101,8 +100,7 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
     compressed, context = METHODS[name]
     model = Classifier(config, task, compressed)
     batches = TrainingBatches(task.train, config.batch_size, config.seed)
-    steps = config.steps or config.epochs * batches.steps_per_epoch
-    rate = learning_rate(config.learning_rate, steps)
+    rate = learning_rate(config.learning_rate, config.steps)
     optimizer = nnx.Optimizer(model, make_optimizer(rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -111,33 +109,30 @@ def train(name: str, number: int, task: Task, config: Config) -> dict[str, Any]:
         optimizer.update(model, grads)
         return loss
 
-    score = nnx.jit(lambda model, batch: loss_fn(model, batch)[1])
+    sums = nnx.jit(lambda model, batch: loss_fn(model, batch)[1])
     start = time.perf_counter()
     with context():
         saved = lm.memory.saved_bytes(lambda *args: loss_fn(*args)[0], model, batches.at(0))
-        bar = tqdm(range(steps), f"method {number} of {len(METHODS)}: {name}", unit="step")
+        bar = tqdm(range(config.steps), f"method {number} of {len(METHODS)}: {name}", unit="step")
         for done in bar:
             loss = float(step(model, optimizer, batches.at(done)))
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if not math.isfinite(loss):
                 raise Diverged(f"{name}, step {done + 1}: the loss is {loss}")
-        sums = [score(model, batch) for batch in evaluation_batches(task.dev, 64)]
-    correct, count = np.sum(jax.device_get(sums), axis=0).tolist()
-    seconds = time.perf_counter() - start
-    return {"accuracy": correct / count, "residual_bytes": saved, "seconds": seconds}
+        found = evaluate(partial(sums, model), evaluation_batches(task.dev, 64))
+    return {**found, "residual_bytes": saved, "seconds": time.perf_counter() - start}
 
 
 def main(config: Config) -> None:
-    check_output("--output", config.output)
+    begin(config)
     task = load_task("text-classification", DataConfig(sequence_length=64))
-    results: dict[str, Any] = {"config": vars(config), "data": task.source, "runs": {}}
+    path, runs, rows = config.output / "results.json", {}, []
     for number, name in enumerate(METHODS, start=1):
-        results["runs"][name] = train(name, number, task, config)
-        write_json(config.output / "results.json", results)
-    print(f"{'method':16}  accuracy  residuals of a step")
-    for name, run in results["runs"].items():
-        print(f"{name:16}  {run['accuracy']:8.1%}  {run['residual_bytes'] / 2**20:.1f} MiB")
-    print(f"written: {config.output / 'results.json'}")
+        one = runs[name] = train(name, number, task, config)
+        write_json(path, {"data": task.source, "runs": runs})
+        residuals = f"{one['residual_bytes'] / 2**20:.1f} MiB"
+        rows.append({"method": name, "accuracy": f"{one['accuracy']:.1%}", "residuals": residuals})
+    print(markdown(rows), f"written: {path}", sep="\n")
 
 
 if __name__ == "__main__":

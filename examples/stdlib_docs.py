@@ -14,6 +14,8 @@ from pathlib import Path
 
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
 
+#: How many packages to tell apart.
+CLASSES = 8
 Labelled = tuple[list[str], list[str]]
 
 
@@ -23,7 +25,7 @@ def stdlib_sources() -> list[Path]:
     return [p for p in sorted(root.rglob("*.py")) if not _SKIP & set(p.relative_to(root).parts)]
 
 
-def load_stdlib_docs(classes: int) -> tuple[Labelled, Labelled]:
+def load_stdlib_docs() -> tuple[Labelled, Labelled]:
     """Returns texts and labels to train on, and to evaluate on.
 
     Every class has as many texts as the smallest class, and texts are distinct. One version of
@@ -35,9 +37,7 @@ def load_stdlib_docs(classes: int) -> tuple[Labelled, Labelled]:
         # asyncio/tasks.py is in the package asyncio, and _pydecimal.py in decimal.
         package = path.relative_to(root).parts[0].removesuffix(".py")
         found[re.sub(r"^_(py)?", "", package)] += _docstrings(path)
-    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:classes]
-    if len(largest) < classes:
-        raise ValueError(f"--data.classes: expected at most {len(largest)} packages, got {classes}")
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))[:CLASSES]
     names = re.compile(rf"\w*(?:{'|'.join(largest)})\w*", re.IGNORECASE)
     owners = defaultdict(set)
     for name in largest:

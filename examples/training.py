@@ -3,16 +3,12 @@
 Mixed precision follows arXiv:1710.03740: the model computes in 16 bits, and weights, their
 gradients and sums are float32. A batch whose float16 gradients overflow is skipped.
 
-Examples are divided over the mesh's axes "data" and "fsdp". Parameters and the optimizer's state
-are divided over "fsdp" (arXiv:1910.02054) and "tensor" (arXiv:1909.08053: a layer's first Denses by
-columns, its last by rows). XLA adds the collectives.
+Examples are divided over all devices. Parameters and the optimizer's state are divided over the
+mesh's axis "fsdp" (arXiv:1910.02054). XLA adds the collectives.
 """
 
-import dataclasses
-import itertools
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,12 +19,11 @@ import numpy as np
 import optax
 from flax import struct
 from flax.training.dynamic_scale import DynamicScale
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lora import combine
 
 import lowmembp_jax as lm
 from lowmembp_jax.models.workload import clip_by_norm
-from lowmembp_jax.optimizers.compressed_state import CompressedState
 
 
 def learning_rate(peak: float, steps: int, warmup: float = 0.1):
@@ -44,12 +39,11 @@ def make_optimizer(
     rate: Any,
     *,
     weight_decay: float = 0.01,
-    clip_norm: float = 1.0,
     accumulate: int = 1,
     is_8bit: bool = False,
     master_bits: int | None = None,
 ) -> optax.GradientTransformation:
-    """Makes AdamW (arXiv:1711.05101). It takes one step every `accumulate` calls.
+    """Makes AdamW (arXiv:1711.05101) with clipped gradients. `accumulate` calls make one step.
 
     `master_bits`: the bits of `lm.master_weights`.
     """
@@ -62,7 +56,7 @@ def make_optimizer(
     matrices = partial(jax.tree_util.tree_map_with_path, is_matrix)
     adamw = optax.adamw(rate, weight_decay=weight_decay, mask=matrices)
     adamw = lm.compress_state(adamw) if is_8bit else adamw
-    optimizer = optax.chain(clip_by_norm(clip_norm), adamw)
+    optimizer = optax.chain(clip_by_norm(1.0), adamw)
     if master_bits is not None:
         optimizer = lm.master_weights(optimizer, bits=master_bits)
     if accumulate > 1:
@@ -95,7 +89,6 @@ class Metrics(NamedTuple):
     loss: jax.Array  # the mean over the batch
     grad_norm: jax.Array  # the norm of all gradients
     skipped: jax.Array  # whether the gradients overflowed in float16
-    loss_scale: jax.Array  # 1 without float16
 
 
 def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -123,6 +116,13 @@ def make_loss(task: str, model: nn.Module) -> Callable[[Any, Any, Any], tuple[An
     return loss_fn
 
 
+def evaluate(totals: Callable[[Any], Any], batches: Iterable[Any]) -> dict[str, float]:
+    """Returns the mean loss and the accuracy; `totals(batch)` returns the sums of `make_loss`."""
+    sums = [jax.device_get(totals(batch)) for batch in batches]
+    loss, count, correct = np.sum(sums, axis=0, dtype=np.float64).tolist()
+    return {"loss": loss / count, "accuracy": correct / count}
+
+
 def make_step(loss_fn: Callable, optimizer: optax.GradientTransformation) -> Callable:
     """Returns `step(state, frozen, batch)`, which gives the next state and `Metrics`; not jitted.
 
@@ -143,99 +143,40 @@ def make_step(loss_fn: Callable, optimizer: optax.GradientTransformation) -> Cal
         if scale is not None:
             keep = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
             params, opt_state = keep(params, state.params), keep(opt_state, state.opt_state)
-        metrics = Metrics(loss, norm, ~finite, jnp.float32(1) if scale is None else scale.scale)
-        return TrainState(params, opt_state, state.step + 1, scale), metrics
+        return TrainState(params, opt_state, state.step + 1, scale), Metrics(loss, norm, ~finite)
 
     return step
 
 
-AXES = ("data", "fsdp", "tensor")
-BATCH = PartitionSpec(("data", "fsdp"))
-# Names of Denses, and the axis of their kernels that is divided over "tensor". It counts from the
-# end, because stacked layers have one more axis in front.
-_COLUMNS = {"query": -2, "key": -2, "value": -2, "intermediate": -1, "gate": -1, "up": -1}
-_ROWS = {"attention_output": -3, "output": -2, "down": -2}
-
-
-def make_mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
-    """Makes a mesh of all devices from strings "axis=size". By default "data" has all devices."""
-    sizes = dict(re.findall(rf"({'|'.join(AXES)})=([1-9]\d{{0,8}}) ", " ".join([*axes, ""])))
-    shape = [int(sizes.get(name, 1)) for name in AXES] if axes else [len(devices), 1, 1]
-    if len(sizes) != len(axes) or math.prod(shape) != len(devices):
+def make_mesh(fsdp: int) -> Mesh:
+    """Makes a mesh of all devices: parameters are divided over `fsdp`, and batches over all."""
+    count = jax.device_count()
+    if fsdp < 1 or count % fsdp:
         raise ValueError(
-            f"--mesh: expected sizes of {', '.join(AXES)} with a product of {len(devices)}, the "
-            f"number of devices, such as data={len(devices)}, got {' '.join(axes)!r}"
+            f"--fsdp: expected a divisor of {count}, the number of devices, got {fsdp}"
         )
-    return Mesh(np.array(devices).reshape(shape), AXES)
+    return jax.make_mesh((count // fsdp, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
-def partition_spec(path: Any, leaf: Any, mesh: Mesh) -> PartitionSpec:
-    """Returns the partition of a parameter, or of its optimizer state, from its names and shape.
-
-    An axis of the mesh is used only if it divides a suitable axis of the array.
-    """
-    names = tuple(str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
-    spec: list[str | None] = [None] * len(leaf.shape)
-    axis = None
-    for module, name in itertools.pairwise(names):
-        if module in _COLUMNS:
-            axis = dict.fromkeys(("kernel", "bias"), _COLUMNS[module]) | {"kernel_lora_b": -1}
-            axis = axis.get(name)
-        elif module in _ROWS:
-            axis = {"kernel": _ROWS[module], "kernel_lora_a": -2}.get(name)
-    if axis is not None and -axis <= len(spec) and not leaf.shape[axis] % mesh.shape["tensor"]:
-        spec[axis] = "tensor"
-    # A scan slices stacked layers along their first axis, so every device needs all of that axis.
-    rest = range("layers" in names, len(spec))
-    free = [i for i in rest if spec[i] is None and leaf.shape[i] % mesh.shape["fsdp"] == 0]
-    if math.prod(leaf.shape) >= 2048 and free:
-        spec[max(free, key=lambda i: leaf.shape[i])] = "fsdp"
-    return PartitionSpec(*spec)
+#: The partition of a batch.
+BATCH = PartitionSpec(("data", "fsdp"))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Returns the `NamedSharding`s of parameters or of a `TrainState`."""
+    """Returns the `NamedSharding`s of parameters or of a `TrainState`.
 
-    def of(path, node):
-        if not isinstance(node, CompressedState):
-            return NamedSharding(mesh, partition_spec(path, node, mesh))
-        # The scales of an array are divided as the array is.
-        inner = shardings(node.inner_state, mesh)
-        pairs = zip(node.scales, jax.tree.leaves(inner), strict=True)
-        return CompressedState(inner, tuple(None if s is None else own for s, own in pairs))
-
-    is_leaf = lambda x: isinstance(x, CompressedState)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=is_leaf)
-
-
-def own_part(mesh: Mesh, batch_size: int) -> tuple[int, int]:
-    """Returns (index, count): this process's devices take slice `index` of `count` equal slices.
-
-    Processes can share a slice, because "tensor" may span processes.
+    The last axis that "fsdp" divides evenly is divided. It is not the array's last one, which has
+    another size in the scales of 8-bit state. Small arrays are whole on every device.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if batch_size % ways:
-        raise ValueError(
-            f"--batch-size / --accumulate: expected a multiple of {ways}, the devices that --mesh "
-            f"divides it over, got {batch_size}"
-        )
-    rows = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
-    slices = [index[0].indices(batch_size)[:2] for index in rows if index is not None]
-    start, stop = min(slices)[0], max(slices)[1]
-    return start // (stop - start), batch_size // (stop - start)
 
+    def one(path, leaf):
+        # A scan slices stacked layers along their first axis, so every device needs all of it.
+        is_stack = any(getattr(entry, "key", None) == "layers" for entry in path)
+        spec: list[str | None] = [None] * len(leaf.shape)
+        for axis in reversed(range(is_stack, len(spec) - 1)):
+            if math.prod(leaf.shape) >= 2048 and leaf.shape[axis] % mesh.shape["fsdp"] == 0:
+                spec[axis] = "fsdp"
+                break
+        return NamedSharding(mesh, PartitionSpec(*spec))
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Puts a batch on the devices, from the slice that each process has (see `own_part`)."""
-    place = partial(jax.make_array_from_process_local_data, NamedSharding(mesh, BATCH))
-    return jax.tree.map(lambda rows: place(np.asarray(rows)), batch)
-
-
-def fit(sizes: Any, task: Any, tokens: int) -> Any:
-    """Returns a new model's config with the data's numbers of classes, token ids and positions."""
-    changes = {"num_labels": len(task.classes)} if task.classes else {}
-    if task.vocab_size:
-        changes["vocab_size"] = task.vocab_size
-    if not task.classes:  # language models have no table of positions
-        changes["max_position_embeddings"] = max(tokens, sizes.max_tokens)
-    return dataclasses.replace(sizes, **changes)
+    return jax.tree_util.tree_map_with_path(one, tree)

@@ -21,14 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import lora
 import matplotlib
 from matplotlib.figure import Figure
-from results import FOLDER, GIB, markdown, versions, write_json
+from results import GIB, markdown, save
+from tqdm import tqdm
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.plot import STYLE, draw_points
+from lowmembp_jax.models.methods import USUAL
 
-OUTPUT, DEVICE = FOLDER / "compare.json", "h200"
+DEVICE = "h200"
 PICTURE = Path(__file__).parents[2] / "docs" / "compare" / "methods.svg"
-METHODS = ("default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress")
 #: The steps and methods of the picture, and how it calls them.
 SHOWN = {
     "ViT-B/16, 64, full": "ViT-B/16, 64 images, full tuning, on an H200",
@@ -60,41 +61,23 @@ STEPS = {
 
 
 def plans(step: str) -> dict[str, Any]:
-    """Returns the bytes, FLOPs and estimated seconds of the compiled step, by method."""
+    """Returns the peak and the estimated seconds of the compiled step, by method."""
     model, train, *sizes = STEPS[step]
     found = lm.memory.compare(
-        lambda method, _: lora.workload(model, train, method, *sizes), METHODS, device=DEVICE
+        lambda method, _: lora.workload(model, train, method, *sizes), USUAL, device=DEVICE
     )
     return {
-        one.method: {
-            "peak": one.plan.peak,
-            "parts": {part: getattr(one.plan, part) for part in lm.memory.PARTS},
-            "bytes_moved": one.plan.cost.bytes_moved,
-            "flops": one.plan.cost.flops,
-            "estimated_seconds": one.plan.cost.estimated_seconds,
-        }
+        one.method: {"peak": one.plan.peak, "estimated_seconds": one.plan.estimated_seconds}
         for one in found
     }
 
 
-def table(results: dict[str, Any]) -> list[list[str]]:
-    """Peak and estimated time of each step; a column for each method."""
-    rows = [["model, batch, trained", *(f"**{m}**" if m == "compress" else m for m in METHODS)]]
-    for name, found in results["steps"].items():
-        cells = (
-            f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
-            for one in found.values()
-        )
-        rows.append([name, *cells])
-    return rows
-
-
 @matplotlib.rc_context(STYLE)
-def draw(results: dict[str, Any]) -> None:
+def draw(steps: dict[str, Any]) -> None:
     """Draws the peak against the time, a panel for each of two steps."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     for axes, (step, title) in zip(figure.subplots(1, 2), SHOWN.items(), strict=True):
-        found = results["steps"][step]
+        found = steps[step]
         points = {
             label: (found[method]["peak"] / GIB, 1e3 * found[method]["estimated_seconds"])
             for method, label in LABELS.items()
@@ -108,13 +91,17 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    results: dict[str, Any] = {"device": DEVICE, "versions": versions(), "steps": {}}
-    for step in STEPS:
-        print(step, file=sys.stderr)
-        results["steps"][step] = plans(step)
-        write_json(OUTPUT, results)
-    print(markdown(table(results)))
-    draw(results)
+    steps, rows = {}, []
+    for step in tqdm(STEPS, unit="step"):
+        steps[step] = plans(step)
+        save("compare", device=DEVICE, steps=steps)
+        cells = {
+            method: f"{one['peak'] / GIB:.2f} GiB, {1e3 * one['estimated_seconds']:.1f} ms"
+            for method, one in steps[step].items()
+        }
+        rows.append({"model, batch, trained": step, **cells})
+    print(markdown(rows))
+    draw(steps)
 
 
 if __name__ == "__main__":

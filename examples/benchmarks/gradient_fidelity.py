@@ -17,18 +17,17 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import checkpoints
-import finetune
 import jax
 import jax.numpy as jnp
 import numpy as np
-from data import DataConfig, TrainingBatches, load_task
-from results import FOLDER, markdown, versions, write_json
+from data import TrainingBatches
+from results import markdown, save
 from tqdm import tqdm
 from training import init_state, learning_rate, make_loss, make_optimizer, make_step
+from training_quality import load
 
 import lowmembp_jax as lm
-from lowmembp_jax.models import FAMILIES, Compute
+from lowmembp_jax.models import Compute
 
 STEPS, BATCHES = 200, 4
 #: The rows and how they compute. All but the first compute in float32.
@@ -45,30 +44,13 @@ METHODS: dict[str, Compute] = {
 }
 
 
-def minilm(texts: Path | None) -> tuple[str, Any, Any, Any, TrainingBatches]:
-    """Returns the task, the family, sizes, parameters and batches."""
-    folder = finetune.minilm_folder()
-    config = DataConfig(texts, None, folder / "tokenizer.json", 48)
-    task = load_task("text-classification", config)
-    _, sizes, params = checkpoints.load(folder, new_labels=len(task.classes))
-    params.pop("pooler")
-    return "text-classification", finetune.MINILM, sizes, params, TrainingBatches(task.train, 32, 0)
-
-
-def small_llama() -> tuple[str, Any, Any, Any, TrainingBatches]:
-    family = FAMILIES["llama"]
-    task = load_task("language-modelling", DataConfig(sequence_length=48))
-    inputs = checkpoints.example_inputs(family, family.toy)
-    params = family.build(family.toy, Compute()).init(jax.random.key(0), *inputs)["params"]
-    return "language-modelling", family, family.toy, params, TrainingBatches(task.train, 32, 0)
-
-
-def measure(name: str, model: tuple[Any, ...], rows: dict[str, Any]) -> None:
+def measure(name: str, kind: str, files: list[Path], rows: dict[str, Any]) -> None:
     """Adds the errors and the cosines of all methods to `rows`, at the start and after training."""
-    task, family, sizes, params, batches = model
+    family, sizes, task, draw = load(kind, 48, files)
+    params, batches = draw(0), TrainingBatches(task.train, 32, 0)
 
     def loss(compute: Compute) -> Any:
-        return make_loss(task, family.build(sizes, compute))
+        return make_loss(family.task, family.build(sizes, compute))
 
     def gradient(compute: Compute) -> Any:
         value = loss(compute)
@@ -89,23 +71,22 @@ def measure(name: str, model: tuple[Any, ...], rows: dict[str, Any]) -> None:
             approximate = gradient(compute)
             pairs = zip(drawn, wanted, strict=True)
             found = [lm.gradient_distance(approximate(params, b), want) for b, want in pairs]
-            means = [float(np.mean([getattr(one, key) for one in found])) for key in _KEYS]
-            rows.setdefault(method, {})[f"{name}, {when}"] = dict(zip(_KEYS, means, strict=True))
-        write_json(FOLDER / "gradient_fidelity.json", {"versions": versions(), "rows": rows})
-
-
-_KEYS = ("error", "cosine")
+            rows.setdefault(method, {})[f"{name}, {when}"] = {
+                "error": float(np.mean([one.error for one in found])),
+                "cosine": float(np.mean([one.cosine for one in found])),
+            }
+        save("gradient_fidelity", rows=rows)
 
 
 def main() -> None:
-    texts, rows = (Path(sys.argv[1]) if sys.argv[1:] else None), {}
-    measure("MiniLM", minilm(texts), rows)
-    measure("LLaMA", small_llama(), rows)
-    cells = [["", *next(iter(rows.values()))]]
+    files, rows = [Path(name) for name in sys.argv[1:]], {}
+    measure("MiniLM", "bert", files, rows)
+    measure("LLaMA", "llama", files, rows)
+    table = []
     for method, found in rows.items():
-        texts_of = (f"{one['error']:.3f} ({one['cosine']:.4f})" for one in found.values())
-        cells.append([method, *texts_of])
-    print(markdown(cells))
+        cells = {at: f"{one['error']:.3f} ({one['cosine']:.4f})" for at, one in found.items()}
+        table.append({"": method, **cells})
+    print(markdown(table))
 
 
 if __name__ == "__main__":

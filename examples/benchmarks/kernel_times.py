@@ -9,6 +9,7 @@ need no GPU.
 
 import json
 import lzma
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -72,21 +73,23 @@ def load() -> dict[str, Any]:
 def main() -> None:
     data = load()
     steps = {step: compare(data, step) for step in data["steps"]}
-    rows = [["step on an H100", "ms estimated", "measured", "difference"]]
-    kinds: dict[str, list[Times]] = defaultdict(list)
+    rows, kinds = [], defaultdict(list)
     for step, times in steps.items():
         own, total = (sum(one[i] for one in times.values()) for i in (0, 1))
-        rows.append([step, f"{own / 1e3:.1f}", f"{total / 1e3:.1f}", f"{own / total - 1:+.0%}"])
         for kind, one in times.items():
             if one.measured > 0.03 * total:
                 kinds[kind].append(one)
+        numbers = {"ms estimated": own / 1e3, "measured": total / 1e3}
+        rows.append({"step": step, **numbers, "difference": f"{own / total - 1:+.0%}"})
     print(markdown(rows))
-    rows = [["kind of kernel", "steps", "median error of a kernel", "largest", "sum"]]
+    rows = []
     for kind, found in kinds.items():
-        errors = [one.error for one in found if one.error]
+        errors = [one.error for one in found if one.error] or [math.nan]
         own, total = (sum(one[i] for one in found) for i in (0, 1))
-        median = [f"{statistics.median(errors):.0%}", f"{max(errors):.0%}"] if errors else 2 * [""]
-        rows.append([kind, str(len(found)), *median, f"{own / total - 1:+.0%}"])
+        numbers = {"median error": statistics.median(errors), "largest": max(errors)}
+        numbers["sum"] = own / total - 1
+        texts = {name: f"{number:.0%}" for name, number in numbers.items()}
+        rows.append({"kind of kernel": kind, "steps": len(found), **texts})
     print(markdown(rows))
 
 

@@ -4,7 +4,7 @@
 
 needs this checkout and `jax` with CUDA. Each job runs in its own process:
 
-    measure/MODEL/METHOD      peak memory and time of a training step; needs --device
+    measure/MODEL/METHOD      peak memory and time of a training step
     kernels/IMPLEMENTATION    every kernel's values and gradients, against float64
     alone/WHAT                the times of an implementation's operators, of losses, of optimizers
     plan/MODEL/METHOD         the planner's numbers for the same step; uses no GPU
@@ -15,24 +15,33 @@ that everything ran and passed. With JAX_COMPILATION_CACHE_DIR, the jobs share w
 finds, and take a third of the time.
 """
 
-import argparse
 import itertools
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+# The imports start no GPU. Only the jobs' processes do.
+import jax
+import jax.numpy as jnp
+import memory_tables
+import numpy as np
+import optax
+import tyro
 from results import GIB, MIB, markdown, versions, write_json
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lowmembp_jax as lm
+from lowmembp_jax.models.workload import MODELS, make_optimizer
+
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 #: The steps: names of models, the batch and the tokens.
 STEPS = {
@@ -41,23 +50,13 @@ STEPS = {
     "swin-t": {"batch": 64},
     "llama-1b": {"batch": 8, "tokens": 2048},
 }
-#: A method is followed by the operators' implementation, if it is not XLA's.
-OPERATORS = ("lowmembp", "lowmembp, pallas", "lowmembp, triton")
-METHODS = ("default", "compress", "dots", *OPERATORS, "lowmembp+compress")
-METHODS += ("full-remat", "compress+remat", "offload", "compress+remat+offload")
-
-
-def measured() -> list[str]:
-    """Returns models and methods, the most informative first: a run may end after 15 minutes."""
-    groups = [("vit-b16", METHODS[:6]), ("bert-base", METHODS[:6]), ("swin-t", METHODS)]
-    groups += [("llama-1b", METHODS[:3])]
-    groups += [(model, (method,)) for method in METHODS[6:] for model in STEPS]
-    groups += [("llama-1b", OPERATORS)]
-    return list(dict.fromkeys(f"{model}/{method}" for model, own in groups for method in own))
-
-
-#: In float32, whose attention runs on a CPU.
+#: The step of `--smoke`, in float32, whose attention runs on a CPU.
 SMOKE = {"llama-tiny": {"batch": 2, "tokens": 32, "dtype": "float32"}}
+#: The most informative first, because a session may end early. A method is followed by the
+#: operators' implementation, if it is not XLA's.
+METHODS = ("default", "compress", "dots", "lowmembp", "full-remat", "lowmembp+compress")
+METHODS += ("compress+remat", "lowmembp, pallas", "lowmembp, triton", "offload")
+METHODS += ("compress+remat+offload",)
 #: Bounds of norm(result - reference) / norm(reference), and of the largest difference of one
 #: element over the largest element of the reference. A bfloat16 result is rounded to 2^-9.
 TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
@@ -65,29 +64,23 @@ TOLERANCES = {"float32": (2e-5, 1e-4), "bfloat16": (5e-3, 2e-2)}
 
 def operators() -> dict[str, tuple[Callable[..., Any], int, int]]:
     """Operators, and how many arrays [rows, width] and parameters [width] they take."""
-    import lowmembp_jax as lm
-
-    own = partial
     return {
         "gelu_tanh": (lm.gelu, 1, 0),
-        "gelu_tanh, 4 bits": (own(lm.gelu, bits=4), 1, 0),
-        "gelu_erf": (own(lm.gelu, approximate=False), 1, 0),
+        "gelu_tanh, 4 bits": (partial(lm.gelu, bits=4), 1, 0),
+        "gelu_erf": (partial(lm.gelu, approximate=False), 1, 0),
         "silu": (lm.silu, 1, 0),
-        "layer_norm": (own(lm.ms_layer_norm, residual="normalized"), 1, 2),
-        "layer_norm, saves its output": (own(lm.ms_layer_norm, residual="output"), 1, 2),
-        "rms_norm": (own(lm.ms_rms_norm, residual="normalized"), 1, 1),
-        "rms_norm, saves its output": (own(lm.ms_rms_norm, residual="output"), 1, 1),
+        "layer_norm": (partial(lm.ms_layer_norm, residual="normalized"), 1, 2),
+        "layer_norm, saves its output": (partial(lm.ms_layer_norm, residual="output"), 1, 2),
+        "rms_norm": (partial(lm.ms_rms_norm, residual="normalized"), 1, 1),
+        "rms_norm, saves its output": (partial(lm.ms_rms_norm, residual="output"), 1, 1),
         "swiglu": (lm.swiglu, 2, 0),
         "geglu_tanh": (lm.geglu, 2, 0),
-        "geglu_erf": (own(lm.geglu, approximate=False), 2, 0),
+        "geglu_erf": (partial(lm.geglu, approximate=False), 2, 0),
     }
 
 
 def kernels(implementation: str, smoke: bool):
     """Yields a record for each kernel and dtype."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     def run(operator, poison, cotangent, *arrays):  # writes over the donated `poison`
         y, backward = jax.vjp(operator, *arrays)
@@ -99,8 +92,7 @@ def kernels(implementation: str, smoke: bool):
             off = np.asarray(one).astype(np.float64) - exact
             yield np.linalg.norm(off) / np.linalg.norm(exact), abs(off).max() / abs(exact).max()
 
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    rng, (rows, width) = np.random.default_rng(seed), (16, 64) if smoke else (253, 768)
+    rng, (rows, width) = np.random.default_rng(0), (16, 64) if smoke else (253, 768)
     for name, (operator, count, parameters) in operators().items():
         for dtype, bounds in TOLERANCES.items():
             # x reaches every threshold of the step tables; scales are in 1 to 3.
@@ -116,21 +108,16 @@ def kernels(implementation: str, smoke: bool):
             got = jax.jit(ours, donate_argnums=0, keep_unused=True)(poison, *arrays)
             errors = np.max([*differences(got, want)], axis=0).tolist()
             passed = bool(np.all(np.array(errors) <= bounds))  # NaN exceeds every bound
-            record = {"kernel": name, "dtype": dtype, "seed": seed}
-            yield record | {"errors": errors, "passed": passed}
+            yield {"kernel": name, "dtype": dtype, "errors": errors, "passed": passed}
 
 
 def _workload(model: str, method: str, device: str):
-    from lowmembp_jax.models.workload import MODELS
-
-    sizes = SMOKE.get(model) or STEPS[model]
+    sizes = (STEPS | SMOKE)[model]
     return MODELS[model](**sizes, method=method.partition(", ")[0], device=device)
 
 
 def plan(model: str, method: str, device: str):
     """Yields the planner's numbers."""
-    import lowmembp_jax as lm
-
     work = _workload(model, method, device)
     planned = lm.memory.plan(work.step, *work.args, device=device, donate=work.donate_argnums)
     yield {"peak": planned.peak, "estimated_seconds": planned.cost.estimated_seconds}
@@ -138,34 +125,25 @@ def plan(model: str, method: str, device: str):
 
 def measure(model: str, method: str, device: str, smoke: bool):
     """Yields the memory and the time of the step on JAX's default device."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import lowmembp_jax as lm
-
     work = _workload(model, method, device)
     step = jax.jit(work.step, donate_argnums=work.donate_argnums)
     with lm.set_implementation(method.partition(", ")[2] or None):
-        lowered = step.lower(*work.args)
-    began = time.perf_counter()
-    compiled = lowered.compile()  # before the arguments take memory
-    compile_seconds = time.perf_counter() - began
+        compiled = step.lower(*work.args).compile()  # before the arguments take memory
     inputs = work.args[2].inputs[0]
 
     def array(path, like):
         name, is_integer = jax.tree_util.keystr(path), jnp.issubdtype(like.dtype, jnp.integer)
         if like.shape == inputs.shape and is_integer:  # every token is as often as any other
-            return jax.device_put(np.resize(np.arange(1000), like.shape).astype(like.dtype))
+            return put(like, np.arange(1000))
         if is_integer:  # lengths of texts, labels, or counts
             is_length = name.startswith("[2].inputs")
-            return full(like, inputs.shape[1] if is_length else name.startswith("[2]"))
+            return put(like, inputs.shape[1] if is_length else name.startswith("[2]"))
         if name.startswith("[1]"):
-            return full(like, 0)
-        return full(like, 1) if "scale" in name and name.startswith("[0]") else drawn(like)
+            return put(like, 0)
+        return put(like, 1 if "scale" in name and name.startswith("[0]") else 0.02 * NORMAL)
 
     *state, batch = jax.tree_util.tree_map_with_path(array, work.args)
-    gpu, sizes = jax.devices()[0], compiled.memory_analysis()
+    gpu = jax.devices()[0]
     before = gpu.memory_stats()
 
     def once():
@@ -177,35 +155,23 @@ def measure(model: str, method: str, device: str, smoke: bool):
     is_hidden = peak is not None and peak <= before["peak_bytes_in_use"]  # compiling took more
     yield {
         "peak": None if is_hidden else peak,
-        "program_temporaries": sizes.temp_size_in_bytes,
-        "compile_seconds": compile_seconds,
         "losses": losses,
         "passed": all(map(math.isfinite, losses)),
         "seconds": seconds(once, smoke),
     }
 
 
-def full(like: Any, value: float) -> Any:
-    """Makes an array without compiling anything."""
-    import jax
-    import numpy as np
-
-    return jax.device_put(np.full(like.shape, value).astype(like.dtype))
+#: Normal random numbers.
+NORMAL = np.random.default_rng(0).standard_normal(1_000_003, "float32")
 
 
-def drawn(like: Any, deviation: float = 0.02) -> Any:
-    """Makes an array of normal random numbers, which repeat after a million."""
-    import jax
-    import numpy as np
-
-    values = deviation * np.random.default_rng(0).standard_normal(1_000_003, "float32")
+def put(like: Any, values: Any) -> Any:
+    """Makes an array of values that repeat, without compiling anything."""
     return jax.device_put(np.resize(values, like.shape).astype(like.dtype))
 
 
 def seconds(run: Callable[[], Any], smoke: bool) -> float:
     """Returns the median time of `run` in 7 rounds of half a second."""
-    import jax
-
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())
@@ -222,14 +188,9 @@ def seconds(run: Callable[[], Any], smoke: bool) -> float:
 
 def alone(what: str, smoke: bool):
     """Yields the times of parts of a training step by themselves, in bfloat16."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    from lowmembp_jax.models.workload import make_optimizer
 
     def array(*shape, dtype=jnp.bfloat16, deviation=1.0):
-        return drawn(jax.ShapeDtypeStruct(shape, dtype), deviation)
+        return put(jax.ShapeDtypeStruct(shape, dtype), deviation * NORMAL)
 
     if what in IMPLEMENTATIONS:
         for name, (operator, count, parameters) in operators().items():
@@ -242,11 +203,9 @@ def alone(what: str, smoke: bool):
             record = {"name": name, "forward_seconds": seconds(partial(forward, *arrays), smoke)}
             yield record | {"backward_seconds": seconds(backward, smoke)}
     if what == "losses":
-        import loss_memory
-
         for losses, sizes in (
-            (loss_memory.cross_entropies(), loss_memory.LARGE),
-            (loss_memory.OF_TOKENS, loss_memory.REINFORCEMENT),
+            (memory_tables.cross_entropies(), memory_tables.LARGE),
+            (memory_tables.OF_TOKENS, memory_tables.REINFORCEMENT),
         ):
             tokens, features, vocab = (64, 32, 500) if smoke else sizes
             labels = jnp.arange(tokens, dtype=jnp.int32) * 7919 % vocab
@@ -280,19 +239,11 @@ def alone(what: str, smoke: bool):
             state.clear()
 
 
-def run_job(name: str, device: str | None, smoke: bool) -> list[dict[str, Any]]:
+def run_job(job: Callable[[], Iterator[Any]], on_cpu: bool) -> list[dict[str, Any]]:
     """Returns a job's records; runs in the job's own process."""
-    stage, _, rest = name.partition("/")
-    if smoke or stage == "plan":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    if stage == "kernels":
-        return [*kernels(rest, smoke)]
-    if stage == "alone":
-        return [*alone(rest, smoke)]
-    model, _, method = rest.partition("/")
-    if stage == "plan":
-        return [*plan(model, method, device or "h200")]
-    return [*measure(model, method, device or "h200", smoke)]
+    if on_cpu:
+        jax.config.update("jax_platforms", "cpu")
+    return [*job()]
 
 
 def start(*job: Any) -> dict[str, Any]:
@@ -311,84 +262,77 @@ def tables(done: dict[str, Any]) -> str:
         jobs = [(name.removeprefix(stage), job["records"]) for name, job in done.items()]
         return [(name, one) for name, found in jobs if name not in done for one in found]
 
-    def beside(unit: float, digits: int, *both: float | None) -> list[str]:
-        cells = ["unknown" if one is None else f"{one / unit:,.{digits}f}" for one in both]
-        planned, measured = both
-        return [*cells, f"{100 * (planned / measured - 1):+.0f}%" if all(both) else "unknown"]
+    def beside(unit: str, scale: float, planned: float | None, measured: float | None):
+        both = {"planned": planned, "measured": measured}
+        cells = {f"{unit} {key}": x / scale if x else "unknown" for key, x in both.items()}
+        off = f"{100 * (planned / measured - 1):+.0f}%" if all(both.values()) else "unknown"
+        return cells | {f"difference in {unit}": off}
 
-    def ms(one: dict[str, Any], key: str = "seconds") -> str:
-        return f"{1e3 * one[key]:.3g}"
-
-    checks = [["implementation", "kernels passed", "largest relative error"]]
+    checks, steps, operators, losses, optimizers = [], [], [], [], []
     for name in dict.fromkeys(name for name, _ in records("kernels/")):
         own = [one for other, one in records("kernels/") if other == name]
         passed = f"{sum(one['passed'] for one in own)} of {len(own)}"
-        checks.append([name, passed, f"{max(one['errors'][0] for one in own):.1e}"])
-    memory, time = ("MiB planned", "measured", "difference"), ("ms estimated", "measured")
-    steps = [["step", *memory, *time, "difference"]]
+        worst = max(one["errors"][0] for one in own)
+        checks.append({"implementation": name, "kernels passed": passed, "largest error": worst})
     for name, one in records("measure/"):
-        planned = done.get(f"plan/{name}", {}).get("records") or [{}]
-        peaks = beside(MIB, 0, planned[0].get("peak"), one["peak"])
-        times = beside(1e-3, 1, planned[0].get("estimated_seconds"), one["seconds"])
-        steps.append([name.replace("/", ", "), *peaks, *times])
-    operators = [["operator", "implementation", "forward, ms", "backward, ms"]]
+        plan = (done.get(f"plan/{name}", {}).get("records") or [{}])[0]
+        peaks = beside("MiB", MIB, plan.get("peak"), one["peak"])
+        times = beside("ms", 1e-3, plan.get("estimated_seconds"), one["seconds"])
+        steps.append({"step": name.replace("/", ", "), **peaks, **times})
     for what, one in records("alone/"):
         if what in IMPLEMENTATIONS:
-            times = ms(one, "forward_seconds"), ms(one, "backward_seconds")
-            operators.append([one["name"], what, *times])
-    losses = [["loss", "kernel", "temporaries, GiB", "ms"]]
+            times = {f"{way}, ms": 1e3 * one[f"{way}_seconds"] for way in ("forward", "backward")}
+            operators.append({"operator": one["name"], "implementation": what, **times})
     for _, one in records("alone/losses"):
         kernel = "trained" if one["kernel_is_trained"] else "frozen"
-        losses.append([one["name"], kernel, f"{one['program_temporaries'] / GIB:.2f}", ms(one)])
-    optimizers = [["state", "parameters", "ms"]]
+        sizes = {"temporaries, GiB": one["program_temporaries"] / GIB, "ms": 1e3 * one["seconds"]}
+        losses.append({"loss": one["name"], "kernel": kernel, **sizes})
     for _, one in records("alone/optimizers"):
-        state = "8 bits" if one["is_8bit"] else "float32"
-        optimizers.append([state, one["master_weights"], ms(one)])
+        names = {"8-bit state": str(one["is_8bit"]), "parameters": one["master_weights"]}
+        optimizers.append({**names, "ms": 1e3 * one["seconds"]})
     every = checks, steps, operators, losses, optimizers
-    return "\n".join(markdown(rows) for rows in every if rows[1:])
+    return "\n".join(markdown(rows) for rows in every if rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--device", help="this GPU's name in `lowmembp devices`")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    options = parser.parse_args()
-    if options.device:
-        from lowmembp_jax.memory import get_device
+def main(output: Path, device: str = "h200", smoke: bool = False) -> int:
+    """Checks and measures what needs a GPU, and writes one file of results.
 
-        try:
-            get_device(options.device)
-        except ValueError as error:
-            parser.error(f"--device: {error}")
-    each = [f"{model}/{method}" for model in SMOKE for method in METHODS[:2]]
-    each = each if options.smoke else measured() if options.device else []
-    implementations = ("pallas_interpret",) if options.smoke else IMPLEMENTATIONS
-    timed = ("xla",) if options.smoke else IMPLEMENTATIONS
-    names = [f"measure/{name}" for name in each]
-    names += [f"kernels/{name}" for name in implementations]
-    names += [f"alone/{what}" for what in (*timed, "losses", "optimizers")]
-    names += [f"plan/{name}" for name in each if ", " not in name]  # Triton needs a GPU
-    path = options.output / "on_gpu.json"
+    Args:
+      output: the folder of the results.
+      device: this GPU's name in `lowmembp devices`.
+      smoke: run tiny sizes on a CPU.
+    """
+    lm.memory.get_device(device)  # a wrong name is an error now, and not in each job
+    models, methods = (SMOKE, METHODS[:2]) if smoke else (STEPS, METHODS)
+    each = [(model, method) for method in methods for model in models]
+    jobs = {f"measure/{'/'.join(one)}": partial(measure, *one, device, smoke) for one in each}
+    for name in ("pallas_interpret",) if smoke else IMPLEMENTATIONS:
+        jobs[f"kernels/{name}"] = partial(kernels, name, smoke)
+    for name in (*(("xla",) if smoke else IMPLEMENTATIONS), "losses", "optimizers"):
+        jobs[f"alone/{name}"] = partial(alone, name, smoke)
+    for model, method in each:
+        if ", " not in method:  # Triton needs a GPU
+            jobs[f"plan/{model}/{method}"] = partial(plan, model, method, device)
+    path = output / "on_gpu.json"
     results = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
-    results |= {"versions": versions(), "device": options.device}
+    results |= {"versions": versions(), "device": device}
     results["command"] = " ".join(["python", *sys.argv])
     done = results["jobs"]
-    for name in names:
+    for name, job in jobs.items():
         if done.get(name, {}).get("status") == "done":
             continue
         began = time.monotonic()
-        done[name] = start(name, options.device, options.smoke)
+        done[name] = start(job, smoke or name.startswith("plan/"))
         write_json(path, results)
         print(f"{name}: {done[name]['status']}, {time.monotonic() - began:.1f} s", flush=True)
     print(tables(done))
-    failed = [name for name in names if done[name]["status"] != "done"]
-    records = [(name, record) for name in names for record in done[name]["records"]]
+    failed = [name for name in jobs if done[name]["status"] != "done"]
+    records = [(name, record) for name in jobs for record in done[name]["records"]]
     wrong = [f"{name}: {record}" for name, record in records if not record.get("passed", True)]
     print(*wrong, *(f"failed: {name}" for name in failed), sep="\n")
-    print(f"{len(names) - len(failed)} of {len(names)} done, {len(wrong)} wrong: {path}")
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} done, {len(wrong)} wrong: {path}")
     return int(bool(failed or wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tyro.cli(main))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
@@ -130,13 +130,8 @@ def main() -> None:
     for name in tqdm(OPTIMIZERS):
         for problem in (classification, language):
             rows.append(measured(problem, name))
-        write_json(FOLDER / "optimizers.json", {"versions": versions(), "rows": rows})
-    table = [["optimizer", "problem", "rate", "float32", "difference"]]
-    for row in rows:
-        cells = [row["optimizer"], row["problem"], f"{row['rate']:.1g}"]
-        difference = f"{row['difference']:+.4f} +- {row['standard_error']:.4f}"
-        table.append([*cells, f"{row['float32']:.3f}", difference])
-    print(markdown(table))
+        save("optimizers", rows=rows)
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

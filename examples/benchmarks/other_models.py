@@ -19,11 +19,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from results import FOLDER, MIB, markdown, versions, write_json
+from results import MIB, markdown, save
+from tqdm import tqdm
 
 import lowmembp_jax as lm
 
-OUTPUT = FOLDER / "other_models.json"
 DEVICE = "h200"
 LAYERS, NARROW_LAYERS = 6, 4
 
@@ -175,8 +175,8 @@ def error(kind: str, method: str) -> float:
 
 def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
-    cells = [["six blocks of", *METHODS]]
-    for kind in KINDS:
+    table = []
+    for kind in tqdm(KINDS, unit="kind"):
         row = rows[kind] = {}
         for method in METHODS:
             found = plan(kind, method)
@@ -184,14 +184,14 @@ def main() -> None:
             row[method] = {"peak": found.peak, "estimated_seconds": seconds}
             if method in ROUNDED:
                 row[method]["error"] = error(kind, method)
-        write_json(OUTPUT, {"device": DEVICE, "versions": versions(), "rows": rows})
-        texts = (
-            f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.1f} ms"
-            for one in row.values()
-        )
-        cells.append([kind, *texts])
-        print(*cells[-1], flush=True)
-    print(markdown(cells))
+        save("other_models", device=DEVICE, rows=rows)
+        cells = {
+            method: f"{one['peak'] / MIB:,.0f} MiB, {1e3 * one['estimated_seconds']:.2f} ms"
+            + (f", {one['error']:.1%}" if "error" in one else "")
+            for method, one in row.items()
+        }
+        table.append({"six blocks of": kind, **cells})
+    print(markdown(table))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ tables of docs/validation.md. You need no GPU. It takes 4 minutes on 2 cores.
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,15 +19,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 from tqdm import tqdm
 
 import lowmembp_jax as lm
 from lowmembp_jax.models import llama
 from lowmembp_jax.models.families import FAMILIES
-from lowmembp_jax.models.workload import MODELS, workload
-
-OUTPUT = FOLDER / "published.json"
+from lowmembp_jax.models.workload import MODELS, workload, workload_of_loss
 
 _XLA = "[XLA](https://github.com/openxla/xla/pull/45753)"
 _TOOLBOX = (
@@ -58,50 +55,39 @@ def divided(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
-def _gathering(work: lm.memory.Workload, mesh: Mesh) -> Any:
+def _gathering(work: lm.memory.Workload, mesh: Mesh) -> lm.memory.Workload:
     """Returns AdamW's step with parameters that are gathered in bfloat16 before their use."""
-    whole, loss_of, optimizer = NamedSharding(mesh, P()), work.loss, optax.adamw(1e-3)
-    assert loss_of is not None
+    (params, _, batch), whole = work.args, NamedSharding(mesh, P())
 
     def loss(params, batch):
         gathered = jax.tree.map(
             lambda x: jax.lax.with_sharding_constraint(x.astype(jnp.bfloat16), whole), params
         )
-        return loss_of(gathered, batch)
+        return work.loss(gathered, batch)
 
-    def step(params, state, batch):
-        value, gradients = jax.value_and_grad(loss)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
+    return workload_of_loss(loss, optax.adamw(1e-3), params, batch, tokens=0)
 
 
 def _on_8(work: lm.memory.Workload, device: str, gathers: bool, spec: P) -> tuple[Any, ...]:
     """Returns step, arguments, mesh and options of the compiler for FSDP over 8 GPUs."""
     mesh = Mesh(np.array(lm.memory.topology(device, 8).devices), ("x",))
-    step, (params, state, batch) = work.step, work.args
-    if gathers:
-        step = _gathering(work, mesh)
-        state = jax.eval_shape(optax.adamw(1e-3).init, params)
-    own = divided((params, state), mesh)
-    rows = jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)
+    work = _gathering(work, mesh) if gathers else work
+    *own, batch = work.args
+    own, rows = divided(tuple(own), mesh), jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)
     options = {
         "in_shardings": (*own, rows),
         "out_shardings": (*own, None),
         "compiler_options": NO_REMATERIALIZATION,
     }
-    return step, (params, state, batch), mesh, options
+    return work.step, work.args, mesh, options
 
 
-def llama_fsdp(examples: int) -> dict[str, float]:
+def llama_fsdp(examples: int) -> tuple[float, float]:
     """Returns the seconds of MaxText's Llama 2-7B on 8 H100s, and TFLOP/s as MaxText counts them.
 
     Unrolled layers save products and attention (`minimal_flash`). A text has 4,096 tokens. Float32
     master weights and AdamW's state are divided over 8 GPUs; weights are gathered in bfloat16.
-
-    Args:
-      examples: examples per GPU.
+    `examples`: the examples per GPU.
     """
     tokens = 4096
     work = MODELS["llama-7b"](
@@ -114,10 +100,10 @@ def llama_fsdp(examples: int) -> dict[str, float]:
     parameters = sum(x.size for x in jax.tree.leaves(work.args[0]))
     # As in MaxText's `calculate_tflops_training_per_device`, half of the scores are masked.
     flops = 6 * parameters * tokens * examples + 6 * 32 * 4096 * tokens**2 * examples
-    return {"step": seconds, "TFLOP/s": flops / seconds / 1e12}
+    return seconds, flops / seconds / 1e12
 
 
-def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, float]:
+def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> float:
     """Returns the GB of temporaries of MaxText's Llama 3-8B with context parallelism over 8 H200s.
 
     One text has 131,072 tokens. Each GPU has 16,384 of them and gathers keys and values.
@@ -146,52 +132,39 @@ def llama_context_parallel(layers: Literal["scan", "unrolled"]) -> dict[str, flo
         compiled = lm.memory.compile_for(
             step, *args, device="h200", donate_argnums=(0, 1), **options
         )
-    sizes = compiled.memory_analysis()
-    assert sizes is not None
-    return {"temporaries": sizes.temp_size_in_bytes / 1e9}
+    return compiled.memory_analysis().temp_size_in_bytes / 1e9
 
 
-class Case(NamedTuple):
-    """A configuration with published measurements."""
-
-    what: str
-    gpu: str  # of the measurement
-    source: str  # a link
-    unit: str
-    published: dict[str, float]  # by quantity
-    plan: Callable[[], dict[str, float]]  # plans the same quantities, and others
-
-
-def _context(what: str, temporaries: float, layers: Literal["scan", "unrolled"]) -> Case:
-    plan = partial(llama_context_parallel, layers)
-    return Case(what, "8 x H200", _XLA, "GB", {"temporaries": temporaries}, plan)
-
-
-def _fsdp(source: str, unit: str, published: dict[str, float], examples: int) -> Case:
-    what = f"Llama 2-7B, {examples} x 4,096 tokens a GPU, FSDP 8"
-    return Case(what, "8 x H100", source, unit, published, partial(llama_fsdp, examples))
-
-
+#: What was measured, the GPUs, a link, the quantity, its measured value, and its plan.
 CASES = (
-    _context("Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers", 62.0, "scan"),
-    _context("the same, unrolled, without the latency-hiding scheduler", 65.0, "unrolled"),
-    _fsdp(_TOOLBOX, "s", {"step": 0.721}, 2),
-    _fsdp(_MAXTEXT, "TFLOP/s", {"TFLOP/s": 492.0}, 4),
+    (
+        *("Llama 3-8B, 131,072 tokens over 8 GPUs, scanned layers", "8 x H200", _XLA),
+        *("temporaries, GB", 62.0, partial(llama_context_parallel, "scan")),
+    ),
+    (
+        *("the same, unrolled, without the latency-hiding scheduler", "8 x H200", _XLA),
+        *("temporaries, GB", 65.0, partial(llama_context_parallel, "unrolled")),
+    ),
+    (
+        *("Llama 2-7B, 2 x 4,096 tokens a GPU, FSDP 8", "8 x H100", _TOOLBOX),
+        *("step, s", 0.721, lambda: llama_fsdp(2)[0]),
+    ),
+    (
+        *("Llama 2-7B, 4 x 4,096 tokens a GPU, FSDP 8", "8 x H100", _MAXTEXT),
+        *("TFLOP/s", 492.0, lambda: llama_fsdp(4)[1]),
+    ),
 )
 
 
 def main() -> None:
     rows: list[dict[str, Any]] = []
-    cells = [["step", "GPU", "source", "quantity", "measured", "planned", "difference"]]
-    for case in tqdm(CASES, unit="case"):
-        planned = case.plan()
-        rows.append({**case._asdict(), "plan": None, "planned": planned})
-        write_json(OUTPUT, {"versions": versions(), "rows": rows})
-        for quantity, measured in case.published.items():
-            off = 100 * (planned[quantity] / measured - 1)
-            number = f"{measured:g} {case.unit}", f"{planned[quantity]:.4g}", f"{off:+.1f}%"
-            cells.append([case.what, case.gpu, case.source, quantity, *number])
-    print(markdown(cells))
+    for *names, measured, plan in tqdm(CASES, unit="case"):
+        row = dict(zip(("step", "GPU", "source", "quantity"), names, strict=True))
+        planned = plan()
+        off = f"{100 * (planned / measured - 1):+.1f}%"
+        rows.append({**row, "measured": measured, "planned": planned, "difference": off})
+        save("published", rows=rows)
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What the benchmarks share: files of results, versions, and Markdown tables."""
+"""What the benchmarks share: the folder of results, versions, and the scripts one folder up."""
 
-import json
 import platform
-import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from run import markdown as markdown
+from run import write_json as write_json
 
 FOLDER = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -25,17 +28,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Writes the whole file or nothing, so a reader never sees a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results, indent=1) + "\n")
-    partial.replace(path)
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """Formats rows, the head first; right-aligns columns whose cells begin with digits."""
-    columns = zip(*rows[1:], strict=True)
-    rules = ("---:" if all(re.match(r"[-+]?\d", cell) for cell in c) else "---" for c in columns)
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], f"|{'|'.join(rules)}|", *lines[1:]]) + "\n"
+def save(name: str, **content: Any) -> None:
+    """Writes results/NAME.json, with the versions."""
+    write_json(FOLDER / f"{name}.json", {"versions": versions(), **content})

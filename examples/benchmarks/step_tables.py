@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from results import FOLDER, markdown, versions, write_json
+from results import markdown, save
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.plot import BLUE, GRAY, STYLE
@@ -42,15 +42,6 @@ ACTIVATIONS = {
 }
 PUBLISHED = {"gelu": lm.REGELU2_TABLE, "silu": lm.RESILU2_TABLE}
 SIGMAS = (0.5, 1.0, 2.0)
-DIGITS = 5
-
-
-def shipped(name: str, bits: int) -> lm.StepTable:
-    """Returns a fitted table, rounded as in the library."""
-    fitted = lm.fit_step_table(ACTIVATIONS[name], bits)
-    return lm.StepTable(
-        *(tuple(round(v, DIGITS) for v in each) for each in (fitted.thresholds, fitted.levels))
-    )
 
 
 def source() -> str:
@@ -59,11 +50,12 @@ def source() -> str:
     lines = []
     for name in ACTIVATIONS:
         for bits in (2, 4):
-            one = shipped(name, bits)
+            one = lm.fit_step_table(ACTIVATIONS[name], bits)
             lines.append(f'    ("{name}", {bits}): StepTable(')
             for values in (one.thresholds, one.levels):
+                rounded = tuple(round(value, 5) for value in values)
                 indents = {"initial_indent": " " * 8, "subsequent_indent": " " * 9}
-                lines += textwrap.wrap(f"{values},", 100, **indents)
+                lines += textwrap.wrap(f"{rounded},", 100, **indents)
             lines.append("    ),")
     return head + begin + "\n".join(lines) + "\n}\n# fmt: on\n"
 
@@ -97,16 +89,17 @@ def main() -> None:
     if sys.argv[1:] == ["--source"]:
         LIBRARY.write_text(source())
         return
-    cells = [["relative error of the derivative", *(f"N(0, {sigma:g})" for sigma in SIGMAS)]]
-    rows: dict[str, dict[str, list[float]]] = {}
+    rows = []
     for name, function in ACTIVATIONS.items():
         for label, one in tables(name).items():
-            errors = [float(lm.derivative_error(function, one, sigma)) for sigma in SIGMAS]
-            rows.setdefault(name, {})[label] = errors
-            cells.append([f"{name}, {label}", *(f"{error:.3f}" for error in errors)])
-    write_json(FOLDER / "step_tables.json", {"versions": versions(), "errors": rows})
+            errors = {
+                f"N(0, {sigma:g})": float(lm.derivative_error(function, one, sigma))
+                for sigma in SIGMAS
+            }
+            rows.append({"relative error of the derivative": f"{name}, {label}", **errors})
+    save("step_tables", rows=rows)
     draw("gelu_erf")
-    print(markdown(cells))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

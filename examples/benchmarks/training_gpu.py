@@ -10,23 +10,29 @@ All methods see the same batches from the same parameters. A restart continues
 import itertools
 import json
 import multiprocessing
-import os
 import sys
 import time
 from collections import namedtuple
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+# The imports start no GPU. Only the processes of the methods do.
+import jax
 import numpy as np
+from data import Batch, TrainingBatches, evaluation_batches, package_sources
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from results import FOLDER, GIB, markdown, versions, write_json
+from results import FOLDER, GIB, markdown, save, versions
+from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
+import lowmembp_jax as lm
 from lowmembp_jax.memory.plot import BLUE, GRAY, STYLE
+from lowmembp_jax.models import FAMILIES, Compute
 from lowmembp_jax.models.decoder_configs import LlamaConfig
 
 FILE = FOLDER / "training_gpu.json"
@@ -55,25 +61,18 @@ def read() -> dict[str, Any]:
 
 
 def record(name: str, method: str, **found: Any) -> None:
-    """Adds results of one method to the file, with versions and command."""
+    """Adds results of one method to the file, with versions."""
     runs = read()
     packages = {package: version(package) for package in SCALES[name].packages}
-    found |= {"command": " ".join(["python", *sys.argv]), "versions": versions() | packages}
+    found["versions"] = versions() | packages
     runs.setdefault(name, {}).setdefault(method, {}).update(found)
-    write_json(FILE, {"versions": versions(), "runs": runs})
+    save("training_gpu", runs=runs)
 
 
 def run(name: str, method: str, part: str) -> None:
     """Plans or trains one method; runs in its own process."""
     if part == "planned" or name == "CPU":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-    from data import Batch, TrainingBatches, evaluation_batches, package_sources
-    from training import init_state, learning_rate, make_loss, make_optimizer, make_step
-
-    import lowmembp_jax as lm
-    from lowmembp_jax.models import FAMILIES, Compute
-
+        jax.config.update("jax_platforms", "cpu")
     scale, (layers, is_rounded, *_) = SCALES[name], METHODS[method]
     dtype = "bfloat16" if is_rounded else "float32"
     fewer = {"is_8bit": True, "master_bits": 16} if is_rounded else {}
@@ -100,8 +99,7 @@ def run(name: str, method: str, part: str) -> None:
     step = step.lower(state, {}, batches.at(0)).compile()
     for done in range(0, scale.steps + 1, 100):
         few = itertools.islice(evaluation_batches(held_out, scale.batch), 16)
-        sums = np.sum([jax.device_get(totals(state.params, {}, x)) for x in few], 0, np.float64)
-        curve.append([done, seconds, float(sums[0] / sums[1])])
+        curve.append([done, seconds, evaluate(partial(totals, state.params, {}), few)["loss"]])
         peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         found = {"curve": curve, "measured": peak, "text": known.labels.size}
         found["tokens_a_second"] = done * ids.size / max(seconds, 1e-9)
@@ -116,17 +114,18 @@ def run(name: str, method: str, part: str) -> None:
 @rc_context(STYLE)
 def report(runs: dict[str, Any]) -> None:
     """Prints the table, and draws the loss against steps and seconds, a row for each scale."""
-    rows = [["model", "method", "GiB planned", "measured", "tokens a second", "steps", "loss"]]
+    rows, trained = [], ("GiB measured", "tokens a second", "steps", "loss")
     drawn = [name for name, done in runs.items() if any("curve" in one for one in done.values())]
     figure = Figure(figsize=(10, 3.6 * len(drawn)), layout="constrained")
     panels = dict(zip(drawn, figure.subplots(len(drawn), 2, squeeze=False), strict=True))
     for name, method, one in ((key, *item) for key in runs for item in runs[key].items()):
-        cells, curve = 4 * ["not run"], np.array(one.get("curve", []))
+        row = {"model": SCALES[name].title, "method": method, "GiB planned": one["planned"] / GIB}
+        row, curve = {**row, **dict.fromkeys(trained, "not run")}, np.array(one.get("curve", []))
         if curve.size:
-            (steps, _, loss), rate = curve[-1], one["tokens_a_second"]
-            peak = f"{one['measured'] / GIB:.3f}" if one["measured"] else "no GPU"
-            cells = [peak, f"{rate:,.0f}", f"{steps:,.0f}", f"{loss:.3f}"]
-        rows.append([SCALES[name].title, method, f"{one['planned'] / GIB:.3f}", *cells])
+            peak = one["measured"] / GIB if one["measured"] else "no GPU"
+            last = (peak, one["tokens_a_second"], curve[-1][0], curve[-1][2])
+            row |= zip(trained, last, strict=True)
+        rows.append(row)
         for column, axes in enumerate(panels[name] if curve.size else ()):
             line = dict(zip(("color", "linewidth"), METHODS[method][2:], strict=True))
             axes.plot(curve[:, column], curve[:, 2], label=method.replace("`", ""), **line)

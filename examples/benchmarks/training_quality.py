@@ -10,6 +10,8 @@ standard error of the pairs. It takes two hours on 2 cores; a restart continues 
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,20 +19,20 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import checkpoints
 import finetune
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from data import DataConfig, TrainingBatches, evaluation_batches, load_task
+from checkpoints import example_inputs
+from data import DataConfig, Task, TrainingBatches, evaluation_batches, load_task
 from lora import Train, add_lora, apply_lora, partition
-from results import FOLDER, markdown, versions, write_json
+from results import FOLDER, markdown, save
 from tqdm import tqdm
-from training import init_state, learning_rate, make_loss, make_optimizer, make_step
+from training import evaluate, init_state, learning_rate, make_loss, make_optimizer, make_step
 
 import lowmembp_jax as lm
-from lowmembp_jax.models import FAMILIES, Compute
+from lowmembp_jax.models import FAMILIES, Compute, Family
 
 SEEDS, FILE = 5, FOLDER / "training_quality.json"
 
@@ -41,13 +43,13 @@ class Setup(NamedTuple):
     steps: int
     batch: int
     rate: float
-    tokens: int = 0
+    tokens: int = 128
 
 
 TASKS = {
     "MiniLM, SST-2": Setup("bert", "full", 100, 16, 1e-4, 32),
     "ViT, CIFAR-10": Setup("vit", "full", 100, 64, 1e-3),
-    "LLaMA, source text": Setup("llama", "full", 75, 16, 1e-3, 128),
+    "LLaMA, source text": Setup("llama", "full", 75, 16, 1e-3),
     "MiniLM, LoRA": Setup("bert", "lora-all", 50, 16, 1e-3, 32),
     "Swin, CIFAR-10": Setup("swin", "full", 100, 64, 1e-3),
 }
@@ -77,35 +79,44 @@ VARIANTS = {
 }
 
 
-def trainer(setup: Setup, variant: Variant, files: list[str]) -> Any:
+def load(name: str, tokens: int, files: list[Path]) -> tuple[Family, Any, Task, Callable]:
+    """Returns the family, sizes, data, and a function from a seed to parameters.
+
+    A BERT is the pretrained MiniLM on two files of texts, or on docstrings of Python's library. The
+    others start from random parameters: a LLaMA on source text, image models on the third file.
+    """
+    family, (train, dev, images) = FAMILIES[name], [*files, None, None, None][:3]
+    if name == "bert":
+        folder = finetune.minilm_folder()
+        task = load_task(family.task, DataConfig(train, dev, folder / "tokenizer.json", tokens))
+        start = partial(finetune.load_minilm, folder, len(task.classes))
+        return finetune.MINILM, start()[0], task, lambda seed: start(seed)[1]
+    data = DataConfig(None if name == "llama" else images, sequence_length=tokens)
+    inputs, init = example_inputs(family, family.toy), family.build(family.toy, Compute()).init
+    draw = jax.jit(lambda seed: init(jax.random.key(seed), *inputs)["params"])
+    return family, family.toy, load_task(family.task, data), draw
+
+
+def trainer(setup: Setup, variant: Variant, files: list[Path]) -> Callable[[int], dict[str, float]]:
     """Returns a function from a seed to the loss and the accuracy of a training."""
-    family, folder = FAMILIES[setup.family], finetune.minilm_folder()
-    is_bert, rate = setup.family == "bert", learning_rate(setup.rate, setup.steps)
-    names = files[:2] if is_bert else [None if setup.tokens else files[2], None]
-    paths = *(name and Path(name) for name in names), folder / "tokenizer.json" if is_bert else None
-    task = load_task(family.task, DataConfig(*paths, setup.tokens or 128))
-    sizes, count = family.toy, len(task.classes)
-    if is_bert:
-        family, (_, sizes, _) = finetune.MINILM, checkpoints.load(folder, new_labels=count)
+    rate = learning_rate(setup.rate, setup.steps)
+    family, sizes, task, draw = load(setup.family, setup.tokens, files)
     optimizer = make_optimizer(rate, is_8bit=variant.is_8bit, master_bits=variant.bits)
     if variant.adafactor:
         optimizer = optax.adafactor(rate, multiply_by_parameter_scale=False)
         optimizer = lm.master_weights(optimizer, bits=16) if variant.bits else optimizer
-    models = [family.build(sizes, one) for one in (variant.compute, Compute())]
-    model, plain = (apply_lora(one, setup.train) for one in models)
-    inputs, init = checkpoints.example_inputs(family, sizes), jax.jit(models[1].init)
+    model, plain = (
+        apply_lora(family.build(sizes, one), setup.train) for one in (variant.compute, Compute())
+    )
     step = jax.jit(make_step(make_loss(family.task, model), optimizer), donate_argnums=0)
     # The forward is exact, so plain Flax's program evaluates all methods.
     exact = make_loss(family.task, plain)
     totals = jax.jit(lambda *args: exact(*args)[1])
 
     def run(seed: int) -> dict[str, float]:
-        if is_bert:
-            params = dict(checkpoints.load(folder, new_labels=count, seed=seed)[2])
-            del params["pooler"]
-        else:
-            params = init(jax.random.key(seed), *inputs)["params"]
+        params = draw(seed)
         if setup.train != "full":
+            inputs = example_inputs(family, sizes)
             params = add_lora(plain, params, jax.random.key(seed), *inputs)
         trained, frozen = partition(params, setup.train)
         dtype = jnp.bfloat16 if variant.bits else jnp.float32
@@ -114,9 +125,7 @@ def trainer(setup: Setup, variant: Variant, files: list[str]) -> Any:
         for number in range(setup.steps):
             state, _ = step(state, frozen, batches.at(number))
         held_out = islice(evaluation_batches(task.dev, 64), 8)
-        sums = [totals(state.params, frozen, batch) for batch in held_out]
-        loss, size, right = np.sum(jax.device_get(sums), axis=0, dtype=np.float64).tolist()
-        return {"loss": loss / size, "accuracy": right / size}
+        return evaluate(partial(totals, state.params, frozen), held_out)
 
     return run
 
@@ -138,12 +147,13 @@ def main() -> None:
     todo = [(task, variant) for task in TASKS for variant in of[task]]
     for task, variant in tqdm(todo, unit="variant"):
         done = runs.setdefault(task, {}).setdefault(variant, [])
-        run = trainer(TASKS[task], VARIANTS[variant], sys.argv[1:]) if len(done) < SEEDS else None
+        files = [Path(name) for name in sys.argv[1:]]
+        run = trainer(TASKS[task], VARIANTS[variant], files) if len(done) < SEEDS else None
         for seed in range(len(done), SEEDS):
             done.append(run(seed))
-            write_json(FILE, {"versions": versions(), "runs": runs})
-    rows = [[name, *(cell(runs[task], name) for task in TASKS)] for name in VARIANTS]
-    print(markdown([["", *TASKS], *rows]))
+            save("training_quality", runs=runs)
+    rows = [{"": name, **{x: cell(runs[x], name) for x in TASKS}} for name in VARIANTS]
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

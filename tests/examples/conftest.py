@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from run import exit_status
 
 
 @pytest.fixture(autouse=True)
@@ -19,4 +19,15 @@ def users_defaults():
 @pytest.fixture
 def tiny():
     """Returns the folder of a tiny Hugging Face checkpoint."""
-    return lambda name: ROOT / "tests" / "data" / "hf_tiny" / name
+    return lambda name: Path(__file__).parents[1] / "data" / "hf_tiny" / name
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Runs a script's command line in this process; returns its exit status."""
+
+    def call(command, config, *options):
+        monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
+        return exit_status(command, config)
+
+    return call

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import checkpoints
@@ -11,41 +10,37 @@ import jax
 import nnx_finetune
 import numpy as np
 import pytest
-from run import exit_status
 from test_data import TEXTS
-from test_train import make_tokenizer
 
 from lowmembp_jax.models import Compute
 from lowmembp_jax.models.bert import Bert
 
 
-def call(monkeypatch, script, *options):
-    monkeypatch.setattr(sys, "argv", ["script.py", *map(str, options)])
-    return exit_status(script.main, script.Config)
-
-
-@pytest.fixture
-def small(tmp_path, tiny):
-    """Returns options for a tiny BERT and a few texts."""
-    (tmp_path / "train.tsv").write_text(TEXTS)
-    folder = tmp_path / "bert"
-    family, config, params = checkpoints.load(tiny("bert"))
-    tokenizer = make_tokenizer(tmp_path).read_text()
-    checkpoints.save(folder, family, config, params, tokenizer=tokenizer)
-    texts = ("--train", tmp_path / "train.tsv", "--max-tokens", "8", "--batch-size", "8")
-    return ("--checkpoint", folder, *texts, "--output", tmp_path / "output")
-
-
 @pytest.mark.slow
-def test_finetune(small, monkeypatch, capsys, tmp_path):
-    options = ("--steps", "2", "--no-plan", "--gpu-batch-size", "2", "--gpu-max-tokens", "8")
-    assert call(monkeypatch, finetune, *small, *options) == 0
+def test_finetune(call, monkeypatch, capsys, tmp_path):
+    # A run that Ctrl-C ends after its second method goes on with the third.
+    train, trained = finetune.train, []
+
+    def interrupted(*args):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(args)
+        return train(*args)
+
+    (tmp_path / "train.tsv").write_text(TEXTS)
+    sizes = ("--max-tokens", "8", "--batch-size", "8", "--epochs", "0.5", "--no-plan")
+    options = (*sizes, "--train", tmp_path / "train.tsv", "--output", tmp_path / "output")
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "train", interrupted)
+        assert call(finetune.main, finetune.Config, *options) == 130
+    before = json.loads((tmp_path / "output" / "results.json").read_text())["runs"]
+    assert len(before) == 2 and call(finetune.main, finetune.Config, *options) == 0
     printed = capsys.readouterr()
     assert '4 of 4: lm.patch(norm_residual="output")' in printed.err and "8/8" in printed.err
     assert "Seconds: data " in printed.out and "plans" not in printed.out
     results = json.loads((tmp_path / "output" / "results.json").read_text())
     names = [*finetune.TRAINED]
-    assert [*results["runs"]] == names
+    assert [*results["runs"]] == names and before.items() < results["runs"].items()
     assert all(len(run["train_losses"]) == 2 for run in results["runs"].values())
     first = [run["train_losses"][0] for run in results["runs"].values()]
     np.testing.assert_allclose(first, first[0], rtol=1e-5)  # the forward pass is exact
@@ -54,29 +49,18 @@ def test_finetune(small, monkeypatch, capsys, tmp_path):
     assert all(name in printed.out for name in finetune.METHODS)
     assert re.search(r"lm\.compress +\| \d+\.\d% ", printed.out)
     assert (tmp_path / "output" / "results.png").stat().st_size > 10_000
-    assert call(monkeypatch, finetune, *small) == 2
-    assert "--output: expected a new or an empty folder" in capsys.readouterr().err
-
-
-def test_options_that_are_refused(small, monkeypatch, capsys):
-    for options, message in (
-        (("--steps", "0"), "--steps: expected 1 or more, got 0"),
-        (("--device", "x"), "--device: expected one of"),
-        (("--train", "nowhere"), "--train, --checkpoint: nowhere: No such file"),
-    ):
-        assert call(monkeypatch, finetune, *small, *options) == 2
-        assert re.search(message, capsys.readouterr().err)
+    assert call(finetune.main, finetune.Config, *options, "--seed", "1") == 2
+    assert "--seed: expected 0 as in" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_nnx_finetune(monkeypatch, capsys, tmp_path):
+def test_nnx_finetune(call, capsys, tmp_path):
     options = ("--steps", "2", "--width", "16", "--layers", "1", "--output", tmp_path / "output")
-    assert call(monkeypatch, nnx_finetune, *options) == 0
+    assert call(nnx_finetune.main, nnx_finetune.Config, *options) == 0
     runs = json.loads((tmp_path / "output" / "results.json").read_text())["runs"]
     saved = {name: run["residual_bytes"] for name, run in runs.items()}
     assert saved["lm.nnx.compress"] < saved["lm.patch"] < saved["plain Flax NNX"]
     assert "method 3 of 3: lm.patch" in capsys.readouterr().err
-    assert call(monkeypatch, nnx_finetune, *options) == 2
 
 
 @pytest.mark.slow
