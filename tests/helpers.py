@@ -103,7 +103,7 @@ def whole_cross_entropy(hidden, kernel, labels):
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="run by test_interpreted_kernels.py, with TRITON_INTERPRET=1"
+    not INTERPRETED, reason="run by test_kernels.py, with TRITON_INTERPRET=1"
 )
 
 

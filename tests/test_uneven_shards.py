@@ -1,13 +1,9 @@
 """Arrays that a mesh does not divide: the values and gradients of one device.
 
 Only meshes with automatic axes have such shards, within jit: by slices of arrays that divide, such
-as the next tokens of a sequence, and by constraints. XLA pads the last of them. Hypothesis draws a
-few cases, always the same ones. For other ones, and more:
-
-    HYPOTHESIS_PROFILE=thorough pytest tests/test_uneven_shards.py
+as the next tokens of a sequence, and by constraints. XLA pads the last of them.
 """
 
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -16,22 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_close, integers, normal
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from jax import P
 from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding
 from meshes import exchanged
 
 import lowmembp_jax as lm
-
-_all = dict(deadline=None, database=None, suppress_health_check=list(HealthCheck))
-# Without shrinking: each step of it compiles.
-settings.register_profile(
-    "quick", max_examples=2, derandomize=True, phases=[Phase.generate], **_all
-)
-settings.register_profile("thorough", max_examples=150, print_blob=True, **_all)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 def mesh_of(*sizes: int) -> Mesh:
@@ -43,14 +29,10 @@ class Cut(NamedTuple):
     """How arrays of tokens x features, and of features x words, get shards of unequal sizes.
 
     Attributes:
-      tokens: the mesh axes of batch and sequence.
-      words: the mesh axes of the vocabulary.
       way: "[:, :-1]", "[:, 1:]" and "constraint" cut the sequence, "[:, :V]" cuts the vocabulary.
     """
 
     mesh: Mesh
-    tokens: P
-    words: P
     way: str
 
     def parts(self, axes) -> int:
@@ -100,51 +82,45 @@ def assert_as_on_one_device(op, arrays, specs, cut):
             np.testing.assert_allclose(a, b, rtol=0, atol=bound * max(1, np.abs(b).max()))
 
 
-LOSSES = {
-    "mean": lm.linear_cross_entropy,
-    "sum": partial(lm.linear_cross_entropy, reduction="sum", label_smoothing=0.1),
-    "none": partial(lm.linear_cross_entropy, reduction="none", z_loss=0.01),
-    "capped": partial(lm.linear_cross_entropy, logit_soft_cap=3.0, return_logsumexp=True),
-    "log probs": lambda *args, **how: tuple(lm.linear_log_probs(*args, temperature=0.7, **how)),
-}
-for _kind in ("kl", "reverse_kl", "jensen_shannon"):
-    LOSSES[_kind] = lambda h, k, labels, kind=_kind, **how: lm.linear_divergence(
-        h, k, jnp.flip(h, -1), jnp.sin(k), kind=kind, mask=labels % 3 > 0, **how
-    )
+def log_probs(*args, **options):
+    return tuple(lm.linear_log_probs(*args, temperature=0.7, **options))
 
 
-@st.composite
-def cuts(draw):
-    sizes = draw(st.sampled_from([(2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2), (2, 3)]))
-    mesh, way = mesh_of(*sizes), draw(st.sampled_from(["[:, :-1]", "[:, 1:]", "constraint"]))
-    entries = [None, *mesh.axis_names, mesh.axis_names]
-    batch, sequence, words = (draw(st.sampled_from(entries)) for _ in range(3))
-    if batch and sequence and set(batch) & set(sequence):
-        batch = None
-    return Cut(mesh, P(batch, sequence), P(words), way)
+def divergence(h, k, labels, **options):
+    given = {"kind": "jensen_shannon", "mask": labels % 3 > 0} | options
+    return lm.linear_divergence(h, k, jnp.flip(h, -1), jnp.sin(k), **given)
 
 
-@given(cuts(), st.sampled_from(sorted(LOSSES)), st.data())
-def test_losses(cut, name, data):
-    words = data.draw(st.sampled_from([7, 9, 63, 1001]))
-    tokens = data.draw(st.sampled_from([(1, 7), (3, 9), (4, 63), (2, 257)]))
-    options = {"tile_bytes": data.draw(st.sampled_from([2**12, 2**16, None]))}
-    is_table = data.draw(st.booleans())
-    of_bias = st.booleans() if name in ("mean", "sum", "none", "log probs") else st.just(False)
-    has_bias = data.draw(of_bias)
-    kernel, words_spec = normal(16, words, key=1) / 2, (None, *cut.words)
-    if is_table:
-        kernel, words_spec = kernel.T, (*cut.words, None)
+EACH = partial(lm.linear_cross_entropy, reduction="none", z_loss=0.01)
+CAPPED = partial(lm.linear_cross_entropy, logit_soft_cap=3.0, return_logsumexp=True)
+XY = ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_bias", "sizes", "way", "tokens_over", "words_over", "tokens", "words"),
+    [
+        (lm.linear_cross_entropy, True, (2, 4), "[:, :-1]", XY, None, (4, 63), 1001),
+        (EACH, False, (3,), "constraint", (None, "x"), "x", (3, 9), 63),
+        (CAPPED, False, (2, 2), "[:, 1:]", ("x", None), "y", (2, 257), 9),
+        (log_probs, True, (4, 2), "[:, :-1]", (None, "y"), "x", (1, 7), 63),
+        (divergence, False, (2, 3), "constraint", ("y", None), XY, (3, 9), 7),
+    ],
+)
+@pytest.mark.parametrize("is_table", [False, True])
+def test_losses(loss, has_bias, sizes, way, tokens_over, words_over, tokens, words, is_table):
+    kernel, kernel_spec = normal(16, words, key=1) / 2, (None, words_over)
     args = [normal(*tokens, 16), kernel, integers(*tokens, low=-1, high=words, key=2)]
-    specs = [(*cut.tokens, None), words_spec, tuple(cut.tokens)]
+    specs = [(*tokens_over, None), kernel_spec, tokens_over]
+    if is_table:
+        args[1], specs[1] = kernel.T, kernel_spec[::-1]
     if has_bias:
-        args, specs = [*args, normal(words, key=3)], [*specs, tuple(cut.words)]
+        args, specs = [*args, normal(words, key=3)], [*specs, (words_over,)]
 
-    def loss(h, k, labels, bias=None):
-        given = {} if bias is None else {"bias": bias}
-        return LOSSES[name](h, k, labels, **given, **options)
+    def run(h, k, labels, *bias):
+        given = {"bias": bias[0]} if bias else {}
+        return loss(h, k, labels, **given, tile_bytes=2**12)
 
-    assert_as_on_one_device(loss, args, specs, cut)
+    assert_as_on_one_device(run, args, specs, Cut(mesh_of(*sizes), way))
 
 
 OPERATORS = {
@@ -157,17 +133,22 @@ OPERATORS = {
 
 
 # JAX frees the callbacks of Triton's interpreter in a partitioned function before they run.
-@given(
-    cuts(),
-    st.sampled_from(sorted(OPERATORS)),
-    st.sampled_from(["xla", "pallas_interpret"]),
-    st.sampled_from([(1, 7, 24), (3, 9, 33), (2, 257, 16)]),
+@pytest.mark.parametrize(
+    ("name", "implementation", "sizes", "way", "over", "shape"),
+    [
+        ("layer norm", "pallas_interpret", (2, 4), "[:, :-1]", XY, (3, 9, 33)),
+        ("rms norm", "xla", (8,), "constraint", (None, "x"), (2, 257, 16)),
+        ("regelu2", "pallas_interpret", (3,), "constraint", ("x", None), (1, 7, 24)),
+        ("silu", "xla", (2, 3), "[:, 1:]", (None, XY), (3, 9, 33)),
+        ("swiglu", "pallas_interpret", (4, 2), "[:, 1:]", (None, "y"), (1, 7, 24)),
+    ],
 )
-def test_operators(cut, name, implementation, shape):
+def test_operators(name, implementation, sizes, way, over, shape):
     op, count = OPERATORS[name]
     args = [normal(*shape), *(1 + normal(shape[-1], key=i) / 4 for i in range(count))]
-    specs = [(*cut.tokens, None), *[(None,)] * count]
-    assert_as_on_one_device(partial(op, implementation=implementation), args, specs, cut)
+    specs = [(*over, None), *[(None,)] * count]
+    run = partial(op, implementation=implementation)
+    assert_as_on_one_device(run, args, specs, Cut(mesh_of(*sizes), way))
 
 
 def whole(h, kernel, labels):
