@@ -1,4 +1,9 @@
-"""Every argument of the public functions: nonsense is an error that names the argument."""
+"""The public functions: nonsense is an error that names the argument, and JAX's flags are no error.
+
+The flags are those that change how JAX traces.
+"""
+
+import contextlib
 
 import flax.linen as nn
 import jax
@@ -7,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import GELU_ERF
+from helpers import GELU_ERF, normal
 
 import lowmembp_jax as lm
 
-X, ONES, KERNEL = jnp.ones((4, 8)), jnp.ones(8), jnp.ones((8, 16))
+X, ONES, KERNEL = normal(4, 8), jnp.ones(8), normal(8, 16, key=1) / 3
+W, LABELS = KERNEL[:, :8], jnp.arange(4)
 PALLAS = {"implementation": "pallas_interpret"}
 TREE = {"norm": {"scale": ONES}, "dense": {"kernel": KERNEL}}
 
@@ -32,12 +38,12 @@ FUNCTIONS = {
     lm.ms_rms_norm: dict(x=X, scale=ONES, epsilon=1e-6, residual="auto", implementation="xla"),
     lm.swiglu: dict(gate=X, up=X, dtype="float8", implementation="xla"),
     lm.linear_cross_entropy: dict(
-        hidden=X, kernel=KERNEL, labels=jnp.arange(4), bias=jnp.ones(16), reduction="mean",
+        hidden=X, kernel=KERNEL, labels=LABELS, bias=jnp.ones(16), reduction="mean",
         logit_soft_cap=1.0, z_loss=0.0, label_smoothing=0.0, weights=jnp.ones(4), ignore_index=1,
         tile_bytes=2**20,
     ),
     lm.linear_log_probs: dict(
-        hidden=X, kernel=KERNEL, labels=jnp.arange(4), bias=jnp.ones(16), temperature=1.0,
+        hidden=X, kernel=KERNEL, labels=LABELS, bias=jnp.ones(16), temperature=1.0,
         logit_soft_cap=1.0, tile_bytes=2**20,
     ),
     lm.fit_step_table: dict(
@@ -86,7 +92,7 @@ ROOT = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)  # noqa: E731
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
-LOSS, KL, LABELS = lm.linear_cross_entropy, lm.linear_divergence, jnp.zeros(4, int)
+LOSS, KL = lm.linear_cross_entropy, lm.linear_divergence
 LOGITS = {"hidden": X, "kernel": KERNEL, "labels": LABELS}
 MODELS = {"hidden": X, "kernel": KERNEL, "reference_hidden": X, "reference_kernel": KERNEL}
 #: Calls with one wrong argument, and the words of the error that name it.
@@ -108,7 +114,6 @@ REFUSED = [
     (KL, (), MODELS | {"mask": jnp.zeros(3, bool)}, ValueError, "mask"),
     (KL, (), MODELS | {"reference_bias": jnp.zeros(3)}, ValueError, "reference_bias"),
     (lm.regelu2, ("x",), {}, TypeError, "x"),
-    (lm.regelu2, (TWO.astype(jnp.complex64),), {}, TypeError, "x"),
     (lm.unpack_2bit, (jnp.ones(3, int), 9), {}, TypeError, "packed"),
     (lm.StepTable, ((1.0, 0.0), (0.0, 1.0, 2.0)), {}, ValueError, "thresholds"),
     (lm.StepTable, ((1.0,) * 16, (0.0,) * 17), {}, ValueError, "thresholds"),
@@ -153,7 +158,7 @@ def test_errors_name_the_argument(function, args, options, error, words):
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_nonsense_is_refused(function):
-    positional = (loss, KERNEL[:, :8], X) if function is lm.memory.saved_bytes else ()
+    positional = (loss, W, X) if function is lm.memory.saved_bytes else ()
     name = function.__name__
 
     def call(**given):
@@ -166,3 +171,104 @@ def test_nonsense_is_refused(function):
             if not ((name, argument) in MEANINGFUL and isinstance(bad, float | int | str)):
                 with pytest.raises((TypeError, ValueError), match=argument):
                     call(**FUNCTIONS[function] | {argument: bad})
+
+
+@contextlib.contextmanager
+def checks():
+    """All that JAX can check; conftest.py makes promotion strict."""
+    with jax.debug_nans(True), jax.debug_infs(True), jax.checking_leaks():
+        yield
+
+
+FLAGS = {
+    "checks": checks,
+    "x64": lambda: jax.enable_x64(True),
+    "typed keys": lambda: jax.enable_custom_prng(True),
+    "no jit": jax.disable_jit,
+}
+
+
+def both(function, *args):
+    return jax.jit(jax.value_and_grad(function, tuple(range(len(args)))))(*args)
+
+
+def patched():
+    with lm.patch(checkpoint=True):
+        return both(jax.checkpoint(lambda w, x: jnp.sum(jax.nn.gelu(block(w, x)))), W, X)
+
+
+def module():
+    dense = lm.compress_module(nn.Dense)(8)
+    params = dense.init(jax.random.PRNGKey(0), X)
+    return jax.grad(lambda p: jnp.sum(jnp.tanh(dense.apply(p, X))))(params)
+
+
+def of_nnx():
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    run = lm.nnx.compress(lambda layer, x: jnp.tanh(layer(x)))
+    return nnx.grad(lambda layer: jnp.sum(run(layer, X)))(layer)
+
+
+def trained(optimizer, dtype=jnp.float32):
+    def steps():
+        params = {"w": W.astype(dtype), "bias": jnp.zeros(8, dtype)}
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return steps
+
+
+def layerwise():
+    layers = lm.update_in_backward(block, optax.sgd(0.1), dtype="float8")
+    stack = jnp.stack([W, W])
+    h, inputs = layers.forward(stack, X)
+    return layers.backward(stack, layers.init(stack), inputs, h)
+
+
+def with_dropout(w, x, key):
+    return x @ w * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+
+
+CALLS = {
+    "compress": lambda: both(lm.compress(loss), W, X),
+    "compress, no policy": lambda: both(lm.compress(loss, policy=None, dtype="int8"), W, X),
+    "compress_checkpoints": lambda: both(
+        lm.compress_checkpoints(jax.checkpoint(loss, policy=lm.products_saveable)), W, X
+    ),
+    "patch": patched,
+    "compress_module": module,
+    "nnx.compress": of_nnx,
+    "operators": lambda: both(
+        lambda x: jnp.sum(lm.swiglu(lm.ms_layer_norm(x, ONES, ONES), lm.gelu(x))), X
+    ),
+    "linear_cross_entropy": lambda: both(
+        lambda x, w: lm.linear_cross_entropy(x, w, LABELS), X, W
+    ),
+    "linear_log_probs": lambda: both(
+        lambda x, w: jnp.sum(lm.linear_log_probs(x, w, LABELS).entropy), X, W
+    ),
+    "tiled": lambda: jax.grad(
+        lambda w: jnp.sum(lm.tiled(with_dropout, axis=0, size=2)(w, X, jax.random.PRNGKey(0)))
+    )(W),
+    "compress_state": trained(lm.compress_state(optax.sgd(0.1, momentum=0.9))),
+    "master_weights": trained(lm.master_weights(optax.lion(0.1), bits=16), jnp.bfloat16),
+    "update_in_backward": layerwise,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "flag"),
+    [(call, "checks") for call in CALLS]
+    + [(call, "x64") for call in ("compress", "operators", "linear_cross_entropy")]
+    + [("compress_state", "x64")]
+    + [(call, "no jit") for call in ("compress", "operators", "tiled")]
+    + [(call, "typed keys") for call in ("compress", "tiled", "nnx.compress")],
+)
+def test_a_function_under_a_flag(call, flag):
+    with FLAGS[flag]():
+        found = jax.tree.leaves(CALLS[call]())
+    assert found
+    assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in found)
