@@ -105,6 +105,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="run by test_kernels.py, with TRITON_INTERPRET=1"
 )
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    ["xla", "pallas_interpret", pytest.param("triton", marks=only_interpreted)],
+    ids=["XLA", "Pallas", "Triton"],
+)
 
 
 def assert_close(got, want, rtol=1e-5, atol=1e-5):

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, GELU_ERF, normal, only_interpreted, optimized_jit, residuals, ulps
+from helpers import (
+    ACTIVATIONS,
+    GELU_ERF,
+    each_implementation,
+    normal,
+    optimized_jit,
+    residuals,
+    ulps,
+)
 from jax import lax
 
 import lowmembp_jax as lm
@@ -51,64 +59,68 @@ def test_golden_float64_values(op):
     np.testing.assert_allclose(vjp(jnp.asarray(g))[0], GOLDEN[f"{key}.dx"], rtol=2e-7)
 
 
-class StepActivations:
+def op(name, implementation):
+    return partial(ACTIVATIONS[name][0], implementation=implementation)
+
+
+#: Relative error of the float32 arithmetic: 0 is at most the last place, in every dtype.
+ERROR = {"xla": 0.0, "pallas_interpret": 0.0, "triton": 3e-6}
+
+
+def assert_gradient(implementation, dx, slope, g):
+    """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
+    want = (slope.astype(np.float32) * np.asarray(g, np.float32)).astype(dx.dtype)
+    rtol = float(jnp.finfo(dx.dtype).eps) if ERROR[implementation] else 0
+    np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
+
+
+@each_implementation
+class TestImplementations:
     """What every implementation has to do."""
-
-    implementation: str
-    # Relative error of the float32 arithmetic: 0 is at most the last place, in every dtype.
-    error = 0.0
-
-    def op(self, name):
-        return partial(ACTIVATIONS[name][0], implementation=self.implementation)
-
-    def assert_gradient(self, dx, slope, g):
-        """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
-        want = (slope.astype(np.float32) * np.asarray(g, np.float32)).astype(dx.dtype)
-        rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
-        np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
     @pytest.mark.parametrize(
         ("name", "dtype"),
         [(name, ("float32", "bfloat16", "float16")[i % 3]) for i, name in enumerate(ACTIVATIONS)],
     )
-    def test_values_and_slopes_of_hard_numbers(self, name, dtype):
+    def test_values_and_slopes_of_hard_numbers(self, implementation, name, dtype):
         """Every threshold is strict, and a NaN reaches the output; its code is 0."""
         _, function, table = ACTIVATIONS[name]
         x = hard_numbers(table, dtype)
         g, slope = jnp.linspace(0.5, 2, x.size).astype(dtype), expected_slope(x, table)
-        y, dx = optimized_jit(partial(output_and_gradient, self.op(name)))(x, g)
+        y, dx = optimized_jit(partial(output_and_gradient, op(name, implementation)))(x, g)
         assert len(set(slope)) == len(table.levels)
         assert y.dtype == x.dtype
-        self.assert_gradient(dx, slope, g)
+        assert_gradient(implementation, dx, slope, g)
         np.testing.assert_array_equal(jnp.isnan(y), jnp.isnan(x))
         assert (y[x == jnp.inf] == jnp.inf).all() and (y[x == -jnp.inf] == 0).all()
         finite = np.isfinite(x.astype(jnp.float32))
         want = optimized_jit(lambda x: function(x.astype(jnp.float32)))(x).astype(dtype)
         y, want = y[finite], want[finite]
-        if not self.error:
+        if not ERROR[implementation]:
             assert ulps(y, want, dtype) <= 1
-        tolerance = max(self.error, float(jnp.finfo(dtype).eps))
+        tolerance = max(ERROR[implementation], float(jnp.finfo(dtype).eps))
         np.testing.assert_allclose(np.float32(y), np.float32(want), tolerance, tolerance)
 
     @pytest.mark.parametrize("count", [1, 2, 4, 15])
-    def test_tables_of_any_length(self, count):
+    def test_tables_of_any_length(self, implementation, count):
         thresholds = tuple(float(t) for t in np.linspace(-3, 2, count))
         table = lm.StepTable(thresholds, tuple(float(i % 4) for i in range(count + 1)))
         x = normal(3, 5, 7)  # of an odd size
-        op = partial(lm.step_activation, table=table, function=FUNCTIONS["silu"])
-        op = partial(op, implementation=self.implementation)
-        _, dx = jax.jit(partial(output_and_gradient, op))(x, x)
-        self.assert_gradient(dx, expected_slope(x, table), x)
+        given = {"table": table, "function": FUNCTIONS["silu"], "implementation": implementation}
+        _, dx = jax.jit(partial(output_and_gradient, partial(lm.step_activation, **given)))(x, x)
+        assert_gradient(implementation, dx, expected_slope(x, table), x)
 
     @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_the_residual_is_the_codes(self, name):
-        x, op = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16), self.op(name)
+    def test_the_residual_is_the_codes(self, implementation, name):
+        x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
         bits = 4 if name.endswith("_4") else 2
-        assert residuals(lambda x: op(x), x) == [(f"uint{bits}", (16, 1000))]
+        assert residuals(op(name, implementation), x) == [(f"uint{bits}", (16, 1000))]
 
-    def test_stacked_residuals_of_a_scan(self):
+    def test_stacked_residuals_of_a_scan(self, implementation):
         def loss(x):
-            return lax.scan(lambda x, _: (self.op("resilu2")(x), None), x, length=6)[0].sum()
+            return lax.scan(lambda x, _: (op("resilu2", implementation)(x), None), x, length=6)[
+                0
+            ].sum()
 
         jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((4, 1024), jnp.bfloat16))
         forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
@@ -117,20 +129,6 @@ class StepActivations:
         # What depends on no loop variable is computed ahead of the loop: nothing large may be.
         large = [v.aval for v in forward.invars if v.aval.size > 128]
         assert [(str(a.dtype), a.shape) for a in large] == [("bfloat16", (4, 1024))]
-
-
-class TestXLA(StepActivations):
-    implementation = "xla"
-
-
-class TestPallas(StepActivations):
-    implementation = "pallas_interpret"
-
-
-@only_interpreted
-class TestTriton(StepActivations):
-    implementation = "triton"
-    error = 3e-6
 
 
 ANY = lm.StepTable(thresholds=(-1.0, 1.0), levels=(0.0, 0.5, 2.0))

@@ -25,11 +25,11 @@ from pallas_kernels.interface import activation_backward, activation_forward, no
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["activations", "gated", "normalization", "kernels"])
 def test_triton(name):
-    """Runs `TestTriton` of a file in a process of its own: the variable acts on the import."""
+    """Runs a file's tests of Triton in a process of its own: the variable acts on the import."""
     for package in ("triton", "torch"):
         pytest.importorskip(package)
     file = Path(__file__).with_name(f"test_{name}.py")
-    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-k", "TestTriton")
+    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-k", "Triton and not missing")
     done = python("-m", "pytest", *options, file, TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
@@ -45,48 +45,40 @@ def test_erfc_is_that_of_jax():
     assert ulps[x[::10] < 4].max() < 11
 
 
-class Kernels:
-    """What every implementation has to do."""
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("triton", marks=only_interpreted)]
+)
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("recover", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "center"),
+    [(203, 24, "float32", True), (5, 20000, "float32", True), (1001, 100, "bfloat16", False)],
+)
+def test_gradients_of_many_programs(rows, width, dtype, center, recover, cores, implementation):
+    """As many partial sums as a device has room for, whose rows they share, some of them none.
 
-    implementation: str
-
-    @pytest.mark.parametrize("cores", [1, 2])
-    @pytest.mark.parametrize("recover", [False, True])
-    @pytest.mark.parametrize(
-        ("rows", "width", "dtype", "center"),
-        [(203, 24, "float32", True), (5, 20000, "float32", True), (1001, 100, "bfloat16", False)],
-    )
-    def test_gradients_of_many_programs(self, rows, width, dtype, center, recover, cores):
-        """As many partial sums as a device has room for, whose rows they share, some of them none.
-
-        LayerNorm has a bias, and RMSNorm has none.
-        """
-        y, g = (normal(rows, width, key=key, dtype=dtype) for key in (0, 1))
-        scale, bias = 1 + normal(2, width, key=2, dtype=dtype) / 5
-        kept = y * scale[None] + (bias[None] if center else 0) if recover else y
-        options = {"center": center, "x_dtype": y.dtype, "recover": recover, "cores": cores}
-        arguments = kept, jnp.ones(rows), g, scale, bias if center else None
-        got = norm_backward(*arguments, **options, implementation=self.implementation)
-        kept, g, scale, bias = (np.asarray(x, np.float64) for x in (kept, g, scale, bias))
-        y = (kept - bias * center) / scale if recover else kept
-        along = g * scale
-        dx = along - center * along.mean(1, keepdims=True) - y * (along * y).mean(1, keepdims=True)
-        bound = (4 if dtype == "float32" else 1) * float(jnp.finfo(dtype).eps)
-        for actual, expected in zip(got, (dx, np.sum(y * g, 0), np.sum(g, 0)), strict=True):
-            if actual is not None:
-                assert actual.dtype == dtype
-                assert lm.gradient_distance(np.float64(actual), expected).error < bound
-        assert (got[2] is not None) == center
-
-
-class TestPallas(Kernels):
-    implementation = "pallas_interpret"
+    LayerNorm has a bias, and RMSNorm has none.
+    """
+    y, g = (normal(rows, width, key=key, dtype=dtype) for key in (0, 1))
+    scale, bias = 1 + normal(2, width, key=2, dtype=dtype) / 5
+    kept = y * scale[None] + (bias[None] if center else 0) if recover else y
+    options = {"center": center, "x_dtype": y.dtype, "recover": recover, "cores": cores}
+    arguments = kept, jnp.ones(rows), g, scale, bias if center else None
+    got = norm_backward(*arguments, **options, implementation=implementation)
+    kept, g, scale, bias = (np.asarray(x, np.float64) for x in (kept, g, scale, bias))
+    y = (kept - bias * center) / scale if recover else kept
+    along = g * scale
+    dx = along - center * along.mean(1, keepdims=True) - y * (along * y).mean(1, keepdims=True)
+    bound = (4 if dtype == "float32" else 1) * float(jnp.finfo(dtype).eps)
+    for actual, expected in zip(got, (dx, np.sum(y * g, 0), np.sum(g, 0)), strict=True):
+        if actual is not None:
+            assert actual.dtype == dtype
+            assert lm.gradient_distance(np.float64(actual), expected).error < bound
+    assert (got[2] is not None) == center
 
 
 @only_interpreted
-class TestTriton(Kernels):
-    implementation = "triton"
-
+class TestTriton:
     @pytest.mark.parametrize("function", ["gelu_tanh", "gelu_erf", "silu"])
     def test_activation_is_accurate_where_one_plus_tanh_would_cancel(self, function):
         x = np.linspace(-9, 9, 4001, dtype=np.float32)
