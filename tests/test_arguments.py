@@ -4,6 +4,7 @@ The flags are those that change how JAX traces.
 """
 
 import contextlib
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -85,11 +86,24 @@ MEANINGFUL = {
     *[("linear_cross_entropy", name) for name in ("ignore_index", "weights")],
     *[("compress", name) for name in ("params_argnums", "static_argnums")],
     ("compress_checkpoints", "params_argnums"),
-    ("compress_state", "min_size"), ("pack_2bit", "codes"), ("compress_module", "static_argnums"),
+    ("pack_2bit", "codes"), ("compress_module", "static_argnums"),
 }  # fmt: skip
 
 ROOT = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)  # noqa: E731
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
+SGD, ADAM, W16 = optax.sgd(1.0), optax.adam(1.0), W.astype(jnp.bfloat16)
+BYTES, WIDE, SHORT = (
+    lm.compress_state(ADAM, min_size=1), lm.master_weights(SGD), lm.master_weights(SGD, bits=16)
+)  # fmt: skip
+#: A state of an older version.
+OLD = BYTES.init(W)._replace(
+    scales=tuple(s if s is None else s[:, :1] for s in BYTES.init(W).scales)
+)
+CALL, LAST = lambda x: x, lambda params, h: h.sum()
+RESIDUALS, COMPARE = (
+    lm.memory.residuals,
+    partial(lm.memory.compare, step_factory=lambda *_: (jnp.sin, (X,)), methods=["default"]),
+)
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
 LOSS, KL = lm.linear_cross_entropy, lm.linear_divergence
@@ -145,6 +159,42 @@ REFUSED = [
     (NNX, (LINEAR,), {}, TypeError, r"write lm.nnx.compress\(lambda module, x"),
     (lm.gradient_fidelity, (3, TWO), {}, TypeError, "loss: expected a function, got 3"),
     (lm.gradient_fidelity, (jnp.sum, TWO), {"bits": 2}, ValueError, "swap nothing: it"),
+    (lm.nnx.compress(CALL, static_argnums=4), (LINEAR, TWO), {}, ValueError, "2 posit.*, got 4"),
+    (lm.compress_checkpoints(loss, params_argnums=2), (W, X), {}, ValueError, "params_argnums"),
+    (BYTES.update, (W, ADAM.init(W), W), {}, TypeError, "compress_state: state"),
+    (BYTES.update, (W, OLD, W), {}, ValueError, "compress_state: state"),
+    (lm.decompress_state, (ADAM.init(W),), {}, TypeError, "decompress_state: state"),
+    (WIDE.update, (W16, WIDE.init(W16)), {}, ValueError, "params"),
+    (WIDE.update, (W16, SGD.init(W16), W16), {}, TypeError, "master_weights: state"),
+    (WIDE.update, (W16, SHORT.init(W16), W16), {}, ValueError, "state: .* state of .* 24 bits"),
+    (SHORT.update, (W16, WIDE.init(W16), W16), {}, ValueError, "state: .* state of .* 16 bits"),
+    (lm.master_weights, (SGD,), {"bits": 8}, ValueError, "bits: expected 24 or 16, got 8"),
+    (RESIDUALS, (lambda p: p["w"], {"w": "a"}), {}, TypeError, r"p\['w'\] must be an .*got str"),
+    (RESIDUALS, (CALL, jnp.arange(3)), {}, TypeError, "in x: .* got x: int32"),
+    (RESIDUALS, (lambda: jnp.ones(()),), {}, TypeError, "in the arguments: .* got no arrays"),
+    (RESIDUALS, (lambda x: x.astype(int), TWO), {}, TypeError, r"got int32\[2\]"),
+    (RESIDUALS, (jnp.sin, TWO), {"argnums": 1}, ValueError, "argnums: .* the 1 arguments, got 1"),
+    (RESIDUALS, (jnp.sin, TWO), {"argnums": "x"}, ValueError, "argnums: .* got 'x'"),
+    (COMPARE, (), {"methods": "dots"}, ValueError, "methods must be .* names, got 'dots'"),
+    (COMPARE, (), {"find_largest_batch": True}, ValueError, "needs a batch to start from"),
+    (COMPARE, (), {"batch_multiple": 0}, ValueError, "batch_multiple must be at least 1, got 0"),
+    (
+        COMPARE,
+        (),
+        {"step_factory": lambda *_: None},
+        ValueError,
+        "must return a lm.memory.Workload",
+    ),
+    (COMPARE, (), {"step_factory": 3}, TypeError, "step_factory must be callable, got 3"),
+    (COMPARE, (), {"budget": 0}, ValueError, "budget.*above 0"),
+    (
+        lm.update_in_backward,
+        (block, SGD),
+        {"dtype": "float9"},
+        ValueError,
+        "dtype: expected None or",
+    ),
+    (lm.update_in_backward(LAST, SGD).forward, (W[None], X), {}, TypeError, "carry"),
     (lm.update_in_backward, (None, optax.sgd(1.0)), {}, TypeError, "block: expected a function"),
     (lm.update_in_backward, (block, None), {}, TypeError, "optimizer: expected an optax"),
 ]

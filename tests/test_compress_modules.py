@@ -74,12 +74,6 @@ def test_gradients_are_near_those_of_the_class(name):
     assert 0 < error(got, want) < 0.08
 
 
-def test_errors_of_compress():
-    run = lm.nnx.compress(lambda module, x: module(x), static_argnums=4)
-    with pytest.raises(ValueError, match=r"nnx.compress: static_argnums: .* 2 positional .*got 4"):
-        run(nnx_models.Block(8, nnx.Rngs(0)), normal(4, 8))
-
-
 def test_everything_that_is_written_into_any_module_is_written():
     """As by nnx.remat: counts of random numbers, statistics and new variables."""
 

@@ -143,12 +143,6 @@ def test_arrays_are_stacked(name, wrong):
         layers.backward(*given.values(), X)
 
 
-def test_block_must_return_what_it_gets():
-    layers = lm.update_in_backward(lambda params, h: h.sum(), optax.sgd(1.0))
-    with pytest.raises(TypeError, match="carry"):
-        layers.forward(stacked(), X)
-
-
 @pytest.mark.compiled
 @pytest.mark.usefixtures("jax_defaults")
 def test_no_array_of_all_gradients_exists():
@@ -221,5 +215,3 @@ def test_inputs_in_8_bits():
     (exact, whole), (near, less) = found[None], found["float8"]
     assert less < 0.35 * whole
     assert 1e-4 < lm.gradient_distance(near, exact).error < 0.05
-    with pytest.raises(ValueError, match="update_in_backward: dtype: expected None or one of"):
-        lm.update_in_backward(block, optimizer, dtype="float9")

@@ -236,23 +236,6 @@ def test_memory_that_a_workload_donates_is_not_there_twice():
     assert compared["kept"].plan.peak - compared["donated"].plan.peak == 4 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"methods": "compress"}, ValueError, "methods must be .* names, got 'compress'"),
-        ({"batch": None, "find_largest_batch": True}, ValueError, "needs a batch to start from"),
-        ({"batch_multiple": 0}, ValueError, "batch_multiple must be at least 1, got 0"),
-        ({"step_factory": lambda *_: None}, ValueError, "must return a lm.memory.Workload"),
-        ({"step_factory": 3}, TypeError, "step_factory must be callable, got 3"),
-        ({"budget": 0}, ValueError, "budget.*above 0"),
-    ],
-)
-def test_errors(arguments, error, message):
-    given = {"step_factory": factory, "methods": ["default"], "batch": 8} | arguments
-    with pytest.raises(error, match=message):
-        lm.memory.compare(**given)
-
-
 @pytest.mark.compiled
 def test_budget_of_a_plan():
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)

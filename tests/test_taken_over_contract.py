@@ -144,11 +144,6 @@ def test_exact():
         assert error(grads(), want) == error(grads(lm.compress_checkpoints(loss)), want) == 0
 
 
-def test_parameters_that_are_not_given():
-    with pytest.raises(ValueError, match="compress_checkpoints: params_argnums"):
-        lm.compress_checkpoints(loss, params_argnums=2)(W, X)
-
-
 def test_nothing_to_take_over():
     def with_ref(w, x):
         ref = jax.new_ref(jnp.float32(2))
