@@ -92,18 +92,13 @@ MEANINGFUL = {
 ROOT = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)  # noqa: E731
 LINEAR, DENSE = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense(3)
 SGD, ADAM, W16 = optax.sgd(1.0), optax.adam(1.0), W.astype(jnp.bfloat16)
-BYTES, WIDE, SHORT = (
-    lm.compress_state(ADAM, min_size=1), lm.master_weights(SGD), lm.master_weights(SGD, bits=16)
-)  # fmt: skip
+WIDE, SHORT = lm.master_weights(SGD), lm.master_weights(SGD, bits=16)
+BYTES = lm.compress_state(ADAM, min_size=1)
+NEW = BYTES.init(W)
 #: A state of an older version.
-OLD = BYTES.init(W)._replace(
-    scales=tuple(s if s is None else s[:, :1] for s in BYTES.init(W).scales)
-)
-CALL, LAST = lambda x: x, lambda params, h: h.sum()
-RESIDUALS, COMPARE = (
-    lm.memory.residuals,
-    partial(lm.memory.compare, step_factory=lambda *_: (jnp.sin, (X,)), methods=["default"]),
-)
+OLD = NEW._replace(scales=tuple(scale if scale is None else scale[:, :1] for scale in NEW.scales))
+CALL, LAST, NONE = lambda x: x, lambda params, h: h.sum(), lambda *_: None
+RESIDUALS, COMPARE = lm.memory.residuals, partial(lm.memory.compare, lambda *_: (jnp.sin, (X,)))
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
 LOSS, KL = lm.linear_cross_entropy, lm.linear_divergence
@@ -178,24 +173,12 @@ REFUSED = [
     (COMPARE, (), {"methods": "dots"}, ValueError, "methods must be .* names, got 'dots'"),
     (COMPARE, (), {"find_largest_batch": True}, ValueError, "needs a batch to start from"),
     (COMPARE, (), {"batch_multiple": 0}, ValueError, "batch_multiple must be at least 1, got 0"),
-    (
-        COMPARE,
-        (),
-        {"step_factory": lambda *_: None},
-        ValueError,
-        "must return a lm.memory.Workload",
-    ),
-    (COMPARE, (), {"step_factory": 3}, TypeError, "step_factory must be callable, got 3"),
+    (lm.memory.compare, (NONE, ["default"]), {}, ValueError, "must return a lm.memory.Workload"),
+    (lm.memory.compare, (3, ["default"]), {}, TypeError, "step_factory must be callable, got 3"),
     (COMPARE, (), {"budget": 0}, ValueError, "budget.*above 0"),
-    (
-        lm.update_in_backward,
-        (block, SGD),
-        {"dtype": "float9"},
-        ValueError,
-        "dtype: expected None or",
-    ),
+    (lm.update_in_backward, (block, SGD), {"dtype": "f9"}, ValueError, "dtype: expected None or"),
     (lm.update_in_backward(LAST, SGD).forward, (W[None], X), {}, TypeError, "carry"),
-    (lm.update_in_backward, (None, optax.sgd(1.0)), {}, TypeError, "block: expected a function"),
+    (lm.update_in_backward, (None, SGD), {}, TypeError, "block: expected a function"),
     (lm.update_in_backward, (block, None), {}, TypeError, "optimizer: expected an optax"),
 ]
 
