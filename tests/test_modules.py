@@ -81,44 +81,39 @@ FIELDS = [
     {"use_fast_variance": False},
     {"param_dtype": jnp.bfloat16},
     {"reduction_axes": (1, 2)},
-]
-OF_LINEN = [
+    # Of linen alone.
     {"reduction_axes": 1, "feature_axes": -1},
     {"reduction_axes": (1, 2), "feature_axes": (2, 1)},
     {"feature_axes": (1, 2), "reduction_axes": (0, 1, 2)},
 ]
-OF_NNX = {"scale_metadata": {"mine": 1}}
-CASES = [("linen LayerNorm", given) for given in FIELDS + OF_LINEN]
-CASES += [("linen RMSNorm", {"epsilon": 0.1}), ("nnx LayerNorm", {}), ("nnx RMSNorm", OF_NNX)]
+BARE = {"use_scale": False, "use_bias": False}
+CASES = [
+    *[("linen LayerNorm", given, jnp.float32) for given in FIELDS],
+    ("linen RMSNorm", {"epsilon": 0.1}, jnp.float32),
+    ("nnx LayerNorm", {}, jnp.float32),
+    ("nnx RMSNorm", {"scale_metadata": {"mine": 1}}, jnp.float32),
+    ("linen LayerNorm", {"dtype": jnp.bfloat16}, jnp.float32),
+    ("linen RMSNorm", {}, jnp.bfloat16),  # float32, of the parameters
+    ("nnx LayerNorm", {}, jnp.bfloat16),
+    ("linen LayerNorm", BARE, jnp.bfloat16),  # bfloat16, of x
+    ("linen RMSNorm", BARE | {"dtype": jnp.float32}, jnp.bfloat16),
+    ("nnx RMSNorm", {"dtype": jnp.float16}, jnp.float16),
+]
 
 
 @pytest.mark.parametrize(
-    ("norm", "given", "masked"), [(*case, i % 2 > 0) for i, case in enumerate(CASES)]
+    ("norm", "given", "dtype", "masked"), [(*case, i % 2 > 0) for i, case in enumerate(CASES)]
 )
-def test_every_field_means_what_it_means_in_flax(mixed_dtypes, norm, given, masked):
-    x = data((4, 6, 16))
+def test_every_field_and_dtype_means_what_it_means_in_flax(
+    mixed_dtypes, norm, given, dtype, masked
+):
+    x = data((4, 6, 16), dtype)
     # Along every axis some positions count: the variance of one is 0, of none NaN.
     some = jax.random.bernoulli(jax.random.key(3), 0.6, x.shape)
     mask = some.at[..., :4].set(True).at[:, :4].set(True) if masked else None
     # Ours keeps y in the output's dtype; bfloat16 parameters get bfloat16 gradients.
-    low = {jnp.bfloat16, jnp.float16} & {given.get("dtype"), given.get("param_dtype")}
+    low = {jnp.bfloat16, jnp.float16} & {dtype, given.get("dtype"), given.get("param_dtype")}
     compare(norm, given, x, 1e-2 if low else 2e-5, mask)
-
-
-@pytest.mark.parametrize(
-    ("norm", "x_dtype", "dtype", "affine"),
-    [
-        ("linen LayerNorm", jnp.float32, jnp.bfloat16, True),
-        ("linen RMSNorm", jnp.bfloat16, None, True),  # float32, of the parameters
-        ("nnx LayerNorm", jnp.bfloat16, None, True),
-        ("linen LayerNorm", jnp.bfloat16, None, False),  # bfloat16, of x
-        ("linen RMSNorm", jnp.bfloat16, jnp.float32, False),
-        ("nnx RMSNorm", jnp.float16, jnp.float16, True),
-    ],
-)
-def test_output_and_its_dtype_are_flax_own(mixed_dtypes, norm, dtype, x_dtype, affine):
-    given = {"dtype": dtype, "use_scale": affine, "use_bias": affine}
-    compare(norm, given, data((5, 32), x_dtype), 3e-2)
 
 
 @pytest.mark.parametrize(
