@@ -60,8 +60,8 @@ def example(name, shape, x_dtype, dtype, with_affine):
 
 def gradients(op, *args):
     """For a cotangent that is not constant."""
-    y, vjp = jax.vjp(op, *args)
-    return vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+    g = jnp.cos(jnp.arange(args[0].size, dtype=args[0].dtype)).reshape(args[0].shape)
+    return output_and_gradients(op, g, *args)[1]
 
 
 def op(implementation, name, **options):
