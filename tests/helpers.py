@@ -103,7 +103,12 @@ def whole_cross_entropy(hidden, kernel, labels):
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(
-    not INTERPRETED, reason="run by test_interpreted_kernels.py, with TRITON_INTERPRET=1"
+    not INTERPRETED, reason="run by test_kernels.py, with TRITON_INTERPRET=1"
+)
+each_implementation = pytest.mark.parametrize(
+    "implementation",
+    ["xla", "pallas_interpret", pytest.param("triton", marks=only_interpreted)],
+    ids=["XLA", "Pallas", "Triton"],
 )
 
 

@@ -1,5 +1,6 @@
-"""gelu, silu, regelu2, resilu2, the step activation they share, and its codes."""
+"""gelu, silu, regelu2, resilu2, the step activation they share, its codes, and fitted tables."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ACTIVATIONS, normal, only_interpreted, optimized_jit, residuals, ulps
+from helpers import (
+    ACTIVATIONS,
+    GELU_ERF,
+    each_implementation,
+    normal,
+    optimized_jit,
+    residuals,
+    ulps,
+)
 from jax import lax
 
 import lowmembp_jax as lm
@@ -50,64 +59,68 @@ def test_golden_float64_values(op):
     np.testing.assert_allclose(vjp(jnp.asarray(g))[0], GOLDEN[f"{key}.dx"], rtol=2e-7)
 
 
-class StepActivations:
+def op(name, implementation):
+    return partial(ACTIVATIONS[name][0], implementation=implementation)
+
+
+#: Relative error of the float32 arithmetic: 0 is at most the last place, in every dtype.
+ERROR = {"xla": 0.0, "pallas_interpret": 0.0, "triton": 3e-6}
+
+
+def assert_gradient(implementation, dx, slope, g):
+    """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
+    want = (slope.astype(np.float32) * np.asarray(g, np.float32)).astype(dx.dtype)
+    rtol = float(jnp.finfo(dx.dtype).eps) if ERROR[implementation] else 0
+    np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
+
+
+@each_implementation
+class TestImplementations:
     """What every implementation has to do."""
-
-    implementation: str
-    # Relative error of the float32 arithmetic: 0 is at most the last place, in every dtype.
-    error = 0.0
-
-    def op(self, name):
-        return partial(ACTIVATIONS[name][0], implementation=self.implementation)
-
-    def assert_gradient(self, dx, slope, g):
-        """`slope` times g, rounded once; Triton's interpreter rounds bfloat16 towards zero."""
-        want = (slope.astype(np.float32) * np.asarray(g, np.float32)).astype(dx.dtype)
-        rtol = float(jnp.finfo(dx.dtype).eps) if self.error else 0
-        np.testing.assert_allclose(np.float32(dx), np.float32(want), rtol=rtol)
 
     @pytest.mark.parametrize(
         ("name", "dtype"),
         [(name, ("float32", "bfloat16", "float16")[i % 3]) for i, name in enumerate(ACTIVATIONS)],
     )
-    def test_values_and_slopes_of_hard_numbers(self, name, dtype):
+    def test_values_and_slopes_of_hard_numbers(self, implementation, name, dtype):
         """Every threshold is strict, and a NaN reaches the output; its code is 0."""
         _, function, table = ACTIVATIONS[name]
         x = hard_numbers(table, dtype)
         g, slope = jnp.linspace(0.5, 2, x.size).astype(dtype), expected_slope(x, table)
-        y, dx = optimized_jit(partial(output_and_gradient, self.op(name)))(x, g)
+        y, dx = optimized_jit(partial(output_and_gradient, op(name, implementation)))(x, g)
         assert len(set(slope)) == len(table.levels)
         assert y.dtype == x.dtype
-        self.assert_gradient(dx, slope, g)
+        assert_gradient(implementation, dx, slope, g)
         np.testing.assert_array_equal(jnp.isnan(y), jnp.isnan(x))
         assert (y[x == jnp.inf] == jnp.inf).all() and (y[x == -jnp.inf] == 0).all()
         finite = np.isfinite(x.astype(jnp.float32))
         want = optimized_jit(lambda x: function(x.astype(jnp.float32)))(x).astype(dtype)
         y, want = y[finite], want[finite]
-        if not self.error:
+        if not ERROR[implementation]:
             assert ulps(y, want, dtype) <= 1
-        tolerance = max(self.error, float(jnp.finfo(dtype).eps))
+        tolerance = max(ERROR[implementation], float(jnp.finfo(dtype).eps))
         np.testing.assert_allclose(np.float32(y), np.float32(want), tolerance, tolerance)
 
     @pytest.mark.parametrize("count", [1, 2, 4, 15])
-    def test_tables_of_any_length(self, count):
+    def test_tables_of_any_length(self, implementation, count):
         thresholds = tuple(float(t) for t in np.linspace(-3, 2, count))
         table = lm.StepTable(thresholds, tuple(float(i % 4) for i in range(count + 1)))
         x = normal(3, 5, 7)  # of an odd size
-        op = partial(lm.step_activation, table=table, function=FUNCTIONS["silu"])
-        op = partial(op, implementation=self.implementation)
-        _, dx = jax.jit(partial(output_and_gradient, op))(x, x)
-        self.assert_gradient(dx, expected_slope(x, table), x)
+        given = {"table": table, "function": FUNCTIONS["silu"], "implementation": implementation}
+        _, dx = jax.jit(partial(output_and_gradient, partial(lm.step_activation, **given)))(x, x)
+        assert_gradient(implementation, dx, expected_slope(x, table), x)
 
     @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_the_residual_is_the_codes(self, name):
-        x, op = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16), self.op(name)
+    def test_the_residual_is_the_codes(self, implementation, name):
+        x = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
         bits = 4 if name.endswith("_4") else 2
-        assert residuals(lambda x: op(x), x) == [(f"uint{bits}", (16, 1000))]
+        assert residuals(op(name, implementation), x) == [(f"uint{bits}", (16, 1000))]
 
-    def test_stacked_residuals_of_a_scan(self):
+    def test_stacked_residuals_of_a_scan(self, implementation):
         def loss(x):
-            return lax.scan(lambda x, _: (self.op("resilu2")(x), None), x, length=6)[0].sum()
+            return lax.scan(lambda x, _: (op("resilu2", implementation)(x), None), x, length=6)[
+                0
+            ].sum()
 
         jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((4, 1024), jnp.bfloat16))
         forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
@@ -116,20 +129,6 @@ class StepActivations:
         # What depends on no loop variable is computed ahead of the loop: nothing large may be.
         large = [v.aval for v in forward.invars if v.aval.size > 128]
         assert [(str(a.dtype), a.shape) for a in large] == [("bfloat16", (4, 1024))]
-
-
-class TestXLA(StepActivations):
-    implementation = "xla"
-
-
-class TestPallas(StepActivations):
-    implementation = "pallas_interpret"
-
-
-@only_interpreted
-class TestTriton(StepActivations):
-    implementation = "triton"
-    error = 3e-6
 
 
 ANY = lm.StepTable(thresholds=(-1.0, 1.0), levels=(0.0, 0.5, 2.0))
@@ -201,3 +200,102 @@ def test_packed_codes_are_the_bits_of_uint2_and_their_higher_bits_do_not_count()
     assert packed[0, 0] == 0b01_11_00_11
     as_uint2 = lax.bitcast_convert_type(packed, jnp.uint2)
     np.testing.assert_array_equal(as_uint2.ravel().astype(jnp.int32), codes % 4)
+
+
+#: The activations with shipped tables.
+SHIPPED = {"gelu_tanh": jax.nn.gelu, "gelu_erf": GELU_ERF, "silu": jax.nn.silu}
+
+
+def mean_slopes(table, function):
+    """Means of the step function and of the derivative under N(0, 1), in float64."""
+    x = np.linspace(-8, 8, 100_001)
+    with jax.enable_x64(True):
+        d = np.asarray(jax.jit(jax.vmap(jax.grad(function)))(jnp.asarray(x)))
+    s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
+    w = np.exp(-0.5 * np.square(x))
+    return (w * s).sum() / w.sum(), (w * d).sum() / w.sum()
+
+
+def test_the_error_of_a_derivative_is_an_integral():
+    """Over a distribution; of a sample it is a mean."""
+    x = np.random.default_rng(0).normal(size=400_000)
+    table = lm.REGELU2_TABLE
+    d = np.asarray(jax.vmap(jax.grad(GELU_ERF))(x), np.float64)
+    s = np.asarray(table.levels)[np.searchsorted(table.thresholds, x)]
+    want = np.sqrt(np.mean((d - s) ** 2) / np.mean(d**2))
+    assert lm.derivative_error(GELU_ERF, table) == pytest.approx(want, rel=5e-3)
+    assert lm.derivative_error(GELU_ERF, table) == pytest.approx(0.36, abs=5e-3)
+    # Of many numbers, some of their quantiles are taken.
+    assert lm.derivative_error(GELU_ERF, table, x) == pytest.approx(want, rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "k", "s"),
+    [
+        (GELU_ERF, 3.171309736490, 0.049575205576),
+        (jax.nn.gelu, 3.162880085923, 0.049786132782),
+        (jax.nn.silu, 6.319933390558, 0.040524294200),
+    ],
+    ids=["gelu_erf", "gelu_tanh", "silu"],
+)
+def test_the_published_objective_has_the_published_optimum(function, k, s):
+    table = lm.fit_step_table(function, 2, objective="function")
+    np.testing.assert_allclose(table.thresholds, (-k, 0, k), rtol=0, atol=1e-7)
+    np.testing.assert_allclose(table.levels, (0, -s, 1 + s, 1), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "limits", "bits"), [(GELU_ERF, (0, 1), 4), (jnp.tanh, (0, 0), 2)]
+)
+def test_limits_are_kept_and_the_mean_too(function, limits, bits):
+    fit = partial(lm.fit_step_table, function, bits, weight=1.0)
+    free, kept = fit(), fit(keep_limits=True)
+    unbiased = fit(keep_limits=True, unbiased=True)
+    for table in (kept, unbiased):
+        assert (table.levels[0], table.levels[-1]) == pytest.approx(limits, abs=1e-12)
+    errors = [lm.derivative_error(function, table) for table in (free, kept, unbiased)]
+    assert errors[0] < errors[1] < errors[2] * (1 + 1e-9) < 2.5 * errors[0]
+    for table in (free, unbiased):
+        np.testing.assert_allclose(*mean_slopes(table, function), atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("function", "thresholds", "levels"),
+    [
+        (jax.nn.relu, (0,), (0, 1)),
+        (jax.nn.relu6, (0, 6), (0, 1, 0)),
+        (jax.nn.leaky_relu, (0,), (0.01, 1)),
+    ],
+)
+def test_a_step_function_is_its_own_table(function, thresholds, levels, bits):
+    table = lm.fit_step_table(function, bits)
+    assert table.thresholds == thresholds
+    np.testing.assert_allclose(table.levels, levels, rtol=1e-12)
+    x = jnp.linspace(-9, 9, 4001)  # with 0
+    got = jax.jit(jax.grad(lambda x: lm.step_activation(x, function, table).sum()))(x)
+    if function is not jax.nn.leaky_relu:  # whose slope at 0 is 1 in JAX
+        np.testing.assert_array_equal(got, jax.jit(jax.grad(lambda x: function(x).sum()))(x))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_tables_are_the_fitted_ones(name):
+    for bits in (2, 4):
+        want, got = lm.fit_step_table(SHIPPED[name], bits), lm.STEP_TABLES[name, bits]
+        np.testing.assert_allclose(got.thresholds, want.thresholds, atol=2e-3)
+        np.testing.assert_allclose(got.levels, want.levels, atol=1e-3)
+
+
+def test_no_other_cut_of_a_sample_is_better():
+    """All of them tried."""
+    sample = np.random.default_rng(0).normal(size=24)
+    table = lm.fit_step_table(GELU_ERF, 2, weight=sample)
+    x = np.sort(sample)
+    d = np.asarray(jax.vmap(jax.grad(GELU_ERF))(x), np.float64)
+
+    def error(cuts):
+        return sum(part.var() * part.size for part in np.split(d, cuts))
+
+    least = min(map(error, itertools.combinations(range(1, x.size), 3)))
+    assert error(np.searchsorted(x, table.thresholds)) == pytest.approx(least, rel=1e-6)

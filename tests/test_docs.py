@@ -39,6 +39,12 @@ def blocks(page: Path) -> list[str]:
     return _CODE.findall(page.read_text(encoding="utf-8"))
 
 
+def sections() -> list[tuple[str, str]]:
+    """The sections of all pages, with the page's name."""
+    texts = [(page.name, page.read_text(encoding="utf-8")) for page in pages()]
+    return [(name, part) for name, text in texts for part in re.split("(?m)^#+ ", text)]
+
+
 def with_doctests() -> list[Path]:
     return [page for page in pages() if any(">>>" in block for block in blocks(page))]
 
@@ -130,13 +136,12 @@ _DERIVED = re.compile(r"\S+ ± \S+|\([\d.]+\)|[-+]\d+%")
 def measured_tables() -> list[tuple[str, str, list[Path]]]:
     """The first table of each section that names scripts: page, table, and the files of results."""
     found = []
-    for page in pages():
-        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-            names = set(re.findall(r"examples/benchmarks/(\w+)\.py", section))
-            files = [path for path in RESULTS if path.stem in names]
-            table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
-            if files and table:
-                found.append((page.name, table[0], files))
+    for page, section in sections():
+        names = set(re.findall(r"examples/benchmarks/(\w+)\.py", section))
+        files = [path for path in RESULTS if path.stem in names]
+        table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+        if files and table:
+            found.append((page, table[0], files))
     return found
 
 
@@ -154,13 +159,12 @@ def test_numbers_are_those_of_the_results(page, table, files):
 
 def planned_sections() -> list[tuple[str, str]]:
     """Sections whose command plans one method, and the command."""
-    found = []
-    for page in pages():
-        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-            for command in re.findall(r"^    (lowmembp plan(?:.*\\\n)*.*)$", section, re.MULTILINE):
-                if "--method" in command and "--batch" in command and "GiB" in section:
-                    found.append((section, command.replace("\\\n", " ")))
-    return found
+    return [
+        (section, command.replace("\\\n", " "))
+        for _, section in sections()
+        for command in re.findall(r"^    (lowmembp plan(?:.*\\\n)*.*)$", section, re.MULTILINE)
+        if "--method" in command and "--batch" in command and "GiB" in section
+    ]
 
 
 @pytest.mark.slow

@@ -32,6 +32,10 @@ each_op_in_a_dtype = pytest.mark.parametrize(
 )
 
 
+def op(name, implementation):
+    return partial(OPS[name][0], implementation=implementation)
+
+
 def unfused(name, dtype="float32"):
     """As users write it, computed in `dtype`."""
     function = OPS[name][1]
@@ -60,23 +64,21 @@ def inputs(shape, dtype="float32", scale=4.0):
     return [(scale * helpers.normal(*shape, key=key)).astype(dtype) for key in range(3)]
 
 
-class GatedUnits:
+#: By how much of `eps` a result is rounded; Triton's interpreter rounds bfloat16 towards zero.
+ROUNDING = {"xla": 0.51, "pallas_interpret": 0.51, "triton": 1.01}
+
+
+@helpers.each_implementation
+class TestImplementations:
     """What every implementation has to do."""
 
-    implementation: str
-    # By how much of `eps` a result is rounded; Triton's interpreter rounds bfloat16 towards zero.
-    rounding = 0.51
-
-    def op(self, name):
-        return partial(OPS[name][0], implementation=self.implementation)
-
     @each_op_in_a_dtype
-    def test_results_are_those_of_float64_rounded_once(self, name, dtype):
+    def test_results_are_those_of_float64_rounded_once(self, implementation, name, dtype):
         gate = jnp.linspace(-12, 12, 2401).astype(dtype)
         _, up, g = inputs(gate.shape, dtype)
-        got = optimized_jit(partial(results, self.op(name)))(gate, up, g)
+        got = optimized_jit(partial(results, op(name, implementation)))(gate, up, g)
         want = in_float64(name, gate, up, g)
-        rtol = float(jnp.finfo(dtype).eps) * self.rounding + 1e-6
+        rtol = float(jnp.finfo(dtype).eps) * ROUNDING[implementation] + 1e-6
         scales = (np.float64(up), np.float64(g) * np.float64(up), np.float64(g))
         for a, exact, scale in zip(got, want, scales, strict=True):
             assert a.dtype == gate.dtype
@@ -84,12 +86,12 @@ class GatedUnits:
             # float16 below its least normal number.
             atol = 1e-5 * np.abs(scale) + 1e-7
             assert np.all(np.abs(np.float64(a) - exact) <= rtol * np.abs(exact) + atol)
-        if self.rounding < 1:
+        if ROUNDING[implementation] < 1:
             plain = optimized_jit(unfused(name))(gate, up).astype(dtype)
             assert helpers.ulps(got[0], plain, dtype) <= 1
 
     @each_op_in_a_dtype
-    def test_special_values(self, name, dtype):
+    def test_special_values(self, implementation, name, dtype):
         inf, nan = jnp.inf, jnp.nan
         one = float(OPS[name][1](1.0))
         slope = float(jax.grad(OPS[name][1])(1.0))
@@ -107,40 +109,26 @@ class GatedUnits:
         ]
         gate, up, *want = jnp.array(rows, dtype).T
         rtol = 3 * float(jnp.finfo(dtype).eps)
-        got = run(self.op(name), gate, up, jnp.ones_like(gate))
+        got = run(op(name, implementation), gate, up, jnp.ones_like(gate))
         assert_close(*jax.tree.map(np.float32, (got, tuple(want))), rtol, 1e-30)
 
     @each_op
-    def test_kept_are_gate_and_up(self, name):
+    def test_kept_are_gate_and_up(self, implementation, name):
         gate = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
-        kept = saved_residuals(self.op(name), gate, gate)
+        kept = saved_residuals(op(name, implementation), gate, gate)
         assert [(str(aval.dtype), aval.shape) for aval, _ in kept] == [("bfloat16", (16, 1000))] * 2
         # The very arguments, under the names of these.
         assert [source.split()[-1] for _, source in kept] == ["gate", "up"]
 
     @pytest.mark.parametrize("width", [384, 33])
-    def test_stored_in_8_bits(self, width):
+    def test_stored_in_8_bits(self, implementation, width):
         """The gradient of gate and up rounded to float8, whoever computes it."""
         gate, up, g = inputs((32, width), scale=1.0)
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
-        op = self.op("swiglu")
-        h, *gradients = run(partial(op, dtype=jnp.float8_e4m3fn), gate, up, g)
-        np.testing.assert_array_equal(h, jax.jit(op)(gate, up))
-        assert_close(tuple(gradients), run(op, *rounded, g)[1:], atol=1e-6)
-
-
-class TestXLA(GatedUnits):
-    implementation = "xla"
-
-
-class TestPallas(GatedUnits):
-    implementation = "pallas_interpret"
-
-
-@helpers.only_interpreted
-class TestTriton(GatedUnits):
-    implementation = "triton"
-    rounding = 1.01
+        plain = op("swiglu", implementation)
+        h, *gradients = run(partial(plain, dtype=jnp.float8_e4m3fn), gate, up, g)
+        np.testing.assert_array_equal(h, jax.jit(plain)(gate, up))
+        assert_close(tuple(gradients), run(plain, *rounded, g)[1:], atol=1e-6)
 
 
 @each_op

@@ -139,23 +139,6 @@ def test_transformations_that_skip_a_step(around, bits):
     assert jnp.isfinite(params["w"]).all()
 
 
-def test_errors():
-    with pytest.raises(TypeError, match="master_weights: optimizer"):
-        lm.master_weights(optax.adam)
-    optimizer = lm.master_weights(optax.sgd(1.0))
-    params = start(2, 2)
-    with pytest.raises(ValueError, match="params"):
-        optimizer.update(params, optimizer.init(params))
-    with pytest.raises(TypeError, match="master_weights: state"):
-        optimizer.update(params, optax.sgd(1.0).init(params), params)
-    with pytest.raises(ValueError, match="master_weights: bits: expected 24 or 16, got 8"):
-        lm.master_weights(optax.sgd(1.0), bits=8)
-    short = lm.master_weights(optax.sgd(1.0), bits=16)
-    for one, other in ((short, optimizer), (optimizer, short)):
-        with pytest.raises(ValueError, match=r"state: expected the state of .* (16|24) bits"):
-            one.update(params, other.init(params), params)
-
-
 def test_an_addition_that_rounds_again(monkeypatch):
     def cast(p, u):
         return p + u.astype(p.dtype)

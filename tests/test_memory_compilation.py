@@ -29,7 +29,7 @@ def cudnn_attention(x):
 @pytest.mark.compiled
 @pytest.mark.parametrize("device", lm.memory.DEVICES)
 def test_every_device(device):
-    """The kernels of Pallas are compiled in test_pallas_lowering.py."""
+    """The kernels of Pallas are compiled in test_kernels.py."""
     compiled = lm.memory.compile_for(jax.grad(loss), X, device=device)
     assert compiled.memory_analysis().output_size_in_bytes == BYTES
 

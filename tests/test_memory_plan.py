@@ -245,5 +245,8 @@ def test_reports():
     assert lm.memory.Plan.from_dict(data) == plan
     text = str(plan)
     assert text.startswith("NVIDIA H200") and "optimizer state" in text and "fits\n" in text
+    assert not lm.memory.plan(jnp.sin, array(1024), budget="4kB").fits
+    plan = lm.memory.plan(jnp.sin, array(1024), budget="10kB")
+    assert plan.fits and "10,000 B budget of" in str(plan)
     with pytest.raises(ValueError, match=r"memory_fraction: .* got 75"):
         lm.memory.plan(jnp.sin, array(64), memory_fraction=75)

@@ -119,22 +119,6 @@ def test_kinds_that_take_no_device_memory():
     assert [r.op for r in kept(jax.checkpoint(angles, policy=policy), X)] == ["angles"]
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "argnums", "error", "message"),
-    [
-        (lambda p: p["w"], ({"w": "a"},), None, TypeError, r"p\['w'\] must be an array.*got str"),
-        (lambda x: x, (jnp.arange(3),), None, TypeError, r"in x: .* got x: int32"),
-        (lambda: jnp.ones(()), (), None, TypeError, "in the arguments: .* got no arrays"),
-        (lambda x: x.astype(int), (jnp.ones(3),), None, TypeError, r"got int32\[3\]"),
-        (lambda x: x, (jnp.ones(3),), 1, ValueError, "argnums: .* the 1 arguments, got 1"),
-        (lambda x: x, (jnp.ones(3),), "x", ValueError, "argnums: .* got 'x'"),
-    ],
-)
-def test_errors_name_the_argument(fn, args, argnums, error, message):
-    with pytest.raises(error, match=message):
-        lm.memory.residuals(fn, *args, argnums=argnums)
-
-
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):

@@ -28,11 +28,17 @@ def small(norm=("scale", "bias"), dense=("kernel", "bias"), wrap=jnp.asarray, **
     }
 
 
-def folded(tree):
-    """The Dense of `small` in float64."""
-    scale, bias = (np.asarray(tree["n"][name], np.float64) for name in ("scale", "bias"))
+def folded(tree, layers=1, inputs=4):
+    """The Dense after the norm, in float64."""
+    scale, bias = (
+        np.float64(tree["n"][name]).reshape(layers, inputs) for name in ("scale", "bias")
+    )
     kernel, shift = (np.asarray(tree["d"][name], np.float64) for name in ("kernel", "bias"))
-    return {"kernel": scale[:, None] * kernel, "bias": bias @ kernel + shift}
+    wide = kernel.reshape(layers, inputs, -1)
+    return {
+        "kernel": (scale[..., None] * wide).reshape(kernel.shape),
+        "bias": np.einsum("li,lio->lo", bias, wide).reshape(shift.shape) + shift,
+    }
 
 
 def layers(*names):
@@ -140,13 +146,9 @@ def test_shapes(scale, kernel, bias, layers, inputs):
     rng = np.random.default_rng(0)
     n = {"scale": rng.normal(size=scale), "bias": rng.normal(size=scale)}
     d = {"kernel": rng.normal(size=kernel), "bias": rng.normal(size=bias)}
-    out = lm.merge_norm_affine({"n": n, "d": d}, {"n": "d"})["d"]
-    s, b = (n[name].reshape(layers, inputs) for name in ("scale", "bias"))
-    w = d["kernel"].reshape(layers, inputs, -1)
-    expected = {
-        "kernel": (s[..., None] * w).reshape(kernel),
-        "bias": np.einsum("li,lio->lo", b, w).reshape(bias) + d["bias"],
-    }
+    tree = {"n": n, "d": d}
+    expected = folded(tree, layers, inputs)
+    out = lm.merge_norm_affine(tree, {"n": "d"})["d"]
     for name, leaf in out.items():
         assert leaf.dtype == np.float64
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-12)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, normal, only_interpreted, saved_residuals
+from helpers import array, each_implementation, normal, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -59,24 +59,24 @@ def example(name, shape, x_dtype, dtype, with_affine):
 
 def gradients(op, *args):
     """For a cotangent that is not constant."""
-    y, vjp = jax.vjp(op, *args)
-    return vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+    g = jnp.cos(jnp.arange(args[0].size, dtype=args[0].dtype)).reshape(args[0].shape)
+    return output_and_gradients(op, g, *args)[1]
 
 
-class Norms:
+def op(implementation, name, **options):
+    return partial(OPS[name], implementation=implementation, **options)
+
+
+@each_implementation
+class TestImplementations:
     """What every implementation has to do."""
-
-    implementation: str
-
-    def op(self, name, **options):
-        return partial(OPS[name], implementation=self.implementation, **options)
 
     @each_op
     @pytest.mark.parametrize(("shape", "x_dtype", "dtype", "residual"), ARGUMENTS)
-    def test_output_and_gradients_against_float64(self, name, shape, x_dtype, dtype, residual):
+    def test_results_against_float64(self, implementation, name, shape, x_dtype, dtype, residual):
         args, g, want_y, want = example(name, shape, x_dtype, dtype, residual is not None)
-        op = self.op(name, dtype=dtype, residual=residual or "auto")
-        y, got = jax.jit(partial(output_and_gradients, op))(g, *args)
+        run = op(implementation, name, dtype=dtype, residual=residual or "auto")
+        y, got = jax.jit(partial(output_and_gradients, run))(g, *args)
         assert y.dtype == dtype and y.shape == shape
         if not y.size:
             assert all(a.shape == b.shape for a, b in zip(got, args, strict=True))
@@ -95,7 +95,7 @@ class Norms:
     @pytest.mark.parametrize(
         ("name", "dtype"), [("ms_layer_norm", "bfloat16"), ("ms_rms_norm", "float32")]
     )
-    def test_a_frozen_scale_near_zero(self, name, dtype):
+    def test_a_frozen_scale_near_zero(self, implementation, name, dtype):
         """dx from the output is within the bound of the docstring, at any scale."""
         sizes = jnp.asarray(10.0 ** np.arange(-44.0, 4.0), jnp.float32)
         scale = jnp.concatenate([sizes, -sizes, jnp.zeros(4), jnp.linspace(-2, 2, 60)])
@@ -103,8 +103,9 @@ class Norms:
         g = normal(*x.shape, key=1).astype(dtype)
         bias = normal(*scale.shape, key=2)
         rest = (bias,)[: len(affine(name, 1)) - 1]
-        op = lambda x: self.op(name)(x, scale, *rest)  # noqa: E731
-        dx = jax.jit(partial(output_and_gradients, op))(g, x)[1][0]
+        norm = op(implementation, name)
+        run = jax.jit(partial(output_and_gradients, lambda x: norm(x, scale, *rest)))
+        dx = run(g, x)[1][0]
         with jax.enable_x64(True):
             wide = partial(np.asarray, dtype=np.float64)
             given = (wide(scale), *(wide(p) for p in rest))
@@ -128,9 +129,9 @@ class Norms:
     @each_op
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
     @pytest.mark.parametrize("residual", ["normalized", "output"])
-    def test_nan_and_inf_poison_their_row_only(self, name, bad, residual):
+    def test_nan_and_inf_poison_their_row_only(self, implementation, name, bad, residual):
         x = normal(3, 64).at[1, 7].set(bad)
-        run = jax.jit(partial(output_and_gradients, self.op(name, residual=residual)))
+        run = jax.jit(partial(output_and_gradients, op(implementation, name, residual=residual)))
         ones, scale = jnp.ones_like(x), jnp.full(64, 1.5)
         y, (dx, d_scale) = run(ones, x, scale)
         others = jnp.array([0, 2])
@@ -140,21 +141,21 @@ class Norms:
         assert not jnp.isfinite(run(ones.at[2, 3].set(bad), x, scale)[1][0][2]).any()
 
     @each_op
-    def test_variance_of_a_shifted_row_does_not_cancel(self, name):
+    def test_variance_of_a_shifted_row_does_not_cancel(self, implementation, name):
         x = normal(4, 512) + 4096.0
         with jax.enable_x64(True):
             want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
-        np.testing.assert_allclose(self.op(name)(x), want, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(op(implementation, name)(x), want, rtol=2e-3, atol=2e-3)
 
     @pytest.mark.parametrize(
         ("name", "batched_scale"), [("ms_layer_norm", True), ("ms_rms_norm", False)]
     )
-    def test_vmap(self, name, batched_scale):
+    def test_vmap(self, implementation, name, batched_scale):
         """Parameter gradients stay apart for each element of the batch."""
         x = normal(2, 2, 3, 48)
         scale = 1 + jax.random.uniform(jax.random.key(1), (2, 48))
         scale = scale if batched_scale else scale[0]
-        one = partial(gradients, self.op(name))
+        one = partial(gradients, op(implementation, name))
         both = jax.vmap(jax.vmap(one, (0, None)), (0, 0 if batched_scale else None))
         run, got = jax.jit(one), jax.jit(both)(x, scale)
         for i in range(2):
@@ -162,19 +163,6 @@ class Norms:
                 want = run(x[i, j], scale[i] if batched_scale else scale)
                 for a, b in zip(got, want, strict=True):
                     np.testing.assert_allclose(a[i, j], b, rtol=1e-5, atol=1e-5)
-
-
-class TestXLA(Norms):
-    implementation = "xla"
-
-
-class TestPallas(Norms):
-    implementation = "pallas_interpret"
-
-
-@only_interpreted
-class TestTriton(Norms):
-    implementation = "triton"
 
 
 def test_a_scale_of_which_the_output_holds_less_than_half_has_no_gradient():

@@ -1,4 +1,4 @@
-"""One line takes every `jax.checkpoint` of a program over, in whatever way it is called."""
+"""One line takes every `jax.checkpoint` of a program over: every form, reports and memory."""
 
 import functools
 from collections.abc import Callable
@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import nnx_models
+import numpy as np
 import pytest
 from compression_models import error
-from helpers import initial, normal, offload
-from jax import P, lax
+from encoder import peak_bytes
+from flax import nnx
+from helpers import assert_close, initial, normal, offload
+from jax import NamedSharding, P, lax
 from jax.ad_checkpoint import checkpoint_name
+from meshes import exchanged
 
 import lowmembp_jax as lm
 
@@ -188,3 +193,204 @@ def test_every_form(name):
     assert form.left in str(report), str(report)
     again, exact = results(form)  # from JAX's cache
     assert again == value and error(exact, gradients) == 0
+
+
+W = [normal(WIDTH, WIDTH, key=key) / 6 for key in range(4)]
+
+
+@jax.checkpoint
+def tanh_layer(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+def loss(params, x):
+    for w in params:
+        x = tanh_layer(w, x)
+    return jnp.mean(x**2)
+
+
+def grads(fun=loss, *args):
+    return jax.grad(fun)(*(args or (W, X)))
+
+
+def test_the_report_names_each_checkpoint():
+    with lm.patch(checkpoint=True) as report:
+        for _ in range(3):  # eager calls do not grow it
+            grads()
+    assert len(report.differentiated) == 1
+    first, *others = report.differentiated[0]
+    assert first.function == "tanh_layer" and first.policy == "nothing_saveable"
+    assert first.line.startswith("tests/test_taken_over.py:")
+    assert [one.saved.after for one in others] == [544] * 3
+    text = f"tanh_layer at {first.line}, nothing_saveable"
+    assert str(report).split("\n") == [
+        "checkpoints:",
+        f"  {text}: left alone: it saves nothing but its arguments",
+        f"  3 x {text}: 2,048 B -> 544 B",
+    ]
+
+
+def test_equal_checkpoints_are_counted_each():
+    """The first reads data that no gradient reaches, so it is stored as it is."""
+
+    def cast(params, x):
+        params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+        return loss(params, jnp.sin(x)).astype(jnp.float32)
+
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(cast)(W, X)
+    first, *others = report.differentiated[0]
+    assert first.saved.before == first.saved.after == 1024
+    assert all(one.saved.after < 600 for one in others)
+
+
+def test_data_that_is_differentiated_too():
+    """It is an argument of the loss, so it is in memory anyway; what is made of it is stored."""
+    ours = lm.compress_checkpoints(loss)
+    saved = [lm.memory.saved_bytes(f, W, X) for f in (loss, ours)]
+    assert saved[1] == saved[0] - 3 * (2048 - 544)
+    with_products = lm.compress_checkpoints(loss, policy=lm.products_saveable)
+    added = lm.memory.saved_bytes(with_products, W, X) - saved[1]
+    assert added == 4 * 544  # not the argument
+    both = [jax.grad(f, argnums=(0, 1))(W, X) for f in (ours, loss)]
+    assert 1e-4 < error(*both) < 0.05
+
+
+def test_a_carry_that_becomes_an_activation():
+    """The first step of the scan reads a parameter, the others what depends on the data."""
+
+    def scanned(params, x):
+        def step(carry, w):
+            return tanh_layer(w, carry) * jnp.mean(x), None
+
+        return jnp.mean(lax.scan(step, params[0], params[1])[0] ** 2)
+
+    args = (X, jnp.stack(W)), X
+    ours = lm.compress_checkpoints(scanned)
+    plain, less = (lm.memory.saved_bytes(f, *args, argnums=0) for f in (scanned, ours))
+    assert less < plain
+    assert 1e-6 < error(jax.grad(ours)(*args), jax.grad(scanned)(*args)) < 0.05
+
+
+def test_a_scan_inside_is_named():
+    def body(x, w):
+        return jnp.where(x @ w > 0, x, jnp.sin(x)) @ w, None  # choices are stored
+
+    def around(params, x):
+        step = jax.checkpoint(lambda params, x: lax.scan(body, x, jnp.tile(params, (9, 1, 1)))[0])
+        x = jnp.tanh(x @ params[0])
+        return jnp.mean(step(params, x))
+
+    stack = jnp.stack(W)
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(around)(stack, X)
+    assert "checkpoint the body of its scan instead" in str(report)
+    functions = around, lm.compress_checkpoints(around)
+    plain, left = (lm.memory.saved_bytes(f, stack, X, argnums=0) for f in functions)
+    assert left == plain
+
+
+def test_a_function_that_reads_values():
+    def reads(params, x):
+        value = loss(params, x)
+        return value if value > 0 else -value
+
+    with lm.patch(checkpoint=True) as report:
+        got = jax.grad(reads)(W, X)
+    assert error(got, jax.grad(reads)(W, X)) == 0
+    assert "left alone: not traced: Attempted boolean conversion" in str(report)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.grad(lm.compress_checkpoints(reads))(W, X)
+
+
+def test_gradients_that_are_differentiated_again_are_exact():
+    def scaled(s):
+        return loss([s * w for w in W[:2]], X)
+
+    def hessians():
+        by_jvp = jax.jvp(jax.grad(scaled), (1.0,), (1.0,))[1]
+        return by_jvp, jax.grad(jax.jit(jax.grad(scaled)))(1.0)
+
+    want = hessians()
+    with lm.patch(checkpoint=True):
+        jax.jit(jax.grad(scaled))(1.0)  # not taken from JAX's cache afterwards
+        np.testing.assert_allclose(hessians(), want, rtol=1e-6)
+
+
+def test_exact():
+    want = grads()
+    with lm.exact(), lm.patch(checkpoint=True):
+        assert error(grads(), want) == error(grads(lm.compress_checkpoints(loss)), want) == 0
+
+
+def test_nothing_to_take_over():
+    def with_ref(w, x):
+        ref = jax.new_ref(jnp.float32(2))
+        return tanh_layer(w, x) * ref[...]
+
+    fun = lm.compress_checkpoints(lambda params, x: jnp.mean(jax.checkpoint(with_ref)(params, x)))
+    with pytest.warns(UserWarning, match="fewer bits: with_ref at .*: left alone: it has mutable"):
+        jax.grad(fun)(W[0], X)
+    with pytest.warns(UserWarning, match="fewer bits: <lambda> calls no jax.checkpoint"):
+        jax.grad(lm.compress_checkpoints(lambda w: jnp.sum(w**2)))(X)
+    with lm.patch(checkpoint=True) as report:
+        jax.grad(lambda w: jnp.sum(w**2))(X)
+    assert "no jax.checkpoint in the functions that are differentiated" in str(report)
+
+
+def test_nnx_modules():
+    """The same statistics and random numbers as without."""
+
+    def run():
+        model = nnx_models.Model(nnx.remat, WIDTH, rate=0.1)
+        value, gradient = nnx.jit(nnx.value_and_grad(nnx_models.loss))(model, X)
+        state = nnx.state(model, nnx.BatchStat, nnx.RngCount)
+        return gradient, (value, jax.tree.leaves(state))
+
+    exact, want = run()
+    with lm.patch(checkpoint=True):
+        gradient, got = run()
+    assert_close(got, want, 1e-6, 0)
+    assert 1e-4 < error(gradient, exact) < 0.05
+
+
+def test_an_array_that_many_checkpoints_read_is_stored_once():
+    """The output of an encoder in bfloat16: half a byte for each reader would be more."""
+
+    @jax.checkpoint
+    def reads(w, x, encoded):
+        return x + jnp.tanh(encoded @ w)
+
+    def decoder(params, x):
+        encoded = jnp.tanh(x @ params[0])
+        for w in params:
+            x = reads(w, x, encoded)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    args = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (W, X))
+    functions = decoder, lm.compress_checkpoints(decoder)
+    plain, ours = (lm.memory.saved_bytes(f, *args, argnums=0) for f in functions)
+    assert ours <= plain
+
+
+@pytest.mark.parametrize("width", [64, 24], ids=["even", "odd"])
+def test_no_collective_is_added(width):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params = [jnp.zeros((width, width)) for _ in range(3)]
+    args = jax.device_put((params, jnp.ones((8, width))), (
+        NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("data"))
+    ))  # fmt: skip
+    plain = jax.jit(jax.grad(loss)).lower(*args).compile()
+    with lm.patch(checkpoint=True):
+        ours = jax.jit(jax.grad(loss)).lower(*args).compile()
+    assert exchanged(ours) == exchanged(plain)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_saving_survives_xla(scan):
+    """The peak of an encoder's training step on an H200."""
+    plain = peak_bytes("dots policy", "full", scan, 4)
+    with lm.patch(checkpoint=True):
+        ours = peak_bytes("dots policy", "full", scan, 4)
+    assert ours < 0.72 * plain, (ours, plain)

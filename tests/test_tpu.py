@@ -81,8 +81,6 @@ def test_codes_have_4_bits_for_a_tpu():
     assert kept() == [jnp.uint2]
     with lm.target_platform("tpu"):
         assert kept() == [jnp.uint4]
-    with pytest.raises(ValueError, match="target_platform: platform"):
-        lm.target_platform("v5e")
 
 
 def test_an_update_of_a_state_in_8_bits_takes_less_than_one_array():
