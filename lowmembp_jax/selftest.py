@@ -25,20 +25,6 @@ class _Block(linen.Module):
         return x + linen.Dense(64)(h)
 
 
-def _patched(apply, *args):
-    with lm.patch():
-        return apply(*args)
-
-
-def _interpreted(op, *args):
-    with lm.set_implementation("pallas_interpret"):
-        return op(*args)
-
-
-def _layer_norm(x, scale, bias):
-    return jax.nn.standardize(x, epsilon=1e-6) * scale[None] + bias[None]
-
-
 def checks() -> dict[str, tuple[Any, Any, tuple[Any, ...], float, float | None]]:
     """The checks by name.
 
@@ -46,29 +32,22 @@ def checks() -> dict[str, tuple[Any, Any, tuple[Any, ...], float, float | None]]
     gradients, and the largest ratio of saved bytes (None: unchecked).
     """
     x, up = jax.random.normal(jax.random.key(0), (2, 128, 64))
-    affine = 1 + up[0], up[1]
-    block = _Block()
-    block_args = block.init(jax.random.key(1), x), x
-    rngs = nnx.Rngs(0)
+    block, rngs = _Block(), nnx.Rngs(0)
+    args, plain = (block.init(jax.random.key(1), x), x), block.apply
+    standardized = partial(jax.nn.standardize, epsilon=1e-6)
+    kernels = partial(lm.gelu, implementation="pallas_interpret")
+    norms = lm.nnx.MSLayerNorm(64, rngs=rngs), nnx.LayerNorm(64, rngs=rngs)
     return {
-        "gelu, 2 bits": (lambda x: lm.gelu(x), jax.nn.gelu, (x,), 0.2, 0.2),
-        "silu, 4 bits": (lambda x: lm.silu(x, bits=4), jax.nn.silu, (x,), 0.06, 0.2),
-        "swiglu": (
-            lambda x, up: lm.swiglu(x, up), lambda x, up: jax.nn.silu(x) * up, (x, up), 1e-5, 1
-        ),
-        "layer_norm": (
-            lambda *args: lm.ms_layer_norm(*args), _layer_norm, (x, *affine), 1e-5, None
-        ),
-        "NNX": (lm.nnx.MSLayerNorm(64, rngs=rngs), nnx.LayerNorm(64, rngs=rngs), (x,), 1e-5, None),
-        "kernels": (
-            partial(_interpreted, lambda x: lm.gelu(x)), lambda x: lm.gelu(x), (x,), 1e-5, 1
-        ),
-        "patch": (partial(_patched, block.apply), block.apply, block_args, 0.2, 0.8),
-        "compress": (lm.compress(block.apply), block.apply, block_args, 0.06, 0.3),
-        "compress, int8": (
-            lm.compress(block.apply, dtype="int8"), block.apply, block_args, 0.03, 0.3
-        ),
-    }  # fmt: skip
+        "gelu, 2 bits": (lm.gelu, jax.nn.gelu, (x,), 0.2, 0.2),
+        "silu, 4 bits": (partial(lm.silu, bits=4), jax.nn.silu, (x,), 0.06, 0.2),
+        "swiglu": (lm.swiglu, lambda x, up: jax.nn.silu(x) * up, (x, up), 1e-5, 1),
+        "layer_norm": (lm.ms_layer_norm, standardized, (x,), 1e-5, None),
+        "NNX": (*norms, (x,), 1e-5, None),
+        "kernels": (kernels, lm.gelu, (x,), 1e-5, 1),
+        "patch": (lm.patch(plain), plain, args, 0.2, 0.8),
+        "compress": (lm.compress(plain), plain, args, 0.06, 0.3),
+        "compress, int8": (lm.compress(plain, dtype="int8"), plain, args, 0.03, 0.3),
+    }
 
 
 def check(ours, plain, args, most: float, share: float | None) -> str:
