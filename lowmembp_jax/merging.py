@@ -175,8 +175,8 @@ def merge_norm_affine(
         `MergeRule` for patterns in paths. No rules change nothing.
 
     Returns:
-      A new tree of the same containers. Changed leaves are computed in float64, rounded once to
-      their own dtype and stay on their devices. All other leaves are the leaves of `params`.
+      A new tree of the same containers. Changed leaves are computed in float64, rounded to their
+      own dtype and stay on their devices. All other leaves are the leaves of `params`.
 
     Raises:
       TypeError: params is not a mapping, or rules are not rules.
@@ -333,15 +333,7 @@ def _float64(leaf: Any) -> np.ndarray:
 def _replace(rule: MergeRule, path: str, box: Any, like: Any, value: np.ndarray) -> Any:
     """Returns `value` in `box`, in the dtype and on the devices of `like`."""
     with np.errstate(over="ignore"):
-        if like.dtype not in (np.float64, np.float32, np.float16):
-            # ml_dtypes rounds to float32 first, which rounds twice. Rounding to odd tells the
-            # second rounding on which side of a tie the value was.
-            near = value.astype(np.float32)
-            even = (near != value) & (near.view(np.uint32) & 1 == 0)
-            toward = np.where(value > near, np.inf, -np.inf).astype(np.float32)
-            rounded = np.where(even, np.nextafter(near, toward), near).astype(like.dtype)
-        else:
-            rounded = value.astype(like.dtype)
+        rounded = value.astype(like.dtype)
     if not np.all(np.isfinite(rounded) | ~np.isfinite(value)):
         raise rule.error(
             f"{path} reaches {np.abs(value).max():.3g}, which is too large for {like.dtype}"
