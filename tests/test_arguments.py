@@ -31,6 +31,10 @@ def loss(params, x):
     return jnp.mean(block(params, x) ** 2)
 
 
+def with_text(params, x):
+    return {"y": x @ params, "name": "a"}
+
+
 FUNCTIONS = {
     lm.gelu: dict(x=X, approximate=True, bits=2, implementation="xla"),
     lm.regelu2: dict(x=X, approximate=True, implementation="xla"),
@@ -100,6 +104,7 @@ OLD = NEW._replace(scales=tuple(scale if scale is None else scale[:, :1] for sca
 CALL, LAST, NONE = lambda x: x, lambda params, h: h.sum(), lambda *_: None
 RESIDUALS, COMPARE = lm.memory.residuals, partial(lm.memory.compare, lambda *_: (jnp.sin, (X,)))
 COMPRESS, MODULE, NNX = lm.compress, lm.compress_module, lm.nnx.compress
+KEY = jax.random.key(0)
 TWO, ROWS, TABLE = jnp.ones(2), jnp.ones((2, 4)), lm.REGELU2_TABLE
 LOSS, KL = lm.linear_cross_entropy, lm.linear_divergence
 LOGITS = {"hidden": X, "kernel": KERNEL, "labels": LABELS}
@@ -141,6 +146,14 @@ REFUSED = [
     (COMPRESS, (block,), {"offload": "disk"}, ValueError, "offload: expected 'pinned_host'"),
     (COMPRESS, (DENSE,), {}, TypeError, r"class Dense; .*lm.compress_module\(Dense\)"),
     (COMPRESS, (nnx.Linear,), {}, TypeError, r"NNX module Linear; .*lm.nnx.compress"),
+    *[
+        (COMPRESS(block, params_argnums=numbers), (W, X), {}, ValueError, f"2 posi.*, got {bad}")
+        for numbers, bad in ((2, 2), ((0, 5), 5), (-3, -3))
+    ],
+    (COMPRESS(block), (), {"params": W, "x": X}, ValueError, "the 0 positional .* call, got 0"),
+    (COMPRESS(block, static_argnums=0), (3, X), {}, ValueError, "static_argnums=0 both hold 0"),
+    (COMPRESS(with_text), (W, X), {}, TypeError, r"function \S*with_text at .*\.py:\d+ .*'name'"),
+    (MODULE(nn.Dense, static_argnums=9)(3).init, (KEY, X), {}, ValueError, "2 posit.*, got 9"),
     (MODULE, (nn.Dense,), {"static_argnums": 0}, ValueError, "from 1 on .*got 0"),
     (NNX, (LINEAR,), {}, TypeError, r"write lm.nnx.compress\(lambda module, x"),
     (lm.gradient_fidelity, (3, TWO), {}, TypeError, "loss: expected a function, got 3"),

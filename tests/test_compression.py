@@ -1,6 +1,6 @@
 """lm.compress: values are exact and gradients near, in calls and transformations of all kinds.
 
-What is stored is in test_compression_residuals.py.
+What is stored is in test_compression_residuals.py, and what is refused in test_arguments.py.
 """
 
 from functools import partial
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import ERRORS, NOTHING, block, error, gradients, kept, loss, params
-from helpers import normal
+from compression_models import ERRORS, F8, NOTHING, block, error, gradients, kept, loss, params
+from helpers import normal, offload
 from jax import lax
 
 import lowmembp_jax as lm
@@ -64,6 +64,8 @@ def test_closed_over_arrays_are_parameters():
 
     got = jax.jit(jax.grad(through_closure, argnums=(0, 1)))(p, x)
     assert error(got, gradients(lm.compress(block), p, x)) < 1e-6
+    by_name = lm.compress(lambda x: block(p, x), params_argnums=())(x=x)
+    np.testing.assert_array_equal(by_name, block(p, x))
 
 
 def converted(wrap, q):
@@ -252,3 +254,39 @@ def test_a_frozen_scale_near_zero_makes_no_error_of_8_bits_large(dtype):
     kernel = normal(64, 64, key=2) / 8
     got, want = (gradients(f, kernel, x) for f in (compressed, block))
     assert 0 < error(got, want) < 0.05
+
+
+def test_a_name_of_which_nothing_is_kept_is_said():
+    """It would be stored as all others are, with the policy that does not save it, or misspelt."""
+    p, x, dtype = params(), normal(32, 64), {"hidden": "int8", None: F8}
+    named = lm.checkpoint_policy(jax.checkpoint_policies.save_only_these_names("hidden"))
+    for policy, names, unseen in (
+        (NOTHING, dtype, "hidden"),
+        (lm.everything_saveable, dtype, "hidden"),  # the backward reads tanh(hidden)
+        (named, {**dtype, "hiden": None}, "hiden"),
+    ):
+        with pytest.warns(UserWarning, match=rf"compress\(block\): dtype: .* name '{unseen}'"):
+            gradients(lm.compress(block, dtype=names, policy=policy), p, x)
+    gradients(lm.compress(block, dtype=dtype, policy=named), p, x)
+
+
+def test_a_policy_that_offloads_elsewhere_is_refused():
+    run = lm.compress(block, policy=offload("hidden", to="unpinned_host"))
+    with pytest.raises(ValueError, match="offloads a result of name from 'device' to 'unpinned_h"):
+        gradients(run, params(), normal(32, 64))
+
+
+def test_an_activation_in_the_place_of_the_parameters_is_said():
+    with pytest.warns(UserWarning, match=r"array that tanh gets is a param.*params_argnums=\(\)"):
+        lm.compress(jnp.tanh)(normal(32, 64))
+    assert lm.compress(lambda: 3)() == 3  # nothing is given, and nothing is said
+
+
+def test_parameters_in_the_place_of_an_activation_are_said_once():
+    run = lm.compress(lambda x, p: block(p, x))
+    words = "argument 1 of <lambda> is a tree .*params_argnums"
+    with pytest.warns(UserWarning, match=words) as said:
+        run(normal(32, 64), params())
+        run(normal(32, 64), params())
+    assert len(said) == 1 and said[0].filename == __file__
+    lm.compress(lambda x, p: block(p, x), params_argnums=1)(normal(32, 64), params())
