@@ -149,6 +149,15 @@ def test_what_is_swapped_is_chosen_by_operator_and_path(settings, swapped, skipp
     assert reasons == {op: {reason} for op, reason in skipped.items()}
 
 
+def test_modules_are_compressed_by_path():
+    exact, plain = jax.grad(loss)(PARAMS, X), lm.memory.saved_bytes(loss, PARAMS, X)
+    with lm.patch(compress=["second", "t*"], compress_dtype="int8") as report:
+        got = jax.jit(jax.grad(loss))(PARAMS, X)
+        assert lm.memory.saved_bytes(loss, PARAMS, X) < plain
+    assert report.swapped == {"compress": ["second", "third"]}
+    assert 0 < lm.gradient_distance(got, exact).error < 0.05
+
+
 class Gated(nn.Module):
     @nn.compact
     def __call__(self, x):
