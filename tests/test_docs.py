@@ -102,10 +102,6 @@ def test_every_public_name_is_on_the_api_page():
     assert names == {name for name in names if re.search(rf"(\.|lm\.){name}\b", text)}
 
 
-def test_readme_length():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
-
-
 RESULTS = sorted((ROOT / "examples" / "benchmarks" / "results").glob("*.json"))
 
 
@@ -186,18 +182,3 @@ def test_no_number_is_of_another_version(page):
     prose = page.read_text(encoding="utf-8")
     dates = re.findall(r"\b20\d\d-\d\d-\d\d\b", prose)
     assert not dates and not re.findall(r"(?:lowmembp_jax|[Vv]ersion) 0\.\d", prose)
-
-
-def test_the_pages_of_the_site():
-    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    docs = {str(page.relative_to(ROOT / "docs")) for page in pages()[1:]}
-    assert set(re.findall(r": (\S+\.md)$", site, re.MULTILINE)) == docs
-
-
-@each_page
-def test_no_empty_cells(page):
-    rows = re.findall(r"^\|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    heads = [number for number, row in enumerate(rows) if set(row) <= set("-:|")]
-    for number, row in enumerate(rows):
-        cells = row.split(" | ")[1:] if number + 1 in heads else row.split("|")
-        assert all(cell.strip() for cell in cells[1:]), f"{page.name}: {row}"
