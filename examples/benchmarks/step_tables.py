@@ -64,7 +64,8 @@ def main() -> None:
                 f"N(0, {sigma:g})": float(lm.derivative_error(function, one, sigma))
                 for sigma in SIGMAS
             }
-            rows.append({"relative error of the derivative": f"{name}, {label}", **errors})
+            bits = 2 if len(one.levels) == 4 else 4
+            rows.append({"derivative of": name, "table": label, "bits": bits, **errors})
     save("step_tables", rows=rows)
     draw("gelu_erf")
     print(markdown(rows))
