@@ -50,7 +50,9 @@ def planned(run):
 
 def test_devices(run):
     status, out, _ = run("devices")
-    assert status == 0 and all(name in out for name in (*lm.memory.DEVICES, "4,800 GB/s"))
+    assert status == 0 and all(
+        name in out for name in (*lm.memory.DEVICES, "139.81 GiB", "TPU v5e")
+    )
 
 
 def test_residuals(run, tmp_path):

@@ -234,26 +234,16 @@ class DevicesCommand:
         from lowmembp_jax.memory.devices import DEVICES, TPUS, get_gpu
         from lowmembp_jax.memory.result import aligned
 
-        head = ("name", "GPU", "memory", "usable at 0.75", "bandwidth")
-        head += ("bf16 or f16", "tf32", "products measured by")
-        rows = []
-        for device in map(get_gpu, DEVICES):
-            rates = device.matrix_flops
-            half, tf32 = rates.get("bf16", rates["f16"]), rates.get("f32")
-            rows.append((
-                device.name,
-                device.description,
-                format_bytes(device.memory_bytes),
-                format_bytes(device.usable_bytes()),
-                f"{device.bandwidth / 1e9:,.0f} GB/s",
-                f"{half / 1e12:,.0f} TFLOP/s",
-                "" if tf32 is None else f"{tf32 / 1e12:,.0f} TFLOP/s",
-                device.calibration.products_source,
-            ))  # fmt: skip
-        print("\n".join(aligned(head, *rows, left=("name", "GPU", head[-1]))))
-        tpus = [
-            (one.name, one.description, format_bytes(one.memory_bytes)) for one in TPUS.values()
+        size, head = format_bytes, ("name", "GPU", "memory", "usable at 0.75", "rates from")
+        gpus = [
+            (
+                *(one.name, one.description, size(one.memory_bytes), size(one.usable_bytes())),
+                str(one.calibration),
+            )
+            for one in map(get_gpu, DEVICES)
         ]
+        print("\n".join(aligned(head, *gpus, left=("name", "GPU", head[-1]))))
+        tpus = [(one.name, one.description, size(one.memory_bytes)) for one in TPUS.values()]
         print("\n".join(["", *aligned(("name", "TPU", "usable"), *tpus, left=("name", "TPU"))]))
         return 0
 
