@@ -1,7 +1,6 @@
 """The distance of an approximate gradient from the exact gradient."""
 
 import itertools
-import os
 import reprlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,8 +14,8 @@ from jaxtyping import Array, Float, PyTree
 
 from lowmembp_jax._arguments import as_array, check_function, is_inexact
 from lowmembp_jax._contexts import exact
-from lowmembp_jax._messages import is_framework
-from lowmembp_jax.compression.observing import Place, Stored, observed
+from lowmembp_jax._messages import users_line
+from lowmembp_jax.compression.observing import Stored, observed
 from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.saved_residuals.residuals import trained
 from lowmembp_jax.patching._patch import patch
@@ -180,16 +179,9 @@ def gradient_fidelity(
         why = f"\n{report}" if report.skipped else ": it calls nothing that they name"
         raise ValueError(f"gradient_fidelity: these settings of lm.patch swap nothing{why}")
     named: dict[str, Stored] = {}
-    for place, one in stored.items():
-        named.setdefault(_name(place), Stored()).add(one)
+    for (kind, frames), one in stored.items():
+        named.setdefault(f"{kind} {users_line(frames)}", Stored()).add(one)
     return replace(gradient_distance(got, want, depth), stored=named)
-
-
-def _name(place: Place) -> str:
-    """Names an array by its type and the line of the user's code that computes it."""
-    kind, lines = place
-    own = next(((file, line) for file, line in lines if not is_framework(file)), None)
-    return kind if own is None else f"{kind} {os.path.basename(own[0])}:{own[1]}"
 
 
 def _depth(function: str, depth: Any) -> int:
