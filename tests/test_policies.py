@@ -158,10 +158,7 @@ def test_offloading_composes():
 @pytest.mark.parametrize(
     ("policies", "words"),
     [
-        (
-            (OFFLOAD, offload(*lm.RESIDUAL_NAMES, to="unpinned_host")),
-            "name '.*'pinned_host'.*'unpinned_host'",
-        ),
+        ((OFFLOAD, UNPINNED), "name '.*'pinned_host'.*'unpinned_host'"),
         ((DOTS, MOVED), "dot_general .*Saveable and Offloadable"),
     ],
 )
