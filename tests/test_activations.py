@@ -116,20 +116,6 @@ class TestImplementations:
         bits = 4 if name.endswith("_4") else 2
         assert residuals(op(name, implementation), x) == [(f"uint{bits}", (16, 1000))]
 
-    def test_stacked_residuals_of_a_scan(self, implementation):
-        def loss(x):
-            return lax.scan(lambda x, _: (op("resilu2", implementation)(x), None), x, length=6)[
-                0
-            ].sum()
-
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((4, 1024), jnp.bfloat16))
-        forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-        stacked = [v.aval for v in forward.outvars if v.aval.ndim == 3]
-        assert [(str(a.dtype), a.shape) for a in stacked] == [("uint2", (6, 4, 1024))]
-        # What depends on no loop variable is computed ahead of the loop: nothing large may be.
-        large = [v.aval for v in forward.invars if v.aval.size > 128]
-        assert [(str(a.dtype), a.shape) for a in large] == [("bfloat16", (4, 1024))]
-
 
 ANY = lm.StepTable(thresholds=(-1.0, 1.0), levels=(0.0, 0.5, 2.0))
 NAMED = {

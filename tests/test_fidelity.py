@@ -68,7 +68,11 @@ def test_it_measures_the_model_as_it_is(problem):
     def with_gelu(params, x):
         return lm.gelu(x @ params["one"]["kernel"]) @ params["two"]["kernel"]
 
-    for approximate in (lm.compress(block), with_gelu):
+    def with_gate(params, x):
+        h = x @ params["one"]["kernel"]
+        return lm.swiglu(h, h, dtype="float8") @ params["two"]["kernel"]
+
+    for approximate in (lm.compress(block), with_gelu, with_gate):
         found = lm.gradient_fidelity(loss(approximate), params, x)
         assert 0.003 < found.error < 0.5 and "relative error" in str(found)
     found = lm.gradient_fidelity(loss(block), params, x)
@@ -90,22 +94,6 @@ def test_inside_exact_nothing_approximates(problem):
         assert lm.gradient_distance(patched(params, x), exact).error < 1e-6
     assert lm.gradient_distance(approximate, exact).error > 0.01
     assert lm.gradient_distance(patched(params, x), exact).error > 0.01  # traced again outside
-
-
-@pytest.mark.parametrize(
-    ("ours", "plain"),
-    [
-        (lm.silu, jax.nn.silu),
-        (lambda x: lm.swiglu(x, x, dtype=jnp.int8), lambda x: jax.nn.silu(x) * x),
-        (lm.compress(jnp.tanh, params_argnums=()), jnp.tanh),
-    ],
-)
-def test_inside_exact_operators_are_exact(ours, plain):
-    x = normal(256, 32)
-    with lm.exact():
-        got = jax.grad(lambda x: jnp.sum(ours(x) ** 2))(x)
-    exact = jax.grad(lambda x: jnp.sum(plain(x) ** 2))(x)
-    assert lm.gradient_distance(got, exact).error < 1e-6
 
 
 def test_it_reports_what_each_stored_array_lost():
