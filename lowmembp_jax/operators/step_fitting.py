@@ -12,60 +12,59 @@ from jaxtyping import Array, ArrayLike
 from lowmembp_jax._arguments import as_choice, as_flag, check_function, real_array
 from lowmembp_jax.operators.codes import StepTable
 
-_NODES = 64
 
-
-def fit_values(function: Callable[[Array], Array], count: int) -> StepTable:
+def _fit_values(function: Callable[[Array], Array], count: int) -> StepTable:
     """Returns the derivative of the h that minimizes the integral of (f - h)^2.
 
     h(x) = sum a_i relu(x - c_i) is 0 below all c. With sum a = 1 and sum a c = 0, it is x above
     all c.
     """
+    from scipy import optimize  # takes half a second
+
     end = _end(function)
     if count == 1:  # the constraints leave only the ReLU
         return StepTable((0.0,), (0.0, 1.0))
-    nodes, node_weights = np.polynomial.legendre.leggauss(_NODES)
-    values = jax.vmap(jax.vmap(function))
+    nodes, node_weights = np.polynomial.legendre.leggauss(64)
 
     def error(c):
         """Returns the integral of (f - h)^2 for the best a, and this a."""
         edges = jnp.concatenate([jnp.array([-end]), c, jnp.array([end])])
         half = jnp.diff(edges)[:, None] / 2
         x = edges[:-1, None] + half * (nodes[None] + 1)
-        w, f = half * node_weights[None], values(x)
-        ramps = jax.nn.relu(x[1:-1, :, None] - c[None, None])
-        matrix = jnp.einsum("ij,ijk,ijl->kl", w[1:-1], ramps, ramps)
+        w, f = half * node_weights[None], jax.vmap(jax.vmap(function))(x)
+        ramps = jax.nn.relu(x[..., None] - c[None, None])
+        weighted = w[1:-1, :, None] * ramps[1:-1]
         constraints = jnp.stack([jnp.ones_like(c), c])
-        system = jnp.block([[matrix, constraints.T], [constraints, jnp.zeros((2, 2))]])
-        known = jnp.einsum("ij,ijk,ij->k", w[1:-1], ramps, f[1:-1])
+        products = jnp.einsum("ijk,ijl->kl", weighted, ramps[1:-1])
+        system = jnp.block([[products, constraints.T], [constraints, jnp.zeros((2, 2))]])
+        known = jnp.einsum("ijk,ij->k", weighted, f[1:-1])
         a = jnp.linalg.solve(system, jnp.concatenate([known, jnp.array([1.0, 0.0])]))[:count]
-        inner = jnp.sum(w[1:-1] * jnp.square(f[1:-1] - ramps @ a))
-        below, above = jnp.sum(w[0] * f[0] ** 2), jnp.sum(w[-1] * (f[-1] - x[-1]) ** 2)
-        return inner + below + above, a
+        return jnp.sum(w * jnp.square(f - (ramps @ a).at[-1].set(x[-1]))), a
 
-    value = jax.jit(error)
-    derivatives = jax.jit(
-        lambda c: (jax.grad(lambda c: error(c)[0])(c), jax.hessian(lambda c: error(c)[0])(c))
-    )
+    with_gradient = jax.jit(jax.value_and_grad(error, has_aux=True))
+    hessian = jax.jit(jax.hessian(lambda c: error(c)[0]))
 
-    def descend(c):
-        """Minimizes the error with the Levenberg-Marquardt method."""
-        damping, best = 1e-3, value(c)[0]
-        for _ in range(200):
-            gradient, hessian = derivatives(c)
-            scale = jnp.diag(jnp.abs(jnp.diag(hessian)) + 1e-12)
-            step = jnp.linalg.solve(hessian + damping * scale, gradient)
-            lower = value(c - step)[0] if (jnp.diff(c - step) > 0).all() else jnp.inf
-            damping = damping / 4 if lower <= best else damping * 8
-            if lower <= best:
-                c, best = c - step, lower
-            if jnp.abs(step).max() < 1e-13 or damping > 1e15:
-                break
-        return best, c
+    def ordered_error(c):
+        if (np.diff(c) <= 0).any():
+            return np.inf, np.zeros_like(c)
+        (value, _), gradient = with_gradient(c)
+        return float(value), np.asarray(gradient)
 
-    found = [descend(jnp.asarray(c)) for c in _starts(function, end, count)]
-    c = min(found, key=lambda each: each[0])[1]
-    inner = jnp.cumsum(value(c)[1][:-1])
+    # The error has several minima. 2/5 is the density of the best knots of a piecewise linear
+    # function where f bends little between two knots.
+    x = np.linspace(-end, end, 4001)
+    bends = np.abs(np.asarray(jax.vmap(jax.grad(jax.grad(function)))(jnp.asarray(x))))
+    shares = [np.cumsum(bends**power) for power in (0.2, 0.3, 0.4, 0.5, 0.7)]
+    middles = (np.arange(count) + 0.5) / count
+    found = [
+        optimize.minimize(
+            ordered_error, np.interp(middles * share[-1], share, x), jac=True,
+            hess=lambda c: np.asarray(hessian(c)), method="trust-exact", options={"gtol": 1e-14},
+        )
+        for share in shares
+    ]  # fmt: skip
+    c = min(found, key=lambda each: each.fun).x
+    inner = jnp.cumsum(error(c)[1][:-1])
     return StepTable(tuple(map(float, c)), (0.0, *map(float, inner), 1.0))
 
 
@@ -79,26 +78,6 @@ def _end(function: Callable[[Any], Any]) -> float:
         f"fit_step_table: function: expected a function that goes to 0 at -inf and to x at +inf, "
         f"got {function!r}; objective='derivative' has no such condition"
     )
-
-
-def _starts(function, end: float, count: int) -> list[np.ndarray]:
-    """Returns several initial thresholds, because the error has several minima.
-
-    f bends mostly near 0, so most thresholds start there.
-    """
-    x = np.linspace(-end, end, 4001)
-    bends = np.abs(np.asarray(jax.vmap(jax.grad(jax.grad(function)))(jnp.asarray(x))))
-    starts = []
-    # 2/5 is the density of the best knots of a piecewise linear function.
-    for power in (0.2, 0.4, 1.0):
-        share = np.cumsum(bends**power)
-        at = np.searchsorted(share, share[-1] * (np.arange(count) + 0.5) / count)
-        starts.append(x[at] + 1e-6 * np.arange(count))
-    error = np.abs(np.asarray(jax.vmap(function)(jnp.asarray(x))) - np.maximum(x, 0))
-    for part in (0.2, 0.03, 0.005):
-        inside = x[error > part * error.max()]
-        starts.append(np.linspace(inside[0], inside[-1], count))
-    return starts
 
 
 #: The standard deviation of x for each number of bits: the best for a real model's gradient.
@@ -153,7 +132,7 @@ def fit_step_table(
     unbiased = as_flag(unbiased, f"{owner}unbiased")
     with jax.enable_x64(True):
         if objective == "function":
-            return fit_values(function, 2**bits - 1)
+            return _fit_values(function, 2**bits - 1)
         weight = WEIGHTS[bits] if weight is None else weight
         x, w = _weighted(weight)
         derivative = jax.jit(jax.vmap(jax.grad(function)))
