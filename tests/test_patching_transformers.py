@@ -1,5 +1,6 @@
 """lm.patch on models of third parties: the Flax models of Hugging Face transformers."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -91,6 +92,31 @@ def test_model(name):
         assert 1e-3 < error(patched_grads, grads) < (0.6 if name == "GPT2" else 0.15)
     # Measured: 57 to 63%, Llama 70%. What attention keeps is as before.
     assert patched_bytes < (0.72 if name == "Llama" else 0.66) * plain_bytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["Gemma", "Llama", "LongT5", "Mistral", "T5"])
+def test_rms_norms_keep_their_values(name, dtype):
+    low = name.lower()
+    file = importlib.import_module(f"transformers.models.{low}.modeling_flax_{low}")
+    if "T5" in name:
+        norm = vars(file)[f"Flax{name}LayerNorm"](8, dtype)
+    else:
+        config = getattr(transformers, f"{name}Config")(hidden_size=8, rms_norm_eps=1e-2)
+        norm = vars(file)[f"Flax{name}RMSNorm"](config, dtype)
+    x, params = normal(3, 8, dtype=dtype), {"params": {"weight": normal(8, key=1)}}
+
+    def output_and_gradients(params, x):
+        y, vjp = jax.vjp(norm.apply, params, x)
+        return y, vjp(jnp.cos(y))
+
+    plain = jax.jit(output_and_gradients)(params, x)
+    with lm.patch() as report:
+        patched = jax.jit(output_and_gradients)(params, x)
+    assert report.swapped == {"rms_norm": [""]}
+    for got, want in zip(*map(jax.tree.leaves, (patched, plain)), strict=True):
+        assert got.dtype == want.dtype
+        assert error(got, want) < (2e-2 if dtype == jnp.bfloat16 else 1e-6)
 
 
 def test_bfloat16_llama_shares_its_norms():

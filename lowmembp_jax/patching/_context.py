@@ -32,7 +32,6 @@ from lowmembp_jax.patching._calling_modules import (
 )
 from lowmembp_jax.patching._checkpoints import compressed_vjp
 from lowmembp_jax.patching._function_bodies import exchanged
-from lowmembp_jax.patching._recognized_norms import RecognizedNorm, recognize
 from lowmembp_jax.patching._replacements import (
     class_name,
     linen_norm,
@@ -59,21 +58,8 @@ class _Entry:
     left: bool = False
     compressing: str | None = None
     called: dict[str, None] = field(default_factory=dict)  # the paths of modules
-    asleep: bool = False
     differentiating: bool = False
     nnx_root: nnx.Module | None = None
-
-    def norm(self, context, args, kwargs) -> tuple[str | None, RecognizedNorm | None]:
-        """Which norm a module's call computes, and the recognized norm if it is not Flax's."""
-        op = linen_norm(context)
-        if op or len(args) != 1 or kwargs or not self.settings.ops.intersection(NORMS):
-            return op, None
-        self.asleep = True  # `recognize` calls the module, and must not be intercepted
-        try:
-            known = recognize(context.module, args[0])
-        finally:
-            self.asleep = False
-        return (None if known is None else NORMS[not known.center]), known
 
     @property
     def place(self) -> str:
@@ -149,7 +135,7 @@ _trace_context = jax.make_user_context(None)
 
 def _intercept(entry: _Entry, next_fun, args, kwargs, context):
     # If patches are nested, the innermost one decides.
-    if _of_thread.entries[-1] is not entry or entry.asleep or is_exact():
+    if _of_thread.entries[-1] is not entry or is_exact():
         return next_fun(*args, **kwargs)
     module, settings, outer = context.module, entry.settings, entry.module
     entry.module = module
@@ -160,10 +146,10 @@ def _intercept(entry: _Entry, next_fun, args, kwargs, context):
         if is_call and settings.compresses(entry.place) and entry.compressing is None:
             entry.seen("compress", None)
             return _compressed_call(entry, module, args, kwargs)
-        op, known = entry.norm(context, args, kwargs) if is_call else (None, None)
+        op = linen_norm(context) if is_call else None
         reason = op and settings.why_not(op, entry.place)
         if op in settings.ops and not reason:
-            swap_linen_norm(context, known, entry.seen, settings)
+            swap_linen_norm(context, entry.seen, settings)
         out = next_fun(*args, **kwargs)
         op = op or (named_norm(module) if is_call else None)
         if op in settings.ops and entry.place not in entry.report.swapped.get(op, ()):

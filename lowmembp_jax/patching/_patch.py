@@ -46,9 +46,8 @@ def patch(
       raises JAX's error for `custom_vjp`.
     - `nn.LayerNorm` becomes `lm.MSLayerNorm`, `nn.RMSNorm` becomes `lm.MSRMSNorm`, and
       `nnx.LayerNorm` and `nnx.RMSNorm` become the norms of `lm.nnx`, even if a subclass calls them.
-      Linen modules under other names are tried on random numbers while they are traced, and
-      swapped if they compute one of the two norms, as in the Llama, Gemma and T5 of
-      `transformers`. Norms with an `axis_name` are not swapped.
+      The RMSNorms of Llama, Mistral, Gemma, T5 and LongT5 in `transformers` are swapped, too. Other
+      classes and norms with an `axis_name` are not.
 
     Operators whose swap would not save memory are left alone. The report gives the reason. An
     activation whose output is multiplied by another Dense's, as in a SwiGLU, is recomputed exactly

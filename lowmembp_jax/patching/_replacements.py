@@ -24,7 +24,6 @@ from lowmembp_jax.linen import MSLayerNorm, MSRMSNorm
 from lowmembp_jax.nnx import apply_norm
 from lowmembp_jax.operators.activations import gelu, silu
 from lowmembp_jax.operators.norms import ms_layer_norm, ms_rms_norm
-from lowmembp_jax.patching._recognized_norms import RecognizedNorm
 from lowmembp_jax.patching._settings import Settings
 
 #: Takes the operator, the reason why the original runs (None if it is swapped), and then the plain
@@ -62,6 +61,14 @@ _LINEN = {
     for op, row in TABLE.items()
     if row.linen
 }
+# RMSNorms of transformers, and what they add to their weight.
+_FOREIGN = {
+    f"transformers.models.{name.lower()}.modeling_flax_{name.lower()}.Flax{name}{kind}": offset
+    for name, kind, offset in (
+        ("Gemma", "RMSNorm", 1), ("Llama", "RMSNorm", 0), ("LongT5", "LayerNorm", 0),
+        ("Mistral", "RMSNorm", 0), ("T5", "LayerNorm", 0),
+    )
+}  # fmt: skip
 #: Only activations have these words in their names.
 _ACTIVATIONS = ("gelu", "silu", "swish", "mish")
 _OTHER_NORMS = ("Batch", "Group", "Instance", "Spectral", "Weight")
@@ -139,8 +146,13 @@ def own_activations(module: nn.Module) -> dict[str, str]:
 
 
 def linen_norm(context: Any) -> str | None:
-    """ "layer_norm" or "rms_norm" if a call runs the `__call__` of one of Flax's norms."""
-    return _LINEN.get(context.orig_method.func, (None,))[0]
+    """ "layer_norm" or "rms_norm" if a call runs the `__call__` of a norm that can be swapped."""
+    original = context.orig_method.func
+    return _LINEN.get(original, ("rms_norm" if _class_of(original) in _FOREIGN else None,))[0]
+
+
+def _class_of(method: Callable) -> str:
+    return f"{method.__module__}.{method.__qualname__}".removesuffix(".__call__")
 
 
 def named_norm(module: nn.Module) -> str | None:
@@ -180,22 +192,15 @@ def _op_of_name(cls: type) -> str | None:
     return None
 
 
-def swap_linen_norm(
-    context: Any, known: RecognizedNorm | None, seen: Seen, settings: Settings
-) -> None:
+def swap_linen_norm(context: Any, seen: Seen, settings: Settings) -> None:
     """Swaps the function that a call of a norm runs. The call then calls `seen`.
 
     Flax makes a partial for each call, which runs after all interceptors have seen the call. This
     replaces the function of that partial.
-
-    Args:
-      known: the recognized norm, if the module is not one of Flax's norms.
     """
     original = context.orig_method.func
-    if known is None:
-        run = partial(_linen_norm, original, seen, settings)
-    else:
-        run = partial(_recognized_norm, known, seen, settings)
+    swap = _linen_norm if original in _LINEN else _foreign_norm
+    run = partial(swap, original, seen, settings)
     context.orig_method.__setstate__((run, context.orig_method.args, {}, None))
 
 
@@ -219,20 +224,16 @@ def _linen_norm(original, seen, settings, module, x, **mask):
     return inspect.unwrap(ours.__call__)(swapped, x, **mask)
 
 
-def _recognized_norm(norm: RecognizedNorm, seen, settings, module, x):
-    op = "layer_norm" if norm.center else "rms_norm"
-    given = {"epsilon": norm.epsilon, "dtype": settings.norm_dtype or norm.dtype}
-    given |= {"residual": settings.norm_residual}
+def _foreign_norm(original, seen, settings, module, x):
+    dtype = settings.norm_dtype or jax.eval_shape(partial(original, module), x).dtype
+    epsilon = module.eps if hasattr(module, "eps") else module.epsilon
 
     def ours(variables, x):
-        params = variables["params"]
-        trained = [params[norm.scale] + norm.offset]
-        if norm.center:
-            trained.append(None if norm.bias is None else params[norm.bias])
-        return TABLE[op].ours(x, *trained, **given)
+        scale = variables["params"]["weight"] + _FOREIGN[_class_of(original)]
+        return ms_rms_norm(x, scale, epsilon=epsilon, dtype=dtype, residual=settings.norm_residual)
 
     variables = {"params": dict(module.variables["params"])}
-    seen(op, None, module.clone(parent=None).apply, ours, variables, x)
+    seen("rms_norm", None, module.clone(parent=None).apply, ours, variables, x)
     return ours(variables, x)
 
 
