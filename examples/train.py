@@ -184,15 +184,14 @@ def train(config: Config) -> None:
     examples = checkpoints.example_inputs(family, sizes)
     key, lora_key = jax.random.split(jax.random.key(config.seed))
     if params is None:
-        params = jax.jit(lambda key: model.init(key, *examples)["params"])(key)
+        params = jax.device_get(jax.jit(lambda key: model.init(key, *examples)["params"])(key))
     params = jax.tree.map(lambda x: x.astype(param_dtype), params)
     model = apply_lora(model, config.train, config.rank, config.alpha)
     if config.train != "full":
         params = add_lora(model, params, lora_key, *examples)
-    trained, frozen = (
-        jax.device_put(part, training.shardings(part, mesh))
-        for part in partition(params, config.train)
-    )
+    # Each device gets only its part.
+    trained, frozen = partition(jax.device_get(params), config.train)
+    trained, frozen = (jax.device_put(x, training.shardings(x, mesh)) for x in (trained, frozen))
     count = sum(x.size for x in jax.tree.leaves(trained))
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}, {dict(mesh.shape)}"
     print(f"data: {task.source}; {len(task.train):,} train, {len(task.dev):,} dev")
