@@ -63,7 +63,6 @@ __all__ = [
     "ms_layer_norm",
     "ms_rms_norm",
     "nnx",
-    "pack_2bit",
     "patch",
     "products_saveable",
     "regelu2",
@@ -75,7 +74,6 @@ __all__ = [
     "target_platform",
     "tile_module",
     "tiled",
-    "unpack_2bit",
     "update_in_backward",
 ]
 

@@ -51,10 +51,7 @@ FUNCTIONS = {
         hidden=X, kernel=KERNEL, labels=LABELS, bias=jnp.ones(16), temperature=1.0,
         logit_soft_cap=1.0, tile_bytes=2**20,
     ),
-    lm.fit_step_table: dict(
-        function=jnp.tanh, bits=2, objective="derivative", weight=1.0, keep_limits=False,
-        unbiased=False,
-    ),
+    lm.fit_step_table: dict(function=jnp.tanh, bits=2, objective="derivative", weight=1.0),
     lm.derivative_error: dict(function=jnp.tanh, table=lm.REGELU2_TABLE, weight=1.0),
     lm.compress: dict(
         fun=block, dtype="float8", policy=lm.products_saveable, params_argnums=0, static_argnums=1,
@@ -72,8 +69,6 @@ FUNCTIONS = {
     lm.master_weights: dict(optimizer=optax.sgd(0.1)),
     lm.merge_norm_affine: dict(params=TREE, rules={"norm": "dense"}),
     lm.gradient_distance: dict(got=TREE, exact=TREE, depth=1),
-    lm.pack_2bit: dict(codes=jnp.zeros(16, jnp.uint8)),
-    lm.unpack_2bit: dict(packed=jnp.zeros(4, jnp.uint8), size=16),
     lm.memory.saved_bytes: dict(argnums=0),
     lm.target_platform: dict(platform="gpu"),
     lm.patch: dict(
@@ -90,7 +85,7 @@ MEANINGFUL = {
     *[("linear_cross_entropy", name) for name in ("ignore_index", "weights")],
     *[("compress", name) for name in ("params_argnums", "static_argnums")],
     ("compress_checkpoints", "params_argnums"),
-    ("pack_2bit", "codes"), ("compress_module", "static_argnums"),
+    ("compress_module", "static_argnums"),
 }  # fmt: skip
 
 ROOT = lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0)  # noqa: E731
@@ -137,7 +132,6 @@ REFUSED = [
     (lm.fit_step_table, (jnp.log,), {}, ValueError, "function: .* value"),
     (lm.fit_step_table, (ROOT,), {}, ValueError, "function: .* derivative"),
     (lm.fit_step_table, (jnp.tanh,), {"objective": "function"}, ValueError, "function"),
-    (lm.fit_step_table, (jnp.square,), {"keep_limits": True}, ValueError, "keep_limits"),
     (lm.patch, (), {"activations": False, "norms": False}, ValueError, "activations.*norms"),
     (lm.patch, (True,), {}, TypeError, "function: .*got True.*settings by name"),
     (COMPRESS, (block,), {"dtype": jnp.float16}, ValueError, "dtype: .*int8.*, got .*float16"),

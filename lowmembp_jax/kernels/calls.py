@@ -57,7 +57,7 @@ def activation_backward(codes: Array, g: Array, table: StepTable, implementation
     each = 8 // jnp.iinfo(table.dtype).bits  # codes in a byte
 
     def local(codes, g):
-        # A bitcast, because `custom_partitioning` refuses constants, which `pack_2bit` has.
+        # A bitcast, because `custom_partitioning` refuses constants, such as shifts.
         flat = codes.reshape(codes.size)
         if unused := -flat.size % each:
             flat = lax.pad(flat, table.dtype.type(0), [(0, unused, 0)])

@@ -6,8 +6,6 @@ from lowmembp_jax.operators.activations import resilu2 as resilu2
 from lowmembp_jax.operators.activations import silu as silu
 from lowmembp_jax.operators.activations import step_activation as step_activation
 from lowmembp_jax.operators.codes import StepTable as StepTable
-from lowmembp_jax.operators.codes import pack_2bit as pack_2bit
-from lowmembp_jax.operators.codes import unpack_2bit as unpack_2bit
 from lowmembp_jax.operators.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmembp_jax.operators.gated_units import geglu as geglu
 from lowmembp_jax.operators.gated_units import swiglu as swiglu

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from lowmembp_jax._arguments import as_choice, as_flag, check_function, real_array
+from lowmembp_jax._arguments import as_choice, check_function, real_array
 from lowmembp_jax.operators.codes import StepTable
 
 
@@ -91,8 +91,6 @@ def fit_step_table(
     *,
     objective: Literal["derivative", "function"] = "derivative",
     weight: ArrayLike | None = None,
-    keep_limits: bool = False,
-    unbiased: bool = False,
 ) -> StepTable:
     """Fits the step function with 2^bits levels that is nearest to an activation's derivative.
 
@@ -110,10 +108,6 @@ def fit_step_table(
         sample of a real model's pre-activations, `[n]`. None is 1, or 2 for 4 bits. With a
         deviation of 1, the outermost levels of 4 bits are far off in a range where real models have
         values (docs/activations.md).
-      keep_limits: the first and the last level are the limits of f' at -inf and +inf, such as 0 and
-        1 for GELU, instead of the means of f' beyond the outer thresholds.
-      unbiased: the weighted means of s and f' are equal. Without `keep_limits` they are equal
-        anyway. With it, `unbiased` shifts the other levels by the difference.
 
     Returns:
       2^bits - 1 thresholds and one more level, from dynamic programming on a grid, then refined.
@@ -121,15 +115,12 @@ def fit_step_table(
 
     Raises:
       ValueError: bits or objective is unknown; the weight is neither a positive number nor a finite
-        sample; f or its derivative is not finite; for "function", f does not go to 0 and x; for
-        `keep_limits`, f' has no finite limits.
+        sample; f or its derivative is not finite; for "function", f does not go to 0 and x.
     """
     owner = "fit_step_table: "
     check_function(function, f"{owner}function")
     bits = as_choice(bits, f"{owner}bits", (1, 2, 4))
     objective = as_choice(objective, f"{owner}objective", ("derivative", "function"))
-    keep_limits = as_flag(keep_limits, f"{owner}keep_limits")
-    unbiased = as_flag(unbiased, f"{owner}unbiased")
     with jax.enable_x64(True):
         if objective == "function":
             return _fit_values(function, 2**bits - 1)
@@ -143,12 +134,9 @@ def fit_step_table(
                     f"fit_step_table: function: expected a finite {what}, got {function!r}, whose "
                     f"{what} at {x[~np.isfinite(numbers)][0]} is not finite"
                 )
-        costs = _Costs(w, slope, _limits(derivative, function) if keep_limits else (None, None))
+        costs = _Costs(w, slope)
         cuts = _cuts(costs, 2**bits)
         levels = costs.levels(cuts)
-        if unbiased and keep_limits and len(levels) > 2:
-            weights = np.add.reduceat(w, cuts[:-1])
-            levels[1:-1] += (w @ slope - weights @ levels) / weights[1:-1].sum()
         different = np.abs(np.diff(levels)) > 1e-9
         if not different.any():
             raise ValueError(
@@ -199,48 +187,22 @@ def _weighted(weight: ArrayLike):
     return x, np.ones(x.size)
 
 
-def _limits(derivative, function) -> tuple[float, float]:
-    """The limits of the derivative at -inf and +inf."""
-    near, far = (np.asarray(derivative(end * np.array([-1.0, 1.0]))) for end in (1e3, 1e4))
-    if not np.allclose(near, far, rtol=0, atol=1e-6):
-        raise ValueError(
-            f"fit_step_table: keep_limits: expected a function whose derivative has limits at -inf "
-            f"and +inf, got {function!r}, whose derivative is {far[0]:.6g} at -1e4 and "
-            f"{far[1]:.6g} at 1e4"
-        )
-    return float(far[0]), float(far[1])
-
-
 class _Costs:
-    """Squared errors of one level for the points from i up to j.
+    """Squared errors of one level for the points from i up to j."""
 
-    `ends` may fix the first and the last level.
-    """
-
-    def __init__(self, w, d, ends):
-        self.w, self.d, self.ends = w, d, ends
+    def __init__(self, w, d):
+        self.w, self.d = w, d
         self.sums = [np.concatenate([[0], np.cumsum(w * d**k)]) for k in range(3)]
 
     def levels(self, cuts) -> np.ndarray:
         """The best levels, from averages: differences of sums round too much in the tails."""
         parts = itertools.pairwise(cuts)
-        levels = np.array([np.average(self.d[i:j], weights=self.w[i:j]) for i, j in parts])
-        first, last = self.ends
-        levels[0] = levels[0] if first is None else first
-        levels[-1] = levels[-1] if last is None else last
-        return levels
+        return np.array([np.average(self.d[i:j], weights=self.w[i:j]) for i, j in parts])
 
     def between(self, i, j):
         w, wd, wdd = (s[j] - s[i] for s in self.sums)
-        level = self._level(i, j)
-        return wdd - 2 * level * wd + level**2 * w
-
-    def _level(self, i, j):
-        w, wd, _ = (s[j] - s[i] for s in self.sums)
         level = np.divide(wd, w, out=np.zeros_like(wd), where=w > 0)
-        first, last = self.ends
-        level = level if first is None else np.where(i == 0, first, level)
-        return level if last is None else np.where(j == len(self.sums[0]) - 1, last, level)
+        return wdd - 2 * level * wd + level**2 * w
 
 
 def _cuts(costs: _Costs, levels: int) -> np.ndarray:
