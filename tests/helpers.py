@@ -95,6 +95,16 @@ def temporaries(function, *args, **options) -> int:
     return lm.memory.compile_for(function, *args, **options).memory_analysis().temp_size_in_bytes
 
 
+def update_step(optimizer):
+    """A step of an optimizer, of parameters, state and gradients."""
+
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def whole_cross_entropy(hidden, kernel, labels):
     """The mean loss of whole logits, as users compute it."""
     logits = (hidden @ kernel).astype(jnp.float32)
