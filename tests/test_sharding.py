@@ -305,28 +305,19 @@ def test_losses_of_uneven_shards(
     assert_as_on_one_device(run, args, specs, mesh_of(*sizes), way)
 
 
-OPERATORS = {
-    "layer norm": (lm.ms_layer_norm, 2),
-    "rms norm": (lm.ms_rms_norm, 1),
-    "regelu2": (lm.regelu2, 0),
-    "silu": (partial(lm.silu, bits=4), 0),
-    "swiglu": (lambda x, **how: lm.swiglu(x, jnp.cos(x), **how), 0),
-}
-
-
 # JAX frees the callbacks of Triton's interpreter in a partitioned function before they run.
 @pytest.mark.parametrize(
     ("name", "implementation", "sizes", "way", "over", "shape"),
     [
-        ("layer norm", "pallas_interpret", (2, 4), "[:, :-1]", XY, (3, 9, 33)),
-        ("rms norm", "xla", (8,), "constraint", (None, "x"), (2, 257, 16)),
+        ("layer_norm_affine", "pallas_interpret", (2, 4), "[:, :-1]", XY, (3, 9, 33)),
+        ("rms_norm_affine", "xla", (8,), "constraint", (None, "x"), (2, 257, 16)),
         ("regelu2", "pallas_interpret", (3,), "constraint", ("x", None), (1, 7, 24)),
         ("silu", "xla", (2, 3), "[:, 1:]", (None, XY), (3, 9, 33)),
         ("swiglu", "pallas_interpret", (4, 2), "[:, 1:]", (None, "y"), (1, 7, 24)),
     ],
 )
 def test_operators_of_uneven_shards(name, implementation, sizes, way, over, shape):
-    op, count = OPERATORS[name]
+    op, _, count = (OPS | {"silu": (partial(lm.silu, bits=4), nn.silu, 0)})[name]
     args = [normal(*shape), *(1 + normal(shape[-1], key=i) / 4 for i in range(count))]
     specs = [(*over, None), *[(None,)] * count]
     run = partial(op, implementation=implementation)
