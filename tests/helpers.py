@@ -72,6 +72,14 @@ def initial(module: Any, *inputs: Any) -> Any:
     return jax.tree.unflatten(structure, near)
 
 
+def in_float64(function, *args):
+    """NumPy arrays of what `function` returns for the arguments in float64."""
+    # NumPy keeps subnormal numbers, and XLA does not.
+    wide = lambda x: np.float64(x) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, jax.jit(function)(*jax.tree.map(wide, args)))
+
+
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     """An abstract array, for a program that is compiled and not run."""
     return jax.ShapeDtypeStruct(shape, dtype)

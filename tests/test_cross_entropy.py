@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import integers, normal
+from helpers import in_float64, integers, normal
 
 import lowmembp_jax as lm
 
@@ -41,14 +41,6 @@ def reference(hidden, kernel, labels, bias=None, weights=None, reduction="mean",
     if reduction != "none":
         loss = loss.sum() / (w.sum() if reduction == "mean" else 1)
     return (loss, jnp.where(valid, lse, 0)) if options.get("return_logsumexp") else loss
-
-
-def in_float64(function, *args, **kwargs):
-    """NumPy arrays of what `function` returns for the arguments in float64."""
-    with jax.enable_x64(True):
-        wide = lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-        args, kwargs = jax.tree.map(lambda x: wide(jnp.asarray(x)), (args, kwargs))
-        return jax.tree.map(np.asarray, jax.jit(function)(*args, **kwargs))
 
 
 def assert_close(got, want, tolerance=2e-6):
