@@ -158,18 +158,16 @@ def training_step(method: str, train: str, scan: bool, layers: int):
     return jax.value_and_grad(loss), (trained, frozen, x)
 
 
-def peak_bytes(method: str, train: str, scan: bool, layers: int, **compile_args) -> int:
+def peak_bytes(method: str, train: str, scan: bool, layers: int) -> int:
     """Returns the peak of temporaries, in bytes, from XLA's buffer assignment.
 
     It excludes arguments and outputs.
     """
     step, abstract = training_step(method, train, scan, layers)
-    return temporaries(step, *abstract, **compile_args)
+    return temporaries(step, *abstract)
 
 
-def block_units(
-    method: str, train: str, scan: bool, layers: tuple[int, int] = (2, 4), **compile_args
-) -> float:
+def block_units(method: str, train: str, scan: bool, layers: tuple[int, int]) -> float:
     """Returns how much one more block adds to the peak, in units of tokens x hidden x 2 bytes."""
-    fewer, more = (peak_bytes(method, train, scan, n, **compile_args) for n in layers)
+    fewer, more = (peak_bytes(method, train, scan, n) for n in layers)
     return (more - fewer) / (layers[1] - layers[0]) / UNIT

@@ -72,6 +72,14 @@ def initial(module: Any, *inputs: Any) -> Any:
     return jax.tree.unflatten(structure, near)
 
 
+def in_float64(function, *args):
+    """NumPy arrays of what `function` returns for the arguments in float64."""
+    # NumPy keeps subnormal numbers, and XLA does not.
+    wide = lambda x: np.float64(x) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, jax.jit(function)(*jax.tree.map(wide, args)))
+
+
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     """An abstract array, for a program that is compiled and not run."""
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -93,6 +101,16 @@ def offload(*names: str, to: str = "pinned_host"):
 def temporaries(function, *args, **options) -> int:
     """Bytes of the temporaries of a compiled program at its peak."""
     return lm.memory.compile_for(function, *args, **options).memory_analysis().temp_size_in_bytes
+
+
+def update_step(optimizer):
+    """A step of an optimizer, of parameters, state and gradients."""
+
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def whole_cross_entropy(hidden, kernel, labels):

@@ -1,21 +1,18 @@
 """What tests over meshes use: the collectives of a compiled program."""
 
-import math
-import re
 from collections import Counter
 
-_KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+from lowmembp_jax.memory.parsing import hlo_text
+
+_KINDS = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
 
 
-def _found(compiled) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The kind of each collective, and dtypes and dimensions of its results."""
-    found = []
-    for shapes, kind, start in re.findall(rf"= (.*?) ({_KINDS})(-start)?\(", compiled.as_text()):
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-        if start and (kind != "all-reduce" or shapes.startswith("((")):  # operands, then results
-            arrays = arrays[len(arrays) // 2 :]
-        found.append((kind, arrays))
-    return found
+def _found(compiled) -> list[tuple[str, int]]:
+    """The kind of each collective, and the bytes of its results."""
+    computations = hlo_text.parse(compiled.as_text()).computations.values()
+    every = [one for computation in computations for one in computation.instructions.values()]
+    kinds = [(one.opcode.removesuffix("-done"), one) for one in every]
+    return [(kind, sum(s.bytes for s in one.shapes)) for kind, one in kinds if kind in _KINDS]
 
 
 def collectives(compiled) -> Counter[str]:
@@ -26,8 +23,6 @@ def collectives(compiled) -> Counter[str]:
 def exchanged(compiled) -> Counter[str]:
     """Bytes of the results of the collectives of each kind."""
     size = Counter()
-    for kind, arrays in _found(compiled):
-        for dtype, dims in arrays:
-            bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-            size[kind] += bits * math.prod(int(one) for one in dims.split(",") if one) // 8
+    for kind, count in _found(compiled):
+        size[kind] += count
     return size

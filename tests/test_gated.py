@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, assert_close, optimized_jit, saved_residuals, temporaries
+from helpers import array, assert_close, in_float64, optimized_jit, saved_residuals, temporaries
 from jax import P, lax
 
 import lowmembp_jax as lm
@@ -53,12 +53,6 @@ def run(op, *args):
     return jax.jit(partial(results, op))(*args)
 
 
-def in_float64(name, *arrays):
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.float64(a)) for a in arrays]
-        return [np.asarray(r) for r in run(unfused(name, "float64"), *wide)]
-
-
 def inputs(shape, dtype="float32", scale=4.0):
     """gate, up and a cotangent."""
     return [(scale * helpers.normal(*shape, key=key)).astype(dtype) for key in range(3)]
@@ -77,7 +71,7 @@ class TestImplementations:
         gate = jnp.linspace(-12, 12, 2401).astype(dtype)
         _, up, g = inputs(gate.shape, dtype)
         got = optimized_jit(partial(results, op(name, implementation)))(gate, up, g)
-        want = in_float64(name, gate, up, g)
+        want = in_float64(partial(results, unfused(name, "float64")), gate, up, g)
         rtol = float(jnp.finfo(dtype).eps) * ROUNDING[implementation] + 1e-6
         scales = (np.float64(up), np.float64(g) * np.float64(up), np.float64(g))
         for a, exact, scale in zip(got, want, scales, strict=True):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal, optimized_jit
+from helpers import normal, optimized_jit, update_step
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
@@ -36,9 +36,7 @@ def noise(number, like):
 
 def train(optimizer, params, given, steps):
     def step(carry, number):
-        params, state = carry
-        updates, state = optimizer.update(given(number, params), state, params)
-        return (optax.apply_updates(params, updates), state), None
+        return update_step(optimizer)(*carry, given(number, carry[0])), None
 
     run = jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), jnp.arange(steps))[0])
     return run(params)
@@ -61,12 +59,11 @@ def test_no_update_is_lost(size):
 def test_16_bits_do_not_depend_on_the_mesh_and_resume():
     optimizer = lm.master_weights(lm.compress_state(optax.sgd(0.1, momentum=0.9)), bits=16)
     init = jax.jit(optimizer.init)
-    step, first = optimized_jit(lambda g, s, p: optimizer.update(g, s, p)), start(64, 1536)
+    step, first = optimized_jit(update_step(optimizer)), start(64, 1536)
 
     def run(params, state, steps, place=lambda x: x):
         for number in steps:
-            updates, state = step(place(noise(number, first)), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = step(params, state, place(noise(number, first)))
         return params, state
 
     want, _ = run(first, init(first), range(4))
@@ -159,13 +156,8 @@ def test_an_update_is_computed_in_place(shape, bits):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), ours)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
     state = jax.eval_shape(optimizer.init, params)
-
-    def step(params, state, gradients):
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    compiled = lm.memory.compile_for(step, params, state, params, device="h100")
+    given = {"donate_argnums": (0, 1), "device": "h100"}
+    compiled = lm.memory.compile_for(update_step(optimizer), params, state, params, **given)
     sizes, elements = compiled.memory_analysis(), np.prod(shape)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert nbytes <= (3.05 if bits == 24 else 2.05) * elements

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, each_implementation, normal, saved_residuals
+from helpers import array, each_implementation, in_float64, normal, saved_residuals
 
 import lowmembp_jax as lm
 
@@ -51,10 +51,7 @@ def example(name, shape, x_dtype, dtype, with_affine):
     g = normal(*shape, key=1).astype(dtype)
     args = (x, *(affine(name, shape[-1]) if with_affine else ()))
 
-    exact = jax.jit(partial(output_and_gradients, partial(reference, name)))
-    with jax.enable_x64(True):
-        wide = (np.asarray(a, np.float64) for a in (g, *args))
-        return args, g, *jax.tree.map(np.asarray, exact(*wide))
+    return args, g, *in_float64(partial(output_and_gradients, partial(reference, name)), g, *args)
 
 
 def gradients(op, *args):
@@ -106,25 +103,22 @@ class TestImplementations:
         norm = op(implementation, name)
         run = jax.jit(partial(output_and_gradients, lambda x: norm(x, scale, *rest)))
         dx = run(g, x)[1][0]
-        with jax.enable_x64(True):
-            wide = partial(np.asarray, dtype=np.float64)
-            given = (wide(scale), *(wide(p) for p in rest))
-            y = np.asarray(reference(name, jnp.asarray(wide(x))))
-            frozen = partial(lambda *p: reference(name, p[-1], *p[:-1]), *map(jnp.asarray, given))
-            run = jax.jit(partial(output_and_gradients, frozen))
-            want = np.asarray(run(jnp.asarray(wide(g)), jnp.asarray(wide(x)))[1][0])
+        y = in_float64(partial(reference, name), x)
+        exact = partial(output_and_gradients, partial(reference, name))
+        want = in_float64(exact, g, x, scale, *rest)[1][0]
+        x, g, dx, *given = (np.float64(each) for each in (x, g, dx, scale, *rest))
         eps, tiny = (float(getattr(jnp.finfo(dtype), at)) for at in ("eps", "tiny"))
         with np.errstate(divide="ignore"):
             p = (eps * np.abs(given[1] if rest else 0) + tiny) / np.abs(given[0])
         error = (eps + np.minimum(1, p * p)) * np.abs(y) + np.minimum(p, 1 / p)
-        centered = wide(x) - wide(x).mean(-1, keepdims=True) * (name == "ms_layer_norm")
+        centered = x - x.mean(-1, keepdims=True) * (name == "ms_layer_norm")
         rstd = (centered**2).mean(-1, keepdims=True) ** -0.5
-        inner = wide(g) * given[0]
+        inner = g * given[0]
         along = np.abs((inner * y).mean(-1, keepdims=True))
         off = np.abs(inner * error).mean(-1, keepdims=True)
         bound = rstd * (along * error + off * (np.abs(y) + error))
         bound += 4 * eps * np.abs(want) + 1e-5 * rstd * np.abs(inner).mean(-1, keepdims=True)
-        assert (np.abs(wide(dx) - want) <= bound).all()
+        assert (np.abs(dx - want) <= bound).all()
 
     @each_op
     @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -143,8 +137,7 @@ class TestImplementations:
     @each_op
     def test_variance_of_a_shifted_row_does_not_cancel(self, implementation, name):
         x = normal(4, 512) + 4096.0
-        with jax.enable_x64(True):
-            want = reference(name, jnp.asarray(np.asarray(x, np.float64)))
+        want = in_float64(partial(reference, name), x)
         np.testing.assert_allclose(op(implementation, name)(x), want, rtol=2e-3, atol=2e-3)
 
     @pytest.mark.parametrize(

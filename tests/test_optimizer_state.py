@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from helpers import array, assert_close, assert_equal, normal, temporaries
+from helpers import array, assert_close, assert_equal, normal, temporaries, update_step
 from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 from meshes import collectives
@@ -215,12 +215,7 @@ def test_a_plain_state_is_encoded_and_decoded_again():
 def test_an_update_has_no_temporaries_but_new_scales(width):
     """No number of blocks divides 517."""
     optimizer, params = lm.compress_state(optax.adamw(1e-3)), array(2048, width)
-    state = jax.eval_shape(optimizer.init, params)
-
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    state, step = jax.eval_shape(optimizer.init, params), update_step(optimizer)
     size = temporaries(step, params, state, params, donate_argnums=(0, 1), device="h200")
     assert size <= 3 * sum(4 * scales.size for scales in jax.tree.leaves(state.scales))
 

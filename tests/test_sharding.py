@@ -65,6 +65,11 @@ def on_one_device(name, implementation):
     return jax.jit(partial(gradients, ours))(*arguments(count))
 
 
+def mesh_of(*sizes: int, axis_type=AxisType.Auto, devices=None) -> Mesh:
+    devices = np.array((devices or jax.devices())[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, ("x", "y")[: len(sizes)], axis_types=(axis_type,) * len(sizes))
+
+
 def mapped_over(mesh, op, count, split, **options):
     specs = (SPECS[split], *(P(),) * count)
     return jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=SPECS[split], **options)
@@ -96,7 +101,7 @@ def exchanged_by_flax(name, split, mesh, mapped=False):
 )
 def test_meshes(name, split, axis_type, implementation):
     ours, _, count = OPS[name]
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    mesh = mesh_of(8, axis_type=axis_type)
     program = compiled(partial(ours, implementation=implementation), count, split, mesh)
     assert exchanged(program) <= exchanged_by_flax(name, split, mesh)
     x, *rest = arguments(count)
@@ -114,7 +119,7 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
     ours = partial(ours, implementation="pallas_interpret")
     args = arguments(count)
     want = on_one_device(name, "pallas_interpret")
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    mesh = mesh_of(8, axis_type=axis_type)
     with jax.set_mesh(mesh):
         sharded = [jax.device_put(args[0], NamedSharding(mesh, SPECS["hidden"]))]
         sharded += [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in args[1:]]
@@ -124,11 +129,6 @@ def test_kernels_of_norms_where_rows_are_split(name, axis_type):
     if axis_type == AxisType.Explicit:
         pairs = zip(got, sharded, strict=True)
         assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
-
-
-def mapped_over_8(op, count, split, check_vma):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    return mapped_over(mesh, op, count, split, check_vma=check_vma)
 
 
 # JAX's interpreter of Pallas does not support check_vma=True; compiled kernels do, below.
@@ -145,7 +145,8 @@ def mapped_over_8(op, count, split, check_vma):
 def test_inside_shard_map(name, split, check_vma, implementation):
     ours, _, count = OPS[name]
     args, want = arguments(count), on_one_device(name, implementation)
-    mapped = mapped_over_8(partial(ours, implementation=implementation), count, split, check_vma)
+    ours = partial(ours, implementation=implementation)
+    mapped = mapped_over(mesh_of(8), ours, count, split, check_vma=check_vma)
     program = jax.jit(partial(gradients, mapped)).lower(*args).compile()
     # Parameter gradients are summed over the devices once, in one collective.
     assert exchanged(program) == ({"all-reduce": 4 * SHAPE[-1] * count} if count else {})
@@ -155,7 +156,7 @@ def test_inside_shard_map(name, split, check_vma, implementation):
 @pytest.mark.parametrize("ours", [lm.regelu2, lm.compress(jnp.sin, params_argnums=())])
 def test_inside_shard_map_outside_jit(ours):
     """There, JAX has no custom VJP that asks which arguments are differentiated."""
-    mapped, [x] = mapped_over_8(ours, 0, "batch", check_vma=True), arguments(0)
+    mapped, [x] = mapped_over(mesh_of(8), ours, 0, "batch"), arguments(0)
     np.testing.assert_allclose(mapped(x), jax.jit(ours)(x), rtol=1e-5, atol=1e-5)
     assert_close(gradients(mapped, x), gradients(ours, x), atol=2e-4)
 
@@ -179,7 +180,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
         # All that jax-triton 0.3 asks of a GPU.
         monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
     ours, _, count = OPS[name]
-    mesh = Mesh(np.array(lm.memory.topology("h200", 8).devices).reshape(8), ("x",))
+    mesh = mesh_of(8, devices=lm.memory.topology("h200", 8).devices)
     ours = partial(ours, implementation=implementation)
     program = compiled(ours, count, split, mesh, mapped)
     text = program.as_text()
@@ -197,7 +198,7 @@ def test_kernels_compiled_for_eight_h200s(name, split, mapped, implementation, m
 )
 def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
     """`jax.jit` of plain functions does not need it either."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    mesh = mesh_of(8, axis_type=AxisType.Explicit)
     ours, _, count = OPS[name]
     x, *parameters = arguments(count)
     x = jax.device_put(x, NamedSharding(mesh, P(None, None, "x")))
@@ -207,7 +208,7 @@ def test_arrays_with_explicit_axes_need_no_set_mesh(name, implementation):
 
 
 def test_a_loss_with_explicit_axes_needs_no_set_mesh():
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(4, 2, axis_type=AxisType.Explicit)
     hidden = normal(8, 64)
     kernel, labels = normal(64, 96, key=1), jnp.arange(8)
     grad = jax.jit(jax.grad(lm.linear_cross_entropy))
@@ -215,11 +216,6 @@ def test_a_loss_with_explicit_axes_needs_no_set_mesh():
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
     got = grad(put(hidden, "x", None), put(kernel, None, "y"), labels=put(labels, "x"))
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
-
-
-def mesh_of(*sizes: int) -> Mesh:
-    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("x", "y")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def parts(mesh, axes) -> int:
@@ -309,28 +305,19 @@ def test_losses_of_uneven_shards(
     assert_as_on_one_device(run, args, specs, mesh_of(*sizes), way)
 
 
-OPERATORS = {
-    "layer norm": (lm.ms_layer_norm, 2),
-    "rms norm": (lm.ms_rms_norm, 1),
-    "regelu2": (lm.regelu2, 0),
-    "silu": (partial(lm.silu, bits=4), 0),
-    "swiglu": (lambda x, **how: lm.swiglu(x, jnp.cos(x), **how), 0),
-}
-
-
 # JAX frees the callbacks of Triton's interpreter in a partitioned function before they run.
 @pytest.mark.parametrize(
     ("name", "implementation", "sizes", "way", "over", "shape"),
     [
-        ("layer norm", "pallas_interpret", (2, 4), "[:, :-1]", XY, (3, 9, 33)),
-        ("rms norm", "xla", (8,), "constraint", (None, "x"), (2, 257, 16)),
+        ("layer_norm_affine", "pallas_interpret", (2, 4), "[:, :-1]", XY, (3, 9, 33)),
+        ("rms_norm_affine", "xla", (8,), "constraint", (None, "x"), (2, 257, 16)),
         ("regelu2", "pallas_interpret", (3,), "constraint", ("x", None), (1, 7, 24)),
         ("silu", "xla", (2, 3), "[:, 1:]", (None, XY), (3, 9, 33)),
         ("swiglu", "pallas_interpret", (4, 2), "[:, 1:]", (None, "y"), (1, 7, 24)),
     ],
 )
 def test_operators_of_uneven_shards(name, implementation, sizes, way, over, shape):
-    op, count = OPERATORS[name]
+    op, _, count = (OPS | {"silu": (partial(lm.silu, bits=4), nn.silu, 0)})[name]
     args = [normal(*shape), *(1 + normal(shape[-1], key=i) / 4 for i in range(count))]
     specs = [(*over, None), *[(None,)] * count]
     run = partial(op, implementation=implementation)
@@ -368,8 +355,7 @@ def test_next_tokens_are_not_gathered():
 def test_no_more_traffic_and_memory_than_whole_logits(tokens, words, tokens_over):
     features, vocab = 128, 8192
     kernel_bytes = 2 * features * vocab
-    there = np.array(lm.memory.topology("h200", 8).devices).reshape(4, 2)
-    mesh = Mesh(there, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(4, 2, devices=lm.memory.topology("h200", 8).devices)
     specs = P(tokens_over), P(None, words), P(tokens_over)
     shapes = (
         ((8, tokens, features), "bfloat16"),

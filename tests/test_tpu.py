@@ -87,11 +87,7 @@ def test_an_update_of_a_state_in_8_bits_takes_less_than_one_array():
     params = {"w": shape(8192, 4096, dtype=jnp.float32)}
 
     def size(optimizer):
-        def step(params, state, gradients):
-            updates, state = optimizer.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
-
-        state = jax.eval_shape(optimizer.init, params)
+        step, state = helpers.update_step(optimizer), jax.eval_shape(optimizer.init, params)
         return temporaries(step, params, state, params, donate_argnums=(0, 1))
 
     plain = optax.adamw(1e-3)
