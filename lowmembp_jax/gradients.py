@@ -16,7 +16,7 @@ from lowmembp_jax._arguments import as_array, check_function, is_inexact
 from lowmembp_jax._contexts import exact
 from lowmembp_jax._messages import users_line
 from lowmembp_jax.compression.observing import Stored, observed
-from lowmembp_jax.memory.lowering.nnx_states import of_states
+from lowmembp_jax.memory.lowering.step_arguments import of_states
 from lowmembp_jax.memory.saved_residuals.residuals import trained
 from lowmembp_jax.patching._patch import patch
 

@@ -17,7 +17,7 @@ from jax import P, lax
 
 import lowmembp_jax as lm
 from lowmembp_jax.memory.lowering.arguments import arguments
-from lowmembp_jax.memory.lowering.nnx_states import of_states
+from lowmembp_jax.memory.lowering.step_arguments import of_states
 from lowmembp_jax.memory.planning import lower_step
 
 # optax mixes dtypes, and NNX's optimizer counts in integers.

@@ -95,12 +95,6 @@ class PlanCommand(ModelOptions):
     cache: bool = True
     """Reuse plans of programs that were compiled before, from ~/.cache/lowmembp_jax."""
 
-    @property
-    def _one(self) -> str | None:
-        """The method, if there is only one."""
-        several = self.method is None or self.method == "all" or "," in self.method
-        return None if several else self.method
-
     def _methods(self, factory: "Factory") -> Sequence[str]:
         if self.method in (None, "all"):
             return factory.methods(every=self.method == "all")
@@ -179,9 +173,9 @@ class PlanCommand(ModelOptions):
     def _report(self, comparison, title: str) -> str:
         from lowmembp_jax.memory.comparison import NothingFitsError, choice_of
 
-        if self._one is not None:
-            one = comparison[self._one]
-            lines = [f"{title}, {self._one}", str(one.plan)]
+        if self.method not in (None, "all") and "," not in self.method:
+            one = comparison[self.method]
+            lines = [f"{title}, {self.method}", str(one.plan)]
             if one.largest_batch is not None:
                 lines.append(f"largest batch that fits: {one.largest_batch:,}")
             return "\n".join(lines)

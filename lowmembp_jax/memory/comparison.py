@@ -12,7 +12,7 @@ from typing import Any
 from lowmembp_jax._sizes import as_bytes, format_bytes
 from lowmembp_jax.memory.cache import cached_plan
 from lowmembp_jax.memory.largest_batch import largest_batch
-from lowmembp_jax.memory.lowering.meshes import mesh_of
+from lowmembp_jax.memory.lowering.lower import mesh_of
 from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
 from lowmembp_jax.memory.planning import LoweredStep, lower_step, plan_lowered
 from lowmembp_jax.memory.result import WORK, Plan, aligned, explained, limit, work

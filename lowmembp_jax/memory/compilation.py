@@ -11,10 +11,8 @@ import jax
 
 from lowmembp_jax._jax_internals import without_compiler_options
 from lowmembp_jax.memory.devices import TPUS
-from lowmembp_jax.memory.lowering.lower import lower_for
-from lowmembp_jax.memory.lowering.meshes import MeshLike
-from lowmembp_jax.memory.lowering.nnx_states import of_states
-from lowmembp_jax.memory.lowering.step_arguments import StepError
+from lowmembp_jax.memory.lowering.lower import MeshLike, lower_for
+from lowmembp_jax.memory.lowering.step_arguments import StepError, of_states
 
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _DUMPS = ("-buffer-assignment.txt", "-buffer-assignment-values.txt", "-live-range.txt")

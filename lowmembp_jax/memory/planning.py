@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowmembp_jax._jax_internals import is_reference, without_compiler_options
@@ -13,10 +13,14 @@ from lowmembp_jax.memory.classification.peak import at_peak, total
 from lowmembp_jax.memory.compilation import compile_with_buffers
 from lowmembp_jax.memory.devices import Device, Tpu, get_device
 from lowmembp_jax.memory.lowering.arguments import Argument, arguments, warn_of_lost_work
-from lowmembp_jax.memory.lowering.lower import Lowering, lower_for
-from lowmembp_jax.memory.lowering.meshes import MeshLike, batch_shardings, mesh_of
-from lowmembp_jax.memory.lowering.nnx_states import of_states
-from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call
+from lowmembp_jax.memory.lowering.lower import (
+    Lowering,
+    MeshLike,
+    batch_shardings,
+    lower_for,
+    mesh_of,
+)
+from lowmembp_jax.memory.lowering.step_arguments import StepError, check_call, of_states
 from lowmembp_jax.memory.parsing import buffer_assignment
 from lowmembp_jax.memory.parsing import hlo_text as hlo
 from lowmembp_jax.memory.result import PARTS, Plan
@@ -176,12 +180,16 @@ def plan_lowered(step: LoweredStep) -> Plan:
     buffers = sort_into_parts(assignment, program, flow, parameter_shapes)
     peak = at_peak(assignment, buffers, named, local)
     device = step.device
-    notes = (
-        *step.notes,
-        *compiled.notes,
-        *_not_understood("buffer assignment", assignment.not_understood, "the parts may be off"),
-        *_not_understood("program", program.not_understood, "the parts and the time may be off"),
-    )
+    notes = step.notes + compiled.notes
+    for text, lines, so in (
+        ("buffer assignment", assignment.not_understood, "the parts may be off"),
+        ("program", program.not_understood, "the parts and the time may be off"),
+    ):
+        if lines:
+            notes += (
+                f"XLA's {text} has unknown lines, {len(lines)} in all, the first: "
+                f"{lines[0].strip()[:80]!r}; {so}",
+            )
     assigned = total(assignment, "argument", "output", "temporary")
     if compiled.allocated not in (None, assigned):
         notes += (
@@ -202,12 +210,3 @@ def plan_lowered(step: LoweredStep) -> Plan:
         notes=notes,
         host=total(assignment, "host"),
     )
-
-
-def _not_understood(text: str, lines: tuple[str, ...], so: str) -> Iterator[str]:
-    """Yields a note if XLA wrote lines that the parser does not know."""
-    if lines:
-        yield (
-            f"XLA's {text} has unknown lines, {len(lines)} in all, the first: "
-            f"{lines[0].strip()[:80]!r}; {so}"
-        )

@@ -6,7 +6,6 @@ The planner plans them by name, and the examples train them.
     model = family.build(family.configs["llama-1b"], Compute("compress"))
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,11 +14,11 @@ if TYPE_CHECKING:
     from lowmembp_jax.models.families import Family as Family
     from lowmembp_jax.models.layers import Compute as Compute
 
-_MODULES = {"FAMILIES": "families", "MODELS": "families", "Family": "families", "Compute": "layers"}
-
 
 def __getattr__(name: str) -> Any:
     """Imports JAX and Flax at the first use of a name."""
-    if name not in _MODULES:
+    if name not in ("FAMILIES", "MODELS", "Family", "Compute"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from lowmembp_jax.models import families
+
+    return getattr(families, name)

@@ -112,7 +112,9 @@ class HuggingFaceConfig:
         if (given := getattr(self, "_given", None)) is not None:
             return dict(given)
         made = {"model_type": self.model_type, "architectures": [self.architecture]}
-        return made | dataclasses.asdict(self, dict_factory=_without_nulls)
+        return made | dataclasses.asdict(
+            self, dict_factory=lambda items: {key: x for key, x in items if x is not None}
+        )
 
     @property
     def head_size(self) -> int:
@@ -154,10 +156,6 @@ def label_names(given: Mapping[str, Any]) -> tuple[str, ...]:
             f'id2label: expected an object, {{"0": name, "1": name, ...}}, got {found}'
         )
     return tuple(str(names[key]) for key in keys)
-
-
-def _without_nulls(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in items if value is not None}
 
 
 def _rule(hint: Any) -> tuple[Callable[[Any], bool], str]:

@@ -79,13 +79,6 @@ TABLE: dict[str, Method] = {
 
 #: All methods, and those that are compared unless others are named.
 METHODS: tuple[str, ...] = tuple(TABLE)
-USUAL: tuple[str, ...] = (
-    "default",
-    "dots",
-    "full-remat",
-    "compress",
-    "compress+remat",
-    "lowmembp+compress",
-)
+USUAL = ("default", "dots", "full-remat", "compress", "compress+remat", "lowmembp+compress")
 #: The code that switches each method on.
 HOW: dict[str, str] = {name: method.code for name, method in TABLE.items()}

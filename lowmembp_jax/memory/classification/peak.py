@@ -52,14 +52,6 @@ class Peak(NamedTuple):
     live: tuple[LiveBuffer, ...]
 
 
-class _Piece(NamedTuple):
-    """The bytes that belong to one buffer at an instant."""
-
-    buffer: Buffer
-    bytes: int
-    part: Part
-
-
 def at_peak(
     assignment: BufferAssignment,
     buffers: Sequence[Buffer],
@@ -67,85 +59,59 @@ def at_peak(
     shapes: Sequence[Shape],
 ) -> Peak:
     """Sorts all allocations of a program into parts, at the first time when its heap is fullest."""
-    workspaces = [buffer.value for buffer in buffers if buffer.value.number < 0]
-    temporaries = [*_inside(assignment, "temporary"), *workspaces]
-    time = peak_time(temporaries)
-    pieces = _pieces(assignment, buffers, time)
+    kinds = {number: own.kind for number, own in assignment.allocations.items()}
+    time = peak_time([b.value for b in buffers if kinds[b.value.allocation] == "temporary"])
     live = [
         LiveBuffer(own.size, named.part, str(shape), named.name, "", "")
         for own in assignment.allocations.values()
         if own.parameter is not None
         for named, shape in [(arguments[own.parameter], shapes[own.parameter])]
     ]
-    parts = _sizes(live) + _sizes(pieces)
-    live += map(_live, pieces)
+    written = [b for b in buffers if kinds[b.value.allocation] in ("temporary", "output")]
+    ordered = [buffer for buffer in written if _is_alive(buffer.value, time)]
+    ordered.sort(key=lambda buffer: _ORDER.index(buffer.part))
+    free = {a.number: a.size for a in assignment.allocations.values() if a.kind == "output"}
+    in_heap = 0
+    for buffer, size in zip(ordered, split(buffer.value for buffer in ordered), strict=True):
+        live.append(_live(buffer, size, buffer.part))
+        if buffer.value.allocation in free:
+            free[buffer.value.allocation] -= size
+        else:
+            in_heap += size
+    for buffer in buffers:  # memory of outputs that are not written yet
+        if buffer.value.allocation in free and buffer.is_output:
+            part = "gradients" if buffer.part == "gradients" else "outputs"
+            live.append(_live(buffer, free.pop(buffer.value.allocation), part))
+    parts: Counter[str] = Counter()
+    for each in live:
+        parts[each.part] += each.bytes
     # Temporaries include constants and the heap's free bytes at the peak.
-    heap = {n for n, a in assignment.allocations.items() if a.kind == "temporary"}
-    in_heap = sum(piece.bytes for piece in pieces if piece.buffer.value.allocation in heap)
     heap_size = max(total(assignment, "temporary"), in_heap)
     size = total(assignment, "argument", "output", "constant") + heap_size
     parts["temporaries"] += size - sum(each.bytes for each in live)
-    inside = {value.number for value in _inside(assignment, "temporary", "output")}
-    kept = [b.value for b in buffers if b.part == "intermediates" and b.value.number in inside]
+    intermediates = profile(b.value for b in written if b.part == "intermediates")
     return Peak(
         parts,
         heap_size - in_heap,
-        max(profile(kept).values(), default=0),
+        max(intermediates.values(), default=0),
         tuple(sorted((b for b in live if b.bytes >= _LISTED * size), key=lambda b: -b.bytes)),
     )
 
 
-def _pieces(assignment: BufferAssignment, buffers: Sequence[Buffer], time: int) -> list[_Piece]:
-    """Lists values at an index of the schedule, with their own bytes and their parts.
-
-    Memory of outputs that are not written yet is included.
-    """
-    inside = _inside(assignment, "temporary", "output")
-    inside += [buffer.value for buffer in buffers if buffer.value.number < 0]
-    alive = {value.number for value in _alive(inside, time)}
-    ordered = [buffer for buffer in buffers if buffer.value.number in alive]
-    ordered.sort(key=lambda buffer: _ORDER.index(buffer.part))
-    free = {a.number: a.size for a in assignment.allocations.values() if a.kind == "output"}
-    found: list[_Piece] = []
-    sizes = split(buffer.value for buffer in ordered)
-    for buffer, (value, size) in zip(ordered, sizes, strict=True):
-        found.append(_Piece(buffer, size, buffer.part))
-        if value.allocation in free:
-            free[value.allocation] -= size
-    for buffer in buffers:
-        if buffer.value.allocation in free and buffer.is_output:
-            part = "gradients" if buffer.part == "gradients" else "outputs"
-            found.append(_Piece(buffer, free.pop(buffer.value.allocation), part))
-    return found
+def _live(buffer: Buffer, size: int, part: Part) -> LiveBuffer:
+    shape = "tuple" if buffer.value.shape is None else str(buffer.value.shape)
+    op, module = buffer.op_name.rpartition("/")[2], module_path(buffer.op_name)
+    return LiveBuffer(size, part, shape, op, module, buffer.source)
 
 
-def _sizes(pieces: Iterable[_Piece | LiveBuffer]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for piece in pieces:
-        sizes[piece.part] += piece.bytes
-    return sizes
-
-
-def _live(piece: _Piece) -> LiveBuffer:
-    op_name, shape = piece.buffer.op_name, piece.buffer.value.shape
-    op, module = op_name.rpartition("/")[2], module_path(op_name)
-    text = "tuple" if shape is None else str(shape)
-    return LiveBuffer(piece.bytes, piece.part, text, op, module, piece.buffer.source)
+def _is_alive(value: Value, time: int) -> bool:
+    """Whether a value is in memory at an index of the schedule."""
+    return value.first <= time <= value.last
 
 
 def total(assignment: BufferAssignment, *kinds: Kind) -> int:
     """Bytes of all allocations of these kinds."""
     return sum(a.size for a in assignment.allocations.values() if a.kind in kinds)
-
-
-def _inside(assignment: BufferAssignment, *kinds: Kind) -> list[Value]:
-    """Values in allocations of these kinds."""
-    return [v for v in assignment.values if assignment.allocations[v.allocation].kind in kinds]
-
-
-def _alive(values: Iterable[Value], time: int) -> list[Value]:
-    """Values that are alive at an index of the schedule."""
-    return [value for value in values if value.first <= time <= value.last]
 
 
 def peak_time(temporaries: Sequence[Value]) -> int:
@@ -156,7 +122,7 @@ def peak_time(temporaries: Sequence[Value]) -> int:
     for time in sorted(bound, key=lambda time: (-bound[time], time)):
         if bound[time] < best:
             break
-        covered = sum(size for _, size in split(_alive(temporaries, time)))
+        covered = sum(split(value for value in temporaries if _is_alive(value, time)))
         if (covered, -time) > (best, -best_time):
             best, best_time = covered, time
     return best_time
@@ -185,7 +151,7 @@ def profile(values: Iterable[Value]) -> dict[int, int]:
     return result
 
 
-def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
+def split(values: Iterable[Value]) -> list[int]:
     """The bytes of each value's memory that no earlier value in the order has."""
     taken: dict[int, list[tuple[int, int]]] = defaultdict(list)  # sorted, without overlaps
     result = []
@@ -198,5 +164,5 @@ def split(values: Iterable[Value]) -> list[tuple[Value, int]]:
         free = end - start - sum(min(end, b) - max(start, a) for a, b in shared)
         ends = [(start, end), *shared]
         ranges[first:after] = [(min(a for a, _ in ends), max(b for _, b in ends))]
-        result.append((value, free))
+        result.append(free)
     return result

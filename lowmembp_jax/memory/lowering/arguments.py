@@ -48,15 +48,6 @@ _PARTS: tuple[tuple[re.Pattern[str], Part], ...] = (
     ),
 )
 
-# Warnings about a step.
-_NO_PARAMETER = (
-    "expected a parameter among its arguments, got none: name one `params`, or pass `parts`"
-)
-_NO_GRADIENT = (
-    "it computes gradients but returns neither gradients nor new parameters, so XLA drops the work "
-    "that only they need: return the new parameters"
-)
-
 
 class Argument(NamedTuple):
     """An array among the arguments of a step."""
@@ -68,11 +59,7 @@ class Argument(NamedTuple):
 
 def _first(words: list[str], patterns: tuple[tuple[re.Pattern[str], Part], ...]) -> Part | None:
     """The part that the outermost word with a match in `patterns` names."""
-    for word in words:
-        for pattern, part in patterns:
-            if pattern.match(word):
-                return part
-    return None
+    return next((part for word in words for known, part in patterns if known.match(word)), None)
 
 
 def _part(words: list[str], node: Any, role: Role | None, is_training: bool) -> Part:
@@ -279,6 +266,14 @@ def warn_of_lost_work(jaxpr: Any, arguments: Iterable[Argument]) -> None:
     has_parameters = any(argument.part == "parameters" for argument in arguments)
     is_dropped = not has_backward(without_unused(jaxpr))
     if is_dropped or (has_parameters and not any(roles(jaxpr))):
-        warnings.warn(f"plan: step: {_NO_GRADIENT}", UserWarning, stacklevel=4)
+        what = (
+            "it computes gradients but returns neither gradients nor new parameters, so XLA drops "
+            "the work that only they need: return the new parameters"
+        )
     elif not has_parameters:
-        warnings.warn(f"plan: step: {_NO_PARAMETER}", UserWarning, stacklevel=4)
+        what = (
+            "expected a parameter among its arguments, got none: name one `params`, or pass `parts`"
+        )
+    else:
+        return
+    warnings.warn(f"plan: step: {what}", UserWarning, stacklevel=4)

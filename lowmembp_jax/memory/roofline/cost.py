@@ -112,7 +112,9 @@ class _Counter:
         self.notes: dict[str, None] = {}  # an ordered set
         self.uncounted: dict[str, None] = {}  # names of kernels whose arithmetic is not counted
 
-    def kernels(self, computation: Computation) -> list[Kernel]:
+    def kernels(self, name: str) -> list[Kernel]:
+        """Returns the kernels of a computation, with those of the computations that it calls."""
+        computation = self.program.computations[name]
         transfers = _Transfers(self.device.reached_bandwidth)
         cache = _Cache(self.device.cache_bytes)
         for instruction in computation.instructions.values():
@@ -127,8 +129,8 @@ class _Counter:
                 transfers.start(instruction.name, *kernels)
             else:
                 transfers.run(*kernels)
-        for name in tuple(transfers.running):  # the computation does not end them itself
-            transfers.end(name)
+        for started in tuple(transfers.running):  # the computation does not end them itself
+            transfers.end(started)
         return transfers.kernels
 
     def _kernels(
@@ -137,17 +139,14 @@ class _Counter:
         if instruction.opcode == "while":
             yield from self._loop(instruction)
         elif instruction.opcode == "conditional":
-            branches = [self.kernels(self._called(name)) for name in instruction.calls]
+            branches = map(self.kernels, instruction.calls)
             yield from max(branches, key=lambda branch: Cost(tuple(branch)).estimated_seconds)
             self.notes["each conditional counts as its slowest branch"] = None
         elif instruction.opcode in ("call", "async-start"):
             for name in instruction.calls:
-                yield from self.kernels(self._called(name))
+                yield from self.kernels(name)
         else:
             yield self._kernel(computation, instruction, cache)
-
-    def _called(self, name: str) -> Computation:
-        return self.program.computations[name]
 
     def _loop(self, loop: Instruction) -> Iterator[Kernel]:
         # If the trip count is known, XLA does not run the condition.
@@ -158,7 +157,7 @@ class _Counter:
             ] = None
             parts.append(loop.attribute("condition"))
         for name in parts:
-            for kernel in self.kernels(self._called(name)):
+            for kernel in self.kernels(name):
                 yield dataclasses.replace(kernel, count=kernel.count * (count or 1))
 
     def _kernel(self, computation: Computation, instruction: Instruction, cache: _Cache) -> Kernel:
@@ -278,7 +277,7 @@ def cost(
     if isinstance(program, str):
         program = hlo.parse(program)
     counter = _Counter(program, device, link_bandwidth)
-    kernels = tuple(counter.kernels(program.entry))
+    kernels = tuple(counter.kernels(program.entry.name))
     notes = tuple(counter.notes)
     if counter.uncounted:
         notes += (

@@ -17,11 +17,11 @@ from lowmembp_jax._messages import GivenTypeError, frames_of, users_line
 from lowmembp_jax._sizes import array_bytes
 from lowmembp_jax.memory.devices import says_how_to_install_cudnn
 from lowmembp_jax.memory.lowering.arguments import has_backward, is_variable, without_unused
-from lowmembp_jax.memory.lowering.nnx_states import of_states
 from lowmembp_jax.memory.lowering.step_arguments import (
     argument_names,
     close_over_constants,
     is_array,
+    of_states,
 )
 from lowmembp_jax.memory.saved_residuals._origin import Origin, Origins
 from lowmembp_jax.memory.saved_residuals.table import Residual, Residuals

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -73,10 +74,10 @@ class Residuals:
         return sum(row.bytes for row in self.kept)
 
     def _by(self, key: Callable[[Residual], str]) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for row in self.kept:
-            totals[key(row)] = totals.get(key(row), 0) + row.bytes
-        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+            totals[key(row)] += row.bytes
+        return dict(totals.most_common())
 
     def by_op(self) -> dict[str, int]:
         """Bytes saved by each kind of operation, the largest first."""
