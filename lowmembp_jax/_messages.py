@@ -33,12 +33,12 @@ class GivenTypeError(GivenError, TypeError):
     """An input has a wrong type."""
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """Warns at the first line that is the user's."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and is_framework(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, stacklevel=level)
 
 
 @functools.cache

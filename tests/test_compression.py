@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compression_models import ERRORS, F8, NOTHING, block, error, gradients, kept, loss, params
+from compression_models import ERRORS, NOTHING, block, error, gradients, kept, loss, params
 from helpers import normal, offload
 from jax import lax
 
@@ -258,7 +258,7 @@ def test_a_frozen_scale_near_zero_makes_no_error_of_8_bits_large(dtype):
 
 def test_a_name_of_which_nothing_is_kept_is_said():
     """It would be stored as all others are, with the policy that does not save it, or misspelt."""
-    p, x, dtype = params(), normal(32, 64), {"hidden": "int8", None: F8}
+    p, x, dtype = params(), normal(32, 64), {"hidden": "int8", None: "float8"}
     named = lm.checkpoint_policy(jax.checkpoint_policies.save_only_these_names("hidden"))
     for policy, names, unseen in (
         (NOTHING, dtype, "hidden"),

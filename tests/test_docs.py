@@ -28,13 +28,6 @@ def pages() -> list[Path]:
 each_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 
 
-_TRANSLATED = re.compile(
-    r"(?:^|[.:|] )(?:Of|Not so|Or|Such|So is|That of|Those of) |\b(?:that|those) of\b|\btheirs\b"
-    r"|\bits like\b|\bbut for\b|\bin place of\b",
-    re.MULTILINE,
-)
-
-
 def blocks(page: Path) -> list[str]:
     return _CODE.findall(page.read_text(encoding="utf-8"))
 
@@ -60,13 +53,6 @@ def test_examples_print_what_the_page_says(page, jax_defaults):
     with jax.set_mesh(jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,))):
         runner.run(test, out=failures.append)
     assert test.examples and not failures, "".join(failures)
-
-
-@each_page
-def test_sentences_are_plain(page):
-    """See "Words" in CONTRIBUTING.md."""
-    prose = _CODE.sub("", page.read_text(encoding="utf-8"))
-    assert not _TRANSLATED.findall(prose)
 
 
 @each_page

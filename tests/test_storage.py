@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import storage_cases
-from compression_models import NOTHING, block, each_dtype, error, kept, loss, params
-from helpers import assert_close, assert_equal, normal
+from compression_models import NOTHING, each_dtype, error, kept
+from helpers import assert_close, normal
 from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
@@ -216,18 +216,6 @@ def test_no_number_is_off_by_more_than_a_16th_or_a_small_part_of_its_rows_larges
     x = (x * jnp.sign(normal(64, 512))).at[:, 3].mul(1e6)
     limit = jnp.maximum(jnp.abs(x) / 16, jnp.max(jnp.abs(x), -1, keepdims=True) / 2**17)
     assert jnp.all(jnp.abs(read_back(x) - x) <= limit)
-
-
-def test_float8_by_its_old_name_is_unscaled_and_deprecated():
-    def small(dtype):
-        run = lm.compress(block, dtype=dtype)
-        return jax.grad(lambda p: loss(run, p, 1e-3 * normal(32, 64)))(params())
-
-    with pytest.warns(DeprecationWarning, match="'unscaled_float8_e4m3fn'") as warned:
-        old = small(jnp.float8_e4m3fn)
-    assert [one.filename for one in warned] == [__file__]
-    assert_equal(old, small("unscaled_float8_e4m3fn"))
-    assert_equal(small(jnp.int8), small("int8"))
 
 
 @each_dtype

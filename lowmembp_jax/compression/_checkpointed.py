@@ -118,7 +118,6 @@ def compress(
       UserWarning: every argument holds parameters, so nothing is stored in fewer bits; an argument
         that is not in `params_argnums` is a tree of several arrays, which may be parameters;
         `dtype` names an array that is not stored.
-      DeprecationWarning: `dtype` is a float8 dtype, which stands for a format without a scale.
 
     Raises:
       ValueError: `dtype` is not a format; `policy` offloads to another memory than "pinned_host"

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 
 from lowmembp_jax._arguments import hashed_bits, undifferentiated
 from lowmembp_jax._contexts import least_integer
-from lowmembp_jax._messages import warn
 from lowmembp_jax._tiling import explicit_spec
 from lowmembp_jax.compression import _scaled_float8 as scaled_float8
 from lowmembp_jax.compression._scaled_float8 import Rows, to_float8
@@ -121,28 +120,12 @@ def format_name(dtype: Any, name: str) -> str | None:
     Args:
       dtype: None, the name of a format, or the dtype of a format.
 
-    Warns:
-      DeprecationWarning: `dtype` is a float8 dtype, which has no scale.
-
     Raises:
       ValueError: the format is unknown.
     """
-    if dtype is None or (isinstance(dtype, str) and dtype in FORMATS):
-        return dtype
-    try:
-        given = jnp.dtype(dtype).name if isinstance(dtype, str | type | np.dtype) else ""
-    except TypeError:
-        given = ""
-    if given in FORMATS:
+    given = jnp.dtype(dtype).name if isinstance(dtype, type | np.dtype) else dtype
+    if given is None or (isinstance(given, str) and given in FORMATS):
         return given
-    unscaled = f"unscaled_{given}"
-    if unscaled in FORMATS:
-        warn(
-            f"{name}: {given} stores without a scale; write {unscaled!r} for this format, or "
-            f"'float8', which works at any scale",
-            DeprecationWarning,
-        )
-        return unscaled
     accepted = ", ".join(map(repr, FORMATS))
     raise ValueError(f"{name}: expected None or one of {accepted}, got {dtype!r}")
 

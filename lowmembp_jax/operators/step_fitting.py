@@ -134,9 +134,10 @@ def fit_step_table(
                     f"fit_step_table: function: expected a finite {what}, got {function!r}, whose "
                     f"{what} at {x[~np.isfinite(numbers)][0]} is not finite"
                 )
-        costs = _Costs(w, slope)
-        cuts = _cuts(costs, 2**bits)
-        levels = costs.levels(cuts)
+        cuts = _cuts(w, slope, 2**bits)
+        # From averages: differences of sums round too much in the tails.
+        parts = itertools.pairwise(cuts)
+        levels = np.array([np.average(slope[i:j], weights=w[i:j]) for i, j in parts])
         different = np.abs(np.diff(levels)) > 1e-9
         if not different.any():
             raise ValueError(
@@ -187,29 +188,18 @@ def _weighted(weight: ArrayLike):
     return x, np.ones(x.size)
 
 
-class _Costs:
-    """Squared errors of one level for the points from i up to j."""
+def _cuts(w: np.ndarray, d: np.ndarray, levels: int) -> np.ndarray:
+    """Finds the first point of each level by dynamic programming, then moves each alone."""
+    size, sums = len(w), [np.concatenate([[0], np.cumsum(w * d**k)]) for k in range(3)]
 
-    def __init__(self, w, d):
-        self.w, self.d = w, d
-        self.sums = [np.concatenate([[0], np.cumsum(w * d**k)]) for k in range(3)]
-
-    def levels(self, cuts) -> np.ndarray:
-        """The best levels, from averages: differences of sums round too much in the tails."""
-        parts = itertools.pairwise(cuts)
-        return np.array([np.average(self.d[i:j], weights=self.w[i:j]) for i, j in parts])
-
-    def between(self, i, j):
-        w, wd, wdd = (s[j] - s[i] for s in self.sums)
+    def between(i, j):
+        """The squared error of one level for the points from i up to j."""
+        w, wd, wdd = (s[j] - s[i] for s in sums)
         level = np.divide(wd, w, out=np.zeros_like(wd), where=w > 0)
         return wdd - 2 * level * wd + level**2 * w
 
-
-def _cuts(costs: _Costs, levels: int) -> np.ndarray:
-    """Finds the first point of each level by dynamic programming, then moves each alone."""
-    size = len(costs.sums[0]) - 1
     # The grid follows the weight, because a grid of equal steps would not resolve a sample.
-    share = costs.sums[0] / costs.sums[0][-1]
+    share = sums[0] / sums[0][-1]
     grid = np.unique(np.searchsorted(share, np.linspace(0, 1, _COARSE + 1)).clip(0, size))
     grid[0], grid[-1] = 0, size
     if len(grid) <= levels:
@@ -217,7 +207,7 @@ def _cuts(costs: _Costs, levels: int) -> np.ndarray:
             f"fit_step_table: weight: expected at least {levels} different values, got "
             f"{len(grid) - 1}"
         )
-    table = costs.between(grid[:, None], grid[None, :])
+    table = between(grid[:, None], grid[None, :])
     table[np.tril_indices(len(grid))] = np.inf
     best, came = table[0], []
     for _ in range(levels - 1):
@@ -232,7 +222,7 @@ def _cuts(costs: _Costs, levels: int) -> np.ndarray:
         moved = False
         for k in range(1, levels):
             places = np.arange(cuts[k - 1] + 1, cuts[k + 1])
-            error = costs.between(cuts[k - 1], places) + costs.between(places, cuts[k + 1])
+            error = between(cuts[k - 1], places) + between(places, cuts[k + 1])
             place = places[np.argmin(error)]
             moved |= place != cuts[k]
             cuts[k] = place
