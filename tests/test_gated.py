@@ -120,7 +120,7 @@ class TestImplementations:
         gate, up, g = inputs((32, width), scale=1.0)
         rounded = [x.astype(jnp.float8_e4m3fn).astype(x.dtype) for x in (gate, up)]
         plain = op("swiglu", implementation)
-        h, *gradients = run(partial(plain, dtype=jnp.float8_e4m3fn), gate, up, g)
+        h, *gradients = run(partial(plain, dtype="unscaled_float8_e4m3fn"), gate, up, g)
         np.testing.assert_array_equal(h, jax.jit(plain)(gate, up))
         assert_close(tuple(gradients), run(plain, *rounded, g)[1:], atol=1e-6)
 
@@ -157,8 +157,8 @@ def test_up_that_is_the_same_on_every_device():
 @pytest.mark.parametrize(
     ("dtype", "width", "stored"),
     [
-        ("float8_e5m2", 1000, [("float8_e5m2", 1000)]),
-        ("float8_e4m3fn", 1, [("float8_e4m3fn", 1)]),
+        ("unscaled_float8_e5m2", 1000, [("float8_e5m2", 1000)]),
+        ("unscaled_float8_e4m3fn", 1, [("float8_e4m3fn", 1)]),
         ("int8", 5, [("int8", 5), ("float32", 1)]),
         ("int8", 4, [("bfloat16", 4)]),
         ("int4", 3, [("int4", 3), ("bfloat16", 1), ("bfloat16", 1)]),
@@ -196,7 +196,8 @@ def mlp_units(down, trained, layers, scan):
 
 @pytest.mark.compiled
 @pytest.mark.parametrize(
-    ("dtype", "trained", "units", "scan"), [(None, 3, 1 + 8, True), ("float8_e4m3fn", 2, 5, False)]
+    ("dtype", "trained", "units", "scan"),
+    [(None, 3, 1 + 8, True), ("unscaled_float8_e4m3fn", 2, 5, False)],
 )
 def test_an_mlp_keeps_its_input_gate_and_up(dtype, trained, units, scan):
     """And nothing of their product; the last Dense is frozen where two of three are trained."""
