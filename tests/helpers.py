@@ -66,10 +66,10 @@ def integers(*shape: int, low: int, high: int, key: int = 0) -> jax.Array:
 def initial(module: Any, *inputs: Any) -> Any:
     """Random variables of a Flax module, whose own `init` would compile its whole forward."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(module.init, jax.random.key(0), *inputs))
-    drawn = (normal(*x.shape, key=key, dtype=x.dtype) for key, x in enumerate(leaves))
+    drawn = (np.asarray(normal(*x.shape, key=i, dtype=x.dtype)) for i, x in enumerate(leaves))
     # Scales and biases are near 1, and products as large as their inputs.
     near = [1 + 0.1 * x if x.ndim < 2 else x / x.shape[-2] ** 0.5 for x in drawn]
-    return jax.tree.unflatten(structure, near)
+    return jax.tree.unflatten(structure, map(jnp.asarray, near))
 
 
 def in_float64(function, *args):

@@ -59,7 +59,7 @@ def test_no_update_is_lost(size):
 def test_16_bits_do_not_depend_on_the_mesh_and_resume():
     optimizer = lm.master_weights(lm.compress_state(optax.sgd(0.1, momentum=0.9)), bits=16)
     init = jax.jit(optimizer.init)
-    step, first = optimized_jit(update_step(optimizer)), start(64, 1536)
+    step, first = optimized_jit(update_step(optimizer)), start(16, 1536)
 
     def run(params, state, steps, place=lambda x: x):
         for number in steps:

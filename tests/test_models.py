@@ -141,10 +141,8 @@ def test_even_tokens_for_cudnn(monkeypatch):
         return attention(q, k, v, "xla", **kwargs)
 
     monkeypatch.setattr(swin, "attention", even)
-    total = lambda params, model: model.apply({"params": params}, images).sum()  # noqa: E731
-    grad = jax.jit(jax.grad(total), static_argnums=1)
-    expected, got = (grad(params, model) for model in models)
-    assert_close(got, expected, 1e-4, 2e-4)
+    expected, got = (jax.jit(model.apply)({"params": params}, images) for model in models)
+    assert_close(got, expected, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +256,7 @@ def nbytes(tree):
 
 def test_compressed_optimizer_state(jax_defaults):
     options = {"optimizer_state": "8bit", "master_weights": "24bit"}
-    small, large = STEPS["vit-ti16"](**options).args, STEPS["vit-ti16"]().args
+    small, large = STEPS["llama-tiny"](**options).args, STEPS["llama-tiny"]().args
     assert nbytes(small[0]) == nbytes(large[0]) / 2 and nbytes(small[1]) < nbytes(large[1]) / 2
 
 

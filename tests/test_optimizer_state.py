@@ -228,7 +228,7 @@ def test_an_update_has_no_temporaries_but_new_scales(width):
 def test_sharded_state_adds_no_collective(ours, mode, spec, width):
     dtype = jnp.bfloat16 if ours is lm.master_weights else jnp.float32
     optimizer, params = ours(optax.adam(0.5)), {"w": jnp.ones((64, width), dtype)}
-    shapes = jax.tree.map(jnp.shape, optimizer.init(params))
+    shapes = jax.tree.map(jnp.shape, jax.eval_shape(optimizer.init, params))
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(mode,))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, spec)

@@ -215,11 +215,12 @@ def test_nnx():
             return x + self.down(self.drop(nnx.gelu(self.up(x))))
 
     module, run = Module(nnx.Rngs(0)), lm.nnx.tile(lambda m, x: m(x), axis=1, size=4)
-    np.testing.assert_allclose(run(module, X), module(X), atol=1e-6)
-    bound = lm.nnx.tile(module.__call__, axis=1, size=4)
-    np.testing.assert_allclose(bound(X), module(X), atol=1e-6)
+    bound, want = lm.nnx.tile(module.__call__, axis=1, size=4), nnx.jit(Module.__call__)(module, X)
+    np.testing.assert_allclose(nnx.jit(run)(module, X), want, atol=1e-6)
+    np.testing.assert_allclose(bound(X), want, atol=1e-6)
     loss = lambda m, f: jnp.sum(jnp.sin(f(m, X)))  # noqa: E731
-    got, want = (nnx.grad(loss)(module, f) for f in (run, Module.__call__))
+    grad = nnx.jit(nnx.grad(loss), static_argnums=1)
+    got, want = (grad(module, f) for f in (run, Module.__call__))
     assert error(got, want) < 1e-6
     module.drop.deterministic = False
     before = int(module.drop.rngs.count[...])

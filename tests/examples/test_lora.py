@@ -55,10 +55,10 @@ def test_gradients_follow_from_the_weights(train):
         return jnp.square(model.apply({"params": params}, *inputs("bert"))).sum()
 
     of_lora = lambda trained: loss(model, combine(trained, frozen, jnp.float32))  # noqa: E731
-    got = flatten_dict(jax.jit(jax.grad(of_lora))(trained))
+    got = jax.device_get(flatten_dict(jax.jit(jax.grad(of_lora))(trained)))
     of_folded = jax.jit(jax.grad(functools.partial(loss, plain)))
-    weights = flatten_dict(of_folded(fold_lora(params, ALPHA / RANK)))
-    path, leaves = ("bert", "layer_1", "query"), flatten_dict(params)
+    weights = jax.device_get(flatten_dict(of_folded(fold_lora(params, ALPHA / RANK))))
+    path, leaves = ("bert", "layer_1", "query"), jax.device_get(flatten_dict(params))
     dw = weights[(*path, "kernel")].reshape(64, -1)
     a, b = (leaves[(*path, f"kernel_lora_{part}")] for part in "ab")
     scale = ALPHA / RANK
