@@ -56,17 +56,13 @@ def erfc(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jnp.where(absolute < 1.0, near, jnp.where(x < 0.0, 2.0 - tail, tail))
 
 
-def _gelu_tanh(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
 def _gelu_erf(x: Array) -> Array:
     # `jax.nn.gelu(x, approximate=False)`, written out because it needs this erfc.
     return 0.5 * x * erfc(-x * np.sqrt(0.5).astype(np.float32))
 
 
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": jax.nn.gelu,
     "gelu_erf": _gelu_erf,
     "silu": jax.nn.silu,
 }

@@ -59,6 +59,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+_cpu_seconds = lambda: sum(os.times()[:4])  # noqa: E731
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Fails a default test that takes too long.
@@ -72,10 +75,6 @@ def pytest_runtest_call(item):
     if most and is_default and seconds > most and (seconds := seconds / _slowness()) > most:
         pytest.fail(f"{item.nodeid} takes {seconds:.1f} s of CPU time, more than {most:g} s")
     return result
-
-
-def _cpu_seconds():
-    return sum(os.times()[:4])
 
 
 def _slowness():

@@ -38,12 +38,11 @@ def sections() -> list[tuple[str, str]]:
     return [(name, part) for name, text in texts for part in re.split("(?m)^#+ ", text)]
 
 
-def with_doctests() -> list[Path]:
-    return [page for page in pages() if any(">>>" in block for block in blocks(page))]
+WITH_DOCTESTS = [page for page in pages() if any(">>>" in block for block in blocks(page))]
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("page", with_doctests(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_DOCTESTS, ids=lambda page: page.name)
 def test_examples_print_what_the_page_says(page, jax_defaults):
     examples = "\n".join(block for block in blocks(page) if ">>>" in block)
     test = doctest.DocTestParser().get_doctest(examples, {}, page.name, str(page), 0)
