@@ -79,7 +79,7 @@ def test_a_run_that_is_interrupted_continues(run, monkeypatch, capsys, before, a
     assert "starting after step 3 of 4" in capsys.readouterr().out
     found, expected = losses(folder), losses(whole)
     tolerance = 1e-6 if before == after else 2e-3
-    assert [*found] == [*expected] and found == pytest.approx(expected, tolerance)
+    assert ("train", 1) in found and found == pytest.approx(expected, tolerance)
     assert results(folder)["dev"] == pytest.approx(results(whole)["dev"], tolerance)
     family, config, _ = checkpoints.load(export)
     assert family.name == "bert" and config.num_labels == 2
