@@ -30,6 +30,7 @@ import lowmembp_jax as lm
 _kernels = tempfile.TemporaryDirectory(prefix="lowmembp_tests-")
 os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={_kernels.name}/cache"
 
+_cpu_seconds = lambda: sum(os.times()[:4])  # noqa: E731
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -57,9 +58,6 @@ def pytest_collection_modifyitems(config, items):
         mark = item.get_closest_marker("compiled")
         if missing and mark and mark.args != ("tpu",):
             item.add_marker(skip)
-
-
-_cpu_seconds = lambda: sum(os.times()[:4])  # noqa: E731
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,15 +16,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from lowmembp_jax._arguments import as_array, as_choice, compute_dtype
-from lowmembp_jax.operators._logit_losses import (
-    checked_axes,
-    checked_cap,
-    checked_labels,
-    checked_model,
-    checked_number,
-    checked_tile_bytes,
-    evaluate,
-)
+from lowmembp_jax.operators import _logit_losses as losses
 from lowmembp_jax.operators._logit_words import Arrays, Spec
 
 Reduction = Literal["mean", "sum", "none"]
@@ -112,10 +104,10 @@ def linear_cross_entropy(
       NotImplementedError: a second derivative is used.
     """
     reduction = as_choice(reduction, f"{_NAME}: reduction", ("mean", "sum", "none"))
-    h, table, bias, is_table = checked_model(hidden, kernel, embedding, bias, _NAME)
-    over, wide = checked_axes(axis_name), compute_dtype(h.dtype)
+    h, table, bias, is_table = losses.checked_model(hidden, kernel, embedding, bias, _NAME)
+    over, wide = losses.checked_axes(axis_name), compute_dtype(h.dtype)
     vocab = table.shape[0 if is_table else 1] * math.prod(lax.axis_size(axis) for axis in over)
-    labels = checked_labels(labels, h.shape[:-1], vocab, ignore_index, _NAME)
+    labels = losses.checked_labels(labels, h.shape[:-1], vocab, ignore_index, _NAME)
     c = (labels >= 0).astype(wide)
     if weights is not None:
         weights = as_array(weights, f"{_NAME}: weights")
@@ -132,13 +124,13 @@ def linear_cross_entropy(
         tables=(is_table, False),
         summed=summed,
         results=tuple(name for name, is_asked in asked.items() if is_asked),
-        tile_bytes=checked_tile_bytes(tile_bytes, _NAME),
+        tile_bytes=losses.checked_tile_bytes(tile_bytes, _NAME),
         over=over,
-        soft_cap=checked_cap(logit_soft_cap, _NAME),
-        z_loss=checked_number(z_loss, f"{_NAME}: z_loss", math.inf),
-        smoothing=checked_number(label_smoothing, f"{_NAME}: label_smoothing", 1),
+        soft_cap=losses.checked_cap(logit_soft_cap, _NAME),
+        z_loss=losses.checked_number(z_loss, f"{_NAME}: z_loss", math.inf),
+        smoothing=losses.checked_number(label_smoothing, f"{_NAME}: label_smoothing", 1),
     )
-    value, *results = evaluate(spec, Arrays(h, table, labels, c if summed else None, bias))
+    value, *results = losses.evaluate(spec, Arrays(h, table, labels, c if summed else None, bias))
     if reduction == "mean":
         value = value / jnp.sum(c)
     elif not summed and weights is not None:

@@ -13,15 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from lowmembp_jax._arguments import as_array, as_choice
-from lowmembp_jax.operators._logit_losses import (
-    checked_axes,
-    checked_cap,
-    checked_labels,
-    checked_model,
-    checked_number,
-    checked_tile_bytes,
-    evaluate,
-)
+from lowmembp_jax.operators import _logit_losses as losses
 from lowmembp_jax.operators._logit_words import Arrays, Spec
 
 _LOG_PROBS, _DIVERGENCE = "linear_log_probs", "linear_divergence"
@@ -80,22 +72,22 @@ def linear_log_probs(
     Raises:
       TypeError, ValueError, NotImplementedError: as `lm.linear_cross_entropy`.
     """
-    h, table, bias, is_table = checked_model(hidden, kernel, embedding, bias, _LOG_PROBS)
-    over = checked_axes(axis_name)
+    h, table, bias, is_table = losses.checked_model(hidden, kernel, embedding, bias, _LOG_PROBS)
+    over = losses.checked_axes(axis_name)
     vocab = table.shape[0 if is_table else 1] * math.prod(lax.axis_size(axis) for axis in over)
-    labels = checked_labels(labels, h.shape[:-1], vocab, ignore_index, _LOG_PROBS)
+    labels = losses.checked_labels(labels, h.shape[:-1], vocab, ignore_index, _LOG_PROBS)
     spec = Spec(
         name=_LOG_PROBS,
         kind="cross_entropy",
         tables=(is_table, False),
         summed=False,
         results=("entropy",),
-        tile_bytes=checked_tile_bytes(tile_bytes, _LOG_PROBS),
+        tile_bytes=losses.checked_tile_bytes(tile_bytes, _LOG_PROBS),
         over=over,
-        soft_cap=checked_cap(logit_soft_cap, _LOG_PROBS),
+        soft_cap=losses.checked_cap(logit_soft_cap, _LOG_PROBS),
         temperature=_temperature(temperature, _LOG_PROBS),
     )
-    loss, entropy = evaluate(spec, Arrays(h, table, labels, bias=bias))
+    loss, entropy = losses.evaluate(spec, Arrays(h, table, labels, bias=bias))
     return LogProbs(0 - loss, entropy)  # -loss would be -0 at ignored tokens
 
 
@@ -160,10 +152,10 @@ def linear_divergence(
     name = _DIVERGENCE
     kinds: tuple[Any, ...] = ("kl", "reverse_kl", "jensen_shannon")
     kind = as_choice(kind, f"{name}: kind", kinds)
-    h, table, bias, is_table = checked_model(hidden, kernel, embedding, bias, name)
+    h, table, bias, is_table = losses.checked_model(hidden, kernel, embedding, bias, name)
     reference = reference_hidden, reference_kernel, reference_embedding, reference_bias
-    other_h, other, other_bias, other_is_table = checked_model(*reference, name, "reference_")
-    words, other_words = table.shape[0 if is_table else 1], other.shape[0 if other_is_table else 1]
+    other_h, other, other_bias, other_tied = losses.checked_model(*reference, name, "reference_")
+    words, other_words = table.shape[0 if is_table else 1], other.shape[0 if other_tied else 1]
     if other_h.shape[:-1] != h.shape[:-1]:
         raise ValueError(
             f"{name}: reference_hidden: expected hidden's tokens {h.shape[:-1]}, got "
@@ -183,18 +175,18 @@ def linear_divergence(
     spec = Spec(
         name=name,
         kind=kind,
-        tables=(is_table, other_is_table),
+        tables=(is_table, other_tied),
         summed=False,
         results=(),
-        tile_bytes=checked_tile_bytes(tile_bytes, name),
-        over=checked_axes(axis_name),
-        soft_cap=checked_cap(logit_soft_cap, name),
+        tile_bytes=losses.checked_tile_bytes(tile_bytes, name),
+        over=losses.checked_axes(axis_name),
+        soft_cap=losses.checked_cap(logit_soft_cap, name),
         temperature=_temperature(temperature, name),
     )
     frozen = [None if x is None else lax.stop_gradient(x) for x in (other_h, other, other_bias)]
-    (value,) = evaluate(spec, Arrays(h, table, jnp.where(valid, 0, -1), None, bias, *frozen))
+    (value,) = losses.evaluate(spec, Arrays(h, table, jnp.where(valid, 0, -1), None, bias, *frozen))
     return value
 
 
 def _temperature(x: Any, function: str) -> float:
-    return checked_number(x, f"{function}: temperature", math.inf, is_positive=True)
+    return losses.checked_number(x, f"{function}: temperature", math.inf, is_positive=True)
