@@ -55,8 +55,9 @@ def plan(
 ) -> Plan:
     """Compiles a whole training step for a GPU or a TPU, without one; returns its memory plan.
 
-    The bytes come from XLA's own buffer assignment for that device. They are what the program
-    allocates. CUDA's context, library handles and other allocations of the process come on top.
+    The bytes come from XLA's own buffer assignment for that device, and what a program takes only
+    with a GPU: cuDNN's workspace, and products that no kernel overwrites. CUDA's context, library
+    handles and other allocations of the process come on top.
 
     Args:
       step: the step, for example `(state, batch) -> (state, loss)`. It needs no `jax.jit`.

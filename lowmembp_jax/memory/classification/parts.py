@@ -63,31 +63,41 @@ def sort_into_parts(
             *sorter.origin([value, *groups[value.number]]),
         )
         for value in assignment.values
-    ) + tuple(_workspaces(assignment, program))
+    ) + tuple(_only_with_a_gpu(assignment, program))
 
 
-def _workspaces(assignment: BufferAssignment, program: Program) -> Iterator[Buffer]:
-    """Yields the scratch memory of cuDNN's attention, which XLA leaves out without a GPU.
+def _only_with_a_gpu(assignment: BufferAssignment, program: Program) -> Iterator[Buffer]:
+    """Yields the memory that a program takes with a GPU, but not where XLA compiles without one.
+
+    - The scratch memory of cuDNN's attention.
+    - Products into whose memory the next kernel writes. With a GPU, XLA takes cuBLAS for most
+      products. Their results come in a tuple with a workspace, and XLA reuses no part of a tuple.
 
     The buffers lie behind the heap and have negative numbers.
     """
-    heap = max(
-        (a for a in assignment.allocations.values() if a.kind == "temporary"),
-        key=lambda a: a.size,
-        default=None,
-    )
-    starts = {value.definition.instruction: value.first for value in reversed(assignment.values)}
-    for computation in program.computations.values():
-        for one in computation.instructions.values():
-            if "__cudnn$fmha" not in one.attributes or heap is None or one.name not in starts:
-                continue
-            size = attention_workspace(one) - one.shapes[-1].bytes
-            if size > 0:
-                position, time = Position(one.name, "{}"), starts[one.name]
-                shape = Shape("u8", (size,))
-                place = heap.number, heap.size, size
-                value = Value(-time - 1, position, *place, shape, time, time, (), ())
-                yield Buffer(value, "temporaries", False, f"{one.op_name}/workspace", one.source)
+    computations = program.computations.values()
+    makers = {one.name: one for each in computations for one in each.instructions.values()}
+    heap = {a.number: a.size for a in assignment.allocations.values() if a.kind == "temporary"}
+    made = [
+        (value, makers[value.definition.instruction])
+        for value in assignment.values
+        if value.allocation in heap and value.definition.instruction in makers
+    ]
+    products = {
+        (value.allocation, value.offset, value.last)
+        for value, maker in made
+        if "__triton" in maker.attributes and any(one.opcode == "dot" for one in maker.inner)
+    }
+    for value, maker in made:
+        time, size, what = value.first, 0, "product"
+        if maker.opcode == "fusion" and (value.allocation, value.offset, time) in products:
+            size = value.size
+        elif "__cudnn$fmha" in maker.attributes and value.definition.index == "{}":
+            size, what = attention_workspace(maker) - maker.shapes[-1].bytes, "workspace"
+        if size > 0:
+            place = value.allocation, heap[value.allocation] + value.offset, size
+            more = Value(-1, value.definition, *place, Shape("u8", (size,)), time, time, (), ())
+            yield Buffer(more, "temporaries", False, f"{maker.op_name}/{what}", maker.source)
 
 
 class _Sorter(NamedTuple):

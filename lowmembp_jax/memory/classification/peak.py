@@ -60,7 +60,8 @@ def at_peak(
 ) -> Peak:
     """Sorts all allocations of a program into parts, at the first time when its heap is fullest."""
     kinds = {number: own.kind for number, own in assignment.allocations.items()}
-    time = peak_time([b.value for b in buffers if kinds[b.value.allocation] == "temporary"])
+    temporaries = [b.value for b in buffers if kinds[b.value.allocation] == "temporary"]
+    time = peak_time(temporaries)
     live = [
         LiveBuffer(own.size, named.part, str(shape), named.name, "", "")
         for own in assignment.allocations.values()
@@ -86,7 +87,9 @@ def at_peak(
     for each in live:
         parts[each.part] += each.bytes
     # Temporaries include constants and the heap's free bytes at the peak.
-    heap_size = max(total(assignment, "temporary"), in_heap)
+    in_xlas = [v for v in temporaries if v.number >= 0]
+    grown = in_heap - _bytes_alive(in_xlas, peak_time(in_xlas))  # by what takes memory with a GPU
+    heap_size = total(assignment, "temporary") + grown
     size = total(assignment, "argument", "output", "constant") + heap_size
     parts["temporaries"] += size - sum(each.bytes for each in live)
     intermediates = profile(b.value for b in written if b.part == "intermediates")
@@ -109,6 +112,10 @@ def _is_alive(value: Value, time: int) -> bool:
     return value.first <= time <= value.last
 
 
+def _bytes_alive(values: Iterable[Value], time: int) -> int:
+    return sum(split(value for value in values if _is_alive(value, time)))
+
+
 def total(assignment: BufferAssignment, *kinds: Kind) -> int:
     """Bytes of all allocations of these kinds."""
     return sum(a.size for a in assignment.allocations.values() if a.kind in kinds)
@@ -122,7 +129,7 @@ def peak_time(temporaries: Sequence[Value]) -> int:
     for time in sorted(bound, key=lambda time: (-bound[time], time)):
         if bound[time] < best:
             break
-        covered = sum(split(value for value in temporaries if _is_alive(value, time)))
+        covered = _bytes_alive(temporaries, time)
         if (covered, -time) > (best, -best_time):
             best, best_time = covered, time
     return best_time
