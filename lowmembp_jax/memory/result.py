@@ -200,7 +200,7 @@ def explained(plan: Plan) -> list[str]:
     if isinstance(plan.device, Tpu):
         return ["memory is the buffer assignment of XLA's TPU compiler"]
     return [
-        "times are estimates by the roofline; memory is XLA's buffer assignment",
+        "times are estimates by the roofline; memory is XLA's, with what only a GPU needs",
         f"note: rates of {plan.device.name}: {plan.device.calibration}",
     ]
 

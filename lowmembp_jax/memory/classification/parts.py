@@ -89,14 +89,15 @@ def _only_with_a_gpu(assignment: BufferAssignment, program: Program) -> Iterator
         if "__triton" in maker.attributes and any(one.opcode == "dot" for one in maker.inner)
     }
     for value, maker in made:
-        time, size, what = value.first, 0, "product"
+        time, size, what, shape = value.first, 0, "kept product", value.shape
         if maker.opcode == "fusion" and (value.allocation, value.offset, time) in products:
             size = value.size
         elif "__cudnn$fmha" in maker.attributes and value.definition.index == "{}":
             size, what = attention_workspace(maker) - maker.shapes[-1].bytes, "workspace"
+            shape = Shape("u8", (size,))
         if size > 0:
             place = value.allocation, heap[value.allocation] + value.offset, size
-            more = Value(-1, value.definition, *place, Shape("u8", (size,)), time, time, (), ())
+            more = Value(-1, value.definition, *place, shape, time, time, (), ())
             yield Buffer(more, "temporaries", False, f"{maker.op_name}/{what}", maker.source)
 
 

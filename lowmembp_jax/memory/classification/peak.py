@@ -87,9 +87,8 @@ def at_peak(
     for each in live:
         parts[each.part] += each.bytes
     # Temporaries include constants and the heap's free bytes at the peak.
-    in_xlas = [v for v in temporaries if v.number >= 0]
-    grown = in_heap - _bytes_alive(in_xlas, peak_time(in_xlas))  # by what takes memory with a GPU
-    heap_size = total(assignment, "temporary") + grown
+    in_xlas = [v for v in temporaries if v.number >= 0]  # not what takes memory only with a GPU
+    heap_size = total(assignment, "temporary") + in_heap - _bytes_alive(in_xlas, peak_time(in_xlas))
     size = total(assignment, "argument", "output", "constant") + heap_size
     parts["temporaries"] += size - sum(each.bytes for each in live)
     intermediates = profile(b.value for b in written if b.part == "intermediates")
