@@ -318,6 +318,11 @@ def test_exact():
         assert error(grads(), want) == error(grads(lm.compress_checkpoints(loss)), want) == 0
 
 
+def test_what_a_loss_closes_over_is_data():
+    closing = grads(lm.compress_checkpoints(lambda params: loss(params, X)), W)
+    assert error(closing, grads(lm.compress_checkpoints(loss))) == 0 < error(closing, grads())
+
+
 def test_nothing_to_take_over():
     def with_ref(w, x):
         ref = jax.new_ref(jnp.float32(2))
@@ -326,6 +331,8 @@ def test_nothing_to_take_over():
     fun = lm.compress_checkpoints(lambda params, x: jnp.mean(jax.checkpoint(with_ref)(params, x)))
     with pytest.warns(UserWarning, match="fewer bits: with_ref at .*: left alone: it has mutable"):
         jax.grad(fun)(W[0], X)
+    with pytest.warns(UserWarning, match="fewer bits: 4 x tanh_layer at .* from parameters alone"):
+        grads(lm.compress_checkpoints(loss, params_argnums=(0, 1)))
     with pytest.warns(UserWarning, match="fewer bits: <lambda> calls no jax.checkpoint"):
         jax.grad(lm.compress_checkpoints(lambda w: jnp.sum(w**2)))(X)
     with lm.patch(checkpoint=True) as report:

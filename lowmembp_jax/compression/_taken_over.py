@@ -108,17 +108,10 @@ class Rewritten(NamedTuple):
 
 
 @weakref_lru_cache
-def take_over(
-    jaxpr: core.Jaxpr, inputs: tuple[Input, ...], constants: Input, settings: Settings
-) -> Rewritten:
-    """Replaces the outermost checkpoints of a jaxpr.
-
-    Args:
-      inputs: what the jaxpr's inputs are.
-      constants: what the constants of its bodies are.
-    """
+def take_over(jaxpr: core.Jaxpr, inputs: tuple[Input, ...], settings: Settings) -> Rewritten:
+    """Replaces the outermost checkpoints of a jaxpr, whose inputs are `inputs`."""
     jaxpr = _with_passed_on(jaxpr)
-    flow = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, constants)
+    flow = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, KEPT)
     readers, new, found = _readers(jaxpr), [], []
 
     def read(atom):
@@ -132,7 +125,7 @@ def take_over(
         given = tuple(map(read, eqn.invars))
         results = (_of_any(given),) * len(eqn.outvars)
         if _is_checkpoint(eqn):
-            results = take_over(eqn.params["jaxpr"], given, constants, settings).results
+            results = take_over(eqn.params["jaxpr"], given, settings).results
             eqn, one = _taken(eqn, given, settings)
             found.append(one)
         elif eqn.primitive is remat_p:
@@ -144,7 +137,7 @@ def take_over(
             why = "inside a function with a derivative of its own"
             found += [_described(e, why) for e in inside if _is_checkpoint(e)]
         elif bodies := jaxprs.bodies(eqn):
-            bodies, results, own = _in_bodies(eqn, bodies, given, constants, settings)
+            bodies, results, own = _in_bodies(eqn, bodies, given, settings)
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             line = users_line(frames_of(eqn))
             found += [
@@ -184,7 +177,7 @@ def _is_checkpoint(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive is remat_p and not eqn.params["differentiated"]
 
 
-def _in_bodies(eqn, bodies, given, constants, settings):
+def _in_bodies(eqn, bodies, given, settings):
     """Takes the checkpoints in the bodies of an equation over.
 
     Returns the new bodies, or None if they stay as they are, what the equation's results are, and
@@ -198,7 +191,7 @@ def _in_bodies(eqn, bodies, given, constants, settings):
         for one, out in zip(operands, back, strict=True)
     ]
     while True:
-        each = [take_over(body, tuple(operands), constants, settings) for body in bodies]
+        each = [take_over(body, tuple(operands), settings) for body in bodies]
         results = [_of_any(ones) for ones in zip(*(one.results for one in each), strict=True)]
         after = [
             one if out is None else _of_any([one, results[out]])
@@ -250,6 +243,8 @@ def _taken(
     jaxpr, policy = eqn.params["jaxpr"], settings.policy or _policy(eqn)
     every = [eqn, *jaxprs.every_equation(jaxpr)]
     atoms = [atom for e in every for atom in (*e.invars, *e.outvars)]
+    if all(one is PARAMETER for one in given):
+        return eqn, _described(eqn, "all that it reads is computed from parameters alone")
     if any(map(is_reference, atoms)):
         return eqn, _described(eqn, "it has mutable arrays")
     if not all(hasattr(atom.aval, "dtype") for atom in atoms):

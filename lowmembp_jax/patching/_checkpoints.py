@@ -34,8 +34,9 @@ def compress_checkpoints(
     It reaches checkpoints of any framework: `jax.checkpoint` and `jax.remat` under every name, as a
     decorator, `nn.remat`, `nnx.remat`, `eqx.filter_checkpoint`. Each becomes `lm.compress` with its
     own policy. Nobody names the parameters of each checkpoint: an operand of a checkpoint is a
-    parameter if it is computed from parameters of `fun` alone. Values do not change, and gradients
-    have only the rounding error of the stored arrays.
+    parameter if it is computed from parameters of `fun` alone. What `fun` closes over, such as the
+    batch, is data. Values do not change, and gradients have only the rounding error of the stored
+    arrays.
 
     These checkpoints stay as they are: a checkpoint inside another one, one with a policy that
     offloads or with mutable arrays, one inside a function with a derivative of its own, and one
@@ -49,8 +50,7 @@ def compress_checkpoints(
       fun: any function that JAX can differentiate. Arguments and results may be NNX modules or
         Equinox modules, and may hold values that are not arrays. Without it,
         `compress_checkpoints` is a decorator with arguments.
-      params_argnums: positions of the arguments that hold parameters; `()` if there are none. The
-        arrays that `fun` closes over are parameters, too.
+      params_argnums: positions of the arguments that hold parameters; `()` if there are none.
       dtype: the format in which residuals are stored, see `lm.compress`.
       policy: replaces the policies of all checkpoints, such as `lm.products_saveable`; None leaves
         each its own.
@@ -113,14 +113,12 @@ def _taking_over(
     policy: Callable[..., Any] | None,
     owner: str,
     add: Callable[[tuple[Checkpoint, ...]], None],
-    closes_over_params: bool = True,
     otherwise: Callable[[Exception], None] | None = None,
 ) -> Callable[..., Any]:
     """Takes the checkpoints of `fun` over; returns what `traced_call` returns.
 
     Args:
       add: gets the checkpoints of each call.
-      closes_over_params: see `traced_call`.
       otherwise: see `traced_call`.
     """
 
@@ -128,14 +126,13 @@ def _taking_over(
         if not is_exact():
             # What is not computed is in memory anyway.
             inputs = tuple(Input.PARAMETER if one else Input.KEPT for one in is_param)
-            constants = Input.PARAMETER if closes_over_params else Input.KEPT
             settings = Settings(tuple(formats.items()), policy, owner, is_for_tpu())
-            new, _, found = take_over(jaxpr, inputs, constants, settings)
+            new, _, found = take_over(jaxpr, inputs, settings)
             jaxpr = jaxpr if new is None else new
             add(found)
         return eval_jaxpr(jaxpr, (), *values)
 
-    return traced_call(fun, bind, None, closes_over_params, any_result=True, otherwise=otherwise)
+    return traced_call(fun, bind, None, False, any_result=True, otherwise=otherwise)
 
 
 def compressed_vjp(
@@ -164,7 +161,7 @@ def compressed_vjp(
         why = str(error).partition("\n")[0]
         add((Checkpoint("a differentiated function", line, "", left=f"not traced: {why}"),))
 
-    call = _taking_over(fun, formats, None, "lm.patch(checkpoint=True)", add, False, otherwise=left)
+    call = _taking_over(fun, formats, None, "lm.patch(checkpoint=True)", add, otherwise=left)
 
     @functools.wraps(fun)
     def taken(*primals):
