@@ -80,8 +80,18 @@ def hidden(w, h, pos):
     return jax.nn.sigmoid(jnp.where(mask, h @ w, -1e9) - w[:1]) @ w
 
 
+def near_one(w, h, pos):
+    """A change of volume, a square and a ratio, all near 1."""
+    f = jnp.eye(2)[None, None] + 0.02 * jnp.tanh(h @ w).reshape(COUNT, -1, 2, 2)
+    volume = f[..., 0, 0] * f[..., 1, 1] - f[..., 0, 1] * f[..., 1, 0]
+    root = jnp.sign(H) + h @ w / 50
+    ratio = (pos @ w[:3]) / lax.stop_gradient(pos @ w[:3] + 1)
+    near = jnp.concatenate([volume, root * root, ratio], -1)
+    return jnp.tanh(20 * (near - 1)) @ jnp.concatenate([w, w, w])[: near.shape[1]]
+
+
 PROGRAMS = [
-    particles, graph, centered, looped, weighted, centers, masked, chosen, hidden,
+    particles, graph, centered, looped, weighted, centers, masked, chosen, hidden, near_one,
 ]  # fmt: skip
 
 

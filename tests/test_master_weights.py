@@ -111,6 +111,17 @@ def test_nan_and_infinity_reach_the_parameter(value, bits):
     assert not jnp.isfinite(optax.apply_updates(after, updates)["w"][1, 2])
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_parameters_may_be_set_to_zero(value):
+    """As by a projection; the state still has the lower bits of the numbers before."""
+    optimizer = lm.master_weights(optax.sgd(1.0))
+    params, state = train(optimizer, start(16, 16), noise, 1)
+    params = jax.tree.map(lambda p: jnp.full_like(p, value), params)
+    assert state.low["w"].min() < 0
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    assert not optax.apply_updates(params, updates)["w"].any()
+
+
 @pytest.mark.parametrize("bits", [24, 16])
 @pytest.mark.parametrize(
     "around",

@@ -11,8 +11,8 @@ if that takes fewer bytes. These differences do not cancel in this way:
   their squares is (x^2 + y^2) (cos^2 + sin^2).
 - Bounded functions of one array, such as 1 - sigmoid(x), whose errors are as small as its bounds.
 - Sums, such as a residual stream.
-- x - c of a constant c, unless x is in memory, is a weighted sum of such arrays, or selects from
-  them. If c is an array of constants, it may be a mask, so the sources are stored unrounded.
+- x - c of a constant c, unless x is in memory, or is computed from such arrays without a product.
+  If an array of constants takes part, it may be a mask, so the sources are stored unrounded.
 """
 
 import functools
@@ -33,10 +33,6 @@ from lowmembp_jax.compression._scaled_float8 import Rows
 from lowmembp_jax.compression.facts import Fact, Facts, fact_of
 
 _PARTS = frozenset(("dynamic_slice", "gather", "slice", "split"))
-#: Elementwise sums of operands, or a choice among them.
-_SUMS = frozenset(("add", "clamp", "max", "min", "select_n", "sub"))
-#: Linear in an operand, if the others have no rounding errors.
-_LINEAR = _SUMS | {"div", "mul", "neg"}
 
 
 class Differences:
@@ -103,6 +99,8 @@ class Differences:
             seen.add(atom)
             if self.origins.is_source(atom):
                 sources.append(atom)
+            elif self._has_constants(self.origins.maker(atom)):
+                return False
             else:
                 todo += jaxprs.variables(self.origins.maker(atom))
         before = sum(self.instead.get(v, 0) for v in sources)
@@ -113,7 +111,7 @@ class Differences:
         return True
 
     def _is_kept(self, atom: Any) -> bool:
-        """Whether an array is in memory, or a weighted sum of or selection from such arrays."""
+        """Whether an array is in memory, or is computed from such arrays without a product."""
         todo, seen = [atom], set[Any]()
         while todo:
             atom = self.origins.origin(todo.pop())
@@ -126,13 +124,10 @@ class Differences:
                 if not fact_of(self.facts.of, atom).at_hand:
                     return False
                 continue
-            read = [v for v in jaxprs.variables(eqn) if is_inexact(v.aval)]
-            lossy = [v for v in read if fact_of(self.facts.of, v).lossy]
-            linear = _SUMS if len(lossy) > 1 else _LINEAR
-            is_curved = rules.rule(eqn).elementwise and operation(eqn) not in linear
-            if is_curved or rules.rule(eqn).product or self._has_constants(eqn):
+            if rules.rule(eqn).product:
                 return False
-            todo += lossy
+            read = [v for v in jaxprs.variables(eqn) if is_inexact(v.aval)]
+            todo += [v for v in read if fact_of(self.facts.of, v).lossy]
         return True
 
     def _has_constants(self, eqn: Any) -> bool:

@@ -29,11 +29,14 @@ class MasterWeightsState(NamedTuple):
 
 
 def _join(p: BFloat16[Array, "*n"], low: Int8[Array, "*n"]) -> Float32[Array, "*n"]:
-    """Returns the master weight: the parameter's 16 bits plus `low` units of the 24th bit."""
+    """Returns the master weight: the parameter's 16 bits plus `low` units of the 24th bit.
+
+    The parameter may have been set since `low` was stored, as to 0 by a projection.
+    """
     high = lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32) << 8
-    bits = (high + low.astype(jnp.int32)).astype(jnp.uint32) << 8
-    wide = p.astype(jnp.float32)
-    return jnp.where(jnp.isnan(p), wide, lax.bitcast_convert_type(bits, jnp.float32))
+    low = jnp.maximum(low.astype(jnp.int32), -(high & 0x7FFFFF))
+    master = lax.bitcast_convert_type((high + low).astype(jnp.uint32) << 8, jnp.float32)
+    return jnp.where(jnp.isfinite(p), master, p.astype(jnp.float32))
 
 
 def _split(
