@@ -127,7 +127,8 @@ POLES = {
 
 @pytest.mark.parametrize(
     ("function", "options"),
-    [(name, {"policy": None}) for name in POLES] + [("tanh", {}), ("tan", {"dtype": "int8"})],
+    [(name, {"policy": None}) for name in POLES]
+    + [("tanh", {}), ("tan", {"dtype": "int8"}), ("log", {"dtype": None})],
 )
 def test_complex_numbers_near_poles(function, options):
     """Functions that are bounded on real numbers are not on complex ones."""

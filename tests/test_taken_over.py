@@ -297,6 +297,12 @@ def test_a_function_that_reads_values():
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.grad(lm.compress_checkpoints(reads))(W, X)
 
+    def fails(model, x):  # NNX runs it only once
+        raise KeyError("own error")
+
+    with lm.patch(checkpoint=True), pytest.raises(KeyError, match="own error"):
+        nnx.grad(fails)(nnx_models.Model(nnx.remat, WIDTH), X)
+
 
 def test_gradients_that_are_differentiated_again_are_exact():
     def scaled(s):

@@ -131,6 +131,8 @@ class PlanCommand(ModelOptions):
             with contextlib.suppress(RuntimeError):  # JAX is already running
                 # `jax.make_mesh` in the user's file needs as many devices.
                 jax.config.update("jax_num_cpu_devices", self.devices)
+        if not 0 < self.memory_fraction <= 1:
+            raise GivenError(f"--memory-fraction must be in (0, 1], got {self.memory_fraction}")
         factory = self.load()
         try:
             get_device(self.device)
@@ -302,9 +304,15 @@ def _print(report: str, path: Path | None, as_json: str) -> None:
     An existing file is written into, so that links, FIFOs and devices remain.
     """
     where = sys.stdout
-    if path is not None and _is_stdout(path):
-        print(as_json, end="", flush=True)
-        where = sys.stderr
-    elif path is not None:
-        path.write_text(as_json)
-    print(report, file=where)
+    try:
+        if path is not None and _is_stdout(path):
+            print(as_json, end="", flush=True)
+            where = sys.stderr
+        elif path is not None:
+            path.write_text(as_json)
+        print(report, file=where, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # Python writes the rest when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), where.fileno())
+        if not isinstance(error, BrokenPipeError):  # `lowmembp plan | head`
+            raise GivenError(f"the report cannot be written: {error.strerror}") from error

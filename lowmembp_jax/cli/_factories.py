@@ -173,7 +173,8 @@ def function_of_file(model: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        raise WorkloadError(f"model: {error.filename}, line {error.lineno}: {error.msg}") from error
+        at = f"{error.filename}, line {error.lineno}" if error.lineno else path
+        raise WorkloadError(f"model: {at}: {error.msg}") from error
     function: Any = getattr(module, name, None)
     try:
         inspect.signature(function)  # builtins have none
@@ -181,6 +182,6 @@ def function_of_file(model: str) -> Callable[..., Any]:
         found = {n: inspect.unwrap(f) for n, f in vars(module).items() if n[0] != "_"}
         functions = [n for n, f in found.items() if inspect.isfunction(f)]
         raise WorkloadError(
-            f"model: {path} has no function {name!r}; it has {', '.join(functions)}"
+            f"model: {path} has no function {name!r}; it has {', '.join(functions) or 'none'}"
         ) from error
     return function

@@ -34,6 +34,7 @@ from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
 from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
+from lowmembp_jax.policies import of_real_numbers
 
 
 class Input(enum.Enum):
@@ -117,6 +118,7 @@ class How:
         return remat_p.bind(*args, jaxpr=jaxpr, **self.checkpoint_params(policy))
 
     def checkpoint_params(self, policy):
+        policy = policy if policy is only_stored else of_real_numbers(policy)
         return dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
 
 

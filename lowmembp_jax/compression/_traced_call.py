@@ -158,7 +158,13 @@ def traced_call(
             if otherwise is None:
                 raise
             otherwise(error)
-            return fun(*args, **kwargs)
+            try:
+                return fun(*args, **kwargs)
+            except Exception as second:  # NNX's functions run only once
+                if not isinstance(error, jax.errors.JAXTypeError):
+                    raise error from None
+                second.add_note(f"The function could not be traced before: {error}")
+                raise
         flags = [is_param for *_, is_param in given.values()]
         results = iter(_run(closed, arrays, flags, closes_over_params, bind))
         tree, others = fixed.value
