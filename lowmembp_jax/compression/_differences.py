@@ -66,8 +66,7 @@ class Differences:
             return False
         if len(lossy) == 1:
             [i] = lossy
-            constant = self.origins.origin(eqn.invars[1 - i], _PARTS)
-            is_zero = isinstance(constant, core.Literal) and not np.any(constant.val)
+            is_zero = read[1 - i].bounds == (0, 0)
             is_bounded = all(map(math.isfinite, read[i].bounds))
             return self._is_kept(eqn.invars[i]) and not is_zero and not is_bounded
         return not self._is_rotation(eqn)
