@@ -48,12 +48,10 @@ def of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
     """A policy that saves no complex numbers: JAX cannot reduce their precision, as it would."""
 
     def real(prim, /, *avals, **params):
-        dtypes = [params.get("new_dtype"), *(getattr(aval, "dtype", None) for aval in avals)]
-        kinds = [dtype for dtype in dtypes if dtype is not None]
-        is_complex = any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in kinds)
-        return not (is_complex or prim.name in ("complex", "fft")) and policy(
-            prim, *avals, **params
-        )
+        dtypes = params.get("new_dtype"), *(getattr(aval, "dtype", None) for aval in avals)
+        is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes if d is not None)
+        is_complex |= prim.name in ("complex", "fft")
+        return False if is_complex else policy(prim, *avals, **params)
 
     return real
 
