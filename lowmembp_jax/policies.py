@@ -1,11 +1,9 @@
 """Names of the residuals, and `jax.checkpoint` policies that save them."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import Recompute, Saveable
 
 CODES = "lowmembp_codes"
@@ -41,19 +39,6 @@ def everything_saveable(prim: Any, /, *_: Any, **__: Any) -> bool:
     The backward pass recomputes only cheap operations such as casts and reshapes.
     """
     return True
-
-
-@functools.lru_cache
-def of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """A policy that saves no complex numbers: JAX cannot reduce their precision, as it would."""
-
-    def real(prim, /, *avals, **params):
-        dtypes = params.get("new_dtype"), *(getattr(aval, "dtype", None) for aval in avals)
-        is_complex = any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes if d is not None)
-        is_complex |= prim.name in ("complex", "fft")
-        return False if is_complex else policy(prim, *avals, **params)
-
-    return real
 
 
 def checkpoint_policy(*policies: Callable[..., Any]) -> Callable[..., Any]:

@@ -144,7 +144,7 @@ REFUSED = [
         (COMPRESS(block, params_argnums=numbers), (W, X), {}, ValueError, f"2 posi.*, got {bad}")
         for numbers, bad in ((2, 2), ((0, 5), 5), (-3, -3))
     ],
-    (COMPRESS(block), (), {"params": W, "x": X}, ValueError, "argument at 0, got keywords"),
+    (COMPRESS(block), (), {"params": W, "x": X}, ValueError, "got 0, where the call has keywords"),
     (COMPRESS(block, static_argnums=0), (3, X), {}, ValueError, "static_argnums=0 both hold 0"),
     (COMPRESS(with_text), (W, X), {}, TypeError, r"function \S*with_text at .*\.py:\d+ .*'name'"),
     (MODULE(nn.Dense, static_argnums=9)(3).init, (KEY, X), {}, ValueError, "2 posit.*, got 9"),

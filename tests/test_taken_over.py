@@ -297,6 +297,8 @@ def test_a_function_that_reads_values():
         jax.grad(lm.compress_checkpoints(reads))(W, X)
     with lm.patch(checkpoint=True), pytest.raises(KeyError, match="own"):  # NNX runs it only once
         nnx.grad(lambda model, x: {}["own"])(nnx_models.Model(nnx.remat, WIDTH), X)
+    with lm.patch(checkpoint=True), pytest.raises(IndexError, match="not be traced before: Abst"):
+        nnx.grad(lambda model, x: float(x.sum()))(nnx_models.Model(nnx.remat, WIDTH), X)
 
 
 def test_gradients_that_are_differentiated_again_are_exact():

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from lowmembp_jax._messages import GivenError
 
@@ -238,9 +238,10 @@ class DevicesCommand:
             )
             for one in map(get_gpu, DEVICES)
         ]
-        print("\n".join(aligned(head, *gpus, left=("name", "GPU", head[-1]))))
+        lines = aligned(head, *gpus, left=("name", "GPU", head[-1]))
         tpus = [(one.name, one.description, size(one.memory_bytes)) for one in TPUS.values()]
-        print("\n".join(["", *aligned(("name", "TPU", "usable"), *tpus, left=("name", "TPU"))]))
+        lines += ["", *aligned(("name", "TPU", "usable"), *tpus, left=("name", "TPU")), ""]
+        _show("\n".join(lines), sys.stdout)
         return 0
 
 
@@ -303,16 +304,24 @@ def _print(report: str, path: Path | None, as_json: str) -> None:
 
     An existing file is written into, so that links, FIFOs and devices remain.
     """
-    where = sys.stdout
+    is_stdout = path is not None and _is_stdout(path)
     try:
-        if path is not None and _is_stdout(path):
-            print(as_json, end="", flush=True)
-            where = sys.stderr
-        elif path is not None:
+        if path is not None and not is_stdout:
             path.write_text(as_json)
-        print(report, file=where, flush=True)
+    except OSError as error:
+        raise GivenError(f"--json: {path} cannot be written: {error.strerror}") from error
+    finally:
+        if is_stdout:
+            _show(as_json, sys.stdout)
+        _show(f"{report}\n", sys.stderr if is_stdout else sys.stdout)
+
+
+def _show(text: str, where: TextIO) -> None:
+    """Writes to stdout or stderr, which another command, as in `lowmembp plan | head`, may end."""
+    try:
+        print(text, end="", file=where, flush=True)
     except OSError as error:
         with contextlib.suppress(OSError):  # Python writes the rest when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), where.fileno())
-        if not isinstance(error, BrokenPipeError):  # `lowmembp plan | head`
-            raise GivenError(f"the report cannot be written: {error.strerror}") from error
+        if not isinstance(error, BrokenPipeError):
+            raise GivenError(f"{where.name} cannot be written: {error.strerror}") from error

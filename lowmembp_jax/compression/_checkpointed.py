@@ -215,14 +215,10 @@ def in_range(function: str, name: str, positions: Sequence[int], args: Sequence[
       ValueError: a position is out of range.
     """
     for one in positions:
-        if not args:
-            raise ValueError(
-                f"{function}: {name}: expected a positional argument at {one}, got keywords alone"
-            )
         if not -len(args) <= one < len(args):
             raise ValueError(
                 f"{function}: {name}: expected positions of the {len(args)} positional arguments "
-                f"of the call, got {one}"
+                f"of the call, got {one}" + ("" if args else ", where the call has keywords alone")
             )
     return {one % len(args) for one in positions}
 

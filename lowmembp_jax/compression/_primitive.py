@@ -5,12 +5,14 @@ differentiation rule knows which inputs vary.
 """
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import checkpoint as jax_checkpoint  # the name `jax.checkpoint` may be replaced by ours
 from jax.core import eval_jaxpr
 from jax.extend import core
@@ -34,7 +36,6 @@ from lowmembp_jax.compression._marks import Marker
 from lowmembp_jax.compression._store import only_stored
 from lowmembp_jax.compression.facts import Fact
 from lowmembp_jax.compression.jaxprs import every_equation, variables, without_consts
-from lowmembp_jax.policies import of_real_numbers
 
 
 class Input(enum.Enum):
@@ -115,11 +116,27 @@ class How:
 
     def checkpoint(self, args, jaxpr, policy):
         # Under `jax_remat3`, `jax.checkpoint` uses another table of rules, so this binds `remat_p`.
-        return remat_p.bind(*args, jaxpr=jaxpr, **self.checkpoint_params(policy))
+        return remat_p.bind(*args, jaxpr=jaxpr, **self.checkpoint_params(jaxpr, policy))
 
-    def checkpoint_params(self, policy):
-        policy = policy if policy is only_stored else of_real_numbers(policy)
+    def checkpoint_params(self, jaxpr, policy):
+        made = [
+            (e.primitive, getattr(v.aval, "dtype", bool))
+            for e in every_equation(jaxpr)
+            for v in e.outvars
+        ]
+        made = frozenset(p for p, dtype in made if jnp.issubdtype(dtype, jnp.complexfloating))
+        if made and policy is not only_stored:
+            policy = _without(made, policy)
         return dict(prevent_cse=self.prevent_cse, differentiated=False, policy=policy)
+
+
+@functools.lru_cache
+def _without(made, policy):
+    """The policy, but it saves no result of the primitives `made`, which make complex numbers.
+
+    JAX reduces the precision of what a policy saves, and cannot do so with complex numbers.
+    """
+    return lambda prim, *avals, **params: prim not in made and policy(prim, *avals, **params)
 
 
 compress_p = core.Primitive("compress")
@@ -165,7 +182,7 @@ add_checkify_rule(compress_p, _check)
 
 def _transpose(cotangents, *args, jaxpr, how):
     """Transposes as `jax.checkpoint` does: a linear argument is not saved, so it is not rounded."""
-    params = how.checkpoint_params(how.marker.policy)
+    params = how.checkpoint_params(jaxpr, how.marker.policy)
     return fancy_transposes[remat_p](cotangents, *args, jaxpr=jaxpr, **params)
 
 
@@ -252,7 +269,7 @@ def _with_checkpoints(jaxpr: core.Jaxpr) -> core.Jaxpr:
         changed = list(map(_with_checkpoints, bodies))
         if eqn.primitive is compress_p:
             how, body = eqn.params["how"], _with_checkpoints(eqn.params["jaxpr"])
-            params = {"jaxpr": body, **how.checkpoint_params(how.marker.policy)}
+            params = {"jaxpr": body, **how.checkpoint_params(body, how.marker.policy)}
             eqn = eqn.replace(primitive=remat_p, params=params)
         elif any(one is not body for one, body in zip(changed, bodies, strict=True)):
             eqn = jaxprs.with_bodies(eqn, changed)

@@ -240,11 +240,11 @@ def _taken(
     eqn: core.JaxprEqn, given: tuple[Input, ...], settings: Settings
 ) -> tuple[core.JaxprEqn, Checkpoint]:
     """Takes one checkpoint over, or leaves it."""
+    if all(one is PARAMETER for one in given):
+        return eqn, _described(eqn, "all that it reads is computed from parameters alone")
     jaxpr, policy = eqn.params["jaxpr"], settings.policy or _policy(eqn)
     every = [eqn, *jaxprs.every_equation(jaxpr)]
     atoms = [atom for e in every for atom in (*e.invars, *e.outvars)]
-    if all(one is PARAMETER for one in given):
-        return eqn, _described(eqn, "all that it reads is computed from parameters alone")
     if any(map(is_reference, atoms)):
         return eqn, _described(eqn, "it has mutable arrays")
     if not all(hasattr(atom.aval, "dtype") for atom in atoms):

@@ -39,9 +39,10 @@ def compress_checkpoints(
     arrays.
 
     These checkpoints stay as they are: a checkpoint inside another one, one with a policy that
-    offloads or with mutable arrays, one inside a function with a derivative of its own, and one
-    that would not save fewer bytes, such as a checkpoint around a plain `lax.scan` (checkpoint the
-    scan's body instead). Gradients that `fun` itself computes stay exact.
+    offloads or with mutable arrays, one that reads parameters alone, one inside a function with a
+    derivative of its own, and one that would not save fewer bytes, such as a checkpoint around a
+    plain `lax.scan` (checkpoint the scan's body instead). Gradients that `fun` itself computes stay
+    exact.
 
     `lm.patch(checkpoint=True)` does the same in a training step that you cannot edit, and lists the
     checkpoints.
